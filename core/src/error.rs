@@ -1,0 +1,214 @@
+//! One error type for every fallible call: what kind it is, which operation failed, what the vendor said, why, and what
+//! to do about it.
+
+use std::fmt;
+
+/// The result of every fallible call in this workspace.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, as far as a program can act on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument is outside what the operation accepts (size, alignment, leading dimension, option).
+    InvalidArgument,
+    /// A stream, event, graph or handle id is stale, forged, or belongs to another backend.
+    InvalidHandle,
+    /// A pointer is not one that this runtime gave out, was freed, or points into the middle of a block.
+    InvalidPointer,
+    /// Objects of different devices were mixed in one operation.
+    WrongDevice,
+    /// The device cannot do this, as its [`Capabilities`](crate::Capabilities) say, or this version does not drive it.
+    Unsupported,
+    /// Device or host memory is exhausted.
+    OutOfMemory,
+    /// A vendor library could not be opened.
+    LibraryMissing,
+    /// A vendor library lacks a required symbol.
+    SymbolMissing,
+    /// The library works, but there is no usable device.
+    DeviceMissing,
+    /// No backend of that name is known.
+    UnknownBackend,
+    /// A stream capture was refused or lost.
+    Capture,
+    /// The object is in a state that forbids this operation now.
+    InvalidState,
+    /// A device error that no call can recover from; the process has to end.
+    DeviceLost,
+    /// The process is exiting and the driver must not be called any more.
+    ShuttingDown,
+    /// The process was forked after the backend was opened; the child cannot use it.
+    Forked,
+    /// The process at the other end of a share has ended.
+    PeerLost,
+    /// The operating system or the driver refused permission.
+    PermissionDenied,
+    /// Any other vendor error; the vendor's code says which.
+    Vendor,
+}
+
+impl ErrorKind {
+    /// The kind as words, as it stands in messages.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::InvalidArgument => "invalid argument",
+            Self::InvalidHandle => "invalid handle",
+            Self::InvalidPointer => "invalid pointer",
+            Self::WrongDevice => "wrong device",
+            Self::Unsupported => "unsupported",
+            Self::OutOfMemory => "out of memory",
+            Self::LibraryMissing => "library missing",
+            Self::SymbolMissing => "symbol missing",
+            Self::DeviceMissing => "no device",
+            Self::UnknownBackend => "unknown backend",
+            Self::Capture => "capture error",
+            Self::InvalidState => "invalid state",
+            Self::DeviceLost => "device lost",
+            Self::ShuttingDown => "shutting down",
+            Self::Forked => "forked process",
+            Self::PeerLost => "peer lost",
+            Self::PermissionDenied => "permission denied",
+            Self::Vendor => "vendor error",
+        }
+    }
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// An error: kind, operation, vendor code, message and hint.
+///
+/// `Display` prints all of them on one line; the accessors give each alone. The value is one pointer wide, so a
+/// `Result` on a hot path costs no more than the success value.
+///
+/// ```
+/// use highwater_core::{Error, ErrorKind};
+/// let error = Error::new(ErrorKind::OutOfMemory, "allocate", "4 GiB asked for, 1 GiB free")
+///     .with_code(2)
+///     .with_hint("free buffers or use a smaller batch");
+/// assert_eq!(
+///     error.to_string(),
+///     "allocate: out of memory: 4 GiB asked for, 1 GiB free (vendor code 2); free buffers or use a smaller batch"
+/// );
+/// ```
+#[derive(Clone, thiserror::Error)]
+#[error(transparent)]
+pub struct Error(Box<Body>);
+
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{operation}: {kind}: {message}{}{}", Code(*code), Hint(hint))]
+struct Body {
+    kind: ErrorKind,
+    operation: &'static str,
+    code: Option<i64>,
+    message: String,
+    hint: String,
+}
+
+struct Code(Option<i64>);
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |code| write!(f, " (vendor code {code})"))
+    }
+}
+
+struct Hint<'a>(&'a str);
+
+impl fmt::Display for Hint<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(f, "; {}", self.0) }
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Error")
+            .field("kind", &self.0.kind)
+            .field("operation", &self.0.operation)
+            .field("code", &self.0.code)
+            .field("message", &self.0.message)
+            .field("hint", &self.0.hint)
+            .finish()
+    }
+}
+
+impl Error {
+    /// An error of `kind` in `operation` (the name of the trait method or of the public function).
+    #[must_use]
+    pub fn new(kind: ErrorKind, operation: &'static str, message: impl Into<String>) -> Self {
+        Self(Box::new(Body { kind, operation, code: None, message: message.into(), hint: String::new() }))
+    }
+
+    /// The same error with the vendor's own code.
+    #[must_use]
+    pub fn with_code(mut self, code: i64) -> Self {
+        self.0.code = Some(code);
+        self
+    }
+
+    /// The same error with a sentence that says what to do.
+    #[must_use]
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = hint.into();
+        self
+    }
+
+    /// `Unsupported`, because the capability `name` of the device is false.
+    #[must_use]
+    pub fn lacks(operation: &'static str, name: &str) -> Self {
+        Self::new(ErrorKind::Unsupported, operation, format!("the device's capability `{name}` is false"))
+            .with_hint("ask `capabilities()` before, or use another device or backend")
+    }
+
+    /// What a program can act on.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The operation that failed.
+    #[must_use]
+    pub fn operation(&self) -> &'static str {
+        self.0.operation
+    }
+
+    /// The vendor's code, where a vendor call failed.
+    #[must_use]
+    pub fn code(&self) -> Option<i64> {
+        self.0.code
+    }
+
+    /// What was wrong, and what was expected.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// What to do about it; may be empty.
+    #[must_use]
+    pub fn hint(&self) -> &str {
+        &self.0.hint
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_is_one_pointer_wide() {
+        assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
+    }
+
+    #[test]
+    fn display_leaves_out_what_is_not_there() {
+        let error = Error::new(ErrorKind::InvalidArgument, "copy", "0 bytes");
+        assert_eq!(error.to_string(), "copy: invalid argument: 0 bytes");
+    }
+}

@@ -1,0 +1,219 @@
+//! Addresses, and the plain values that describe device memory, copies and fills.
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use crate::id::StreamId;
+
+/// An address in a device's memory. It may not be read by the CPU.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct DevicePtr(u64);
+
+impl DevicePtr {
+    /// The address with the number `address`.
+    #[must_use]
+    pub const fn new(address: u64) -> Self {
+        Self(address)
+    }
+
+    /// The address as a number.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The address `bytes` further on; saturates at the end of the address space, where no block is.
+    #[must_use]
+    pub const fn offset(self, bytes: usize) -> Self {
+        Self(self.0.saturating_add(bytes as u64))
+    }
+
+    /// Whether the address is a multiple of `alignment`.
+    #[must_use]
+    pub const fn is_aligned_to(self, alignment: usize) -> bool {
+        alignment != 0 && self.0.is_multiple_of(alignment as u64)
+    }
+}
+
+impl fmt::Debug for DevicePtr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DevicePtr({:#x})", self.0)
+    }
+}
+
+/// An address in the CPU's memory that a device may read and write. Never null.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct HostPtr(NonNull<u8>);
+
+// SAFETY: a `HostPtr` is an address and gives no access by itself; every method that follows it is an `unsafe fn` whose
+// contract names who may touch the memory and when.
+unsafe impl Send for HostPtr {}
+// SAFETY: as above.
+unsafe impl Sync for HostPtr {}
+
+impl HostPtr {
+    /// The address `pointer`.
+    #[must_use]
+    pub const fn new(pointer: NonNull<u8>) -> Self {
+        Self(pointer)
+    }
+
+    /// The address as a pointer.
+    #[must_use]
+    pub const fn as_ptr(self) -> *mut u8 {
+        self.0.as_ptr()
+    }
+
+    /// The address as a number.
+    #[must_use]
+    pub fn address(self) -> usize {
+        self.0.as_ptr().addr()
+    }
+}
+
+impl fmt::Debug for HostPtr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostPtr({:p})", self.0)
+    }
+}
+
+/// How to allocate device memory, for [`Backend::allocate`](crate::Backend::allocate).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AllocateOptions {
+    /// How many bytes; not 0.
+    pub bytes: usize,
+    /// Which kind of memory.
+    pub kind: DeviceMemoryKind,
+}
+
+impl AllocateOptions {
+    /// `bytes` of plain memory.
+    #[must_use]
+    pub const fn new(bytes: usize) -> Self {
+        Self { bytes, kind: DeviceMemoryKind::Plain }
+    }
+
+    /// The same with another kind of memory.
+    #[must_use]
+    pub const fn with_kind(mut self, kind: DeviceMemoryKind) -> Self {
+        self.kind = kind;
+        self
+    }
+}
+
+/// Kinds of device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceMemoryKind {
+    /// Usable from every stream at once; may be slow to allocate and free.
+    Plain,
+    /// Plain, and other processes may open it.
+    Shareable,
+    /// Allocated in the order of this stream: usable by what is enqueued on it after the call.
+    StreamOrdered(StreamId),
+}
+
+/// Free and total memory of a device, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes that can be allocated now, if fragmentation allows it.
+    pub free: u64,
+    /// Bytes that the device has.
+    pub total: u64,
+}
+
+/// One side of a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Location {
+    /// Page-locked memory of the CPU.
+    Host(HostPtr),
+    /// Memory of the device with this ordinal.
+    Device {
+        /// Ordinal of the device.
+        device: u32,
+        /// Where in its memory.
+        ptr: DevicePtr,
+    },
+}
+
+/// A copy of bytes, for [`Backend::copy`](crate::Backend::copy). Source and destination do not overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryCopy {
+    /// Where to.
+    pub dst: Location,
+    /// Where from.
+    pub src: Location,
+    /// How many bytes; 0 copies nothing and is no error.
+    pub bytes: usize,
+}
+
+impl MemoryCopy {
+    /// A copy of `bytes` from `src` to `dst`.
+    #[must_use]
+    pub const fn new(dst: Location, src: Location, bytes: usize) -> Self {
+        Self { dst, src, bytes }
+    }
+}
+
+/// A fill of device memory with one element, for [`Backend::fill`](crate::Backend::fill).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryFill {
+    /// Ordinal of the device; the stream belongs to it.
+    pub device: u32,
+    /// First byte; a multiple of the pattern's size.
+    pub dst: DevicePtr,
+    /// The element.
+    pub pattern: FillPattern,
+    /// How many elements; 0 fills nothing and is no error.
+    pub count: usize,
+}
+
+impl MemoryFill {
+    /// A fill of `count` elements at `dst`.
+    #[must_use]
+    pub const fn new(device: u32, dst: DevicePtr, pattern: FillPattern, count: usize) -> Self {
+        Self { device, dst, pattern, count }
+    }
+}
+
+/// The element of a fill: 1, 2 or 4 bytes, as both vendors offer it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FillPattern {
+    /// One byte.
+    U8(u8),
+    /// Two bytes.
+    U16(u16),
+    /// Four bytes.
+    U32(u32),
+}
+
+impl FillPattern {
+    /// Size of the element in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::U8(_) => 1,
+            Self::U16(_) => 2,
+            Self::U32(_) => 4,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_and_alignment_of_device_addresses() {
+        let ptr = DevicePtr::new(0x1000);
+        assert_eq!(ptr.offset(24).get(), 0x1018);
+        assert!(ptr.is_aligned_to(256) && !ptr.offset(8).is_aligned_to(256));
+        assert!(!ptr.is_aligned_to(0));
+        assert_eq!(DevicePtr::new(u64::MAX).offset(8).get(), u64::MAX);
+    }
+}
