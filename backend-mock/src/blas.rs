@@ -1,0 +1,407 @@
+//! BLAS and Lt handles: binding, checks, and the two commands of each product.
+//!
+//! Binding is what pools do before every call, so it is cheap: a stream or workspace that was found good is remembered
+//! together with the epoch of the table it was found in, and is good until the epoch moves.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use highwater_core::{
+    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode,
+    PlanArguments, PlanId, PlanOptions, Result, StreamId, Workspace,
+};
+
+use crate::arena::Owner;
+use crate::device::Device;
+use crate::exit;
+use crate::gpu::{self, Shared};
+use crate::kernel::{OwnWorkspace, Product, panels};
+use crate::operation::{Operation, Tally};
+use crate::stream::{Command, Stream};
+
+/// Bytes of the workspace that every handle has of its own.
+const OWN_WORKSPACE_BYTES: usize = 64 * 1024;
+
+/// A handle; in a forked child, and at exit, its destructor leaves the context alone.
+pub(crate) struct MockBlas(ManuallyDrop<Context>);
+
+struct Context {
+    kind: BlasKind,
+    device: u32,
+    number: u64,
+    tally: Arc<Tally>,
+    /// `None` once the handle was destroyed.
+    own: Option<Arc<OwnWorkspace>>,
+    stream: Option<BoundStream>,
+    /// `None` is the handle's own.
+    workspace: Option<Workspace>,
+    /// The last workspace that was found inside a live block, and the epoch of the device's blocks at that time.
+    known_workspace: Option<(Workspace, u64)>,
+    plans: HashMap<PlanId, PlanOptions>,
+    /// Last, so that what the fields above refer to outlives them.
+    gpu: Arc<Shared>,
+}
+
+struct BoundStream {
+    id: StreamId,
+    /// Epoch of the streams when the id was found good.
+    epoch: u64,
+    /// Fetched with the first product.
+    stream: Option<Arc<Stream>>,
+}
+
+/// A product as the caller names it.
+struct Call<'a> {
+    shape: &'a GemmShape,
+    alpha: f64,
+    beta: f64,
+    a: DevicePtr,
+    b: DevicePtr,
+    c: DevicePtr,
+    d: DevicePtr,
+    bias: Option<DevicePtr>,
+    epilogue: Epilogue,
+    /// Bytes of workspace that may be used at most.
+    workspace_limit: usize,
+}
+
+impl MockBlas {
+    pub(crate) fn new(gpu: &Arc<Shared>, device: u32, kind: BlasKind) -> Result<Self> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let operation = Operation::CreateBlasHandle;
+        let ptr = gpu.device(operation, device)?.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock)?;
+        let own = OwnWorkspace { engine: Arc::clone(&gpu.engine), device, ptr, bytes: OWN_WORKSPACE_BYTES };
+        gpu.handles.fetch_add(1, Ordering::Relaxed);
+        Ok(Self(ManuallyDrop::new(Context {
+            kind,
+            device,
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            tally: gpu.calls.open_tally(),
+            own: Some(Arc::new(own)),
+            stream: None,
+            workspace: None,
+            known_workspace: None,
+            plans: HashMap::new(),
+            gpu: Arc::clone(gpu),
+        })))
+    }
+}
+
+impl Drop for MockBlas {
+    fn drop(&mut self) {
+        if !self.0.gpu.calls.is_own_process() || exit::has_begun() {
+            return;
+        }
+        self.0.close();
+        self.0.gpu.calls.close_tally(&self.0.tally);
+        // SAFETY: this is the destructor, and the context is not touched after it.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+    }
+}
+
+impl fmt::Debug for MockBlas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockBlas")
+            .field("kind", &self.0.kind)
+            .field("device", &self.0.device)
+            .field("number", &self.0.number)
+            .field("stream", &self.0.stream.as_ref().map(|bound| bound.id))
+            .field("workspace", &self.0.workspace)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Context {
+    /// Fork check, count, fault, and whether the handle is still there.
+    #[inline]
+    fn enter(&self, operation: Operation) -> Result<()> {
+        self.gpu.calls.enter_handle(&self.tally, operation)?;
+        if self.own.is_none() { Err(destroyed(operation)) } else { Ok(()) }
+    }
+
+    fn enter_as(&self, operation: Operation, kind: BlasKind) -> Result<()> {
+        self.enter(operation)?;
+        if self.kind == kind {
+            return Ok(());
+        }
+        Err(operation.error(
+            ErrorKind::Unsupported,
+            format!("a handle of kind {:?} cannot do this, it takes one of kind {kind:?}", self.kind),
+        ))
+    }
+
+    fn device(&self) -> &Device {
+        &self.gpu.engine.devices[self.device as usize]
+    }
+
+    /// Ends the handle; products that were enqueued keep what they need.
+    fn close(&mut self) {
+        if self.own.take().is_some() {
+            self.stream = None;
+            self.plans.clear();
+            self.gpu.handles.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn check_type(&self, operation: Operation, shape: &GemmShape) -> Result<()> {
+        let capabilities = &self.gpu.capabilities;
+        let (can, name) = match shape.data_type {
+            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
+            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
+            DataType::F16 => (false, "gemm_f16"),
+            DataType::Bf16 => (false, "gemm_bf16"),
+            other => {
+                return Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not know the element type {other:?}")));
+            }
+        };
+        if !can {
+            return Err(operation.lacks(name));
+        }
+        if shape.batch.is_some() && !capabilities.strided_batch {
+            return Err(operation.lacks("strided_batch"));
+        }
+        Ok(())
+    }
+
+    /// The bound stream, which must still exist.
+    fn bound_stream(&mut self, operation: Operation) -> Result<Arc<Stream>> {
+        let gpu = &self.gpu;
+        let Some(bound) = &mut self.stream else { return gpu.unbound_stream(operation, self.device) };
+        // A stream that was destroyed since refuses the commands by itself.
+        if let Some(stream) = &bound.stream {
+            return Ok(Arc::clone(stream));
+        }
+        let stream = gpu.stream(operation, bound.id)?;
+        bound.stream = Some(Arc::clone(&stream));
+        Ok(stream)
+    }
+
+    fn enqueue(&mut self, operation: Operation, call: &Call<'_>) -> Result<()> {
+        let extents = call.shape.extents(operation.name())?;
+        if call.shape.is_empty() {
+            return Ok(());
+        }
+        let stream = self.bound_stream(operation)?;
+        let size = call.shape.data_type.bytes();
+        let device = self.device();
+        // Matrices that the product does not read may be anywhere.
+        let range = |what: &str, ptr: DevicePtr, elements: usize, used: bool| {
+            if !used || elements == 0 {
+                return Ok(0);
+            }
+            if !ptr.is_aligned_to(size) {
+                return Err(operation.error(
+                    ErrorKind::InvalidArgument,
+                    format!("{what} is at {ptr:?}, not at a multiple of the {size} bytes of an element"),
+                ));
+            }
+            device.range(operation, what, ptr, elements * size)
+        };
+        let reads_factors = call.alpha != 0.0 && call.shape.k != 0;
+        let bias = match call.bias {
+            _ if !call.epilogue.has_bias() => None,
+            Some(bias) => Some(range("the bias", bias, call.shape.m, true)?),
+            None => {
+                return Err(operation.error(
+                    ErrorKind::InvalidArgument,
+                    format!("the epilogue {:?} reads a bias, and none is given", call.epilogue),
+                ));
+            }
+        };
+        let workspace = self.workspace.map_or_else(
+            || {
+                self.own
+                    .as_ref()
+                    .map(|own| Workspace { ptr: own.ptr, bytes: own.bytes })
+                    .ok_or_else(|| destroyed(operation))
+            },
+            Ok,
+        )?;
+        let capacity = workspace.bytes.min(call.workspace_limit) / size;
+        let product = Arc::new(Product {
+            shape: *call.shape,
+            alpha: call.alpha,
+            beta: call.beta,
+            a: range("A", call.a, extents.a, reads_factors)?,
+            b: range("B", call.b, extents.b, reads_factors)?,
+            c: range("C", call.c, extents.c, call.beta != 0.0)?,
+            d: range("the result", call.d, extents.c, true)?,
+            bias,
+            epilogue: call.epilogue,
+            workspace: device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?,
+            own: self.own.clone().filter(|_| self.workspace.is_none()),
+        });
+        if capacity == 0 {
+            return stream.enqueue(operation, Command::MultiplyAndFinish(product));
+        }
+        for panel in panels(call.shape, capacity) {
+            stream.enqueue(operation, Command::Multiply(Arc::clone(&product), panel))?;
+            if !self.gpu.gemm_gap.is_zero() {
+                std::thread::sleep(self.gpu.gemm_gap);
+            }
+            stream.enqueue(operation, Command::Finish(Arc::clone(&product), panel))?;
+        }
+        Ok(())
+    }
+}
+
+#[cold]
+fn destroyed(operation: Operation) -> Error {
+    operation.error(ErrorKind::InvalidHandle, "the handle was destroyed").with_hint("make a new one")
+}
+
+impl BlasHandle for MockBlas {
+    fn kind(&self) -> BlasKind {
+        self.0.kind
+    }
+
+    fn device(&self) -> u32 {
+        self.0.device
+    }
+
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        let (context, operation) = (&mut *self.0, Operation::SetStream);
+        context.enter(operation)?;
+        // Relaxed: see `destroy_stream`.
+        let epoch = context.gpu.streams_epoch.load(Ordering::Relaxed);
+        match &mut context.stream {
+            Some(bound) if bound.id == stream && bound.epoch == epoch => {}
+            bound => {
+                context.gpu.check_stream(operation, stream)?;
+                if stream.device() != context.device {
+                    return Err(gpu::wrong_device(operation, stream, "the handle", context.device));
+                }
+                match bound {
+                    Some(bound) if bound.id == stream => bound.epoch = epoch,
+                    bound => *bound = Some(BoundStream { id: stream, epoch, stream: None }),
+                }
+            }
+        }
+        if context.gpu.capabilities.set_stream_resets_workspace {
+            context.workspace = None;
+        }
+        Ok(())
+    }
+
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        let (context, operation) = (&mut *self.0, Operation::SetWorkspace);
+        context.enter(operation)?;
+        if let Some(wanted) = workspace {
+            let epoch = context.device().epoch();
+            if context.known_workspace != Some((wanted, epoch)) {
+                let alignment = context.gpu.capabilities.workspace_alignment;
+                if !wanted.ptr.is_aligned_to(alignment) {
+                    return Err(operation
+                        .error(
+                            ErrorKind::InvalidArgument,
+                            format!("the workspace is at {:?}, not at a multiple of {alignment}", wanted.ptr),
+                        )
+                        .with_hint("the capability `workspace_alignment` says what is needed"));
+                }
+                context.device().range(operation, "the workspace", wanted.ptr, wanted.bytes)?;
+                context.known_workspace = Some((wanted, epoch));
+            }
+        }
+        context.workspace = workspace;
+        Ok(())
+    }
+
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        let operation = Operation::SetMathMode;
+        self.0.enter(operation)?;
+        match mode {
+            MathMode::Default => Ok(()),
+            _ => Err(operation.lacks("tf32")),
+        }
+    }
+
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        let operation = Operation::SetAtomicsMode;
+        self.0.enter(operation)?;
+        // Products are repeatable in either mode, so the mode itself need not be kept.
+        if mode != AtomicsMode::NotAllowed && !self.0.gpu.capabilities.atomics_mode {
+            return Err(operation.lacks("atomics_mode"));
+        }
+        Ok(())
+    }
+
+    unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
+        let operation = Operation::Gemm;
+        self.0.enter_as(operation, BlasKind::Blas)?;
+        self.0.check_type(operation, &gemm.shape)?;
+        let call = Call {
+            shape: &gemm.shape,
+            alpha: gemm.alpha,
+            beta: gemm.beta,
+            a: gemm.a,
+            b: gemm.b,
+            c: gemm.c,
+            d: gemm.c,
+            bias: None,
+            epilogue: Epilogue::None,
+            workspace_limit: usize::MAX,
+        };
+        self.0.enqueue(operation, &call)
+    }
+
+    fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
+        // No other handle issues the same number, so a plan of another handle is unknown here.
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let operation = Operation::CreatePlan;
+        self.0.enter_as(operation, BlasKind::Lt)?;
+        self.0.check_type(operation, &options.shape)?;
+        options.shape.extents(operation.name())?;
+        if !matches!(options.epilogue, Epilogue::None | Epilogue::Bias | Epilogue::BiasRelu) {
+            return Err(operation
+                .error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {:?}", options.epilogue)));
+        }
+        let plan = PlanId::new(NUMBERS.fetch_add(1, Ordering::Relaxed));
+        self.0.plans.insert(plan, *options);
+        Ok(plan)
+    }
+
+    unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
+        let operation = Operation::RunPlan;
+        self.0.enter_as(operation, BlasKind::Lt)?;
+        let options = *self.0.plans.get(&plan).ok_or_else(|| no_plan(operation, plan))?;
+        let call = Call {
+            shape: &options.shape,
+            alpha: arguments.alpha,
+            beta: arguments.beta,
+            a: arguments.a,
+            b: arguments.b,
+            c: arguments.c,
+            d: arguments.d,
+            bias: arguments.bias,
+            epilogue: options.epilogue,
+            workspace_limit: options.workspace_bytes,
+        };
+        self.0.enqueue(operation, &call)
+    }
+
+    fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
+        let operation = Operation::DestroyPlan;
+        self.0.enter_as(operation, BlasKind::Lt)?;
+        self.0.plans.remove(&plan).map(|_| ()).ok_or_else(|| no_plan(operation, plan))
+    }
+
+    fn raw(&self) -> u64 {
+        self.0.number
+    }
+
+    fn destroy(&mut self) -> Result<()> {
+        self.0.enter(Operation::Destroy)?;
+        self.0.close();
+        Ok(())
+    }
+}
+
+fn no_plan(operation: Operation, plan: PlanId) -> Error {
+    operation
+        .error(ErrorKind::InvalidHandle, format!("{plan:?} is no plan of this handle (any more)"))
+        .with_hint("make the plan with the same handle, and run it before it is destroyed")
+}

@@ -1,0 +1,185 @@
+//! One simulated device: its memory, which parts of it are taken, and whether it still works.
+
+use std::sync::Weak;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use highwater_core::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
+use parking_lot::{Mutex, RwLock};
+
+use crate::arena::{ALIGNMENT, Arena, Block, Owner};
+use crate::device_memory::DeviceMemory;
+use crate::operation::Operation;
+use crate::stream::Stream;
+
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) ordinal: u32,
+    pub(crate) memory: DeviceMemory,
+    arena: RwLock<Arena>,
+    /// Grows whenever a block stops to be live, so that the result of a range check can be remembered.
+    epoch: AtomicU64,
+    lost: AtomicBool,
+    /// Every stream that may have work: those in the table, the legacy one, and destroyed ones that are still draining.
+    pub(crate) streams: Mutex<Vec<Weak<Stream>>>,
+}
+
+impl Device {
+    pub(crate) fn new(ordinal: u32, memory_bytes: u64) -> Result<Self> {
+        Ok(Self {
+            ordinal,
+            memory: DeviceMemory::new(memory_bytes)?,
+            arena: RwLock::new(Arena::new(memory_bytes)),
+            epoch: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
+            streams: Mutex::new(Vec::new()),
+        })
+    }
+
+    pub(crate) fn allocate(&self, operation: Operation, bytes: usize, owner: Owner) -> Result<DevicePtr> {
+        let mut arena = self.arena.write();
+        match arena.allocate(bytes as u64, owner) {
+            Some(offset) => Ok(DevicePtr::new(self.memory.base() + offset)),
+            None => {
+                let (free, longest, retiring) = (arena.free_bytes(), arena.longest_gap(), arena.retiring_bytes());
+                Err(operation
+                    .error(
+                        ErrorKind::OutOfMemory,
+                        format!(
+                            "{bytes} bytes were asked for, device {} has {free} of {} bytes free, the longest run is \
+                         {longest}, and {retiring} bytes wait for a stream to free them",
+                            self.ordinal,
+                            self.memory.bytes()
+                        ),
+                    )
+                    .with_hint("free buffers, or open the mock with more memory"))
+            }
+        }
+    }
+
+    /// Takes a caller's block out of use and tells its bytes; they come back with [`Device::release`].
+    pub(crate) fn retire(&self, operation: Operation, ptr: DevicePtr, stream_ordered: bool) -> Result<u64> {
+        let mut arena = self.arena.write();
+        let block = self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?)));
+        let (offset, Block { bytes, owner }) = match block {
+            Some((offset, block)) if block.owner != Owner::Mock => (offset, block),
+            _ => return Err(self.not_a_block(operation, &arena, ptr)),
+        };
+        if stream_ordered != (owner == Owner::StreamOrdered) {
+            let message = if stream_ordered {
+                format!("{ptr:?} was not allocated in stream order, but a stream is given")
+            } else {
+                format!("{ptr:?} was allocated in stream order, but no stream is given")
+            };
+            return Err(operation
+                .error(ErrorKind::InvalidArgument, message)
+                .with_hint("give a stream exactly for blocks of kind `StreamOrdered`"));
+        }
+        arena.retire(offset);
+        // Relaxed: whoever may rely on the new state has learnt of this call's return by other means.
+        self.epoch.fetch_add(1, Ordering::Relaxed);
+        Ok(bytes)
+    }
+
+    /// Undoes [`Device::retire`].
+    pub(crate) fn revive(&self, ptr: DevicePtr) {
+        if let Some(offset) = self.offset(ptr) {
+            self.arena.write().revive(offset);
+        }
+    }
+
+    /// Gives the bytes of a retired block back.
+    pub(crate) fn release(&self, ptr: DevicePtr, bytes: u64) {
+        if let Some(offset) = self.offset(ptr) {
+            // While the block is neither live nor a gap, its pages are nobody's.
+            self.memory.give_back(offset, bytes.next_multiple_of(ALIGNMENT));
+            self.arena.write().release(offset);
+        }
+    }
+
+    /// Frees a block of the mock's own.
+    pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
+        if let Some(offset) = self.offset(ptr) {
+            self.arena.write().retire(offset);
+            self.release(ptr, bytes);
+        }
+    }
+
+    /// Checks that a range lies inside one live block, and gives its offset in the memory.
+    pub(crate) fn range(&self, operation: Operation, what: &str, ptr: DevicePtr, bytes: usize) -> Result<usize> {
+        let arena = self.arena.read();
+        match self.offset(ptr) {
+            Some(offset) if arena.contains(offset, bytes as u64) => Ok(offset as usize),
+            offset => {
+                let block = offset.and_then(|offset| arena.around(offset)).map_or_else(
+                    || "no block lies there or before".to_owned(),
+                    |(start, block)| {
+                        format!("the nearest block has {} bytes at {:#x}", block.bytes, self.memory.base() + start)
+                    },
+                );
+                Err(operation
+                    .error(
+                        ErrorKind::InvalidPointer,
+                        format!(
+                            "{what}: {bytes} bytes at {ptr:?} are not inside one block of device {}; {block}",
+                            self.ordinal
+                        ),
+                    )
+                    .with_hint("pass memory that `allocate` gave for this device and that was not freed"))
+            }
+        }
+    }
+
+    /// See the field.
+    #[inline]
+    pub(crate) fn epoch(&self) -> u64 {
+        // Relaxed: see `retire`.
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn memory_info(&self) -> MemoryInfo {
+        MemoryInfo { free: self.arena.read().free_bytes(), total: self.memory.bytes() }
+    }
+
+    pub(crate) fn callers_blocks(&self) -> u64 {
+        self.arena.read().callers_blocks()
+    }
+
+    /// From here on nothing is executed on the device any more.
+    pub(crate) fn lose(&self) {
+        self.lost.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn check_not_lost(&self, operation: Operation) -> Result<()> {
+        if self.is_lost() { Err(lost(operation, self.ordinal)) } else { Ok(()) }
+    }
+
+    fn offset(&self, ptr: DevicePtr) -> Option<u64> {
+        ptr.get().checked_sub(self.memory.base()).filter(|&offset| offset < self.memory.bytes())
+    }
+
+    fn not_a_block(&self, operation: Operation, arena: &Arena, ptr: DevicePtr) -> Error {
+        let inside = self.offset(ptr).and_then(|offset| {
+            let (start, block) = arena.around(offset)?;
+            (offset < start + block.bytes).then_some((start, block.owner))
+        });
+        let message = match inside {
+            Some((_, Owner::Mock)) => format!("{ptr:?} is memory of the backend itself"),
+            Some((start, _)) => format!("{ptr:?} points into the block at {:#x}", self.memory.base() + start),
+            None => format!("no block of device {} begins at {ptr:?}", self.ordinal),
+        };
+        operation
+            .error(ErrorKind::InvalidPointer, message)
+            .with_hint("free each block once, with the address and the device it was allocated with")
+    }
+}
+
+#[cold]
+pub(crate) fn lost(operation: Operation, device: u32) -> Error {
+    operation
+        .error(ErrorKind::DeviceLost, format!("device {device} was lost"))
+        .with_hint("an operation panicked on the device's worker, or `lose_device` was called; open the mock anew")
+}

@@ -1,0 +1,28 @@
+//! Notices that the process has begun to exit.
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static EXITING: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn set_exiting() {
+    EXITING.store(true, Ordering::Release);
+}
+
+/// Registers the handler, once per process; called right after the first backend was opened, so that handlers which the
+/// program registers later run before this one and still find the backend at work.
+pub(crate) fn watch() {
+    static REGISTER: Once = Once::new();
+    REGISTER.call_once(|| {
+        // SAFETY: the handler is an `extern "C"` function without arguments that only stores to a static atomic, and the
+        // code that holds it is never unloaded (plugins are loaded once and for good).
+        if unsafe { libc::atexit(set_exiting) } != 0 {
+            tracing::warn!("atexit has no room for the mock's handler; exit will go unnoticed");
+        }
+    });
+}
+
+/// Whether the process has begun to exit.
+pub(crate) fn has_begun() -> bool {
+    EXITING.load(Ordering::Acquire)
+}

@@ -1,0 +1,627 @@
+//! [`MockGpu`]: the `Backend` of the simulated devices.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use highwater_core::{
+    AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, Completion, DeviceInfo,
+    DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, HostAllocator, IdTable,
+    Identity, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId, StreamOptions,
+    StreamPriority,
+};
+
+use crate::arena::Owner;
+use crate::blas::MockBlas;
+use crate::device::{self, Device};
+use crate::event::{Event, Point, Progress};
+use crate::exit;
+use crate::host::MockHost;
+use crate::operation::{Calls, Operation};
+use crate::options::MockOptions;
+use crate::stream::{Command, Engine, Stream, nanoseconds};
+
+/// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
+///
+/// BLAS handles and the host allocator keep what they need of it alive, so the devices end with the last of them: then
+/// what is still queued is executed without latency, the worker threads are joined, and memory and descriptors are given
+/// back. In a forked child, and once the process has begun to exit, dropping does nothing.
+pub struct MockGpu {
+    shared: Arc<Shared>,
+}
+
+/// The backend as its BLAS handles share it.
+pub(crate) struct Shared(ManuallyDrop<State>);
+
+pub(crate) struct State {
+    identity: Identity,
+    devices: u32,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) calls: Arc<Calls>,
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) streams: IdTable<StreamId, Stream>,
+    /// Grows whenever a stream's id becomes stale, so that the result of a check can be remembered.
+    pub(crate) streams_epoch: AtomicU64,
+    legacy_streams: Vec<OnceLock<Arc<Stream>>>,
+    events: IdTable<EventId, Event>,
+    host: Arc<MockHost>,
+    pub(crate) handles: AtomicU64,
+    create_handle_latency_ns: Vec<AtomicU64>,
+    pub(crate) gemm_gap: Duration,
+}
+
+impl Deref for Shared {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.0
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // A child has no workers to join, and a lock may have been held by a thread that it does not have; at exit the
+        // system gives everything back. Both leak on purpose.
+        if !self.calls.is_own_process() || exit::has_begun() {
+            return;
+        }
+        self.engine.stop();
+        // SAFETY: this is the destructor, and the state is not touched after it.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+    }
+}
+
+impl fmt::Debug for MockGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockGpu")
+            .field("tag", &self.shared.identity.tag)
+            .field("devices", &self.shared.devices)
+            .finish_non_exhaustive()
+    }
+}
+
+impl MockGpu {
+    /// Makes the devices.
+    ///
+    /// # Errors
+    /// `InvalidArgument` or `Unsupported` for options that cannot be had, `OutOfMemory` when the system refuses the
+    /// memory.
+    pub fn open(options: MockOptions) -> Result<Arc<Self>> {
+        let faults = options.check()?;
+        let calls = Arc::new(Calls::new());
+        for (operation, nth, kind) in faults {
+            calls.fail(operation, nth, kind)?;
+        }
+        let tag = BackendTag::next();
+        let mut identity = Identity::new("mock", "devices simulated on the CPU", tag);
+        identity.real_device = false;
+        identity.versions = vec![("highwater-mock".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+        identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
+        identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
+        let devices = (0..options.devices)
+            .map(|ordinal| Device::new(ordinal, options.memory_bytes))
+            .collect::<Result<Vec<_>>>()?;
+        // Thread names hold 15 bytes.
+        let engine = Engine::new(devices, options.latency, format!("hw-mock-{}", tag.get()));
+        let host = MockHost::new(Arc::clone(&calls), options.capabilities, options.devices, options.host_memory_bytes);
+        let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
+        let state = State {
+            identity,
+            devices: options.devices,
+            capabilities: options.capabilities,
+            calls,
+            engine,
+            streams: IdTable::new(tag),
+            streams_epoch: AtomicU64::new(0),
+            legacy_streams: (0..options.devices).map(|_| OnceLock::new()).collect(),
+            events: IdTable::new(tag),
+            host: Arc::new(host),
+            handles: AtomicU64::new(0),
+            create_handle_latency_ns: (0..options.devices)
+                .map(|device| AtomicU64::new(nanoseconds(create_handle_latency(device))))
+                .collect(),
+            gemm_gap: options.gemm_gap,
+        };
+        exit::watch();
+        Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
+    }
+
+    /// Changes the extra time that every operation of a stream takes, from the next one on.
+    pub fn set_latency(&self, latency: Duration) {
+        // Relaxed: a setting, which orders nothing.
+        self.shared.engine.latency_ns.store(nanoseconds(latency), Ordering::Relaxed);
+    }
+
+    /// Changes the time that making a handle of `device` takes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such device.
+    pub fn set_create_handle_latency(&self, device: u32, latency: Duration) -> Result<()> {
+        let setting = self.shared.create_handle_latency_ns.get(device as usize);
+        let setting = setting.ok_or_else(|| self.shared.no_device("set_create_handle_latency", device))?;
+        setting.store(nanoseconds(latency), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Makes a call of an operation fail, the `nth_from_now`-th (1 is the next one). `operation` is an [`Operation`] or
+    /// its name.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that does not exist and for 0.
+    pub fn fail_call(&self, operation: impl AsRef<str>, nth_from_now: u64, kind: ErrorKind) -> Result<()> {
+        self.shared.calls.fail(operation.as_ref().parse()?, nth_from_now, kind)
+    }
+
+    /// How often an operation was called, failed calls included.
+    #[must_use]
+    pub fn calls(&self, operation: Operation) -> u64 {
+        self.shared.calls.count(operation)
+    }
+
+    /// How often any operation was called.
+    #[must_use]
+    pub fn total_calls(&self) -> u64 {
+        Operation::ALL.iter().map(|&operation| self.calls(operation)).sum()
+    }
+
+    /// Breaks a device: nothing is executed on it any more, and calls that need it give `DeviceLost`. There is no way
+    /// back.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such device.
+    pub fn lose_device(&self, device: u32) -> Result<()> {
+        let found = self.shared.engine.devices.get(device as usize);
+        found.ok_or_else(|| self.shared.no_device("lose_device", device))?.lose();
+        Ok(())
+    }
+}
+
+impl State {
+    pub(crate) fn device(&self, operation: Operation, device: u32) -> Result<&Device> {
+        self.engine.devices.get(device as usize).ok_or_else(|| self.no_device(operation.name(), device))
+    }
+
+    #[cold]
+    fn no_device(&self, operation: &'static str, device: u32) -> Error {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            operation,
+            format!("device {device} was asked for, there are {}", self.devices),
+        )
+        .with_hint("ordinals count from 0 and are below `device_count`")
+    }
+
+    /// Checks a stream's id.
+    #[inline]
+    pub(crate) fn check_stream(&self, operation: Operation, id: StreamId) -> Result<()> {
+        if id.is_legacy_default() || id.is_per_thread_default() {
+            self.check_default_stream(operation, id)
+        } else {
+            self.streams.check(operation.name(), id)
+        }
+    }
+
+    /// The stream of an id.
+    pub(crate) fn stream(&self, operation: Operation, id: StreamId) -> Result<Arc<Stream>> {
+        if id.is_legacy_default() || id.is_per_thread_default() {
+            self.check_default_stream(operation, id)?;
+            return Ok(self.legacy_stream(id.device()));
+        }
+        self.streams.get(operation.name(), id)
+    }
+
+    fn legacy_stream(&self, device: u32) -> Arc<Stream> {
+        Arc::clone(self.legacy_streams[device as usize].get_or_init(|| Stream::new(&self.engine, device)))
+    }
+
+    /// The legacy default stream, for a handle that was never bound to a stream.
+    pub(crate) fn unbound_stream(&self, operation: Operation, device: u32) -> Result<Arc<Stream>> {
+        if self.capabilities.legacy_default_stream {
+            return Ok(self.legacy_stream(device));
+        }
+        Err(operation
+            .error(ErrorKind::InvalidState, "the handle is bound to no stream")
+            .with_hint("call `set_stream` first"))
+    }
+
+    fn check_default_stream(&self, operation: Operation, id: StreamId) -> Result<()> {
+        let issued = [
+            StreamId::legacy_default(self.identity.tag, id.device()),
+            StreamId::per_thread_default(self.identity.tag, id.device()),
+        ];
+        if id.device() >= self.devices || !issued.contains(&id) {
+            return Err(operation
+                .error(
+                    ErrorKind::InvalidHandle,
+                    format!("{id:?} is no default stream of backend {}", self.identity.tag.get()),
+                )
+                .with_hint("make the id with this backend's tag and a device that it has"));
+        }
+        if id.is_per_thread_default() {
+            return Err(operation.lacks("per_thread_default_stream"));
+        }
+        if !self.capabilities.legacy_default_stream {
+            return Err(operation.lacks("legacy_default_stream"));
+        }
+        Ok(())
+    }
+
+    fn same_device(operation: Operation, stream: StreamId, what: &str, device: u32) -> Result<()> {
+        if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
+    }
+
+    fn event(&self, operation: Operation, id: EventId) -> Result<Arc<Event>> {
+        self.events.get(operation.name(), id)
+    }
+}
+
+#[cold]
+pub(crate) fn wrong_device(operation: Operation, stream: StreamId, what: &str, device: u32) -> Error {
+    operation
+        .error(
+            ErrorKind::WrongDevice,
+            format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device()),
+        )
+        .with_hint("use a stream of the same device")
+}
+
+fn out_of_range(operation: Operation, what: &str) -> Error {
+    operation.error(ErrorKind::InvalidArgument, format!("{what} reaches past the address space"))
+}
+
+impl Backend for MockGpu {
+    fn identity(&self) -> &Identity {
+        &self.shared.identity
+    }
+
+    fn device_count(&self) -> u32 {
+        self.shared.devices
+    }
+
+    fn device_info(&self, device: u32) -> Result<DeviceInfo> {
+        self.shared.calls.enter(Operation::DeviceInfo)?;
+        let memory_bytes = self.shared.device(Operation::DeviceInfo, device)?.memory.bytes();
+        // The same in every process, as a device's UUID is.
+        let mut uuid = *b"highwater mock\0\0";
+        uuid[15] = device as u8;
+        let mut info = DeviceInfo::new(device, format!("Highwater mock device {device}"), uuid, memory_bytes);
+        info.architecture = "mock".to_owned();
+        Ok(info)
+    }
+
+    fn capabilities(&self, device: u32) -> Result<Capabilities> {
+        self.shared.calls.enter(Operation::Capabilities)?;
+        self.shared.device(Operation::Capabilities, device)?;
+        Ok(self.shared.capabilities)
+    }
+
+    fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
+        self.shared.calls.enter(Operation::MemoryInfo)?;
+        Ok(self.shared.device(Operation::MemoryInfo, device)?.memory_info())
+    }
+
+    fn live_objects(&self) -> LiveObjects {
+        let mut live = LiveObjects::default();
+        let shared = &*self.shared;
+        // A child owns nothing of its parent's.
+        if shared.calls.is_own_process() {
+            live.streams = shared.streams.len() as u64;
+            live.events = shared.events.len() as u64;
+            live.handles = shared.handles.load(Ordering::Relaxed);
+            live.allocations = shared.engine.devices.iter().map(Device::callers_blocks).sum();
+            live.host_allocations = shared.host.blocks();
+        }
+        live
+    }
+
+    fn is_exiting(&self) -> bool {
+        exit::has_begun()
+    }
+
+    // ------------------------------------------------------------------ streams
+
+    fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
+        let (shared, operation) = (&*self.shared, Operation::CreateStream);
+        shared.calls.enter(operation)?;
+        shared.device(operation, device)?.check_not_lost(operation)?;
+        if options.priority != StreamPriority::Normal && !shared.capabilities.stream_priority {
+            return Err(operation.lacks("stream_priority"));
+        }
+        shared.streams.insert(operation.name(), device, Stream::new(&shared.engine, device))
+    }
+
+    fn destroy_stream(&self, stream: StreamId) -> Result<()> {
+        let (shared, operation) = (&*self.shared, Operation::DestroyStream);
+        shared.calls.enter(operation)?;
+        if stream.is_legacy_default() || stream.is_per_thread_default() {
+            shared.check_default_stream(operation, stream)?;
+            return Err(operation
+                .error(ErrorKind::InvalidArgument, "a default stream cannot be destroyed")
+                .with_hint("destroy only what `create_stream` gave"));
+        }
+        let removed = shared.streams.remove(operation.name(), stream)?;
+        // Relaxed: whoever may rely on the id being stale has learnt of this call's return by other means.
+        shared.streams_epoch.fetch_add(1, Ordering::Relaxed);
+        removed.close();
+        Ok(())
+    }
+
+    fn query_stream(&self, stream: StreamId) -> Result<Completion> {
+        self.shared.calls.enter(Operation::QueryStream)?;
+        self.shared.stream(Operation::QueryStream, stream)?.query(Operation::QueryStream)
+    }
+
+    fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
+        self.shared.calls.enter(Operation::SynchronizeStream)?;
+        self.shared.stream(Operation::SynchronizeStream, stream)?.synchronize(Operation::SynchronizeStream)
+    }
+
+    fn synchronize_device(&self, device: u32) -> Result<()> {
+        let operation = Operation::SynchronizeDevice;
+        self.shared.calls.enter(operation)?;
+        let device = self.shared.device(operation, device)?;
+        let streams = device.streams.lock().clone();
+        for stream in streams.iter().filter_map(std::sync::Weak::upgrade) {
+            stream.synchronize(operation)?;
+        }
+        device.check_not_lost(operation)
+    }
+
+    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
+        let operation = Operation::StreamWaitEvent;
+        self.shared.calls.enter(operation)?;
+        let stream = self.shared.stream(operation, stream)?;
+        match self.shared.event(operation, event)?.latest() {
+            Some(point) => stream.enqueue(operation, Command::Wait(point)),
+            None => Ok(()),
+        }
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
+        let (shared, operation) = (&*self.shared, Operation::CreateEvent);
+        shared.calls.enter(operation)?;
+        shared.device(operation, device)?.check_not_lost(operation)?;
+        if options.timing && options.interprocess {
+            return Err(
+                operation.error(ErrorKind::InvalidArgument, "an event has timing or is for other processes, not both")
+            );
+        }
+        if options.timing && !shared.capabilities.event_timing {
+            return Err(operation.lacks("event_timing"));
+        }
+        if options.interprocess {
+            return Err(operation.lacks("interprocess_events"));
+        }
+        shared.events.insert(operation.name(), device, Event::new(device, options.timing))
+    }
+
+    fn destroy_event(&self, event: EventId) -> Result<()> {
+        self.shared.calls.enter(Operation::DestroyEvent)?;
+        self.shared.events.remove(Operation::DestroyEvent.name(), event).map(|_| ())
+    }
+
+    fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
+        let operation = Operation::RecordEvent;
+        self.shared.calls.enter(operation)?;
+        let object = self.shared.event(operation, event)?;
+        let queue = self.shared.stream(operation, stream)?;
+        State::same_device(operation, stream, "the event", event.device())?;
+        let point = Point::new();
+        queue.enqueue(operation, Command::Record(Arc::clone(&point)))?;
+        object.move_to(point);
+        Ok(())
+    }
+
+    fn query_event(&self, event: EventId) -> Result<Completion> {
+        let operation = Operation::QueryEvent;
+        self.shared.calls.enter(operation)?;
+        match self.shared.event(operation, event)?.latest().map(|point| point.progress()) {
+            None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
+            Some(Progress::Ahead) => Ok(Completion::Pending),
+            Some(Progress::Lost) => Err(device::lost(operation, event.device())),
+        }
+    }
+
+    fn synchronize_event(&self, event: EventId) -> Result<()> {
+        let operation = Operation::SynchronizeEvent;
+        self.shared.calls.enter(operation)?;
+        match self.shared.event(operation, event)?.latest() {
+            Some(point) if point.wait().is_none() => Err(device::lost(operation, event.device())),
+            _ => Ok(()),
+        }
+    }
+
+    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
+        let operation = Operation::EventElapsedNs;
+        self.shared.calls.enter(operation)?;
+        if !self.shared.capabilities.event_timing {
+            return Err(operation.lacks("event_timing"));
+        }
+        let time = |id: EventId| {
+            let event = self.shared.event(operation, id)?;
+            let error = |kind, what: &str| Error::new(kind, operation.name(), format!("{id:?} {what}"));
+            if !event.timing {
+                return Err(error(ErrorKind::InvalidArgument, "has no timing")
+                    .with_hint("make both events with `EventOptions::with_timing`"));
+            }
+            match event.latest().map(|point| point.progress()) {
+                None => Err(error(ErrorKind::InvalidArgument, "was never recorded")),
+                Some(Progress::Ahead) => Err(error(ErrorKind::InvalidState, "has not been reached yet")
+                    .with_hint("synchronize with the later event first")),
+                Some(Progress::Lost) => Err(device::lost(operation, event.device)),
+                Some(Progress::Reached(time)) => Ok(time),
+            }
+        };
+        let (from, to) = (time(start)?, time(end)?);
+        if start.device() != end.device() {
+            return Err(operation.error(
+                ErrorKind::WrongDevice,
+                format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare"),
+            ));
+        }
+        Ok(nanoseconds(to.saturating_duration_since(from)))
+    }
+
+    // ------------------------------------------------------------------ device memory
+
+    fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
+        let (shared, operation) = (&*self.shared, Operation::Allocate);
+        shared.calls.enter(operation)?;
+        let device = shared.device(operation, device)?;
+        device.check_not_lost(operation)?;
+        let owner = match options.kind {
+            DeviceMemoryKind::Plain => Owner::Plain,
+            DeviceMemoryKind::Shareable(_) => return Err(operation.lacks("shareable_memory")),
+            DeviceMemoryKind::StreamOrdered(stream) => {
+                if !shared.capabilities.stream_ordered_memory {
+                    return Err(operation.lacks("stream_ordered_memory"));
+                }
+                shared.check_stream(operation, stream)?;
+                State::same_device(operation, stream, "the memory", device.ordinal)?;
+                Owner::StreamOrdered
+            }
+            other => {
+                return Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")));
+            }
+        };
+        if options.bytes == 0 {
+            return Err(operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1"));
+        }
+        device.allocate(operation, options.bytes, owner)
+    }
+
+    unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
+        let (shared, operation) = (&*self.shared, Operation::Free);
+        shared.calls.enter(operation)?;
+        let device = shared.device(operation, device)?;
+        let Some(id) = stream else {
+            let bytes = device.retire(operation, ptr, false)?;
+            device.release(ptr, bytes);
+            return Ok(());
+        };
+        if !shared.capabilities.stream_ordered_memory {
+            return Err(operation.lacks("stream_ordered_memory"));
+        }
+        let stream = shared.stream(operation, id)?;
+        State::same_device(operation, id, "the memory", device.ordinal)?;
+        let bytes = device.retire(operation, ptr, true)?;
+        stream.enqueue(operation, Command::Release { ptr, bytes }).inspect_err(|_| device.revive(ptr))
+    }
+
+    // ------------------------------------------------------------------ copies and fills
+
+    unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
+        let (shared, operation) = (&*self.shared, Operation::Copy);
+        shared.calls.enter(operation)?;
+        let queue = shared.stream(operation, stream)?;
+        let &MemoryCopy { dst, src, bytes, .. } = copy;
+        let on_device = |what: &str, device: u32, ptr: DevicePtr| {
+            let device = shared.device(operation, device)?;
+            // Nothing is touched, so any address will do.
+            if bytes == 0 { Ok(0) } else { device.range(operation, what, ptr, bytes) }
+        };
+        let command = match (dst, src) {
+            (Location::Device { device, ptr }, Location::Host(host)) => {
+                let dst = on_device("destination", device, ptr)?;
+                State::same_device(operation, stream, "the destination", device)?;
+                if bytes > 0 {
+                    shared.host.range(operation, "source", host, bytes)?;
+                }
+                Command::CopyToDevice { src: host, dst, bytes, device }
+            }
+            (Location::Host(host), Location::Device { device, ptr }) => {
+                let src = on_device("source", device, ptr)?;
+                State::same_device(operation, stream, "the source", device)?;
+                if bytes > 0 {
+                    shared.host.range(operation, "destination", host, bytes)?;
+                }
+                Command::CopyToHost { src, dst: host, bytes, device }
+            }
+            (
+                Location::Device { device: dst_device, ptr: dst_ptr },
+                Location::Device { device: src_device, ptr: src_ptr },
+            ) => {
+                let dst = on_device("destination", dst_device, dst_ptr)?;
+                let src = on_device("source", src_device, src_ptr)?;
+                if dst_device != src_device && !shared.capabilities.peer_copy {
+                    return Err(operation.lacks("peer_copy"));
+                }
+                if stream.device() != src_device {
+                    State::same_device(operation, stream, "the destination", dst_device)?;
+                }
+                if dst_device == src_device && dst < src + bytes && src < dst + bytes {
+                    return Err(operation.error(
+                        ErrorKind::InvalidArgument,
+                        format!("{bytes} bytes at {src_ptr:?} and at {dst_ptr:?} overlap"),
+                    ));
+                }
+                Command::CopyOnDevices { src, src_device, dst, dst_device, bytes }
+            }
+            (Location::Host(_), Location::Host(_)) => {
+                return Err(operation
+                    .error(ErrorKind::InvalidArgument, "both sides are host memory")
+                    .with_hint("copy between host blocks with the CPU"));
+            }
+        };
+        if bytes == 0 { Ok(()) } else { queue.enqueue(operation, command) }
+    }
+
+    unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
+        let (shared, operation) = (&*self.shared, Operation::Fill);
+        shared.calls.enter(operation)?;
+        let queue = shared.stream(operation, stream)?;
+        let &MemoryFill { device, dst, pattern, count, .. } = fill;
+        let target = shared.device(operation, device)?;
+        State::same_device(operation, stream, "the destination", device)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let size = pattern.bytes();
+        if !dst.is_aligned_to(size) {
+            return Err(operation.error(
+                ErrorKind::InvalidArgument,
+                format!("{dst:?} is not a multiple of the {size} bytes of the pattern"),
+            ));
+        }
+        let bytes = count.checked_mul(size).ok_or_else(|| out_of_range(operation, "the fill"))?;
+        let dst = target.range(operation, "destination", dst, bytes)?;
+        let pattern = match pattern {
+            FillPattern::U8(value) => u64::from_ne_bytes([value; 8]),
+            FillPattern::U16(value) => bytemuck::cast([value; 4]),
+            FillPattern::U32(value) => bytemuck::cast([value; 2]),
+        };
+        queue.enqueue(operation, Command::Fill { dst, bytes, pattern })
+    }
+
+    // ------------------------------------------------------------------ the other traits
+
+    fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        let (shared, operation) = (&*self.shared, Operation::CreateBlasHandle);
+        shared.calls.enter(operation)?;
+        shared.device(operation, device)?.check_not_lost(operation)?;
+        match options.kind {
+            BlasKind::Blas => {}
+            BlasKind::Lt if shared.capabilities.lt_plans => {}
+            BlasKind::Lt => return Err(operation.lacks("lt_plans")),
+            other => {
+                return Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of handle {other:?}")));
+            }
+        }
+        let latency = Duration::from_nanos(shared.create_handle_latency_ns[device as usize].load(Ordering::Relaxed));
+        if !latency.is_zero() {
+            std::thread::sleep(latency);
+        }
+        Ok(Box::new(MockBlas::new(&self.shared, device, options.kind)?))
+    }
+
+    fn host_allocator(&self) -> Arc<dyn HostAllocator> {
+        Arc::<MockHost>::clone(&self.shared.host)
+    }
+}

@@ -1,0 +1,238 @@
+//! Page-locked host memory, emulated by anonymous mappings and a table of what is locked.
+//!
+//! Nothing is locked in fact; the table makes copies as strict as the fastest hardware is: a range outside of the table,
+//! or across two entries of it, is refused.
+
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use highwater_core::{
+    Capabilities, DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result,
+};
+use parking_lot::RwLock;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::exit;
+use crate::operation::{Calls, Operation};
+
+/// Distance between the host's and the device's address where the two differ.
+const DEVICE_WINDOW: u64 = 1 << 62;
+
+#[derive(Debug)]
+struct Block {
+    ptr: HostPtr,
+    bytes: usize,
+    registered: bool,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// By address. No two entries overlap.
+    blocks: BTreeMap<usize, Block>,
+    allocated_bytes: u64,
+}
+
+impl Table {
+    fn around(&self, address: usize) -> Option<(usize, &Block)> {
+        self.blocks.range(..=address).next_back().map(|(&start, block)| (start, block))
+    }
+
+    fn contains(&self, address: usize, bytes: usize) -> bool {
+        self.around(address)
+            .is_some_and(|(start, block)| address.checked_add(bytes).is_some_and(|end| end <= start + block.bytes))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct MockHost {
+    calls: Arc<Calls>,
+    capabilities: Capabilities,
+    devices: u32,
+    limit_bytes: u64,
+    table: RwLock<Table>,
+}
+
+impl MockHost {
+    pub(crate) fn new(calls: Arc<Calls>, capabilities: Capabilities, devices: u32, limit_bytes: u64) -> Self {
+        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()) }
+    }
+
+    /// Checks that a range lies inside one page-locked block.
+    pub(crate) fn range(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) -> Result<()> {
+        if self.table.read().contains(ptr.address(), bytes) {
+            return Ok(());
+        }
+        Err(operation
+            .error(
+                ErrorKind::InvalidPointer,
+                format!("{what}: {bytes} bytes at {ptr:?} are not inside one block of page-locked memory"),
+            )
+            .with_hint("copy from and to memory that the host allocator gave or registered, one block at a time"))
+    }
+
+    /// How many blocks are page-locked.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.table.read().blocks.len() as u64
+    }
+
+    fn check_kind(&self, operation: Operation, options: &HostOptions) -> Result<()> {
+        match options.kind {
+            HostMemoryKind::Default => Ok(()),
+            HostMemoryKind::WriteCombined if self.capabilities.write_combined => Ok(()),
+            HostMemoryKind::WriteCombined => Err(operation.lacks("write_combined")),
+            other => {
+                Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")))
+            }
+        }
+    }
+}
+
+fn no_bytes(operation: Operation) -> Error {
+    operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1")
+}
+
+impl HostAllocator for MockHost {
+    fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
+        let operation = Operation::HostAllocate;
+        self.calls.enter(operation)?;
+        self.check_kind(operation, options)?;
+        if bytes == 0 {
+            return Err(no_bytes(operation));
+        }
+        let exhausted = |allocated: u64| {
+            operation
+                .error(
+                    ErrorKind::OutOfMemory,
+                    format!(
+                        "{bytes} bytes were asked for, {} of {} are free",
+                        self.limit_bytes - allocated,
+                        self.limit_bytes
+                    ),
+                )
+                .with_hint("free page-locked memory, or open the mock with more host memory")
+        };
+        let mut table = self.table.write();
+        if bytes as u64 > self.limit_bytes - table.allocated_bytes {
+            return Err(exhausted(table.allocated_bytes));
+        }
+        // SAFETY: a new private mapping at an address of the kernel's choice.
+        let address = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
+        let address = address.ok().and_then(|address| NonNull::new(address.cast::<u8>()));
+        let ptr = HostPtr::new(address.ok_or_else(|| exhausted(table.allocated_bytes))?);
+        table.allocated_bytes += bytes as u64;
+        table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: false });
+        Ok(ptr)
+    }
+
+    unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostFree;
+        self.calls.enter(operation)?;
+        let mut table = self.table.write();
+        let bytes = match table.blocks.get(&ptr.address()) {
+            Some(Block { bytes, registered: false, .. }) => *bytes,
+            other => {
+                let what = if other.is_some() { "was registered, not allocated" } else { "is no allocated block" };
+                return Err(operation
+                    .error(ErrorKind::InvalidPointer, format!("{ptr:?} {what}"))
+                    .with_hint("free each block once, with the address that `allocate` gave"));
+            }
+        };
+        table.blocks.remove(&ptr.address());
+        table.allocated_bytes -= bytes as u64;
+        // Unmapping much takes long; the address is not given out again before it is done.
+        drop(table);
+        // SAFETY: the mapping was made by `allocate` with this length; the caller promises that nobody uses it any more.
+        unsafe { unmap(ptr.as_ptr(), bytes) };
+        Ok(())
+    }
+
+    unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
+        let operation = Operation::HostRegister;
+        self.calls.enter(operation)?;
+        if !self.capabilities.host_register {
+            return Err(operation.lacks("host_register"));
+        }
+        self.check_kind(operation, options)?;
+        if bytes == 0 {
+            return Err(no_bytes(operation));
+        }
+        let invalid = |message: String| Err(operation.error(ErrorKind::InvalidArgument, message));
+        let Some(end) = ptr.address().checked_add(bytes) else {
+            return invalid(format!("{bytes} bytes at {ptr:?} reach past the address space"));
+        };
+        let mut table = self.table.write();
+        // The last block that begins before the end is the only one that can reach into the range.
+        if let Some((start, block)) = table.around(end - 1)
+            && start + block.bytes > ptr.address()
+        {
+            return invalid(format!(
+                "{bytes} bytes at {ptr:?} overlap the {} page-locked bytes at {start:#x}",
+                block.bytes
+            ));
+        }
+        table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: true });
+        Ok(())
+    }
+
+    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostUnregister;
+        self.calls.enter(operation)?;
+        if !self.capabilities.host_register {
+            return Err(operation.lacks("host_register"));
+        }
+        let mut table = self.table.write();
+        if table.blocks.get(&ptr.address()).is_some_and(|block| block.registered) {
+            table.blocks.remove(&ptr.address());
+            return Ok(());
+        }
+        Err(operation
+            .error(ErrorKind::InvalidPointer, format!("{ptr:?} was not registered"))
+            .with_hint("unregister each range once, with the address it was registered with"))
+    }
+
+    fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
+        let operation = Operation::HostDeviceAddress;
+        self.calls.enter(operation)?;
+        if device >= self.devices {
+            return Err(operation.error(
+                ErrorKind::InvalidArgument,
+                format!("device {device} was asked for, there are {}", self.devices),
+            ));
+        }
+        self.range(operation, "address", ptr, 1)?;
+        let window = if self.capabilities.host_address_is_device_address { 0 } else { DEVICE_WINDOW };
+        Ok(DevicePtr::new(ptr.address() as u64 + window))
+    }
+}
+
+impl Drop for MockHost {
+    /// Unmaps what was never freed: with the allocator gone, nobody can free it any more.
+    fn drop(&mut self) {
+        if !self.calls.is_own_process() || exit::has_begun() {
+            return;
+        }
+        for block in self.table.get_mut().blocks.values().filter(|block| !block.registered) {
+            // SAFETY: the mapping was made by `allocate` with this length and was never freed. The backend, whose workers
+            // used it, holds the allocator and has ended.
+            unsafe { unmap(block.ptr.as_ptr(), block.bytes) };
+        }
+    }
+}
+
+/// # Safety
+/// The range is a mapping of `allocate` that nobody uses any more.
+unsafe fn unmap(address: *mut u8, bytes: usize) {
+    // SAFETY: as promised by the caller.
+    if let Err(error) = unsafe { rustix::mm::munmap(address.cast(), bytes) } {
+        tracing::warn!(%error, bytes, "cannot unmap emulated page-locked memory");
+    }
+}

@@ -1,0 +1,482 @@
+//! What a mock is like: how many devices, how much memory, how slow, what it can do, and what fails.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use highwater_core::{Capabilities, Error, ErrorKind, Result};
+
+use crate::operation::Operation;
+
+/// The environment variable that [`MockOptions::from_environment`] reads.
+pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
+
+/// Device memory is made of pages of this size.
+const PAGE: u64 = 4096;
+const MAX_DEVICES: u32 = 64;
+/// More than a page table maps comfortably.
+const MAX_MEMORY_BYTES: u64 = 1 << 42;
+
+/// How to open a [`MockGpu`](crate::MockGpu).
+///
+/// ```
+/// use std::time::Duration;
+/// use highwater_core::ErrorKind;
+/// use highwater_mock::{MockGpu, MockOptions, Operation};
+///
+/// let options = MockOptions::new()
+///     .with_devices(2)
+///     .with_memory_bytes(64 << 20)
+///     .with_latency(Duration::from_micros(50))
+///     .with_capabilities(|capabilities| capabilities.peer_copy = false)
+///     .with_fault(Operation::Allocate, 3, ErrorKind::OutOfMemory);
+/// let gpu = MockGpu::open(options)?;
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct MockOptions {
+    pub(crate) devices: u32,
+    pub(crate) memory_bytes: u64,
+    pub(crate) host_memory_bytes: u64,
+    pub(crate) latency: Duration,
+    pub(crate) create_handle_latency: BTreeMap<u32, Duration>,
+    pub(crate) gemm_gap: Duration,
+    pub(crate) capabilities: Capabilities,
+    faults: Vec<(String, u64, ErrorKind)>,
+}
+
+impl Default for MockOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl MockOptions {
+    /// One device of 4 GiB without latency, with every ability that the mock has; page-locked memory up to the
+    /// machine's physical memory.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            devices: 1,
+            memory_bytes: 4 << 30,
+            host_memory_bytes: physical_memory_bytes(),
+            latency: Duration::ZERO,
+            create_handle_latency: BTreeMap::new(),
+            gemm_gap: Duration::ZERO,
+            capabilities: default_capabilities(),
+            faults: Vec::new(),
+        }
+    }
+
+    /// The same with that many devices, 1 to 64.
+    #[must_use]
+    pub fn with_devices(mut self, devices: u32) -> Self {
+        self.devices = devices;
+        self
+    }
+
+    /// The same with that many bytes of memory per device, a multiple of 4096. Only what is touched takes memory.
+    #[must_use]
+    pub fn with_memory_bytes(mut self, bytes: u64) -> Self {
+        self.memory_bytes = bytes;
+        self
+    }
+
+    /// The same with that many bytes for page-locked memory.
+    #[must_use]
+    pub fn with_host_memory_bytes(mut self, bytes: u64) -> Self {
+        self.host_memory_bytes = bytes;
+        self
+    }
+
+    /// The same with an extra time that every operation of a stream takes on the device, before its effect.
+    #[must_use]
+    pub fn with_latency(mut self, latency: Duration) -> Self {
+        self.latency = latency;
+        self
+    }
+
+    /// The same with a time that making a BLAS or Lt handle of `device` takes its caller.
+    #[must_use]
+    pub fn with_create_handle_latency(mut self, device: u32, latency: Duration) -> Self {
+        self.create_handle_latency.insert(device, latency);
+        self
+    }
+
+    /// The same with a pause of the calling thread between the two operations of a product, which makes callers that do
+    /// not take turns interleave for certain.
+    #[must_use]
+    pub fn with_gemm_gap(mut self, gap: Duration) -> Self {
+        self.gemm_gap = gap;
+        self
+    }
+
+    /// The same with changed capabilities. Abilities can be taken away, facts be changed; an ability that the mock does
+    /// not have makes [`MockGpu::open`](crate::MockGpu::open) fail.
+    #[must_use]
+    pub fn with_capabilities(mut self, change: impl FnOnce(&mut Capabilities)) -> Self {
+        change(&mut self.capabilities);
+        self
+    }
+
+    /// The same with the `nth` call (from 1) of an operation failing. `operation` is an [`Operation`] or its name; a name
+    /// that does not exist makes [`MockGpu::open`](crate::MockGpu::open) fail.
+    #[must_use]
+    pub fn with_fault(mut self, operation: impl AsRef<str>, nth: u64, kind: ErrorKind) -> Self {
+        self.faults.push((operation.as_ref().to_owned(), nth, kind));
+        self
+    }
+
+    /// Reads `HIGHWATER_MOCK`; unset or empty, it changes nothing. See [`MockOptions::parse`].
+    ///
+    /// # Errors
+    /// As [`MockOptions::parse`].
+    pub fn from_environment() -> Result<Self> {
+        match std::env::var(ENVIRONMENT_VARIABLE) {
+            Ok(text) => Self::parse(&text),
+            Err(std::env::VarError::NotPresent) => Ok(Self::new()),
+            Err(std::env::VarError::NotUnicode(_)) => {
+                Err(invalid(format!("{ENVIRONMENT_VARIABLE} is not UTF-8"), "write it in ASCII"))
+            }
+        }
+    }
+
+    /// Reads options from `key=value` pairs with commas between:
+    ///
+    /// | key | value |
+    /// |---|---|
+    /// | `devices` | a number |
+    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment` | bytes, or a number with `KiB`, `MiB` or `GiB` |
+    /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
+    /// | `create-handle-latency` | `DEVICE:TIME` |
+    /// | `fail` | `OPERATION:NTH` or `OPERATION:NTH:KIND`, the kind in words with dashes (`out-of-memory`) |
+    /// | an ability or a fact by the name of its field, `lt` for short | `on` or `off` |
+    ///
+    /// `-` and `_` mean the same in keys; `fail` and `create-handle-latency` may stand several times.
+    ///
+    /// ```
+    /// use highwater_mock::MockOptions;
+    /// MockOptions::parse("devices=2,memory=64MiB,latency=1ms,create-handle-latency=0:200ms,fail=allocate:3,lt=off")?;
+    /// let error = MockOptions::parse("memory=lots").unwrap_err();
+    /// assert!(error.to_string().contains("`memory`") && error.to_string().contains("`lots`"));
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidArgument` names the key, the value and what is expected.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut options = Self::new();
+        for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+            let (key, value) =
+                pair.split_once('=').ok_or_else(|| invalid(format!("`{pair}` has no `=`"), "write key=value"))?;
+            options.set(key.trim(), value.trim())?;
+        }
+        Ok(options)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        let bad =
+            |expected: &str| invalid(format!("the value of `{key}` is `{value}`"), &format!("expected {expected}"));
+        let bytes = || parse_bytes(value).ok_or_else(|| bad("bytes, such as 4096, 64KiB, 64MiB or 4GiB"));
+        let size = || bytes().map(|bytes| bytes as usize);
+        let time = |value| parse_duration(value).ok_or_else(|| bad("a time, such as 100us, 1ms or 2s"));
+        match key.replace('_', "-").as_str() {
+            "devices" => self.devices = value.parse().map_err(|_| bad("a number of devices"))?,
+            "memory" => self.memory_bytes = bytes()?,
+            "host-memory" => self.host_memory_bytes = bytes()?,
+            "blas-workspace-bytes" => self.capabilities.blas_workspace_bytes = size()?,
+            "lt-workspace-bytes" => self.capabilities.lt_workspace_bytes = size()?,
+            "workspace-alignment" => self.capabilities.workspace_alignment = size()?,
+            "latency" => self.latency = time(value)?,
+            "gemm-gap" => self.gemm_gap = time(value)?,
+            "create-handle-latency" => {
+                let expected = || bad("DEVICE:TIME, such as 0:200ms");
+                let (device, latency) = value.split_once(':').ok_or_else(expected)?;
+                let device = device.parse().map_err(|_| expected())?;
+                self.create_handle_latency.insert(device, time(latency)?);
+            }
+            "fail" => {
+                let expected = || bad("OPERATION:NTH or OPERATION:NTH:KIND, such as allocate:3 or copy:1:device-lost");
+                let mut parts = value.split(':');
+                let (name, nth) = parts.next().zip(parts.next()).ok_or_else(expected)?;
+                let operation: Operation = name.parse()?;
+                let nth = nth.parse().ok().filter(|&nth| nth > 0).ok_or_else(expected)?;
+                let kind = match parts.next() {
+                    None => operation.usual_failure(),
+                    Some(words) => parse_kind(words).ok_or_else(|| {
+                        let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
+                        bad(&format!("a kind of error out of {}", known.join(", ")))
+                    })?,
+                };
+                if parts.next().is_some() {
+                    return Err(expected());
+                }
+                self.faults.push((operation.name().to_owned(), nth, kind));
+            }
+            switch => {
+                let field = if switch == "lt" { "lt_plans".to_owned() } else { switch.replace('-', "_") };
+                let (_, access) = SWITCHES.iter().find(|(name, _)| *name == field).ok_or_else(|| {
+                    let switches: Vec<_> = SWITCHES.iter().map(|(name, _)| *name).collect();
+                    invalid(
+                        format!("`{key}` (with the value `{value}`) is no option of the mock"),
+                        &format!("expected one of {}, {}", KEYS.join(", "), switches.join(", ")),
+                    )
+                })?;
+                *access(&mut self.capabilities) = match value {
+                    "on" => true,
+                    "off" => false,
+                    _ => return Err(bad("`on` or `off`")),
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks what the builder methods took as it came, and gives the faults with their operations.
+    pub(crate) fn check(&self) -> Result<Vec<(Operation, u64, ErrorKind)>> {
+        if !(1..=MAX_DEVICES).contains(&self.devices) {
+            return Err(invalid(format!("{} devices were asked for", self.devices), "expected 1 to 64"));
+        }
+        if self.memory_bytes == 0 || !self.memory_bytes.is_multiple_of(PAGE) || self.memory_bytes > MAX_MEMORY_BYTES {
+            return Err(invalid(
+                format!("{} bytes of memory per device were asked for", self.memory_bytes),
+                "expected a multiple of 4096, up to 4 TiB",
+            ));
+        }
+        if let Some(device) = self.create_handle_latency.keys().find(|&&device| device >= self.devices) {
+            return Err(invalid(
+                format!("a latency is set for handles of device {device}"),
+                &format!("expected a device below {}", self.devices),
+            ));
+        }
+        if !self.capabilities.workspace_alignment.is_power_of_two() {
+            return Err(invalid(
+                format!("the workspace alignment is {}", self.capabilities.workspace_alignment),
+                "expected a power of two",
+            ));
+        }
+        let mut capabilities = self.capabilities;
+        if let Some((name, _)) =
+            SWITCHES.iter().find(|(name, access)| NOT_IMPLEMENTED.contains(name) && *access(&mut capabilities))
+        {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "open",
+                format!("the mock does not have the ability `{name}`"),
+            )
+            .with_hint("leave it off"));
+        }
+        if !capabilities.ipc_transports.is_empty() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "open",
+                "the mock does not share memory with other processes",
+            )
+            .with_hint("leave `ipc_transports` empty"));
+        }
+        self.faults
+            .iter()
+            .map(|(name, nth, kind)| match name.parse() {
+                Ok(operation) if *nth > 0 => Ok((operation, *nth, *kind)),
+                Ok(_) => Err(invalid(format!("call 0 of `{name}` was to fail"), "calls count from 1")),
+                Err(error) => Err(error),
+            })
+            .collect()
+    }
+}
+
+fn invalid(message: String, hint: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "mock_options", message).with_hint(hint)
+}
+
+fn default_capabilities() -> Capabilities {
+    let mut capabilities = Capabilities::none();
+    for (name, access) in SWITCHES {
+        *access(&mut capabilities) = !NOT_IMPLEMENTED.contains(name) && *name != "handle_per_stream";
+    }
+    capabilities.workspace_alignment = 256;
+    capabilities.blas_workspace_bytes = 32 << 20;
+    capabilities.lt_workspace_bytes = 1 << 20;
+    capabilities
+}
+
+macro_rules! switches {
+    ($($field:ident,)*) => {
+        /// The yes-or-no fields of [`Capabilities`], by name.
+        const SWITCHES: &[Switch] =
+            &[$((stringify!($field), |capabilities: &mut Capabilities| &mut capabilities.$field),)*];
+    };
+}
+
+type Switch = (&'static str, fn(&mut Capabilities) -> &mut bool);
+
+switches! {
+    gemm_f32, gemm_f64, gemm_f16, gemm_bf16, tf32, atomics_mode, strided_batch, lt_plans, capture,
+    stream_ordered_memory, shareable_memory, interprocess_events, event_timing, stream_priority, peer_copy,
+    host_register, write_combined, legacy_default_stream, per_thread_default_stream, foreign_objects,
+    set_stream_resets_workspace, handle_per_stream, create_during_capture, host_address_is_device_address,
+    pinned_cached_by_device,
+}
+
+/// What the mock cannot do.
+const NOT_IMPLEMENTED: &[&str] = &[
+    "gemm_f16",
+    "gemm_bf16",
+    "tf32",
+    "capture",
+    "shareable_memory",
+    "interprocess_events",
+    "per_thread_default_stream",
+    "foreign_objects",
+];
+
+const KEYS: &[&str] = &[
+    "devices",
+    "memory",
+    "host-memory",
+    "blas-workspace-bytes",
+    "lt-workspace-bytes",
+    "workspace-alignment",
+    "latency",
+    "gemm-gap",
+    "create-handle-latency",
+    "fail",
+    "lt",
+];
+
+/// The kinds of error that a fault may have.
+const KINDS: &[ErrorKind] = &[
+    ErrorKind::InvalidArgument,
+    ErrorKind::InvalidHandle,
+    ErrorKind::InvalidPointer,
+    ErrorKind::WrongDevice,
+    ErrorKind::Unsupported,
+    ErrorKind::OutOfMemory,
+    ErrorKind::Capture,
+    ErrorKind::InvalidState,
+    ErrorKind::DeviceLost,
+    ErrorKind::ShuttingDown,
+    ErrorKind::PeerLost,
+    ErrorKind::PermissionDenied,
+    ErrorKind::Vendor,
+];
+
+fn dashed(kind: ErrorKind) -> String {
+    kind.as_str().replace(' ', "-")
+}
+
+fn parse_kind(words: &str) -> Option<ErrorKind> {
+    KINDS.iter().copied().find(|&kind| dashed(kind) == words)
+}
+
+fn parse_bytes(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match &text[digits.len()..] {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(unit)
+}
+
+fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match &text[digits.len()..] {
+        "ns" => 1,
+        "us" => 1_000,
+        "ms" => 1_000_000,
+        "s" => 1_000_000_000,
+        _ => return None,
+    };
+    Some(Duration::from_nanos(digits.parse::<u64>().ok()?.checked_mul(unit)?))
+}
+
+fn physical_memory_bytes() -> u64 {
+    // SAFETY: `sysconf` reads a setting and has no requirements.
+    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    match (u64::try_from(pages), u64::try_from(page)) {
+        (Ok(pages), Ok(page)) => pages.saturating_mul(page),
+        // A system that does not tell limits by refusing.
+        _ => u64::MAX,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_read() {
+        let options = MockOptions::parse(
+            "devices=2, memory=64MiB,host_memory=1GiB,latency=1ms,gemm-gap=20us,create-handle-latency=0:200ms,\
+             fail=allocate:3,fail=copy:1:device-lost,lt=off,peer-copy=off,write_combined=off,handle-per-stream=on,\
+             blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,",
+        )
+        .unwrap();
+        assert_eq!((options.devices, options.memory_bytes, options.host_memory_bytes), (2, 64 << 20, 1 << 30));
+        assert_eq!((options.latency, options.gemm_gap), (Duration::from_millis(1), Duration::from_micros(20)));
+        assert_eq!(options.create_handle_latency[&0], Duration::from_millis(200));
+        let capabilities = options.capabilities;
+        assert!(!capabilities.lt_plans && !capabilities.peer_copy && !capabilities.write_combined);
+        assert!(capabilities.handle_per_stream && capabilities.gemm_f32);
+        assert_eq!((capabilities.blas_workspace_bytes, capabilities.lt_workspace_bytes), (65536, 4096));
+        assert_eq!(capabilities.workspace_alignment, 512);
+        assert_eq!(
+            options.check().unwrap(),
+            [(Operation::Allocate, 3, ErrorKind::OutOfMemory), (Operation::Copy, 1, ErrorKind::DeviceLost)]
+        );
+    }
+
+    #[test]
+    fn nothing_is_the_default() {
+        assert_eq!(MockOptions::parse("").unwrap().capabilities, MockOptions::new().capabilities);
+        assert!(MockOptions::new().check().unwrap().is_empty());
+    }
+
+    #[test]
+    fn errors_name_key_value_and_what_is_expected() {
+        for (text, parts) in [
+            ("devices=two", ["`devices`", "`two`", "number"]),
+            ("memory=64MB", ["`memory`", "`64MB`", "64MiB"]),
+            ("latency=5", ["`latency`", "`5`", "1ms"]),
+            ("create-handle-latency=200ms", ["`create-handle-latency`", "`200ms`", "DEVICE:TIME"]),
+            ("fail=allocate", ["`fail`", "`allocate`", "OPERATION:NTH"]),
+            ("fail=allocate:0", ["`fail`", "`allocate:0`", "OPERATION:NTH"]),
+            ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:NTH"]),
+            ("fail=allocate:1:sad", ["`fail`", "sad", "out-of-memory"]),
+            ("fail=alocate:1", ["`alocate`", "no operation", "allocate, free"]),
+            ("lt=maybe", ["`lt`", "`maybe`", "`on` or `off`"]),
+            ("colour=red", ["`colour`", "`red`", "peer_copy"]),
+            ("devices", ["`devices`", "no `=`", "key=value"]),
+            ("latency=99999999999999999s", ["`latency`", "99999999999999999s", "a time"]),
+        ] {
+            let error = MockOptions::parse(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{text}");
+            for part in parts {
+                assert!(error.to_string().contains(part), "`{part}` is missing in `{error}`");
+            }
+        }
+    }
+
+    #[test]
+    fn bad_options_are_refused_when_the_mock_is_opened() {
+        let kind = |options: MockOptions| options.check().unwrap_err().kind();
+        assert_eq!(kind(MockOptions::new().with_devices(0)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_memory_bytes(100)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_memory_bytes(u64::MAX - 4095)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_create_handle_latency(1, Duration::ZERO)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_fault("alloc", 1, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_fault("copy", 0, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
+        assert_eq!(
+            kind(MockOptions::new().with_capabilities(|c| c.workspace_alignment = 3)),
+            ErrorKind::InvalidArgument
+        );
+        assert_eq!(kind(MockOptions::new().with_capabilities(|c| c.capture = true)), ErrorKind::Unsupported);
+        let transports = highwater_core::Transports::NONE.with(highwater_core::Transport::Legacy);
+        assert_eq!(
+            kind(MockOptions::new().with_capabilities(|c| c.ipc_transports = transports)),
+            ErrorKind::Unsupported
+        );
+    }
+}

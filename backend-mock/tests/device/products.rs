@@ -1,0 +1,416 @@
+use std::sync::{Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+use bytemuck::Pod;
+use highwater_core::{
+    AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, Epilogue, ErrorKind, FillPattern,
+    Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch, Transpose, Workspace,
+};
+use highwater_mock::Operation;
+
+use crate::rig::{Rig, kind, millis, small};
+
+/// An element type of products, for tests.
+trait Real: Pod + PartialEq + std::fmt::Debug {
+    const TYPE: DataType;
+    const TOLERANCE: f64;
+    fn new(value: f64) -> Self;
+    fn value(self) -> f64;
+}
+
+impl Real for f32 {
+    const TYPE: DataType = DataType::F32;
+    const TOLERANCE: f64 = 1e-4;
+    fn new(value: f64) -> Self {
+        value as f32
+    }
+    fn value(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Real for f64 {
+    const TYPE: DataType = DataType::F64;
+    const TOLERANCE: f64 = 1e-12;
+    fn new(value: f64) -> Self {
+        value
+    }
+    fn value(self) -> f64 {
+        self
+    }
+}
+
+/// Values between -1 and 1 that look random.
+fn values<T: Real>(count: usize, seed: u64) -> Vec<T> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        T::new((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// What a product is to give, computed in 64 bits, one sum after the other.
+fn reference<T: Real>(shape: &GemmShape, alpha: f64, beta: f64, a: &[T], b: &[T], c: &[T]) -> Vec<T> {
+    let mut result = c.to_vec();
+    let batch = shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 });
+    for index in 0..batch.count {
+        for j in 0..shape.n {
+            for i in 0..shape.m {
+                let sum: f64 = (0..shape.k)
+                    .map(|l| {
+                        let at = match shape.transpose_a {
+                            Transpose::No => i + l * shape.lda,
+                            Transpose::Yes => l + i * shape.lda,
+                        };
+                        let bt = match shape.transpose_b {
+                            Transpose::No => l + j * shape.ldb,
+                            Transpose::Yes => j + l * shape.ldb,
+                        };
+                        a[index * batch.stride_a + at].value() * b[index * batch.stride_b + bt].value()
+                    })
+                    .sum();
+                let place = index * batch.stride_c + i + j * shape.ldc;
+                let old = if beta == 0.0 { 0.0 } else { beta * c[place].value() };
+                result[place] = T::new(alpha * sum + old);
+            }
+        }
+    }
+    result
+}
+
+fn assert_close<T: Real>(seen: &[T], expected: &[T], what: &str) {
+    assert_eq!(seen.len(), expected.len());
+    for (index, (seen, expected)) in seen.iter().zip(expected).enumerate() {
+        let (seen, expected) = (seen.value(), expected.value());
+        assert!(
+            (seen - expected).abs() <= T::TOLERANCE * expected.abs().max(1.0),
+            "{what}: {index}: {seen} {expected}"
+        );
+    }
+}
+
+fn handle(rig: &Rig, kind: BlasKind) -> Box<dyn BlasHandle> {
+    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(kind)).unwrap();
+    handle.set_stream(rig.stream).unwrap();
+    handle
+}
+
+fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) -> highwater_core::Result<()> {
+    // SAFETY: tests keep the blocks until the product has completed; other arguments are what the mock refuses.
+    unsafe { handle.gemm(gemm) }
+}
+
+fn run_plan(handle: &mut dyn BlasHandle, plan: PlanId, arguments: &PlanArguments) -> highwater_core::Result<()> {
+    // SAFETY: as in `gemm`.
+    unsafe { handle.run_plan(plan, arguments) }
+}
+
+fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_core::Result<()> {
+    // SAFETY: tests keep the workspace until the products have completed.
+    unsafe { handle.set_workspace(workspace) }
+}
+
+/// Runs one product and compares all of C, the padding between the columns included.
+fn check<T: Real>(rig: &Rig, handle: &mut dyn BlasHandle, shape: &GemmShape, alpha: f64, beta: f64, what: &str) {
+    let extents = shape.extents("test").unwrap();
+    let (a, b) = (values::<T>(extents.a.max(1), 1), values::<T>(extents.b.max(1), 2));
+    let c = values::<T>(extents.c + 5, 3);
+    let [da, db, dc] = [&a, &b, &c].map(|values| rig.upload(values));
+    gemm(handle, &Gemm::new(*shape, da, db, dc).with_scale(alpha, beta)).unwrap();
+    let seen = rig.download::<T>(dc, c.len(), rig.stream);
+    assert_close(&seen, &reference(shape, alpha, beta, &a, &b, &c), what);
+    for block in [da, db, dc] {
+        rig.free(0, block, None).unwrap();
+    }
+}
+
+fn check_all<T: Real>() {
+    let rig = Rig::new(small());
+    let mut handle = handle(&rig, BlasKind::Blas);
+    let batch = StridedBatch { count: 3, stride_a: 500, stride_b: 0, stride_c: 700 };
+    // The handle's own workspace, one for a few columns, one for less than a column, and none.
+    for workspace_bytes in [None, Some(1024), Some(64), Some(0)] {
+        let workspace = workspace_bytes.map(|bytes| Workspace { ptr: rig.allocate(0, 4096), bytes });
+        bind(&mut *handle, workspace).unwrap();
+        for (m, n, k) in [(1, 1, 1), (17, 23, 9), (33, 4, 12), (3, 2, 0)] {
+            for transposes in 0..4 {
+                let mut shape = GemmShape::new(T::TYPE, m, n, k);
+                if transposes & 1 != 0 {
+                    shape = shape.with_transposed_a();
+                }
+                if transposes & 2 != 0 {
+                    shape = shape.with_transposed_b();
+                }
+                let padded = shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 1, shape.ldc + 2);
+                for shape in [shape, padded, padded.with_batch(StridedBatch { stride_c: 1000, ..batch })] {
+                    for (alpha, beta) in [(1.0, 0.0), (-0.5, 2.0), (0.0, 0.5)] {
+                        let what = format!("{shape:?}, alpha {alpha}, beta {beta}, workspace {workspace_bytes:?}");
+                        check::<T>(&rig, &mut *handle, &shape, alpha, beta, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_floats_are_right_for_every_shape_and_workspace() {
+    check_all::<f32>();
+}
+
+#[test]
+fn products_of_doubles_are_right_for_every_shape_and_workspace() {
+    check_all::<f64>();
+}
+
+#[test]
+fn what_a_product_does_not_read_does_not_matter() {
+    let rig = Rig::new(small());
+    let mut handle = handle(&rig, BlasKind::Blas);
+    let shape = GemmShape::new(DataType::F32, 4, 4, 4);
+    let (nan, ones) = (rig.upload(&[f32::NAN; 16]), rig.upload(&[1f32; 16]));
+    // With beta 0 the old C is not read.
+    gemm(&mut *handle, &Gemm::new(shape, ones, ones, nan)).unwrap();
+    assert_eq!(rig.download::<f32>(nan, 16, rig.stream), [4.0; 16]);
+    // With alpha 0 the factors are not, wherever they are.
+    let nowhere = highwater_core::DevicePtr::new(3);
+    gemm(&mut *handle, &Gemm::new(shape, nowhere, nowhere, ones).with_scale(0.0, 3.0)).unwrap();
+    assert_eq!(rig.download::<f32>(ones, 16, rig.stream), [3.0; 16]);
+    for (m, n) in [(0, 4), (4, 0)] {
+        gemm(&mut *handle, &Gemm::new(GemmShape::new(DataType::F32, m, n, 4), nowhere, nowhere, nowhere)).unwrap();
+    }
+    let no_batch = StridedBatch { count: 0, stride_a: 0, stride_b: 0, stride_c: 16 };
+    gemm(&mut *handle, &Gemm::new(shape.with_batch(no_batch), nowhere, nowhere, nowhere)).unwrap();
+}
+
+#[test]
+fn equal_calls_give_equal_bits() {
+    let rig = Rig::new(small());
+    let mut handle = handle(&rig, BlasKind::Blas);
+    let (a, b) = (rig.upload(&values::<f32>(64 * 64, 5)), rig.upload(&values::<f32>(64 * 64, 6)));
+    let shape = GemmShape::new(DataType::F32, 64, 64, 64);
+    let results = [(); 3].map(|()| {
+        let c = rig.allocate(0, 64 * 64 * 4);
+        gemm(&mut *handle, &Gemm::new(shape, a, b, c)).unwrap();
+        rig.download::<u32>(c, 64 * 64, rig.stream)
+    });
+    assert!(results[0] == results[1] && results[1] == results[2]);
+}
+
+#[test]
+fn plans_apply_their_epilogue_and_respect_their_workspace() {
+    let rig = Rig::new(small());
+    let mut lt = handle(&rig, BlasKind::Lt);
+    let shape = GemmShape::new(DataType::F32, 5, 7, 3).with_leading_dimensions(6, 4, 8);
+    let extents = shape.extents("test").unwrap();
+    let (a, b) = (values::<f32>(extents.a, 1), values::<f32>(extents.b, 2));
+    let (c, bias) = (values::<f32>(extents.c, 3), values::<f32>(5, 4));
+    let [da, db, dc, dbias] = [&a, &b, &c, &bias].map(|values| rig.upload(values));
+    for epilogue in [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu] {
+        for workspace_bytes in [0, 40, 1 << 20] {
+            let plan = lt.create_plan(&PlanOptions::new(shape, epilogue, workspace_bytes)).unwrap();
+            let dd = rig.upload(&vec![-9f32; extents.c]);
+            let mut arguments = PlanArguments::new(da, db, dd, epilogue.has_bias().then_some(dbias));
+            (arguments.alpha, arguments.beta, arguments.c) = (0.5, 2.0, dc);
+            run_plan(&mut *lt, plan, &arguments).unwrap();
+            let product = reference(&shape, 0.5, 2.0, &a, &b, &c);
+            let mut expected = vec![-9f32; extents.c];
+            for j in 0..7 {
+                for i in 0..5 {
+                    let mut value = product[j * 8 + i];
+                    value += if epilogue.has_bias() { bias[i] } else { 0.0 };
+                    expected[j * 8 + i] = if epilogue == Epilogue::BiasRelu { value.max(0.0) } else { value };
+                }
+            }
+            let seen = rig.download::<f32>(dd, extents.c, rig.stream);
+            assert_close(&seen, &expected, &format!("{epilogue:?} with {workspace_bytes} bytes"));
+            lt.destroy_plan(plan).unwrap();
+            assert_eq!(kind(lt.destroy_plan(plan)), ErrorKind::InvalidHandle);
+            assert_eq!(kind(run_plan(&mut *lt, plan, &arguments)), ErrorKind::InvalidHandle);
+        }
+    }
+    let plan = lt.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 0)).unwrap();
+    assert_eq!(kind(run_plan(&mut *lt, plan, &PlanArguments::new(da, db, dc, None))), ErrorKind::InvalidArgument);
+    let mut other = handle(&rig, BlasKind::Lt);
+    assert_eq!(kind(other.destroy_plan(plan)), ErrorKind::InvalidHandle);
+    let mut blas = handle(&rig, BlasKind::Blas);
+    assert_eq!(kind(blas.create_plan(&PlanOptions::new(shape, Epilogue::None, 0))), ErrorKind::Unsupported);
+    assert_eq!(kind(gemm(&mut *lt, &Gemm::new(shape, da, db, dc))), ErrorKind::Unsupported);
+}
+
+#[test]
+fn a_product_is_enqueued_not_computed() {
+    let rig = Rig::new(small().with_latency(millis(150)));
+    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    let block = rig.allocate(0, 3 * 64 * 64 * 4);
+    handle.set_stream(rig.stream).unwrap();
+    let part = 64 * 64 * 4;
+    let start = Instant::now();
+    let product =
+        Gemm::new(GemmShape::new(DataType::F32, 64, 64, 64), block, block.offset(part), block.offset(2 * part));
+    gemm(&mut *handle, &product).unwrap();
+    assert!(start.elapsed() < millis(140), "enqueueing took {:?}", start.elapsed());
+    assert_eq!(rig.gpu.query_stream(rig.stream).unwrap(), Completion::Pending);
+    // A handle may go before its product is done; its workspace comes back after.
+    let free = rig.gpu.memory_info(0).unwrap().free;
+    handle.destroy().unwrap();
+    assert_eq!(rig.gpu.memory_info(0).unwrap().free, free);
+    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    assert!(start.elapsed() >= millis(300), "a product is two operations");
+    assert!(rig.gpu.memory_info(0).unwrap().free > free);
+}
+
+/// Two handles on one stream with one workspace: wrong numbers without turns, right ones with.
+#[test]
+fn a_shared_workspace_needs_turns() {
+    let rig = Rig::new(small().with_gemm_gap(millis(20)));
+    let workspace = Workspace { ptr: rig.allocate(0, 1 << 16), bytes: 1 << 16 };
+    let size = 32 * 32;
+    let shape = GemmShape::new(DataType::F32, 32, 32, 32);
+    let turn = Mutex::new(());
+    let wrong_results = |take_turns: bool| {
+        let start = Barrier::new(2);
+        let products = std::thread::scope(|scope| {
+            let threads = [1, 2].map(|seed| {
+                let (rig, turn, start) = (&rig, &turn, &start);
+                scope.spawn(move || {
+                    let mut handle = handle(rig, BlasKind::Blas);
+                    bind(&mut *handle, Some(workspace)).unwrap();
+                    let (a, b) = (values::<f32>(size, seed), values::<f32>(size, seed + 10));
+                    let (da, db, dc) = (rig.upload(&a), rig.upload(&b), rig.upload(&vec![0f32; size]));
+                    start.wait();
+                    {
+                        let _turn = take_turns.then(|| turn.lock().unwrap());
+                        gemm(&mut *handle, &Gemm::new(shape, da, db, dc)).unwrap();
+                    }
+                    (dc, reference(&shape, 1.0, 0.0, &a, &b, &vec![0f32; size]))
+                })
+            });
+            threads.map(|thread| thread.join().unwrap())
+        });
+        let far = |(dc, expected): &(_, Vec<f32>)| {
+            let seen = rig.download::<f32>(*dc, size, rig.stream);
+            seen.iter().zip(expected).any(|(seen, expected)| (seen - expected).abs() > 1e-3)
+        };
+        products.iter().filter(|product| far(product)).count()
+    };
+    assert!(wrong_results(false) > 0, "handles without turns got right numbers");
+    assert_eq!(wrong_results(true), 0);
+}
+
+#[test]
+fn products_pass_through_the_bound_workspace_until_a_stream_is_bound() {
+    for resets in [true, false] {
+        let rig = Rig::new(small().with_capabilities(|c| c.set_stream_resets_workspace = resets));
+        let mut handle = handle(&rig, BlasKind::Blas);
+        let (ones, c) = (rig.upload(&[1f32; 16]), rig.allocate(0, 64));
+        let workspace = Workspace { ptr: rig.upload(&[-1f32; 16]), bytes: 64 };
+        let product = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), ones, ones, c);
+        bind(&mut *handle, Some(workspace)).unwrap();
+        handle.set_stream(rig.stream).unwrap();
+        gemm(&mut *handle, &product).unwrap();
+        let passed_through = if resets { [-1f32; 16] } else { [4.0; 16] };
+        assert_eq!(rig.download::<f32>(workspace.ptr, 16, rig.stream), passed_through);
+        bind(&mut *handle, Some(workspace)).unwrap();
+        gemm(&mut *handle, &product).unwrap();
+        assert_eq!(rig.download::<f32>(workspace.ptr, 16, rig.stream), [4.0; 16]);
+        rig.fill(workspace.ptr, FillPattern::U32(0), 16, rig.stream).unwrap();
+        bind(&mut *handle, None).unwrap();
+        gemm(&mut *handle, &product).unwrap();
+        assert_eq!(rig.download::<f32>(workspace.ptr, 16, rig.stream), [0.0; 16]);
+    }
+}
+
+#[test]
+fn what_cannot_be_bound_is_refused() {
+    let rig = Rig::new(small().with_devices(2));
+    let mut handle = handle(&rig, BlasKind::Blas);
+    assert_eq!(kind(handle.set_stream(rig.stream(1))), ErrorKind::WrongDevice);
+    let block = rig.allocate(0, 4096);
+    let workspace = |offset: usize, bytes: usize| Some(Workspace { ptr: block.offset(offset), bytes });
+    assert_eq!(kind(bind(&mut *handle, workspace(16, 64))), ErrorKind::InvalidArgument);
+    assert_eq!(kind(bind(&mut *handle, workspace(256, 4096))), ErrorKind::InvalidPointer);
+    bind(&mut *handle, workspace(256, 1024)).unwrap();
+    bind(&mut *handle, workspace(256, 1024)).unwrap();
+    let gone = rig.stream(0);
+    handle.set_stream(gone).unwrap();
+    handle.set_stream(gone).unwrap();
+    rig.gpu.destroy_stream(gone).unwrap();
+    assert_eq!(kind(handle.set_stream(gone)), ErrorKind::InvalidHandle);
+    let (a, shape) = (rig.allocate(0, 64), GemmShape::new(DataType::F32, 2, 2, 2));
+    let product = Gemm::new(shape, a, a, a.offset(32));
+    assert_eq!(kind(gemm(&mut *handle, &product)), ErrorKind::InvalidHandle);
+    handle.set_stream(rig.stream).unwrap();
+    gemm(&mut *handle, &product).unwrap();
+    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    rig.free(0, block, None).unwrap();
+    assert_eq!(kind(bind(&mut *handle, workspace(256, 1024))), ErrorKind::InvalidPointer);
+}
+
+#[test]
+fn products_that_cannot_be_are_refused() {
+    let rig = Rig::new(small().with_capabilities(|c| {
+        c.gemm_f64 = false;
+        c.strided_batch = false;
+        c.atomics_mode = false;
+    }));
+    let mut handle = handle(&rig, BlasKind::Blas);
+    let block = rig.allocate(0, 256);
+    let shape = GemmShape::new(DataType::F32, 4, 4, 4);
+    let mut refused =
+        |shape: GemmShape, c: usize| kind(gemm(&mut *handle, &Gemm::new(shape, block, block, block.offset(c))));
+    assert_eq!(refused(GemmShape::new(DataType::F64, 1, 1, 1), 64), ErrorKind::Unsupported);
+    assert_eq!(refused(GemmShape::new(DataType::F16, 1, 1, 1), 64), ErrorKind::Unsupported);
+    let batch = StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 };
+    assert_eq!(refused(shape.with_batch(batch), 64), ErrorKind::Unsupported);
+    assert_eq!(refused(shape.with_leading_dimensions(3, 4, 4), 64), ErrorKind::InvalidArgument);
+    assert_eq!(refused(shape, 66), ErrorKind::InvalidArgument);
+    assert_eq!(refused(shape, 196), ErrorKind::InvalidPointer);
+    assert_eq!(kind(handle.set_math_mode(MathMode::Tf32)), ErrorKind::Unsupported);
+    assert_eq!(kind(handle.set_atomics_mode(AtomicsMode::Allowed)), ErrorKind::Unsupported);
+    handle.set_math_mode(MathMode::Default).unwrap();
+    handle.set_atomics_mode(AtomicsMode::NotAllowed).unwrap();
+    assert_eq!(rig.gpu.calls(Operation::Gemm), 6);
+}
+
+#[test]
+fn a_handle_that_was_never_bound_uses_the_legacy_default_stream() {
+    let rig = Rig::new(small());
+    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    let (ones, c) = (rig.upload(&[1f32; 4]), rig.allocate(0, 16));
+    let product = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ones, ones, c);
+    gemm(&mut *handle, &product).unwrap();
+    rig.gpu.synchronize_device(0).unwrap();
+    assert_eq!(rig.download::<f32>(c, 4, rig.stream), [2.0; 4]);
+    let without = Rig::new(small().with_capabilities(|c| c.legacy_default_stream = false));
+    let mut handle = without.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    let block = without.allocate(0, 64);
+    let product = Gemm::new(GemmShape::new(DataType::F32, 1, 1, 1), block, block, block.offset(32));
+    assert_eq!(kind(gemm(&mut *handle, &product)), ErrorKind::InvalidState);
+}
+
+/// Pools bind before every call, so binding must not cost what a call costs.
+#[test]
+fn binding_takes_no_time_to_speak_of() {
+    let rig = Rig::new(small());
+    let mut handle = handle(&rig, BlasKind::Blas);
+    let workspace = Some(Workspace { ptr: rig.allocate(0, 4096), bytes: 4096 });
+    let rounds = 100_000;
+    let best = (0..5)
+        .map(|_| {
+            let start = Instant::now();
+            for _ in 0..rounds {
+                handle.set_stream(rig.stream).unwrap();
+                bind(&mut *handle, workspace).unwrap();
+            }
+            start.elapsed() / rounds
+        })
+        .min()
+        .unwrap();
+    println!("set_stream and set_workspace together: {best:?}");
+    // Unoptimised builds included.
+    assert!(best < Duration::from_micros(2), "{best:?}");
+}
