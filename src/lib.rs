@@ -1,1 +1,47 @@
-//! placeholder
+//! Highwater hands the threads of a GPU program what they share: BLAS handles, workspaces, page-locked host memory and
+//! device memory of other processes, over CUDA, ROCm or a mock device.
+//!
+//! This crate is the front door. It re-exports everything of `highwater-core` and opens a backend: [`open`] takes one by
+//! name and never another in its place, [`open_auto`] takes the best that works here, and [`survey`] only looks. Each
+//! answers with a [`LoadReport`] that says of every backend why it was or was not taken.
+//!
+//! # Three ways of use
+//! **In a program.** Choose backends by feature (`mock`, `cuda`, `rocm`; all add up, and all build where there is no GPU
+//! software), open one, and give it to a [`Runtime`], which owns the pools. A vendor's libraries are looked for at run
+//! time, so one binary runs on machines with any of them or none.
+//!
+//! ```
+//! match highwater::open_auto(true) {
+//!     Ok(opened) => {
+//!         let runtime = highwater::Runtime::new(opened.backend)?;
+//!         let device = runtime.device(0)?;
+//!         println!("{}: {} bytes of memory", device.info().name, device.info().memory_bytes);
+//!     }
+//!     Err(error) => eprintln!("{error}\n{}", error.report),
+//! }
+//! # Ok::<(), highwater::Error>(())
+//! ```
+//!
+//! **In a unit test.** Open the backend `mock`: the same traits and the same results, computed on the CPU, and faults
+//! where the test asks for them. Code that takes `&dyn Backend` or `Arc<dyn Backend>` does not know the difference.
+//!
+//! **Below it all.** A vendor or a laboratory implements the four traits [`Backend`], [`BlasHandle`], [`HostAllocator`]
+//! and [`IpcSharing`] over a device of its own; each method lists the promises that it makes.
+//!
+//! # What this version drives
+//! The mock. The backends `cuda` and `rocm` find the vendor's libraries and say exactly what is missing, and do not drive
+//! a device yet.
+
+#![forbid(unsafe_code)]
+
+mod open;
+
+pub use highwater_core::*;
+#[cfg(feature = "cuda")]
+pub use highwater_cuda as cuda;
+#[cfg(feature = "mock")]
+pub use highwater_mock as mock;
+#[cfg(feature = "rocm")]
+pub use highwater_rocm as rocm;
+
+pub use open::{Candidate, LoadReport, OpenError, Opened, Outcome, backends, open, open_auto, survey};

@@ -291,6 +291,9 @@ impl BlasHandle for MockBlas {
         let (context, operation) = (&mut *self.0, Operation::SetWorkspace);
         context.enter(operation)?;
         if let Some(wanted) = workspace {
+            if !context.gpu.capabilities.blas_workspace {
+                return Err(operation.lacks("blas_workspace"));
+            }
             let epoch = context.device().epoch();
             if context.known_workspace != Some((wanted, epoch)) {
                 let alignment = context.gpu.capabilities.workspace_alignment;
@@ -355,6 +358,15 @@ impl BlasHandle for MockBlas {
         self.0.enter_as(operation, BlasKind::Lt)?;
         self.0.check_type(operation, &options.shape)?;
         options.shape.extents(operation.name())?;
+        if options.math_mode != MathMode::Default {
+            return Err(operation.lacks("tf32"));
+        }
+        if !options.alignment.is_power_of_two() {
+            return Err(operation.error(
+                ErrorKind::InvalidArgument,
+                format!("the plan is for operands aligned to {}, which is no power of two", options.alignment),
+            ));
+        }
         if !matches!(options.epilogue, Epilogue::None | Epilogue::Bias | Epilogue::BiasRelu) {
             return Err(operation
                 .error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {:?}", options.epilogue)));
@@ -368,6 +380,15 @@ impl BlasHandle for MockBlas {
         let operation = Operation::RunPlan;
         self.0.enter_as(operation, BlasKind::Lt)?;
         let options = *self.0.plans.get(&plan).ok_or_else(|| no_plan(operation, plan))?;
+        let operands = [arguments.a, arguments.b, arguments.c, arguments.d].into_iter().chain(arguments.bias);
+        if let Some(operand) = operands.into_iter().find(|operand| !operand.is_aligned_to(options.alignment)) {
+            return Err(operation
+                .error(
+                    ErrorKind::InvalidArgument,
+                    format!("{operand:?} is not a multiple of {}, as the plan has it", options.alignment),
+                )
+                .with_hint("make the plan with the alignment that the operands have"));
+        }
         let call = Call {
             shape: &options.shape,
             alpha: arguments.alpha,

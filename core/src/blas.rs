@@ -36,7 +36,7 @@ impl BlasOptions {
 }
 
 /// Precision of the multiplications of 32-bit GEMM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum MathMode {
     /// Full 32 bits.
@@ -364,13 +364,32 @@ pub struct PlanOptions {
     pub epilogue: Epilogue,
     /// Bytes of workspace that the plan may use.
     pub workspace_bytes: usize,
+    /// Every operand's address is a multiple of this, in bytes; quicker kernels want 16 to 256.
+    pub alignment: usize,
+    /// Precision of 32-bit products, which a plan fixes. Needs `tf32` for [`MathMode::Tf32`].
+    pub math_mode: MathMode,
 }
 
 impl PlanOptions {
-    /// A plan for `shape`.
+    /// A plan for `shape`, with operands aligned to their elements, and full precision.
     #[must_use]
     pub const fn new(shape: GemmShape, epilogue: Epilogue, workspace_bytes: usize) -> Self {
-        Self { shape, epilogue, workspace_bytes }
+        let alignment = shape.data_type.bytes();
+        Self { shape, epilogue, workspace_bytes, alignment, math_mode: MathMode::Default }
+    }
+
+    /// The same for operands that are aligned to more than their elements.
+    #[must_use]
+    pub const fn with_alignment(mut self, alignment: usize) -> Self {
+        self.alignment = alignment;
+        self
+    }
+
+    /// The same with another precision.
+    #[must_use]
+    pub const fn with_math_mode(mut self, mode: MathMode) -> Self {
+        self.math_mode = mode;
+        self
     }
 }
 
@@ -446,15 +465,15 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///   own workspace, also when the stream is the same; modes survive.
     fn set_stream(&mut self, stream: StreamId) -> Result<()>;
 
-    /// Binds the memory for intermediate results; `None` binds the handle's own.
+    /// Binds the memory for intermediate results; `None` binds the handle's own. Needs `blas_workspace` for `Some`.
     ///
     /// - `blas.workspace-used`: products keep their intermediate results in the bound workspace.
     /// - `blas.workspace-alignment`: an address that is not a multiple of `workspace_alignment` gives `InvalidArgument`.
     ///
     /// # Safety
-    /// The memory belongs to the handle's device and stays allocated until it was replaced *and* every product enqueued
-    /// before has completed. While one of those is outstanding nobody else uses it, except products of the same stream
-    /// whose calls take turns.
+    /// The memory belongs to the handle's device. It stays allocated while products are enqueued with it bound, and until
+    /// the last of them has completed. Meanwhile nobody else uses it, except products of the same stream whose calls take
+    /// turns.
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()>;
 
     /// Chooses the precision of 32-bit products. Needs `tf32` for [`MathMode::Tf32`].
@@ -493,6 +512,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of the type.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
     /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
+    /// - `plan.alignment`: an operand that is not aligned as the plan says gives `InvalidArgument`.
     ///
     /// # Safety
     /// As [`BlasHandle::gemm`], for A, B, C, D and the bias; D overlaps neither A nor B nor the bias, and is C or does

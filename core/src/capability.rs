@@ -24,6 +24,8 @@ pub struct Capabilities {
     pub tf32: bool,
     /// [`AtomicsMode`](crate::AtomicsMode) can be chosen.
     pub atomics_mode: bool,
+    /// Handles can be given a workspace (hipBLAS 2 cannot).
+    pub blas_workspace: bool,
     /// Strided-batched GEMM.
     pub strided_batch: bool,
     /// Handles of kind [`Lt`](crate::BlasKind::Lt): plans with epilogues.
@@ -85,6 +87,7 @@ impl Capabilities {
             gemm_bf16: false,
             tf32: false,
             atomics_mode: false,
+            blas_workspace: false,
             strided_batch: false,
             lt_plans: false,
             capture: false,

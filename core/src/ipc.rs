@@ -95,7 +95,7 @@ impl EventHandle {
 pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// Makes a handle of a whole allocation.
     ///
-    /// - `ipc.export-shareable`: memory not allocated as `Shareable` gives `InvalidArgument`.
+    /// - `ipc.export-shareable`: memory not allocated as `Shareable` by this transport gives `InvalidArgument`.
     /// - `ipc.export-transport`: a transport outside the capability `ipc_transports` gives `Unsupported`.
     ///
     /// # Safety

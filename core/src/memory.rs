@@ -4,6 +4,7 @@ use std::fmt;
 use std::ptr::NonNull;
 
 use crate::id::StreamId;
+use crate::ipc::Transport;
 
 /// An address in a device's memory. It may not be read by the CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -110,8 +111,8 @@ impl AllocateOptions {
 pub enum DeviceMemoryKind {
     /// Usable from every stream at once; may be slow to allocate and free.
     Plain,
-    /// Plain, and other processes may open it.
-    Shareable,
+    /// Plain, and other processes may open it by this transport, which a vendor fixes when it allocates.
+    Shareable(Transport),
     /// Allocated in the order of this stream: usable by what is enqueued on it after the call.
     StreamOrdered(StreamId),
 }

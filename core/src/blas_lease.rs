@@ -1,0 +1,320 @@
+//! [`BlasLease`] and [`LtLease`]: pooled handles, bound to a stream and its workspace, that take the stream's turn.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use crate::blas::{BlasHandle, Epilogue, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, Workspace};
+use crate::buffer::DeviceSlice;
+use crate::capability::Capabilities;
+use crate::error::{Error, ErrorKind, Result};
+use crate::pool::HandleLease;
+use crate::scalar::Scalar;
+use crate::stream::Stream;
+
+/// Plans that a handle keeps; past this it starts over, so that ever-changing shapes do not fill memory.
+const MOST_PLANS: usize = 256;
+
+/// A handle in the pool, with what is known about its state.
+#[derive(Debug)]
+pub(crate) struct PooledHandle {
+    pub(crate) handle: Box<dyn BlasHandle>,
+    /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
+    bound: u64,
+    math_mode: Option<MathMode>,
+    plans: HashMap<PlanOptions, PlanId>,
+}
+
+impl PooledHandle {
+    pub(crate) fn new(handle: Box<dyn BlasHandle>) -> Self {
+        Self { handle, bound: 0, math_mode: None, plans: HashMap::new() }
+    }
+
+    /// Binds the stream and its workspace. A key is never used twice, so an equal key means an equal workspace.
+    #[inline]
+    fn bind(&mut self, stream: &Stream) -> Result<()> {
+        if self.bound == stream.core().key {
+            return Ok(());
+        }
+        self.bind_anew(stream)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
+        let workspace = stream.core().workspace(&stream.runtime().inner)?;
+        // Whatever fails below leaves the handle's state unknown.
+        self.bound = 0;
+        self.handle.set_stream(stream.id())?;
+        // SAFETY: the workspace is the stream's own and lives until the stream has ended and passed its last use. Every
+        // product that uses it is enqueued on this stream, under the stream's turn.
+        unsafe { self.handle.set_workspace(workspace)? };
+        if self.math_mode != Some(MathMode::Default) {
+            self.handle.set_math_mode(MathMode::Default)?;
+            self.math_mode = Some(MathMode::Default);
+        }
+        self.bound = stream.core().key;
+        Ok(())
+    }
+}
+
+/// A BLAS handle of the pool, bound to a stream and its workspace.
+///
+/// The lease belongs to the thread that took it and lives no longer than the stream:
+///
+/// ```compile_fail,E0277
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// # let stream = runtime.device(0).unwrap().create_stream().unwrap();
+/// let lease = stream.blas().unwrap();
+/// std::thread::scope(|scope| { scope.spawn(|| drop(lease)); });
+/// ```
+///
+/// ```compile_fail,E0505
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// # let stream = runtime.device(0).unwrap().create_stream().unwrap();
+/// let lease = stream.blas().unwrap();
+/// drop(stream);
+/// drop(lease);
+/// ```
+pub struct BlasLease<'s> {
+    pooled: HandleLease<'s, PooledHandle>,
+    stream: &'s Stream,
+}
+
+impl fmt::Debug for BlasLease<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlasLease").field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
+    }
+}
+
+impl<'s> BlasLease<'s> {
+    #[inline]
+    pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
+        pooled.bind(stream)?;
+        Ok(Self { pooled, stream })
+    }
+
+    /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
+    ///
+    /// # Errors
+    /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
+    /// - `WrongDevice`: a buffer is on another device than the stream.
+    /// - `Unsupported`: the device does not multiply this type, or has no strided batches.
+    /// - Else what the backend gives.
+    pub fn gemm<'b, T: Scalar>(
+        &mut self,
+        shape: &GemmShape,
+        alpha: T,
+        a: impl Into<DeviceSlice<'b, T>>,
+        b: impl Into<DeviceSlice<'b, T>>,
+        beta: T,
+        c: impl Into<DeviceSlice<'b, T>>,
+    ) -> Result<()> {
+        let (a, b, c) = (a.into(), b.into(), c.into());
+        check_product("gemm", self.stream, shape, a, b, c)?;
+        let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr()).with_scale(alpha.to_f64(), beta.to_f64());
+        [a, b, c].iter().for_each(|slice| slice.block.note_use(self.stream.core()));
+        let _turn = self.stream.core().turn();
+        // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
+        // They are freed only after this stream has passed the product (`note_use`). The turn is held.
+        unsafe { self.pooled.handle.gemm(&gemm) }
+    }
+
+    /// Lends the vendor's handle to code that calls the vendor itself.
+    ///
+    /// For the time of the call the handle is bound to this stream and to a workspace of its own, so foreign code needs
+    /// no turn. Afterwards the handle is bound anew, whatever was done to it; it must not be destroyed.
+    ///
+    /// # Errors
+    /// `OutOfMemory` where there is no room for the workspace; else what binding gives.
+    pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
+        let inner = &self.stream.runtime().inner;
+        let workspace = inner.take_workspace(self.stream.id())?;
+        let pooled = &mut *self.pooled;
+        pooled.bound = 0;
+        // What foreign code changes is not known, so all of it is set again by the next binding.
+        pooled.math_mode = None;
+        let bound = pooled.handle.set_stream(self.stream.id()).and_then(|()| {
+            // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's.
+            unsafe { pooled.handle.set_workspace(workspace) }
+        });
+        let value = bound.map(|()| foreign(RawBlas { handle: pooled.handle.raw(), workspace }));
+        if let Some(workspace) = workspace {
+            inner.give_back_workspace(workspace, self.stream.id());
+        }
+        value.and_then(|value| pooled.bind(self.stream).map(|()| value))
+    }
+}
+
+/// A handle lent to foreign code by [`BlasLease::with_raw`].
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct RawBlas {
+    /// The vendor's handle, as a number.
+    pub handle: u64,
+    /// The workspace that is bound to it for the time of the call.
+    pub workspace: Option<Workspace>,
+}
+
+/// An Lt handle of the pool, bound to a stream and its workspace. Plans are cached by what they are made for.
+///
+/// ```
+/// use highwater_core::{Epilogue, GemmShape, Runtime};
+/// use highwater_mock::{MockGpu, MockOptions};
+///
+/// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+/// let device = runtime.device(0)?;
+/// let stream = device.create_stream()?;
+/// let weight = stream.upload(&[1.0_f32, -1.0])?; // 2 x 1
+/// let input = stream.upload(&[3.0_f32])?; // 1 x 1
+/// let bias = stream.upload(&[0.5_f32, 0.5])?;
+/// let output = device.allocate::<f32>(2)?;
+/// let shape = GemmShape::of::<f32>(2, 1, 1);
+/// stream.lt()?.matmul(&shape, Epilogue::BiasRelu, 1.0, &weight, &input, 0.0, &output, Some((&bias).into()))?;
+/// assert_eq!(stream.download(&output)?, [3.5, 0.0]);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+pub struct LtLease<'s> {
+    pooled: HandleLease<'s, PooledHandle>,
+    stream: &'s Stream,
+}
+
+impl fmt::Debug for LtLease<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LtLease").field("handle", &self.pooled.handle).field("stream", &self.stream.id()).finish()
+    }
+}
+
+impl<'s> LtLease<'s> {
+    #[inline]
+    pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
+        pooled.bind(stream)?;
+        Ok(Self { pooled, stream })
+    }
+
+    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
+    ///
+    /// # Errors
+    /// As [`BlasLease::gemm`]; `InvalidArgument` also where `bias` is missing, not asked for, or shorter than `m`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
+    pub fn matmul<'b, T: Scalar>(
+        &mut self,
+        shape: &GemmShape,
+        epilogue: Epilogue,
+        alpha: T,
+        a: impl Into<DeviceSlice<'b, T>>,
+        b: impl Into<DeviceSlice<'b, T>>,
+        beta: T,
+        d: impl Into<DeviceSlice<'b, T>>,
+        bias: Option<DeviceSlice<'b, T>>,
+    ) -> Result<()> {
+        let (a, b, d) = (a.into(), b.into(), d.into());
+        check_product("matmul", self.stream, shape, a, b, d)?;
+        check_bias(self.stream, shape, epilogue, d, bias)?;
+        let workspace_bytes = self.stream.runtime().inner.device(self.stream.device()).lt_workspace_bytes;
+        // The vendors' heuristics tell alignments up to 256 bytes apart.
+        let operands = [a, b, d].iter().chain(&bias).fold(256, |bits, slice| bits | slice.ptr().get());
+        let options =
+            PlanOptions::new(*shape, epilogue, workspace_bytes).with_alignment(1 << operands.trailing_zeros());
+        let plan = self.plan(options)?;
+        let mut arguments = PlanArguments::new(a.ptr(), b.ptr(), d.ptr(), bias.map(|bias| bias.ptr()));
+        arguments.alpha = alpha.to_f64();
+        arguments.beta = beta.to_f64();
+        [a, b, d].iter().chain(&bias).for_each(|slice| slice.block.note_use(self.stream.core()));
+        let _turn = self.stream.core().turn();
+        // SAFETY: as in `BlasLease::gemm`; D is C, and the bias is live, long enough and apart from D.
+        unsafe { self.pooled.handle.run_plan(plan, &arguments) }
+    }
+
+    fn plan(&mut self, options: PlanOptions) -> Result<PlanId> {
+        let pooled = &mut *self.pooled;
+        if let Some(&plan) = pooled.plans.get(&options) {
+            return Ok(plan);
+        }
+        if pooled.plans.len() >= MOST_PLANS {
+            for (_, plan) in pooled.plans.drain() {
+                pooled.handle.destroy_plan(plan)?;
+            }
+        }
+        let plan = pooled.handle.create_plan(&options)?;
+        pooled.plans.insert(options, plan);
+        Ok(plan)
+    }
+}
+
+/// Everything that can be wrong with a product, before the vendor is called.
+fn check_product<T: Scalar>(
+    operation: &'static str,
+    stream: &Stream,
+    shape: &GemmShape,
+    a: DeviceSlice<'_, T>,
+    b: DeviceSlice<'_, T>,
+    c: DeviceSlice<'_, T>,
+) -> Result<()> {
+    stream.runtime().inner.check(operation)?;
+    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
+    if shape.data_type != T::DATA_TYPE {
+        return Err(invalid(format!("the shape is of {:?}, the buffers of {:?}", shape.data_type, T::DATA_TYPE))
+            .with_hint("make the shape with `GemmShape::of::<T>`"));
+    }
+    check_abilities(operation, &stream.runtime().inner.device(stream.device()).capabilities, shape)?;
+    let extents = shape.extents(operation)?;
+    for (name, slice, needed) in [("A", &a, extents.a), ("B", &b, extents.b), ("C", &c, extents.c)] {
+        stream.check_here(operation, slice)?;
+        if slice.len() < needed {
+            return Err(invalid(format!("{name} has {} values, the product reaches {needed}", slice.len()))
+                .with_hint("pass a larger buffer, or check m, n, k, the leading dimensions and the batch"));
+        }
+    }
+    for (name, factor, len) in [("A", &a, extents.a), ("B", &b, extents.b)] {
+        if c.overlaps(extents.c, factor, len) {
+            return Err(invalid(format!("C overlaps {name}")).with_hint("write to a buffer of its own"));
+        }
+    }
+    Ok(())
+}
+
+fn check_abilities(operation: &'static str, capabilities: &Capabilities, shape: &GemmShape) -> Result<()> {
+    use crate::blas::DataType;
+    let (able, name) = match shape.data_type {
+        DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
+        DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
+        DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
+        DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
+    };
+    if !able {
+        return Err(Error::lacks(operation, name));
+    }
+    if shape.batch.is_some() && !capabilities.strided_batch {
+        return Err(Error::lacks(operation, "strided_batch"));
+    }
+    Ok(())
+}
+
+fn check_bias<T: Scalar>(
+    stream: &Stream,
+    shape: &GemmShape,
+    epilogue: Epilogue,
+    d: DeviceSlice<'_, T>,
+    bias: Option<DeviceSlice<'_, T>>,
+) -> Result<()> {
+    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, "matmul", message);
+    match bias {
+        Some(bias) if epilogue.has_bias() => {
+            stream.check_here("matmul", &bias)?;
+            if bias.len() < shape.m {
+                return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len(), shape.m)));
+            }
+            if d.overlaps(shape.extents("matmul")?.c, &bias, shape.m) {
+                return Err(invalid("D overlaps the bias".to_owned()).with_hint("write to a buffer of its own"));
+            }
+            Ok(())
+        }
+        None if epilogue.has_bias() => Err(invalid(format!("the epilogue {epilogue:?} needs a bias"))),
+        Some(_) => Err(invalid(format!("the epilogue {epilogue:?} takes no bias"))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,39 @@
+//! The answer of a backend that cannot be opened.
+
+use super::OpenFailure;
+use crate::error::Error;
+
+/// Why a vendor cannot be used, with an account of what was tried on the way.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{error}")]
+#[non_exhaustive]
+pub struct Unavailable {
+    /// What was missing: `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, or `Unsupported` where everything was found
+    /// but is not driven.
+    pub error: Error,
+    /// Every name that was tried and did not open, in the order of the attempts.
+    pub tried: Vec<OpenFailure>,
+    /// The libraries that did open, in the order of the attempts.
+    pub opened: Vec<String>,
+}
+
+impl Unavailable {
+    /// `error`, with the names that did not open and those that did.
+    #[must_use]
+    pub const fn new(error: Error, tried: Vec<OpenFailure>, opened: Vec<String>) -> Self {
+        Self { error, tried, opened }
+    }
+}
+
+impl From<Unavailable> for Error {
+    fn from(unavailable: Unavailable) -> Self {
+        unavailable.error
+    }
+}
+
+impl From<Error> for Unavailable {
+    /// A backend that failed for a reason that has nothing to do with libraries.
+    fn from(error: Error) -> Self {
+        Self::new(error, Vec::new(), Vec::new())
+    }
+}

@@ -1,0 +1,63 @@
+//! [`Event`]: a mark in a stream.
+
+use crate::error::Result;
+use crate::id::EventId;
+use crate::runtime::Runtime;
+
+/// A mark in a stream, made by [`Stream::record`](crate::Stream::record).
+#[derive(Debug)]
+pub struct Event {
+    pub(crate) runtime: Runtime,
+    pub(crate) id: EventId,
+    pub(crate) timing: bool,
+}
+
+impl Event {
+    /// The event's id, for calls of the backend itself.
+    #[must_use]
+    pub fn id(&self) -> EventId {
+        self.id
+    }
+
+    /// Whether the stream has passed the mark; does not wait.
+    ///
+    /// # Errors
+    /// What the backend gives; an error of the work before the mark may show up here.
+    pub fn is_complete(&self) -> Result<bool> {
+        self.runtime.inner.check("query_event")?;
+        Ok(self.runtime.inner.backend.query_event(self.id)?.is_complete())
+    }
+
+    /// Waits until the stream has passed the mark.
+    ///
+    /// # Errors
+    /// As [`Event::is_complete`].
+    pub fn synchronize(&self) -> Result<()> {
+        self.runtime.inner.check("synchronize_event")?;
+        self.runtime.inner.backend.synchronize_event(self.id)
+    }
+
+    /// Nanoseconds from this mark to a later one, both made by [`Stream::record_timed`](crate::Stream::record_timed).
+    ///
+    /// # Errors
+    /// `InvalidArgument` where one has no timing, `InvalidState` where one is not passed yet.
+    pub fn elapsed_ns(&self, later: &Self) -> Result<u64> {
+        self.runtime.inner.check("event_elapsed_ns")?;
+        self.runtime.inner.backend.event_elapsed_ns(self.id, later.id)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let inner = &self.runtime.inner;
+        if !inner.may_release() {
+            return;
+        }
+        if !self.timing {
+            // Who waits for the record on a device keeps that wait when the event is recorded anew.
+            inner.give_back_event(self.id);
+        } else if let Err(error) = inner.backend.destroy_event(self.id) {
+            inner.count_failed_release(&error);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! A fork while another thread holds every lock of the pools: the child can drop everything, gets clear errors, and exits
+//! at once.
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::testing::ManualBackend;
+use crate::{ErrorKind, HandlePool, PoolKey, Result, Runtime};
+
+/// Forks; the child runs `child` and exits with 0 where it gave `true`. Gives the exit status and how long it took.
+fn fork(child: impl FnOnce() -> bool) -> (i32, Duration) {
+    let start = Instant::now();
+    // SAFETY: the child touches only memory and atomics of its own until it exits; it takes no lock that another thread of
+    // the parent may hold, which is what is tested.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let ok = child();
+        // SAFETY: `exit`, not `_exit`: handlers and this thread's locals run, as they do in a program.
+        unsafe { libc::exit(i32::from(!ok)) };
+    }
+    let mut status = -1;
+    loop {
+        // SAFETY: asks for the child made above without waiting.
+        if unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid {
+            return (status, start.elapsed());
+        }
+        if start.elapsed() > Duration::from_secs(5) {
+            // SAFETY: ends the child, which hangs, so that the test does not.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_child_exits_at_once_although_every_lock_was_held() {
+    let backend = ManualBackend::new();
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let pool = HandlePool::new();
+    drop(pool.lease(PoolKey::device(0), || Ok(1)).unwrap());
+    let lease = pool.lease(PoolKey::device(0), || Ok(2)).unwrap();
+    let buffer = device.allocate::<u8>(64).unwrap();
+    let mut pinned = runtime.pinned::<u8>(64).unwrap();
+    stream.copy_to_device(&pinned, &buffer).unwrap();
+    let event = stream.record().unwrap();
+
+    let (held, is_held) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (runtime_ref, stream_ref, pool_ref) = (&runtime, &stream, &pool);
+        scope.spawn(move || {
+            let pool_locks = pool_ref.hold_locks();
+            let runtime_locks = runtime_ref.inner.hold_locks();
+            let turn = stream_ref.core().turn();
+            held.send(()).unwrap();
+            let _ = released.recv();
+            drop((turn, runtime_locks, pool_locks));
+        });
+        is_held.recv().unwrap();
+
+        let (status, took) = fork(|| {
+            let forked = |result: Result<()>| result.is_err_and(|error| error.kind() == ErrorKind::Forked);
+            let refused = forked(runtime.pinned::<u8>(64).map(|_| ()))
+                && forked(device.allocate::<u8>(64).map(|_| ()))
+                && forked(device.create_stream().map(|_| ()))
+                && forked(stream.synchronize())
+                && forked(stream.blas().map(|_| ()))
+                && forked(stream.copy_to_device(&pinned, &buffer))
+                && forked(pinned.write().map(|_| ()))
+                && forked(pool.lease(PoolKey::device(0), || Ok(3)).map(|_| ()))
+                && forked(runtime.trim())
+                && runtime.statistics() == crate::Statistics::default()
+                && pool.take_idle().is_empty();
+            // Destructors, as a child that returns from `main` would run them.
+            // SAFETY: the child never comes back to the frames that own these, so nothing is dropped twice.
+            unsafe {
+                drop(std::ptr::read(&raw const lease));
+                drop(std::ptr::read(&raw const pinned));
+                drop(std::ptr::read(&raw const buffer));
+                drop(std::ptr::read(&raw const event));
+                drop(std::ptr::read(&raw const stream));
+                drop(std::ptr::read(&raw const device));
+                drop(std::ptr::read(&raw const pool));
+                drop(std::ptr::read(&raw const runtime));
+            }
+            refused
+        });
+        drop(release);
+        assert_eq!(status, 0, "exit status; a signal means that the child hung");
+        assert!(took < Duration::from_secs(1), "{took:?}");
+    });
+    // The parent was not disturbed.
+    stream.synchronize().unwrap();
+    pinned.write().unwrap().fill(1);
+    assert_eq!(*lease, 1);
+    drop((event, pinned, buffer, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

@@ -1,0 +1,137 @@
+//! [`PinnedBuffer`]: typed page-locked host memory from the cache.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::buffer::size_in_bytes;
+use crate::error::Result;
+use crate::memory::HostPtr;
+use crate::pool::host::{OwnedBlock, PinnedBlock};
+use crate::runtime::Runtime;
+use crate::scalar::Element;
+
+/// `len` values of `T` in page-locked host memory: what devices copy from and to at full speed.
+///
+/// Copies are enqueued by reference and the borrow ends with the call; the buffer itself remembers which streams use it.
+/// The CPU gets at the values through [`PinnedBuffer::read`] and [`PinnedBuffer::write`], which wait for those streams
+/// first, so a race between CPU and device cannot be written. Dropping a buffer does not wait: its memory is used
+/// again once the streams are done.
+///
+/// A buffer that the CPU is writing cannot be copied from or to:
+///
+/// ```compile_fail,E0502
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// # let device = runtime.device(0).unwrap();
+/// # let stream = device.create_stream().unwrap();
+/// # let on_device = device.allocate::<f32>(4).unwrap();
+/// let mut pinned = runtime.pinned::<f32>(4).unwrap();
+/// let values = pinned.write().unwrap();
+/// stream.copy_to_device(&pinned, &on_device).unwrap();
+/// values[0] = 1.0;
+/// ```
+///
+/// and one that is being read cannot be copied into:
+///
+/// ```compile_fail,E0502
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// # let device = runtime.device(0).unwrap();
+/// # let stream = device.create_stream().unwrap();
+/// # let on_device = device.allocate::<f32>(4).unwrap();
+/// let mut pinned = runtime.pinned::<f32>(4).unwrap();
+/// let values = pinned.read().unwrap();
+/// stream.copy_to_host(&on_device, &mut pinned).unwrap();
+/// println!("{}", values[0]);
+/// ```
+pub struct PinnedBuffer<T: Element> {
+    runtime: Runtime,
+    /// `Some` until the buffer is dropped.
+    block: Option<OwnedBlock>,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: Element> fmt::Debug for PinnedBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer").field("ptr", &self.ptr()).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T: Element> PinnedBuffer<T> {
+    const ALIGNED: () = assert!(align_of::<T>() <= 64, "page-locked memory is aligned to 64 bytes");
+
+    #[inline]
+    pub(crate) fn new(runtime: Runtime, len: usize) -> Result<Self> {
+        let () = Self::ALIGNED;
+        let block = runtime.inner.take_pinned(size_in_bytes::<T>("pinned", len)?)?;
+        Ok(Self { runtime, block: Some(block), len, elements: PhantomData })
+    }
+
+    /// Number of values.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address of the first value.
+    #[must_use]
+    pub fn ptr(&self) -> HostPtr {
+        self.block().ptr
+    }
+
+    pub(crate) fn block(&self) -> &PinnedBlock {
+        match &self.block {
+            Some(block) => block,
+            None => unreachable!("a buffer has its block until it is dropped"),
+        }
+    }
+
+    pub(crate) fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// The values, once every stream that writes them is done.
+    ///
+    /// # Errors
+    /// What the backend gives when it is waited for; the error of a failed copy shows up here.
+    pub fn read(&self) -> Result<&[T]> {
+        self.runtime.inner.wait_for_uses(self.block(), true)?;
+        // SAFETY: the block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
+        // pattern is a `T`. No device writes it: those that did are done, and enqueuing another write needs `&mut self`.
+        Ok(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) })
+    }
+
+    /// The values for writing, once every stream that uses them is done.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::read`].
+    pub fn write(&mut self) -> Result<&mut [T]> {
+        self.runtime.inner.wait_for_uses(self.block(), false)?;
+        // SAFETY: as in `read`; no device reads or writes the block, and enqueuing either needs a borrow of `self`, which
+        // is borrowed exclusively while the slice lives.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
+    }
+}
+
+impl<T: Element> Drop for PinnedBuffer<T> {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.runtime.inner.generation.is_current() {
+            // The cache's lock may be held by a thread that does not exist in this child.
+            std::mem::forget(self.block.take());
+            return;
+        }
+        if let Some(block) = self.block.take() {
+            self.runtime.inner.give_back_pinned(block, self.len.max(1) * size_of::<T>());
+        }
+    }
+}

@@ -1,0 +1,572 @@
+//! The handle pool: per-thread windows over slots that belong to the pool.
+//!
+//! A thread asks for a handle by key (a device, and a stream where the vendor ties handles to one). Its *window*, a
+//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops
+//! the idle handle used last, or makes one outside every lock. When the thread ends, its claims go back to the pool. A
+//! second lease in one thread gets another handle. There is no cap.
+//!
+//! *The end of things.* The window's destructor makes no vendor call: it moves slots to the idle stack, and the handles
+//! themselves are destroyed only by the pool. No caller reaches the window by `with`, which aborts after thread
+//! teardown; after teardown a lease takes the slow path and gives its slot straight back to the pool. In a forked child
+//! neither leases nor destructors touch a lock.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::handoff::{IdleStack, Slot};
+use crate::error::Result;
+use crate::fork::Generation;
+
+/// Which handles can stand in for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolKey {
+    /// Ordinal of the device.
+    pub device: u32,
+    /// 0, or what else the handle is tied to (a stream, where the vendor wants one handle for each).
+    pub affinity: u64,
+}
+
+impl PoolKey {
+    /// Any handle of the device.
+    #[must_use]
+    pub const fn device(device: u32) -> Self {
+        Self { device, affinity: 0 }
+    }
+}
+
+impl<H> Keyed<H> {
+    fn into_handle(self) -> H {
+        self.handle
+    }
+}
+
+/// What a handle pool did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct HandlePoolStatistics {
+    /// Handles made since the pool exists.
+    pub created: u64,
+    /// Handles that exist.
+    pub live: u64,
+    /// Handles in the idle stack, claimed by no thread.
+    pub idle: u64,
+    /// Handles under a lease.
+    pub leased: u64,
+    /// Threads that were ever given a handle, once for each key.
+    pub threads_served: u64,
+}
+
+/// A pool of handles of any type: BLAS, Lt, or a user's own such as a cuDNN handle.
+///
+/// ```
+/// use highwater_core::{HandlePool, PoolKey, Result};
+///
+/// let pool = HandlePool::new();
+/// let create = || Ok::<_, highwater_core::Error>(String::from("an expensive handle"));
+/// let address = {
+///     let lease = pool.lease(PoolKey::device(0), create)?;
+///     std::ptr::from_ref::<String>(&lease)
+/// };
+/// let again = pool.lease(PoolKey::device(0), create)?;
+/// assert_eq!(address, std::ptr::from_ref::<String>(&again));
+/// assert_eq!(pool.statistics().created, 1);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+///
+/// A lease cannot outlive its pool:
+///
+/// ```compile_fail,E0505
+/// use highwater_core::{HandlePool, PoolKey};
+/// let pool = HandlePool::new();
+/// let lease = pool.lease(PoolKey::device(0), || Ok(0_u32)).unwrap();
+/// drop(pool);
+/// println!("{}", *lease);
+/// ```
+///
+/// and stays in the thread that took it:
+///
+/// ```compile_fail,E0277
+/// use highwater_core::{HandlePool, PoolKey};
+/// let pool = HandlePool::new();
+/// let lease = pool.lease(PoolKey::device(0), || Ok(0_u32)).unwrap();
+/// std::thread::scope(|scope| scope.spawn(move || println!("{}", *lease)).join()).unwrap();
+/// ```
+pub struct HandlePool<H: Send + 'static> {
+    /// Tells this pool from every other of the process, also from ones that are gone.
+    number: u64,
+    shared: Arc<Shared<H>>,
+    generation: Generation,
+}
+
+/// A handle in its slot, with what the slot is idle for.
+struct Keyed<H> {
+    key: PoolKey,
+    handle: H,
+}
+
+struct Shared<H> {
+    stacks: Mutex<HashMap<PoolKey, Arc<IdleStack<Keyed<H>>>>>,
+    /// Every slot that is not retired. A slot that is leased is never taken out, so a lease may refer to it by address.
+    slots: Mutex<Vec<Arc<Slot<Keyed<H>>>>>,
+    created: AtomicU64,
+    threads_served: AtomicU64,
+}
+
+impl<H: Send + 'static> fmt::Debug for HandlePool<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HandlePool").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl<H: Send + 'static> Default for HandlePool<H> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<H: Send + 'static> HandlePool<H> {
+    /// An empty pool.
+    #[must_use]
+    pub fn new() -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let shared = Shared {
+            stacks: Mutex::new(HashMap::new()),
+            slots: Mutex::new(Vec::new()),
+            created: AtomicU64::new(0),
+            threads_served: AtomicU64::new(0),
+        };
+        Self {
+            number: NUMBER.fetch_add(1, Ordering::Relaxed),
+            shared: Arc::new(shared),
+            generation: Generation::current(),
+        }
+    }
+
+    /// Leases a handle for `key`: the one that this thread used last, an idle one, or one made by `create`, which is
+    /// called outside every lock and may take its time.
+    ///
+    /// # Errors
+    /// `Forked` in a child of the process that made the pool; else what `create` gives.
+    #[inline]
+    pub fn lease(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
+        if !self.generation.is_current() {
+            return Err(Generation::error("lease"));
+        }
+        match self.lease_from_window(key) {
+            Some(slot) => Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData }),
+            None => self.lease_slow(key, create),
+        }
+    }
+
+    #[inline]
+    fn lease_from_window(&self, key: PoolKey) -> Option<&Slot<Keyed<H>>> {
+        let number = self.number;
+        WINDOW
+            .try_with(|window| {
+                let claims = window.claims.try_borrow().ok()?;
+                claims.iter().filter(|claim| claim.pool == number && claim.key == key).find_map(|claim| {
+                    // SAFETY: the claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here
+                    // because the claim holds a reference. After `lease_claimed` it is leased, and a leased slot stays in
+                    // the pool's list while the pool lives, which the lease's borrow of the pool sees to.
+                    let slot = unsafe { &*Arc::as_ptr(&claim.slot).cast::<Slot<Keyed<H>>>() };
+                    slot.lease_claimed().then_some(slot)
+                })
+            })
+            .ok()
+            .flatten()
+    }
+
+    #[cold]
+    fn lease_slow(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
+        let slot = match self.stack(key).pop() {
+            Some(slot) => slot,
+            None => {
+                let handle = create()?;
+                let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
+                self.shared.created.fetch_add(1, Ordering::Relaxed);
+                self.shared.slots.lock().push(Arc::clone(&slot));
+                slot
+            }
+        };
+        let address = Arc::as_ptr(&slot);
+        // Where the window is gone (the thread is ending), the slot has no claim and the lease gives it back itself.
+        let _ = WINDOW.try_with(|window| {
+            if let Ok(mut claims) = window.claims.try_borrow_mut() {
+                claims.retain(|claim| claim.is_alive());
+                if !claims.iter().any(|claim| claim.pool == self.number && claim.key == key) {
+                    self.shared.threads_served.fetch_add(1, Ordering::Relaxed);
+                }
+                let pool: Weak<Shared<H>> = Arc::downgrade(&self.shared);
+                claims.push(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
+            }
+        });
+        // SAFETY: the slot is leased and in the pool's list, where leased slots stay while the pool lives; the lease
+        // borrows the pool.
+        let slot = unsafe { &*address };
+        Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData })
+    }
+
+    fn stack(&self, key: PoolKey) -> Arc<IdleStack<Keyed<H>>> {
+        Arc::clone(self.shared.stacks.lock().entry(key).or_insert_with(|| Arc::new(IdleStack::new())))
+    }
+
+    /// Takes out the handles that no thread has claimed, for the caller to destroy.
+    #[must_use]
+    pub fn take_idle(&self) -> Vec<H> {
+        if !self.generation.is_current() {
+            return Vec::new();
+        }
+        let stacks: Vec<_> = self.shared.stacks.lock().values().cloned().collect();
+        let handles = stacks
+            .iter()
+            .flat_map(|stack| stack.take_all())
+            .filter_map(|slot| slot.retire())
+            .map(Keyed::into_handle)
+            .collect();
+        self.shared.slots.lock().retain(|slot| !slot.is_retired());
+        handles
+    }
+
+    /// Takes out every handle that is not under a lease, also those claimed by living threads.
+    #[must_use]
+    pub fn take_unleased(&self) -> Vec<H> {
+        if !self.generation.is_current() {
+            return Vec::new();
+        }
+        let mut slots = self.shared.slots.lock();
+        let handles = slots.iter().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
+        slots.retain(|slot| !slot.is_retired());
+        handles
+    }
+
+    /// Takes out every handle: the borrow proves that no lease is left, apart from forgotten ones.
+    #[must_use]
+    pub fn take_all(&mut self) -> Vec<H> {
+        if !self.generation.is_current() {
+            return Vec::new();
+        }
+        let slots = std::mem::take(&mut *self.shared.slots.lock());
+        // SAFETY: every lease borrows the pool, which is borrowed exclusively here, so none exists but forgotten ones.
+        slots.iter().filter_map(|slot| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
+    }
+
+    /// What the pool did so far.
+    #[must_use]
+    pub fn statistics(&self) -> HandlePoolStatistics {
+        if !self.generation.is_current() {
+            return HandlePoolStatistics::default();
+        }
+        let idle = self.shared.stacks.lock().values().map(|stack| stack.len() as u64).sum();
+        let slots = self.shared.slots.lock();
+        HandlePoolStatistics {
+            created: self.shared.created.load(Ordering::Relaxed),
+            live: slots.len() as u64,
+            idle,
+            leased: slots.iter().filter(|slot| slot.is_leased()).count() as u64,
+            threads_served: self.shared.threads_served.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Ends a lease whose thread has no window any more.
+    #[cold]
+    fn give_back(&self, slot: &Slot<Keyed<H>>) {
+        if !self.generation.is_current() {
+            return;
+        }
+        // SAFETY: the caller holds the lease of the slot until `release_to_idle`.
+        let Some(Keyed { key, .. }) = (unsafe { &*slot.handle() }) else { return };
+        let key = *key;
+        let kept = self.shared.slots.lock().iter().find(|kept| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
+        slot.release_to_idle();
+        if let Some(slot) = kept {
+            self.stack(key).push(slot);
+        }
+    }
+}
+
+#[cfg(test)]
+impl<H: Send + 'static> HandlePool<H> {
+    /// Holds every lock of the pool, for the fork test.
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held((self.shared.stacks.lock(), self.shared.slots.lock()))
+    }
+}
+
+impl<H: Send + 'static> Drop for HandlePool<H> {
+    fn drop(&mut self) {
+        if self.generation.is_current() {
+            drop(self.take_all());
+        } else {
+            // The child owns none of this. Not even the list may be dropped: its lock may be held for ever.
+            std::mem::forget(Arc::clone(&self.shared));
+        }
+    }
+}
+
+/// A handle, leased by one thread until the lease is dropped.
+pub struct HandleLease<'p, H: Send + 'static> {
+    slot: &'p Slot<Keyed<H>>,
+    pool: &'p HandlePool<H>,
+    stays_in_thread: PhantomData<*const ()>,
+}
+
+impl<H: Send + fmt::Debug + 'static> fmt::Debug for HandleLease<'_, H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HandleLease").field(&**self).finish()
+    }
+}
+
+impl<H: Send + 'static> Deref for HandleLease<'_, H> {
+    type Target = H;
+    #[inline]
+    fn deref(&self) -> &H {
+        // SAFETY: this lease holds the slot, and `&self` excludes a `&mut` to the handle.
+        match unsafe { &*self.slot.handle() } {
+            Some(keyed) => &keyed.handle,
+            None => unreachable!("a leased slot has a handle"),
+        }
+    }
+}
+
+impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut H {
+        // SAFETY: this lease holds the slot, and `&mut self` excludes every other reference to the handle.
+        match unsafe { &mut *self.slot.handle() } {
+            Some(keyed) => &mut keyed.handle,
+            None => unreachable!("a leased slot has a handle"),
+        }
+    }
+}
+
+impl<H: Send + 'static> Drop for HandleLease<'_, H> {
+    #[inline]
+    fn drop(&mut self) {
+        // The window that claimed the slot is this thread's. Once it is gone, nobody would give the slot back. In a forked
+        // child the store goes to the child's own copy, and `give_back` looks before it locks.
+        match WINDOW.try_with(|_| ()) {
+            Ok(()) => self.slot.release_to_window(),
+            Err(_) => self.pool.give_back(self.slot),
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- the window
+
+thread_local! {
+    static WINDOW: Window = const { Window { claims: RefCell::new(Vec::new()) } };
+}
+
+/// The claims of one thread, over all pools.
+struct Window {
+    claims: RefCell<Vec<Claim>>,
+}
+
+struct Claim {
+    pool: u64,
+    key: PoolKey,
+    slot: Arc<dyn ClaimedSlot>,
+    owner: Weak<dyn SlotOwner>,
+    generation: Generation,
+}
+
+/// What a window does with a slot whose handle type it does not know.
+trait ClaimedSlot: Send + Sync {
+    fn unclaim(&self) -> bool;
+    fn is_retired(&self) -> bool;
+    fn into_any(self: Arc<Self>) -> Arc<dyn std::any::Any + Send + Sync>;
+}
+
+impl<H: Send + 'static> ClaimedSlot for Slot<Keyed<H>> {
+    fn unclaim(&self) -> bool {
+        Slot::unclaim(self)
+    }
+    fn is_retired(&self) -> bool {
+        Slot::is_retired(self)
+    }
+    fn into_any(self: Arc<Self>) -> Arc<dyn std::any::Any + Send + Sync> {
+        self
+    }
+}
+
+/// What a window does with a pool whose handle type it does not know.
+trait SlotOwner: Send + Sync {
+    fn push_idle(&self, key: PoolKey, slot: Arc<dyn ClaimedSlot>);
+}
+
+impl<H: Send + 'static> SlotOwner for Shared<H> {
+    fn push_idle(&self, key: PoolKey, slot: Arc<dyn ClaimedSlot>) {
+        if let Ok(slot) = slot.into_any().downcast::<Slot<Keyed<H>>>() {
+            let stack = Arc::clone(self.stacks.lock().entry(key).or_insert_with(|| Arc::new(IdleStack::new())));
+            stack.push(slot);
+        }
+    }
+}
+
+impl Claim {
+    fn is_alive(&self) -> bool {
+        self.generation.is_current() && !self.slot.is_retired()
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        for claim in self.claims.get_mut().drain(..) {
+            // In a forked child the pool's lock may be held by a thread that does not exist: the claim is left as it is.
+            if !claim.generation.is_current() {
+                std::mem::forget(claim);
+                continue;
+            }
+            // The state is moved before the pool is looked for: a pool that is ending retires claimed and idle slots
+            // alike, so the handle is destroyed by it and never here.
+            if claim.slot.unclaim()
+                && let Some(owner) = claim.owner.upgrade()
+            {
+                owner.push_idle(claim.key, claim.slot);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, ErrorKind};
+
+    const KEY: PoolKey = PoolKey::device(0);
+
+    #[test]
+    fn a_second_lease_in_one_thread_gets_another_handle() {
+        let pool = HandlePool::new();
+        let mut next = 0;
+        let mut create = || {
+            next += 1;
+            Ok(next)
+        };
+        let first = pool.lease(KEY, &mut create).unwrap();
+        let second = pool.lease(KEY, &mut create).unwrap();
+        assert_ne!(*first, *second);
+        drop((first, second));
+        let statistics = pool.statistics();
+        assert_eq!((statistics.created, statistics.live, statistics.leased, statistics.idle), (2, 2, 0, 0));
+        assert_eq!(statistics.threads_served, 1);
+    }
+
+    #[test]
+    fn handles_of_ended_threads_are_used_again_the_last_one_first() {
+        let pool = HandlePool::new();
+        for _ in 0..100 {
+            std::thread::scope(|scope| {
+                scope.spawn(|| drop(pool.lease(KEY, || Ok(7_u8)).unwrap())).join().unwrap();
+            });
+        }
+        let statistics = pool.statistics();
+        assert_eq!((statistics.created, statistics.idle, statistics.threads_served), (1, 1, 100));
+    }
+
+    #[test]
+    fn keys_do_not_mix() {
+        let pool = HandlePool::new();
+        drop(pool.lease(KEY, || Ok(0)).unwrap());
+        let other = pool.lease(PoolKey::device(1), || Ok(1)).unwrap();
+        assert_eq!(*other, 1);
+        let tied = pool.lease(PoolKey { device: 0, affinity: 9 }, || Ok(2)).unwrap();
+        assert_eq!(*tied, 2);
+    }
+
+    #[test]
+    fn a_failed_creation_leaves_nothing() {
+        let pool = HandlePool::<u8>::new();
+        let error = pool.lease(KEY, || Err(Error::new(ErrorKind::OutOfMemory, "create", "no"))).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+        assert_eq!(pool.statistics(), HandlePoolStatistics::default());
+        assert_eq!(*pool.lease(KEY, || Ok(3)).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_creation_may_lease_from_the_same_pool() {
+        let pool = HandlePool::new();
+        let outer = pool.lease(KEY, || Ok(*pool.lease(KEY, || Ok(1))? + 1)).unwrap();
+        assert_eq!(*outer, 2);
+    }
+
+    #[test]
+    fn trimming_takes_what_no_thread_claims_and_closing_takes_the_rest() {
+        let pool = HandlePool::new();
+        drop(pool.lease(KEY, || Ok(1)).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(pool.lease(KEY, || Ok(2)).unwrap())).join().unwrap();
+        });
+        assert_eq!(pool.take_idle(), vec![2]);
+        assert_eq!(pool.take_unleased(), vec![1]);
+        assert_eq!(pool.statistics().live, 0);
+        // The claim of this thread is dead now and must not be found.
+        assert_eq!(*pool.lease(KEY, || Ok(3)).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_forgotten_lease_loses_its_handle_only_until_the_pool_ends() {
+        let mut pool = HandlePool::new();
+        std::mem::forget(pool.lease(KEY, || Ok(1)).unwrap());
+        assert_eq!(*pool.lease(KEY, || Ok(2)).unwrap(), 2);
+        assert!(pool.take_unleased() == vec![2]);
+        assert_eq!(pool.take_all(), vec![1]);
+    }
+
+    #[test]
+    fn a_thread_that_ends_after_the_pool_does_no_harm() {
+        let (hold, wait) = std::sync::mpsc::channel::<()>();
+        let pool = Arc::new(HandlePool::new());
+        let inside = Arc::clone(&pool);
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            drop(inside.lease(KEY, || Ok(1)).unwrap());
+            drop(inside);
+            ready.send(()).unwrap();
+            let _ = wait.recv();
+        });
+        is_ready.recv().unwrap();
+        assert!(Arc::try_unwrap(pool).is_ok());
+        drop(hold);
+        thread.join().unwrap();
+    }
+
+    /// Leases from a destructor that runs before, and one that runs after, the window's own.
+    #[test]
+    fn thread_locals_dropped_in_any_order_never_abort() {
+        struct LeasesWhenDropped(RefCell<Option<Arc<HandlePool<u32>>>>);
+        impl Drop for LeasesWhenDropped {
+            fn drop(&mut self) {
+                if let Some(pool) = self.0.get_mut().take() {
+                    let one = pool.lease(KEY, || Ok(1)).unwrap();
+                    let two = pool.lease(KEY, || Ok(2)).unwrap();
+                    drop((two, one));
+                }
+            }
+        }
+        thread_local! {
+            static EARLY: LeasesWhenDropped = const { LeasesWhenDropped(RefCell::new(None)) };
+            static LATE: LeasesWhenDropped = const { LeasesWhenDropped(RefCell::new(None)) };
+        }
+        let pool = Arc::new(HandlePool::new());
+        for _ in 0..50 {
+            let pool = Arc::clone(&pool);
+            std::thread::spawn(move || {
+                EARLY.with(|local| *local.0.borrow_mut() = Some(Arc::clone(&pool)));
+                drop(pool.lease(KEY, || Ok(0)).unwrap());
+                LATE.with(|local| *local.0.borrow_mut() = Some(Arc::clone(&pool)));
+            })
+            .join()
+            .unwrap();
+        }
+        let statistics = pool.statistics();
+        assert_eq!((statistics.created, statistics.idle, statistics.leased), (2, 2, 0));
+    }
+}

@@ -1,0 +1,147 @@
+//! The hand-off of a pooled handle between threads: one atomic state per slot, and a stack of idle slots.
+//!
+//! | state | who may touch the handle | leaves by |
+//! | --- | --- | --- |
+//! | `CLAIMED` | nobody; it is reserved for one thread's window | that thread leases it; its end gives it back; the pool retires it |
+//! | `LEASED` | the thread with the lease | the lease ends; the pool, once no lease can exist |
+//! | `IDLE` | nobody; it is in the stack, or about to be | any thread pops and leases it; the pool retires it |
+//! | `RETIRED` | who retired it | never |
+//!
+//! A slot is born `LEASED` by the thread that made its handle. The repeat request of a thread is one compare-exchange
+//! from `CLAIMED` to `LEASED`; ending a lease is one store back. Nobody but the thread that owns the window moves a slot
+//! from `CLAIMED` to `LEASED`, so the exchange only ever fails because the pool retired the slot, or because a lease of
+//! the same thread is still open.
+//!
+//! *Orderings.* Whoever gains access (`-> LEASED`, `-> RETIRED`) does so with acquire, whoever lets go (`-> CLAIMED`,
+//! `-> IDLE`) with release, and every state is reached through this one atomic: so all that the last holder did to the
+//! handle happens before what the next one does. The stack's mutex orders only the stack.
+
+use crate::primitive::{Arc, AtomicU32, Mutex, Ordering, UnsafeCell};
+
+const CLAIMED: u32 = 0;
+const LEASED: u32 = 1;
+const IDLE: u32 = 2;
+const RETIRED: u32 = 3;
+
+/// A place for one handle.
+#[derive(Debug)]
+pub(crate) struct Slot<H> {
+    state: AtomicU32,
+    handle: UnsafeCell<Option<H>>,
+}
+
+// SAFETY: the handle is reached by the one thread that moved the state to `LEASED` or `RETIRED` (see the table above), so
+// sharing the slot only ever sends `H` between threads.
+unsafe impl<H: Send> Sync for Slot<H> {}
+
+impl<H> Slot<H> {
+    /// A slot whose handle the caller holds the lease of.
+    pub(crate) fn new_leased(handle: H) -> Self {
+        Self { state: AtomicU32::new(LEASED), handle: UnsafeCell::new(Some(handle)) }
+    }
+
+    /// Leases a slot of the calling thread's own window; false where it is leased already or retired.
+    #[inline]
+    pub(crate) fn lease_claimed(&self) -> bool {
+        // A plain load first: a slot that is leased (a second request in the thread) costs no locked instruction.
+        self.state.load(Ordering::Relaxed) == CLAIMED
+            && self.state.compare_exchange(CLAIMED, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Ends a lease; the slot stays in the window of the calling thread.
+    #[inline]
+    pub(crate) fn release_to_window(&self) {
+        // A store is enough: while a slot is leased nobody else changes its state (`retire` takes only claimed and idle
+        // ones).
+        self.state.store(CLAIMED, Ordering::Release);
+    }
+
+    /// Lets go of a claim at the end of its thread; false where the slot is leased (the lease was forgotten) or retired.
+    pub(crate) fn unclaim(&self) -> bool {
+        self.state.compare_exchange(CLAIMED, IDLE, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
+    /// Ends a lease that belongs to no window.
+    pub(crate) fn release_to_idle(&self) {
+        self.state.store(IDLE, Ordering::Release);
+    }
+
+    /// Leases a slot that was popped from the stack; false where the pool has retired it meanwhile.
+    pub(crate) fn lease_idle(&self) -> bool {
+        self.state.compare_exchange(IDLE, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes the handle out of a claimed or idle slot for good; `None` where it is leased or was retired before.
+    pub(crate) fn retire(&self) -> Option<H> {
+        let mut state = self.state.load(Ordering::Relaxed);
+        while state == CLAIMED || state == IDLE {
+            match self.state.compare_exchange_weak(state, RETIRED, Ordering::Acquire, Ordering::Relaxed) {
+                // SAFETY: this thread has moved the state to `RETIRED`, so nobody else reaches the handle now or later.
+                Ok(_) => return self.handle.with_mut(|handle| unsafe { (*handle).take() }),
+                Err(now) => state = now,
+            }
+        }
+        None
+    }
+
+    /// Takes the handle out, whatever the state.
+    ///
+    /// # Safety
+    /// No lease of the slot exists, other than ones that were forgotten.
+    pub(crate) unsafe fn retire_unleased(&self) -> Option<H> {
+        self.state.swap(RETIRED, Ordering::Acquire);
+        // SAFETY: no lease exists (the caller's promise), and from here on none can be made: the slot is retired.
+        self.handle.with_mut(|handle| unsafe { (*handle).take() })
+    }
+
+    /// Whether the slot is retired.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == RETIRED
+    }
+
+    /// Whether the slot is leased.
+    pub(crate) fn is_leased(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == LEASED
+    }
+
+    /// Where the handle is, for the thread that holds the lease.
+    #[inline]
+    pub(crate) fn handle(&self) -> *mut Option<H> {
+        self.handle.with_mut(|handle| handle)
+    }
+}
+
+/// Idle slots, the one used last on top.
+#[derive(Debug)]
+pub(crate) struct IdleStack<H>(Mutex<Vec<Arc<Slot<H>>>>);
+
+impl<H> IdleStack<H> {
+    pub(crate) fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Puts a slot on top. The slot's state is `IDLE` already, or `RETIRED` by now, which popping notices.
+    pub(crate) fn push(&self, slot: Arc<Slot<H>>) {
+        self.0.lock().push(slot);
+    }
+
+    /// Leases the slot on top.
+    pub(crate) fn pop(&self) -> Option<Arc<Slot<H>>> {
+        loop {
+            let slot = self.0.lock().pop()?;
+            if slot.lease_idle() {
+                return Some(slot);
+            }
+        }
+    }
+
+    /// Takes all slots out.
+    pub(crate) fn take_all(&self) -> Vec<Arc<Slot<H>>> {
+        std::mem::take(&mut *self.0.lock())
+    }
+
+    /// How many slots are in the stack.
+    pub(crate) fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+}

@@ -1,0 +1,18 @@
+//! The pools: handles, workspaces, events and page-locked host memory, generic over the backend.
+//!
+//! What they share: they grow to the high-water mark of what is in use at once and have no cap (a cap on handles
+//! deadlocks N + 1 threads that meet at a barrier); what is expensive is made outside every lock; destructors make no
+//! vendor call that waits.
+
+pub(crate) mod deferred;
+pub(crate) mod events;
+mod handles;
+mod handoff;
+pub(crate) mod host;
+#[cfg(test)]
+mod model_tests;
+pub(crate) mod size_class;
+pub(crate) mod workspaces;
+
+pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};
+pub use host::HostCacheStatistics;

@@ -1,0 +1,75 @@
+//! Workspaces: one block of device memory for each stream that ran a BLAS call, so that bytes grow with the streams in
+//! use and not with threads times streams.
+//!
+//! A stream keeps its workspace until it ends; then the block goes to the next stream that needs one, which first waits,
+//! on the device, for the work of the old one. A block serves one call at a time: the lease takes the stream's *turn*
+//! for the length of one vendor call (see `stream.rs`).
+
+use parking_lot::Mutex;
+
+use crate::blas::Workspace;
+use crate::id::EventId;
+
+/// Workspaces of one device.
+#[derive(Debug, Default)]
+pub(crate) struct WorkspacePool(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    idle: Vec<IdleWorkspace>,
+    /// Every workspace that is allocated, idle or with a stream.
+    all: Vec<Workspace>,
+}
+
+/// A workspace that no stream has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct IdleWorkspace {
+    pub(crate) workspace: Workspace,
+    /// The last work that uses it; `None` where there is none.
+    pub(crate) after: Option<EventId>,
+}
+
+impl WorkspacePool {
+    /// An idle workspace of at least `bytes`.
+    pub(crate) fn take(&self, bytes: usize) -> Option<IdleWorkspace> {
+        let mut state = self.0.lock();
+        let index = state.idle.iter().rposition(|idle| idle.workspace.bytes >= bytes)?;
+        Some(state.idle.swap_remove(index))
+    }
+
+    pub(crate) fn give_back(&self, idle: IdleWorkspace) {
+        self.0.lock().idle.push(idle);
+    }
+
+    /// Takes in a block that was allocated.
+    pub(crate) fn add(&self, workspace: Workspace) {
+        self.0.lock().all.push(workspace);
+    }
+
+    /// Strikes out a block that is about to be freed.
+    pub(crate) fn remove(&self, workspace: Workspace) {
+        self.0.lock().all.retain(|other| *other != workspace);
+    }
+
+    pub(crate) fn take_idle(&self) -> Vec<IdleWorkspace> {
+        std::mem::take(&mut self.0.lock().idle)
+    }
+
+    pub(crate) fn take_all(&self) -> (Vec<IdleWorkspace>, Vec<Workspace>) {
+        let mut state = self.0.lock();
+        (std::mem::take(&mut state.idle), std::mem::take(&mut state.all))
+    }
+
+    /// Number of workspaces, and their bytes.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        let state = self.0.lock();
+        (state.all.len() as u64, state.all.iter().map(|workspace| workspace.bytes as u64).sum())
+    }
+}
+
+#[cfg(test)]
+impl WorkspacePool {
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.0.lock())
+    }
+}

@@ -1,0 +1,23 @@
+//! The synchronisation types of this crate, in one place, so that the model checker can replace them.
+//!
+//! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types.
+
+pub(crate) use std::sync::Arc;
+pub(crate) use std::sync::atomic::{AtomicU32, Ordering};
+
+pub(crate) use parking_lot::Mutex;
+
+/// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.
+#[derive(Debug, Default)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+impl<T> UnsafeCell<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    #[inline]
+    pub(crate) fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
+        f(self.0.get())
+    }
+}

@@ -1,0 +1,46 @@
+//! What may lie in a buffer, and what may be multiplied.
+
+use bytemuck::Pod;
+
+use crate::blas::{DataType, GemmShape};
+
+/// Values that devices may copy and overwrite bit by bit: any bit pattern is a value. Implemented for all such types.
+pub trait Element: Pod + Send + Sync {}
+
+impl<T: Pod + Send + Sync> Element for T {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
+}
+
+/// Numbers that BLAS multiplies.
+pub trait Scalar: Element + sealed::Sealed {
+    /// The type as the traits name it.
+    const DATA_TYPE: DataType;
+    /// The value in the width of `alpha` and `beta`; exact.
+    fn to_f64(self) -> f64;
+}
+
+impl Scalar for f32 {
+    const DATA_TYPE: DataType = DataType::F32;
+    fn to_f64(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+impl Scalar for f64 {
+    const DATA_TYPE: DataType = DataType::F64;
+    fn to_f64(self) -> f64 {
+        self
+    }
+}
+
+impl GemmShape {
+    /// One product of packed matrices of `T`, nothing transposed: [`GemmShape::new`] with `T`'s data type.
+    #[must_use]
+    pub const fn of<T: Scalar>(m: usize, n: usize, k: usize) -> Self {
+        Self::new(T::DATA_TYPE, m, n, k)
+    }
+}

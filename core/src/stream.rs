@@ -1,0 +1,581 @@
+//! [`Stream`]: a queue of device operations, with its workspace and its turn.
+//!
+//! *The turn.* A vendor's BLAS call is several kernels that pass intermediate results through the workspace. Two threads
+//! with handles of their own, bound to one stream and its one workspace, would interleave those kernels and read each
+//! other's intermediate results. So a call takes the stream's turn for as long as the vendor takes to enqueue it. The turn
+//! is the one lock that is held over a vendor call, and no other lock of this crate is taken inside it. BLAS and Lt calls
+//! share it, as they share the workspace.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::backend::{Backend, EventOptions};
+use crate::blas::{BlasKind, Workspace};
+use crate::blas_lease::{BlasLease, LtLease};
+use crate::buffer::{DeviceBuffer, DeviceSlice};
+use crate::error::{Error, ErrorKind, Result};
+use crate::event::Event;
+use crate::fork::Generation;
+use crate::id::{ObjectId, StreamId};
+use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
+use crate::pinned::PinnedBuffer;
+use crate::pool::PoolKey;
+use crate::runtime::{Runtime, RuntimeInner};
+use crate::scalar::Element;
+
+/// A queue of operations of one device, executed in the order of the calls.
+///
+/// Buffers and pools remember the streams that they were used on, and keep them alive until that use is over: dropping a
+/// stream never waits and loses no work.
+///
+/// ```
+/// use highwater_core::Runtime;
+/// use highwater_mock::{MockGpu, MockOptions};
+///
+/// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+/// let device = runtime.device(0)?;
+/// let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+/// let buffer = device.allocate::<u32>(1000)?;
+/// producer.fill(&buffer, 7_u32)?;
+/// consumer.wait(&producer.record()?)?; // the device waits, not the CPU
+/// assert_eq!(consumer.download(&buffer)?, vec![7; 1000]);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Stream {
+    runtime: Runtime,
+    core: Arc<StreamCore>,
+}
+
+/// What everybody who remembers a stream shares. It does not keep the runtime alive: the runtime's own pools hold it.
+pub(crate) struct StreamCore {
+    pub(crate) id: StreamId,
+    /// Slot and generation in one word: tells the stream from every other of the runtime, and is never 0.
+    pub(crate) key: u64,
+    backend: Arc<dyn Backend>,
+    runtime: Weak<RuntimeInner>,
+    generation: Generation,
+    /// Which handles can be bound to the stream.
+    pool_key: PoolKey,
+    /// Whether the last reference destroys the stream: not for the vendor's default streams.
+    owned: bool,
+    turn: Mutex<()>,
+    /// Set by the first BLAS call; `None` inside where workspaces are switched off.
+    workspace: OnceLock<Option<Workspace>>,
+    /// Whether a thread is making the workspace; not held while it does.
+    making_workspace: Mutex<bool>,
+    workspace_made: Condvar,
+}
+
+impl fmt::Debug for StreamCore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StreamCore").field("id", &self.id).field("workspace", &self.workspace).finish_non_exhaustive()
+    }
+}
+
+impl StreamCore {
+    /// Waits for the stream's turn and holds it until the guard is dropped.
+    pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// The stream's workspace, allocated by the first call.
+    pub(crate) fn workspace(&self, runtime: &RuntimeInner) -> Result<Option<Workspace>> {
+        if let Some(workspace) = self.workspace.get() {
+            return Ok(*workspace);
+        }
+        if self.id.is_per_thread_default() {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "workspace",
+                "the per-thread default stream is another stream in each thread and cannot have one workspace",
+            )
+            .with_hint("use a stream of `create_stream`"));
+        }
+        // One thread allocates, outside the lock; the others wait for it instead of allocating workspaces that nobody needs.
+        let mut making = self.making_workspace.lock();
+        while *making {
+            self.workspace_made.wait(&mut making);
+        }
+        if let Some(workspace) = self.workspace.get() {
+            return Ok(*workspace);
+        }
+        *making = true;
+        drop(making);
+        let _made = Made(self);
+        let workspace = runtime.take_workspace(self.id)?;
+        Ok(*self.workspace.get_or_init(|| workspace))
+    }
+}
+
+/// Lets the threads go on that wait for a stream's workspace, also where making it failed: then the next one tries.
+struct Made<'s>(&'s StreamCore);
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        *self.0.making_workspace.lock() = false;
+        self.0.workspace_made.notify_all();
+    }
+}
+
+impl Drop for StreamCore {
+    fn drop(&mut self) {
+        if !self.generation.is_current() || self.backend.is_exiting() {
+            return;
+        }
+        // Where the runtime is ending, it frees all workspaces itself.
+        let runtime = self.runtime.upgrade();
+        if let (Some(runtime), Some(Some(workspace))) = (&runtime, self.workspace.get()) {
+            runtime.give_back_workspace(*workspace, self.id);
+        }
+        if self.owned
+            && let Err(error) = self.backend.destroy_stream(self.id)
+        {
+            match runtime {
+                Some(runtime) => runtime.count_failed_release(&error),
+                None => tracing::warn!("a stream could not be destroyed: {error}"),
+            }
+        }
+    }
+}
+
+impl Stream {
+    pub(crate) fn new(runtime: Runtime, id: StreamId, owned: bool) -> Self {
+        let device = id.device();
+        let parts = id.parts();
+        let key = u64::from(parts.slot) << 32 | u64::from(parts.generation.get());
+        let pool_key = if runtime.inner.device(device).capabilities.handle_per_stream {
+            PoolKey { device, affinity: key }
+        } else {
+            PoolKey::device(device)
+        };
+        let core = StreamCore {
+            id,
+            key,
+            pool_key,
+            backend: Arc::clone(&runtime.inner.backend),
+            runtime: Arc::downgrade(&runtime.inner),
+            generation: runtime.inner.generation,
+            owned,
+            turn: Mutex::new(()),
+            workspace: OnceLock::new(),
+            making_workspace: Mutex::new(false),
+            workspace_made: Condvar::new(),
+        };
+        Self { runtime, core: Arc::new(core) }
+    }
+
+    /// The stream's id, for calls of the backend itself.
+    #[must_use]
+    pub fn id(&self) -> StreamId {
+        self.core.id
+    }
+
+    /// Ordinal of the stream's device.
+    #[must_use]
+    pub fn device(&self) -> u32 {
+        self.core.id.device()
+    }
+
+    /// The runtime that the stream belongs to.
+    #[must_use]
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    pub(crate) fn core(&self) -> &Arc<StreamCore> {
+        &self.core
+    }
+
+    fn backend(&self, operation: &'static str) -> Result<&dyn Backend> {
+        self.runtime.inner.check(operation)?;
+        Ok(&*self.runtime.inner.backend)
+    }
+
+    // ---------------------------------------------------------------- order
+
+    /// Whether everything enqueued so far has been executed; does not wait.
+    ///
+    /// # Errors
+    /// What the backend gives; an error of earlier work may show up here.
+    pub fn is_complete(&self) -> Result<bool> {
+        Ok(self.backend("query_stream")?.query_stream(self.core.id)?.is_complete())
+    }
+
+    /// Waits until everything enqueued so far has been executed.
+    ///
+    /// # Errors
+    /// As [`Stream::is_complete`].
+    pub fn synchronize(&self) -> Result<()> {
+        self.backend("synchronize_stream")?.synchronize_stream(self.core.id)?;
+        self.runtime.reclaim()
+    }
+
+    /// Marks the point that the stream has reached.
+    ///
+    /// # Errors
+    /// What the backend gives.
+    pub fn record(&self) -> Result<Event> {
+        self.runtime.inner.check("record_event")?;
+        let id = self.runtime.inner.mark(self.core.id)?;
+        Ok(Event { runtime: self.runtime.clone(), id, timing: false })
+    }
+
+    /// Marks the point that the stream has reached, with the time.
+    ///
+    /// # Errors
+    /// `Unsupported` where `event_timing` is false; else what the backend gives.
+    pub fn record_timed(&self) -> Result<Event> {
+        let backend = self.backend("record_event")?;
+        if !self.runtime.inner.device(self.device()).capabilities.event_timing {
+            return Err(Error::lacks("create_event", "event_timing"));
+        }
+        let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
+        // From here on the event destroys itself, also where the record fails.
+        let event = Event { runtime: self.runtime.clone(), id, timing: true };
+        backend.record_event(id, self.core.id)?;
+        Ok(event)
+    }
+
+    /// Makes what is enqueued from here on wait, on the device, for a mark of any stream of the same runtime.
+    ///
+    /// # Errors
+    /// What the backend gives.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.backend("stream_wait_event")?.stream_wait_event(self.core.id, event.id)
+    }
+
+    // ---------------------------------------------------------------- memory
+
+    /// Allocates device memory in the order of this stream: for scratch, which is quicker that way. Other streams may use
+    /// it after a [`Stream::wait`] for a mark of this one. The contents are unspecified.
+    ///
+    /// # Errors
+    /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false.
+    pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
+        if !self.runtime.inner.device(self.device()).capabilities.stream_ordered_memory {
+            return Err(Error::lacks("allocate", "stream_ordered_memory"));
+        }
+        let kind = DeviceMemoryKind::StreamOrdered(self.core.id);
+        DeviceBuffer::with_home(self.runtime.clone(), self.device(), len, kind, Some(Arc::clone(&self.core)))
+    }
+
+    fn check_slice<T: Element>(&self, operation: &'static str, slice: &DeviceSlice<'_, T>) -> Result<()> {
+        if !Arc::ptr_eq(&slice.block.runtime.inner, &self.runtime.inner) {
+            return Err(Error::new(
+                ErrorKind::InvalidPointer,
+                operation,
+                format!("{slice:?} belongs to another runtime than the stream"),
+            ));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_here<T: Element>(&self, operation: &'static str, slice: &DeviceSlice<'_, T>) -> Result<()> {
+        self.check_slice(operation, slice)?;
+        if slice.device() != self.device() {
+            return Err(Error::new(
+                ErrorKind::WrongDevice,
+                operation,
+                format!("{slice:?} is on device {}, the stream on device {}", slice.device(), self.device()),
+            )
+            .with_hint("use a stream of the buffer's device"));
+        }
+        Ok(())
+    }
+
+    fn check_len(operation: &'static str, src: usize, dst: usize) -> Result<()> {
+        if src != dst {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                operation,
+                format!("the source has {src} values, the destination {dst}"),
+            )
+            .with_hint("copy between equal lengths; `slice` gives a part of a buffer"));
+        }
+        Ok(())
+    }
+
+    /// Enqueues a copy of page-locked memory to the device. Returns at once; `src` remembers that it is in use.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the lengths differ, `WrongDevice` where `dst` is not on this stream's device; else what
+    /// the backend gives.
+    pub fn copy_to_device<'d, T: Element>(
+        &self,
+        src: &PinnedBuffer<T>,
+        dst: impl Into<DeviceSlice<'d, T>>,
+    ) -> Result<()> {
+        let dst = dst.into();
+        self.copy_pinned("copy_to_device", src, dst, false)
+    }
+
+    /// Enqueues a copy of device memory to page-locked memory. Returns at once; `dst` remembers that it is in use, and
+    /// [`PinnedBuffer::read`] waits for the values.
+    ///
+    /// # Errors
+    /// As [`Stream::copy_to_device`].
+    pub fn copy_to_host<'d, T: Element>(
+        &self,
+        src: impl Into<DeviceSlice<'d, T>>,
+        dst: &mut PinnedBuffer<T>,
+    ) -> Result<()> {
+        let src = src.into();
+        self.copy_pinned("copy_to_host", dst, src, true)
+    }
+
+    fn copy_pinned<T: Element>(
+        &self,
+        operation: &'static str,
+        host: &PinnedBuffer<T>,
+        device: DeviceSlice<'_, T>,
+        to_host: bool,
+    ) -> Result<()> {
+        let backend = self.backend(operation)?;
+        let inner = &self.runtime.inner;
+        if !Arc::ptr_eq(&host.runtime().inner, inner) {
+            return Err(Error::new(
+                ErrorKind::InvalidPointer,
+                operation,
+                format!("{host:?} belongs to another runtime than the stream"),
+            ));
+        }
+        self.check_here(operation, &device)?;
+        let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };
+        Self::check_len(operation, src_len, dst_len)?;
+        let on_device = Location::Device { device: device.device(), ptr: device.ptr() };
+        let on_host = Location::Host(host.ptr());
+        let copy = if to_host {
+            MemoryCopy::new(on_host, on_device, device.bytes())
+        } else {
+            MemoryCopy::new(on_device, on_host, device.bytes())
+        };
+        device.block.note_use(&self.core);
+        inner.use_pinned(host.block(), &self.core, to_host, || {
+            // SAFETY: both ranges lie in one live block each. The device block is freed, and the host block used again or
+            // touched by the CPU, only after this stream has passed the copy: `note_use` and `use_pinned` see to that, and
+            // the latter has made this stream wait for every other stream whose use would race with the copy.
+            unsafe { backend.copy(&copy, self.core.id) }
+        })
+    }
+
+    /// Enqueues a copy between device buffers, of this stream's device or to or from another one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the lengths differ or the ranges overlap, `WrongDevice` where neither is on this stream's
+    /// device, `Unsupported` between devices where `peer_copy` is false; else what the backend gives.
+    pub fn copy<'s, 'd, T: Element>(
+        &self,
+        src: impl Into<DeviceSlice<'s, T>>,
+        dst: impl Into<DeviceSlice<'d, T>>,
+    ) -> Result<()> {
+        const OPERATION: &str = "copy";
+        let (src, dst) = (src.into(), dst.into());
+        let backend = self.backend(OPERATION)?;
+        self.check_slice(OPERATION, &src)?;
+        self.check_slice(OPERATION, &dst)?;
+        Self::check_len(OPERATION, src.len(), dst.len())?;
+        if src.device() != dst.device() && !self.runtime.inner.device(self.device()).capabilities.peer_copy {
+            return Err(Error::lacks(OPERATION, "peer_copy"));
+        }
+        if src.device() != self.device() {
+            self.check_here(OPERATION, &dst)?;
+        }
+        if src.overlaps(src.len(), &dst, dst.len()) {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{src:?} and {dst:?} overlap"))
+                .with_hint("copy through a third buffer"));
+        }
+        let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
+        let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
+        src.block.note_use(&self.core);
+        dst.block.note_use(&self.core);
+        // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
+        // has passed the copy (`note_use`). The CPU cannot reach either.
+        unsafe { backend.copy(&copy, self.core.id) }
+    }
+
+    /// Enqueues a fill with one value, whose size is 1, 2 or 4 bytes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another size, `WrongDevice` for a buffer of another device; else what the backend gives.
+    pub fn fill<'d, T: Element>(&self, dst: impl Into<DeviceSlice<'d, T>>, value: T) -> Result<()> {
+        let dst = dst.into();
+        let bytes = bytemuck::bytes_of(&value);
+        let pattern = match *bytes {
+            [a] => FillPattern::U8(a),
+            [a, b] => FillPattern::U16(u16::from_ne_bytes([a, b])),
+            [a, b, c, d] => FillPattern::U32(u32::from_ne_bytes([a, b, c, d])),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    "fill",
+                    format!("a value of {} bytes; devices fill with 1, 2 or 4", bytes.len()),
+                )
+                .with_hint("use `fill_zero`, or upload the values"));
+            }
+        };
+        self.enqueue_fill(dst, pattern, dst.len())
+    }
+
+    /// Enqueues a fill with zero bytes, for values of any size.
+    ///
+    /// # Errors
+    /// As [`Stream::fill`].
+    pub fn fill_zero<'d, T: Element>(&self, dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
+        let dst = dst.into();
+        self.enqueue_fill(dst, FillPattern::U8(0), dst.bytes())
+    }
+
+    fn enqueue_fill<T: Element>(&self, dst: DeviceSlice<'_, T>, pattern: FillPattern, count: usize) -> Result<()> {
+        let backend = self.backend("fill")?;
+        self.check_here("fill", &dst)?;
+        dst.block.note_use(&self.core);
+        let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
+        // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill. Its start is
+        // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.
+        unsafe { backend.fill(&fill, self.core.id) }
+    }
+
+    // ---------------------------------------------------------------- values
+
+    /// Enqueues a copy of values to the device, through page-locked memory from the cache: `values` is free to change as
+    /// soon as the call returns.
+    ///
+    /// # Errors
+    /// As [`Stream::copy_to_device`] and [`Runtime::pinned`].
+    pub fn write<'d, T: Element>(&self, values: &[T], dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
+        let dst = dst.into();
+        Self::check_len("write", values.len(), dst.len())?;
+        let mut staging = self.runtime.pinned::<T>(values.len())?;
+        staging.write()?.copy_from_slice(values);
+        self.copy_to_device(&staging, dst)
+    }
+
+    /// A device buffer with these values, copied as by [`Stream::write`].
+    ///
+    /// # Errors
+    /// As [`Stream::write`] and [`Device::allocate`](crate::Device::allocate).
+    pub fn upload<T: Element>(&self, values: &[T]) -> Result<DeviceBuffer<T>> {
+        let buffer = self.runtime.device(self.device())?.allocate(values.len())?;
+        self.write(values, &buffer)?;
+        Ok(buffer)
+    }
+
+    /// The values of a device buffer, once the work enqueued before has been executed. Waits.
+    ///
+    /// # Errors
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`].
+    pub fn download<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>) -> Result<Vec<T>> {
+        let src = src.into();
+        let mut staging = self.runtime.pinned::<T>(src.len())?;
+        self.copy_to_host(src, &mut staging)?;
+        Ok(staging.read()?.to_vec())
+    }
+
+    /// Runs `enqueue`, which may enqueue copies into borrowed memory of any kind, then waits for them and delivers.
+    ///
+    /// The device never writes the borrowed memory itself: it writes page-locked memory of the cache, which is copied over
+    /// after the wait. So nothing can write to a borrow that has ended, whatever fails or panics.
+    ///
+    /// ```
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// # let stream = runtime.device(0)?.create_stream()?;
+    /// let buffer = stream.upload(&[1_u8, 2, 3, 4])?;
+    /// let (mut front, mut back) = ([0; 2], [0; 2]);
+    /// stream.scope(|scope| {
+    ///     scope.copy_to_host(buffer.slice(0..2)?, &mut front)?;
+    ///     scope.copy_to_host(buffer.slice(2..4)?, &mut back)
+    /// })?;
+    /// assert_eq!((front, back), ([1, 2], [3, 4]));
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What `enqueue` gives, or what waiting for the copies gives; then nothing is delivered.
+    pub fn scope<'env, R>(&self, enqueue: impl FnOnce(&mut Scope<'_, 'env>) -> Result<R>) -> Result<R> {
+        let mut scope = Scope { stream: self, deliveries: Vec::new() };
+        let value = enqueue(&mut scope)?;
+        scope.deliveries.into_iter().try_for_each(|deliver| deliver())?;
+        Ok(value)
+    }
+
+    // ---------------------------------------------------------------- products
+
+    /// Leases a BLAS handle, bound to this stream and its workspace. A repeat request in the same thread takes no lock and
+    /// makes no call of the backend.
+    ///
+    /// # Errors
+    /// `InvalidArgument` on the per-thread default stream; else what making and binding a handle gives.
+    #[inline]
+    pub fn blas(&self) -> Result<BlasLease<'_>> {
+        let lease = self
+            .runtime
+            .inner
+            .blas_handles
+            .lease(self.core.pool_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Blas))?;
+        BlasLease::bind(self, lease)
+    }
+
+    /// Leases an Lt handle, bound to this stream and its workspace, as [`Stream::blas`] does.
+    ///
+    /// # Errors
+    /// `Unsupported` where `lt_plans` is false; else as [`Stream::blas`].
+    #[inline]
+    pub fn lt(&self) -> Result<LtLease<'_>> {
+        let lease = self
+            .runtime
+            .inner
+            .lt_handles
+            .lease(self.core.pool_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Lt))?;
+        LtLease::bind(self, lease)
+    }
+}
+
+/// What [`Stream::scope`] enqueues with.
+pub struct Scope<'s, 'env> {
+    stream: &'s Stream,
+    deliveries: Vec<Delivery<'env>>,
+}
+
+/// Waits for one copy and delivers it.
+type Delivery<'env> = Box<dyn FnOnce() -> Result<()> + 'env>;
+
+impl fmt::Debug for Scope<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scope").field("copies_to_host", &self.deliveries.len()).finish_non_exhaustive()
+    }
+}
+
+impl<'env> Scope<'_, 'env> {
+    /// Enqueues a copy of values to the device, as [`Stream::write`].
+    ///
+    /// # Errors
+    /// As [`Stream::write`].
+    pub fn copy_to_device<'d, T: Element>(&mut self, src: &[T], dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
+        self.stream.write(src, dst)
+    }
+
+    /// Enqueues a copy of device memory, which is delivered to `dst` at the end of the scope.
+    ///
+    /// # Errors
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`].
+    pub fn copy_to_host<'d, T: Element>(
+        &mut self,
+        src: impl Into<DeviceSlice<'d, T>>,
+        dst: &'env mut [T],
+    ) -> Result<()> {
+        let src = src.into();
+        Stream::check_len("copy_to_host", src.len(), dst.len())?;
+        let mut staging = self.stream.runtime.pinned::<T>(src.len())?;
+        self.stream.copy_to_host(src, &mut staging)?;
+        self.deliveries.push(Box::new(move || {
+            dst.copy_from_slice(staging.read()?);
+            Ok(())
+        }));
+        Ok(())
+    }
+}

@@ -1,0 +1,202 @@
+//! Bad input: one clear error each, and nothing left behind.
+
+use std::sync::Arc;
+
+use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Result, Runtime, StridedBatch};
+use highwater_mock::{MockGpu, MockOptions, Operation};
+
+fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
+    let gpu = MockGpu::open(options).unwrap();
+    (gpu.clone(), Runtime::new(gpu).unwrap())
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), kind, "{error}");
+    assert!(error.to_string().contains(words), "{error}");
+}
+
+#[test]
+fn sizes_and_shapes_that_do_not_fit() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let (small, large) = (device.allocate::<f32>(3).unwrap(), device.allocate::<f32>(16).unwrap());
+    let other = device.allocate::<f32>(16).unwrap();
+    let pinned = runtime.pinned::<f32>(16).unwrap();
+    let calls = gpu.calls(Operation::Copy) + gpu.calls(Operation::Gemm);
+
+    refused(
+        stream.copy_to_device(&pinned, &small),
+        ErrorKind::InvalidArgument,
+        "the source has 16 values, the destination 3",
+    );
+    refused(stream.write(&[1.0_f32], &large), ErrorKind::InvalidArgument, "the destination 16");
+    refused(large.slice(10..17), ErrorKind::InvalidArgument, "10..17 does not lie in a buffer of 16");
+    let (front, back) = (large.slice(0..10).unwrap(), large.slice(6..16).unwrap());
+    refused(stream.copy(front, back), ErrorKind::InvalidArgument, "overlap");
+    refused(stream.fill(&device.allocate::<f64>(1).unwrap(), 1.0), ErrorKind::InvalidArgument, "8 bytes");
+    refused(device.allocate::<u64>(usize::MAX), ErrorKind::InvalidArgument, "address space");
+    refused(runtime.device(1), ErrorKind::InvalidArgument, "there is no device 1; the backend has 1");
+
+    let mut blas = stream.blas().unwrap();
+    let shape = GemmShape::of::<f32>(4, 4, 4);
+    refused(
+        blas.gemm(&shape, 1.0, &large, &small, 0.0, &other),
+        ErrorKind::InvalidArgument,
+        "B has 3 values, the product reaches 16",
+    );
+    refused(blas.gemm(&shape, 1.0, &large, &other, 0.0, &large), ErrorKind::InvalidArgument, "C overlaps A");
+    refused(
+        blas.gemm(&shape.with_leading_dimensions(3, 4, 4), 1.0, &large, &large, 0.0, &other),
+        ErrorKind::InvalidArgument,
+        "lda is 3",
+    );
+    let batch = StridedBatch { count: 2, stride_a: 0, stride_b: 0, stride_c: 16 };
+    refused(
+        blas.gemm(&shape.with_batch(batch), 1.0, &large, &large, 0.0, &other),
+        ErrorKind::InvalidArgument,
+        "reaches 32",
+    );
+    refused(
+        blas.gemm(&GemmShape::of::<f64>(4, 4, 4), 1.0, &large, &large, 0.0, &other),
+        ErrorKind::InvalidArgument,
+        "the shape is of F64",
+    );
+    drop(blas);
+    let mut lt = stream.lt().unwrap();
+    refused(
+        lt.matmul(&shape, Epilogue::Bias, 1.0, &large, &large, 0.0, &other, None),
+        ErrorKind::InvalidArgument,
+        "needs a bias",
+    );
+    refused(
+        lt.matmul(&shape, Epilogue::Bias, 1.0, &large, &large, 0.0, &other, Some((&small).into())),
+        ErrorKind::InvalidArgument,
+        "the bias has 3 values, D has 4 rows",
+    );
+    drop(lt);
+    assert_eq!(gpu.calls(Operation::Copy) + gpu.calls(Operation::Gemm), calls, "the backend saw none of this");
+    drop((small, large, other, pinned, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn devices_and_runtimes_that_do_not_go_together() {
+    let (_gpu, runtime) = open(MockOptions::new().with_devices(2).with_capabilities(|c| c.peer_copy = false));
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let elsewhere = runtime.device(1).unwrap().allocate::<f32>(4).unwrap();
+    let here = runtime.device(0).unwrap().allocate::<f32>(4).unwrap();
+    let pinned = runtime.pinned::<f32>(4).unwrap();
+    refused(
+        stream.copy_to_device(&pinned, &elsewhere),
+        ErrorKind::WrongDevice,
+        "is on device 1, the stream on device 0",
+    );
+    refused(stream.fill(&elsewhere, 1.0), ErrorKind::WrongDevice, "device 1");
+    refused(stream.copy(&elsewhere, &here), ErrorKind::Unsupported, "peer_copy");
+    let shape = GemmShape::of::<f32>(2, 2, 2);
+    refused(
+        stream.blas().unwrap().gemm(&shape, 1.0, &here, &elsewhere, 0.0, &here),
+        ErrorKind::WrongDevice,
+        "device 1",
+    );
+    let (_other_gpu, other) = open(MockOptions::new());
+    let foreign = other.device(0).unwrap().allocate::<f32>(4).unwrap();
+    refused(stream.fill(&foreign, 1.0), ErrorKind::InvalidPointer, "another runtime");
+    refused(stream.copy_to_device(&other.pinned(4).unwrap(), &here), ErrorKind::InvalidPointer, "another runtime");
+}
+
+#[test]
+fn a_stale_handle_is_named() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    // Somebody destroys the stream behind the runtime's back.
+    gpu.destroy_stream(stream.id()).unwrap();
+    refused(stream.synchronize(), ErrorKind::InvalidHandle, "does not exist (any more)");
+    refused(stream.blas(), ErrorKind::InvalidHandle, "does not exist (any more)");
+}
+
+#[test]
+fn a_device_without_memory_gives_back_what_is_not_in_use_before_it_refuses() {
+    const MIB: usize = 1 << 20;
+    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 * MIB as u64));
+    let device = runtime.device(0).unwrap();
+    {
+        // An ended stream's workspace (32 MiB) and a dropped buffer are what can be given back.
+        let stream = device.create_stream().unwrap();
+        drop(stream.blas().unwrap());
+        stream.fill_zero(&device.allocate::<u8>(16 * MIB).unwrap()).unwrap();
+    }
+    let most = device.allocate::<u8>(60 * MIB).unwrap();
+    refused(device.allocate::<u8>(8 * MIB), ErrorKind::OutOfMemory, "allocate");
+    let stream = device.create_stream().unwrap();
+    refused(stream.blas(), ErrorKind::OutOfMemory, "allocate");
+    drop(most);
+    drop(stream.blas().unwrap());
+    drop((stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+    assert_eq!(gpu.memory_info(0).unwrap().free, 64 * MIB as u64);
+}
+
+#[test]
+fn every_failing_call_leaves_nothing_behind() {
+    // The whole life of a program, with each operation failing at each of its calls in turn.
+    let life = |gpu: &Arc<MockGpu>| -> Result<()> {
+        let runtime = Runtime::new(gpu.clone())?;
+        let result = (|| {
+            let device = runtime.device(0)?;
+            let streams = [device.create_stream()?, device.create_stream()?];
+            let a = streams[0].upload(&[1.0_f32; 16])?;
+            let c = device.allocate::<f32>(16)?;
+            streams[1].wait(&streams[0].record()?)?;
+            streams[1].blas()?.gemm(&GemmShape::of::<f32>(4, 4, 4), 1.0, &a, &a, 0.0, &c)?;
+            streams[1].lt()?.matmul(&GemmShape::of::<f32>(4, 4, 4), Epilogue::None, 1.0, &a, &a, 0.0, &c, None)?;
+            let scratch = streams[1].allocate::<f32>(16)?;
+            streams[1].copy(&c, &scratch)?;
+            assert_eq!(streams[1].download(&scratch)?, vec![4.0; 16]);
+            runtime.trim()
+        })();
+        // Closing retries what a fault made fail before, and the fault comes only once.
+        let closed = runtime.close();
+        result.and(closed.map(|_| ()))
+    };
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    life(&gpu).unwrap();
+    for &operation in Operation::ALL {
+        let calls = gpu.calls(operation);
+        for nth in 1..=calls {
+            let gpu = MockGpu::open(MockOptions::new()).unwrap();
+            gpu.fail_call(operation, nth, ErrorKind::Vendor).unwrap();
+            let result = life(&gpu);
+            let left = gpu.live_objects();
+            if operation == Operation::SynchronizeDevice {
+                // Nobody can tell when such a device is done with its memory: it is left alone, and that is told.
+                assert!(result.is_err(), "{left:?}");
+                continue;
+            }
+            // A release that the vendor refuses for good is lost by the vendor; it is told, and nothing else is lost.
+            let releases = matches!(
+                operation,
+                Operation::DestroyStream
+                    | Operation::DestroyEvent
+                    | Operation::Destroy
+                    | Operation::Free
+                    | Operation::HostFree
+            );
+            let allowed = u64::from(releases);
+            assert!(left.total() <= allowed, "call {nth} of {operation} failed: {left:?}, {result:?}");
+        }
+    }
+}
+
+#[test]
+fn closing_with_something_alive_says_so_and_closes_nothing() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    refused(runtime.close(), ErrorKind::InvalidState, "1 other objects of the runtime are alive");
+    stream.synchronize().unwrap();
+    drop(stream);
+    assert_eq!(gpu.live_objects().total(), 0);
+}

@@ -1,0 +1,67 @@
+//! The end of a process: whatever is alive in statics, thread-locals and running threads, it ends quickly and quietly.
+
+use std::cell::RefCell;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use highwater_core::{GemmShape, PinnedBuffer, Runtime, Stream};
+use highwater_mock::{MockGpu, MockOptions};
+
+const SCENARIO: &str = "HIGHWATER_TEST_EXIT_SCENARIO";
+
+static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+
+thread_local! {
+    static KEPT: RefCell<Vec<(Stream, PinnedBuffer<u8>)>> = const { RefCell::new(Vec::new()) };
+}
+
+fn multiply(stream: &Stream) {
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = stream.upload(&[0.0_f32; 16]).unwrap();
+    stream.blas().unwrap().gemm(&GemmShape::of::<f32>(4, 4, 4), 1.0, &a, &a, 0.0, &c).unwrap();
+}
+
+/// Runs in a process of its own: not a test by itself, and does nothing when run as one.
+#[test]
+fn scenario() {
+    let Ok(scenario) = std::env::var(SCENARIO) else { return };
+    let gpu = MockGpu::open(MockOptions::new().with_latency(Duration::from_millis(20))).unwrap();
+    let runtime = RUNTIME.get_or_init(|| Runtime::new(gpu).unwrap());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    multiply(&stream);
+    // Threads that are at it while the process ends.
+    for _ in 0..4 {
+        thread::spawn(|| {
+            let stream = RUNTIME.get().unwrap().device(0).unwrap().create_stream().unwrap();
+            loop {
+                multiply(&stream);
+            }
+        });
+    }
+    KEPT.with(|kept| kept.borrow_mut().push((stream.clone(), runtime.pinned(4096).unwrap())));
+    let lease = stream.blas().unwrap();
+    thread::sleep(Duration::from_millis(50));
+    match scenario.as_str() {
+        "exit" => std::process::exit(0),
+        "return" => drop(lease),
+        other => panic!("unknown scenario {other}"),
+    }
+}
+
+#[test]
+fn a_process_ends_quickly_with_everything_alive() {
+    for scenario in ["exit", "return"] {
+        let start = Instant::now();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "scenario", "--test-threads=1"])
+            .env(SCENARIO, scenario)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{scenario}: {:?}\n{text}", output.status);
+        assert!(!text.contains("panicked"), "{scenario}: {text}");
+        assert!(start.elapsed() < Duration::from_secs(5), "{scenario}: {:?}", start.elapsed());
+    }
+}

@@ -1,0 +1,137 @@
+//! The hit paths make no call of the backend; what is made once is made once.
+
+use std::sync::Barrier;
+use std::thread;
+
+use highwater_core::{Runtime, RuntimeOptions};
+use highwater_mock::{MockGpu, MockOptions, Operation};
+
+#[test]
+fn a_repeat_request_makes_no_call() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    drop((stream.blas().unwrap(), stream.lt().unwrap(), runtime.pinned::<u8>(5000).unwrap()));
+    let before = gpu.total_calls();
+    for _ in 0..1000 {
+        drop(stream.blas().unwrap());
+        drop(stream.lt().unwrap());
+        drop(runtime.pinned::<u8>(4700).unwrap());
+    }
+    assert_eq!(gpu.total_calls(), before);
+    let statistics = runtime.statistics();
+    assert_eq!((statistics.blas_handles.created, statistics.lt_handles.created), (1, 1));
+    assert_eq!((statistics.host.misses, statistics.host.hits), (1, 1000));
+}
+
+#[test]
+fn another_stream_is_two_calls_and_no_new_handle() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    streams.iter().for_each(|stream| drop(stream.blas().unwrap()));
+    let before = gpu.total_calls();
+    for _ in 0..100 {
+        streams.iter().for_each(|stream| drop(stream.blas().unwrap()));
+    }
+    assert_eq!(gpu.total_calls() - before, 400, "set_stream and set_workspace each time");
+    assert_eq!(gpu.calls(Operation::CreateBlasHandle), 1);
+    assert_eq!(runtime.statistics().workspaces, 2);
+}
+
+#[test]
+fn a_handle_of_one_stream_each_where_the_vendor_wants_it() {
+    let gpu = MockGpu::open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true)).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    for _ in 0..3 {
+        streams.iter().for_each(|stream| drop(stream.blas().unwrap()));
+    }
+    assert_eq!(gpu.calls(Operation::CreateBlasHandle), 2);
+    assert_eq!(gpu.calls(Operation::SetStream), 2);
+}
+
+#[test]
+fn more_threads_than_any_cap_can_meet_with_their_handles() {
+    const THREADS: usize = 40;
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let meeting = Barrier::new(THREADS);
+    for _ in 0..2 {
+        thread::scope(|scope| {
+            // Joined one by one: a scope alone does not wait for the threads' locals, which give the handles back.
+            let threads: Vec<_> = (0..THREADS)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let lease = stream.blas().unwrap();
+                        meeting.wait();
+                        drop(lease);
+                    })
+                })
+                .collect();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+    let handles = runtime.statistics().blas_handles;
+    assert_eq!((handles.created, handles.idle), (THREADS as u64, THREADS as u64));
+    assert_eq!(handles.threads_served, 2 * THREADS as u64);
+    runtime.trim().unwrap();
+    assert_eq!(runtime.statistics().blas_handles.live, 0);
+}
+
+#[test]
+fn workspaces_have_the_size_that_was_asked_for_and_go_to_the_next_stream() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let options = RuntimeOptions::new().with_blas_workspace_bytes(1000).with_lt_workspace_bytes(3000);
+    let runtime = Runtime::with_options(gpu.clone(), &options).unwrap();
+    let device = runtime.device(0).unwrap();
+    for _ in 0..5 {
+        let stream = device.create_stream().unwrap();
+        drop((stream.blas().unwrap(), stream.lt().unwrap()));
+    }
+    // One block for BLAS and Lt, rounded up to the alignment, used by one stream after the other.
+    let statistics = runtime.statistics();
+    assert_eq!((statistics.workspaces, statistics.workspace_bytes), (1, 3072));
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+
+    let none = RuntimeOptions::new().with_blas_workspace_bytes(0).with_lt_workspace_bytes(0);
+    let runtime = Runtime::with_options(gpu, &none).unwrap();
+    drop(runtime.device(0).unwrap().create_stream().unwrap().blas().unwrap());
+    assert_eq!(runtime.statistics().workspaces, 0);
+}
+
+#[test]
+fn a_raw_handle_has_a_workspace_of_its_own() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let mut lease = stream.blas().unwrap();
+    let first = lease.with_raw(|raw| raw.workspace.unwrap()).unwrap();
+    let second = lease.with_raw(|raw| raw.workspace.unwrap()).unwrap();
+    assert_eq!(first, second, "given back and taken again");
+    assert_eq!(runtime.statistics().workspaces, 2, "the stream's, and the one that is lent");
+}
+
+#[test]
+fn threads_that_meet_on_a_fresh_stream_make_one_workspace() {
+    const THREADS: usize = 16;
+    for _ in 0..20 {
+        let gpu = MockGpu::open(MockOptions::new()).unwrap();
+        let runtime = Runtime::new(gpu).unwrap();
+        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let start = Barrier::new(THREADS);
+        thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    start.wait();
+                    drop(stream.blas().unwrap());
+                });
+            }
+        });
+        assert_eq!(runtime.statistics().workspaces, 1);
+    }
+}
