@@ -1,1 +1,57 @@
-//! placeholder
+//! The promises of Highwater's traits as named cases that run against any backend.
+//!
+//! The documentation of `highwater_core`'s traits lists, method by method, what a backend promises: *clauses* with ids,
+//! such as `stream.order` or `event.wait-snapshot`. A [`Case`] is a function that asks a backend, through
+//! `&dyn Backend` and nothing else, to keep one of these promises or a few; it names their ids. The same cases run
+//! on the mock, on real devices, and on a backend of your own.
+//!
+//! # Running the suite against your backend
+//! Open the backend, hand it to [`run`], look at the [`Report`]. In a test of your crate that is:
+//!
+//! ```
+//! use highwater_conformance::{Options, run};
+//! # use highwater_mock::{MockGpu, MockOptions};
+//!
+//! # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<MockGpu>> { MockGpu::open(MockOptions::new()) }
+//! let backend = open_my_backend()?;
+//! # let all = Options::new();
+//! # let options = all.with_filter("identity.");
+//! # stringify! {
+//! let options = Options::new();
+//! # };
+//! let report = run(&*backend, &options);
+//! assert!(report.is_success(), "{report}");
+//! # Ok::<(), highwater_core::Error>(())
+//! ```
+//!
+//! [`run_observed`] tells how far the run is; [`Options::with_filter`] runs a part, by name or by clause. A case that
+//! fails for a reason that you know goes into [`Options::with_expected_failure`] with that reason: it is reported
+//! apart, and as a failure once it passes.
+//!
+//! # What a case may assume
+//! - It has the backend to itself: `live_objects()` after it must be what it was before.
+//! - Device 0 is meant unless the case is about several; with one device those are skipped, as are cases about
+//!   capabilities that the device lacks. What a device lacks is a promise too (`backend.lacking`): the cases of the
+//!   group `lacking` ask for it nevertheless, and run where the capability is false.
+//! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
+//!   was measured first, and is tried again with more of them before the case fails.
+//! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
+//!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
+//!   for one that hangs.
+//!
+//! # Adding a case
+//! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
+//! stands in the traits: a test of this crate refuses ids that the documentation does not have, and lists those that no
+//! case names yet. Objects are made through guards, so that a case that fails leaves nothing behind.
+
+mod busy;
+mod case;
+mod cases;
+mod device;
+mod matrix;
+mod random;
+mod run;
+
+pub use case::{Case, Need};
+pub use cases::cases;
+pub use run::{CaseReport, Expectation, Options, Progress, Report, Status, run, run_observed};

@@ -1,0 +1,210 @@
+//! What a case is: a name, the clauses it proves, what it needs of the backend, and a function.
+
+use std::fmt;
+use std::panic::Location;
+
+use highwater_core::{Backend, Capabilities, Error};
+
+/// One promise of the traits, or a few that belong together, as a function that asks a backend to keep it.
+///
+/// Cases are made by this crate only; [`cases`](crate::cases) lists them.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Case {
+    /// `group.what_is_shown`; unique.
+    pub name: &'static str,
+    /// The part of the traits that it belongs to; the name begins with it.
+    pub group: &'static str,
+    /// Ids of the clauses that it proves, as they stand in the documentation of the traits.
+    pub clauses: &'static [&'static str],
+    /// What a backend must have, or lack, for the case to say anything.
+    pub needs: &'static [Need],
+    /// The case itself.
+    pub(crate) run: fn(&dyn Backend) -> CaseResult,
+}
+
+impl Case {
+    /// Why the case says nothing about a backend with these capabilities on device 0 and so many devices, if so.
+    #[must_use]
+    pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
+        self.needs.iter().find_map(|need| need.unmet(capabilities, device_count))
+    }
+}
+
+/// Something that a case needs of a backend; where it is not so, the case is skipped.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum Need {
+    /// The capability is true on device 0.
+    Capability {
+        /// Its name.
+        name: &'static str,
+        /// Reads it.
+        get: fn(&Capabilities) -> bool,
+    },
+    /// The capability is false on device 0: the case asks nevertheless.
+    Denied {
+        /// Its name.
+        name: &'static str,
+        /// Reads it.
+        get: fn(&Capabilities) -> bool,
+    },
+    /// At least two devices.
+    TwoDevices,
+}
+
+impl Need {
+    /// Why the need is not met, if so.
+    #[must_use]
+    pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
+        match *self {
+            Self::Capability { name, get } if !get(capabilities) => Some(format!("the capability `{name}` is false")),
+            Self::Denied { name, get } if get(capabilities) => Some(format!("the capability `{name}` is true")),
+            Self::TwoDevices if device_count < 2 => Some("the backend has one device".to_owned()),
+            _ => None,
+        }
+    }
+}
+
+/// Needs by name: `needs::has::gemm_f64`, `needs::lacks::capture`, `needs::TWO_DEVICES`.
+pub(crate) mod needs {
+    use super::Need;
+
+    pub(crate) const TWO_DEVICES: Need = Need::TwoDevices;
+
+    macro_rules! capability_needs {
+        ($($name:ident),* $(,)?) => {
+            /// The capability is there.
+            #[allow(non_upper_case_globals, reason = "named as the capability")]
+            #[allow(dead_code, reason = "a capability may have no case that needs it")]
+            pub(crate) mod has {
+                use super::Need;
+                $(pub(crate) const $name: Need = Need::Capability { name: stringify!($name), get: |c| c.$name };)*
+            }
+            /// The capability is not there.
+            #[allow(non_upper_case_globals, reason = "named as the capability")]
+            #[allow(dead_code, reason = "a capability may have no case that needs its lack")]
+            pub(crate) mod lacks {
+                use super::Need;
+                $(pub(crate) const $name: Need = Need::Denied { name: stringify!($name), get: |c| c.$name };)*
+            }
+        };
+    }
+
+    capability_needs!(
+        gemm_f32,
+        gemm_f64,
+        gemm_f16,
+        gemm_bf16,
+        tf32,
+        atomics_mode,
+        blas_workspace,
+        strided_batch,
+        lt_plans,
+        capture,
+        stream_ordered_memory,
+        shareable_memory,
+        interprocess_events,
+        event_timing,
+        stream_priority,
+        peer_copy,
+        host_register,
+        write_combined,
+        legacy_default_stream,
+        per_thread_default_stream,
+        foreign_objects,
+        set_stream_resets_workspace,
+        handle_per_stream,
+        host_address_is_device_address,
+    );
+}
+
+/// How a case ends.
+pub(crate) type CaseResult = Result<(), Failure>;
+
+/// Why a case failed, and where in its source.
+#[derive(Debug, Clone)]
+pub(crate) struct Failure {
+    message: String,
+    location: &'static Location<'static>,
+}
+
+impl Failure {
+    #[track_caller]
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), location: Location::caller() }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}:{})", self.message, self.location.file(), self.location.line())
+    }
+}
+
+/// An error of a call that has no reason to fail.
+impl From<Error> for Failure {
+    #[track_caller]
+    fn from(error: Error) -> Self {
+        Self::new(format!("a call failed that should not: {error}"))
+    }
+}
+
+/// Ends the case as failed, with a message, unless the condition holds.
+macro_rules! check {
+    ($condition:expr, $($message:tt)+) => {
+        let holds: bool = $condition;
+        if !holds {
+            return Err($crate::case::Failure::new(format!($($message)+)));
+        }
+    };
+}
+
+/// Ends the case as failed, with both values, unless they are equal.
+macro_rules! check_eq {
+    ($got:expr, $expected:expr, $($message:tt)+) => {
+        match (&$got, &$expected) {
+            (got, expected) if *got == *expected => {}
+            (got, expected) => {
+                let message = format!($($message)+);
+                return Err($crate::case::Failure::new(format!("{message}: got {got:?}, expected {expected:?}")));
+            }
+        }
+    };
+}
+
+/// Ends the case as failed unless the call gave an error of this kind.
+macro_rules! check_error {
+    ($result:expr, $kind:ident, $($message:tt)+) => {
+        match $result {
+            Err(error) if error.kind() == highwater_core::ErrorKind::$kind => {}
+            other => {
+                let message = format!($($message)+);
+                let got = match other {
+                    Ok(_) => "success".to_owned(),
+                    Err(error) => format!("`{error}`"),
+                };
+                let expected = highwater_core::ErrorKind::$kind;
+                return Err($crate::case::Failure::new(format!("{message}: got {got}, expected `{expected}`")));
+            }
+        }
+    };
+}
+
+/// Lists the cases of a file: function, clauses, and needs in brackets where there are some.
+macro_rules! cases {
+    (group $group:literal; $($run:ident: [$($clause:literal),+ $(,)?] $(needs [$($need:expr),+ $(,)?])?;)+) => {
+        /// The cases of this group.
+        pub(crate) const CASES: &[$crate::case::Case] = &[$(
+            $crate::case::Case {
+                name: concat!($group, ".", stringify!($run)),
+                group: $group,
+                clauses: &[$($clause),+],
+                needs: &[$($($need),+)?],
+                run: $run,
+            },
+        )+];
+    };
+}
+
+pub(crate) use {cases, check, check_eq, check_error};

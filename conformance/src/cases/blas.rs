@@ -1,0 +1,296 @@
+//! BLAS handles: the stream and the workspace that they are bound to, and repeatable results.
+
+use std::time::{Duration, Instant};
+
+use highwater_core::{
+    AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, GemmShape, MathMode, Workspace,
+};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, DEVICE, Handle, Stream};
+use crate::matrix::{GUARD_BYTES, Product};
+
+cases! {
+    group "blas";
+    products_run_in_the_order_of_the_stream: ["blas.stream-bound"] needs [needs::has::gemm_f32];
+    products_follow_the_handle_to_another_stream: ["blas.stream-bound"]
+        needs [needs::has::gemm_f32, needs::lacks::handle_per_stream];
+    streams_of_another_device_are_refused: ["blas.stream-device"] needs [needs::TWO_DEVICES];
+    products_stay_inside_the_workspace: ["blas.workspace-used", "gemm.value"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    products_larger_than_the_workspace_are_right: ["blas.workspace-used", "gemm.value"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    handles_on_two_streams_keep_to_their_workspaces: ["blas.workspace-used", "backend.concurrent"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    a_replaced_workspace_is_left_alone: ["blas.workspace-used"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    binding_a_stream_unbinds_the_workspace: ["blas.stream-resets-workspace"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace, needs::has::set_stream_resets_workspace];
+    misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [needs::has::blas_workspace];
+    equal_calls_give_equal_bits: ["blas.deterministic"] needs [needs::has::gemm_f32];
+    equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [needs::has::gemm_f64];
+    tf32_products_are_close: ["gemm.value"] needs [needs::has::gemm_f32, needs::has::tf32];
+    creation_delays_nobody: ["blas.create-concurrent"];
+}
+
+/// A workspace of the size that the device works best with, but not more than a case should take.
+fn workspace_bytes(backend: &dyn Backend) -> Result<usize, Failure> {
+    Ok(backend.capabilities(DEVICE)?.blas_workspace_bytes.clamp(1 << 20, 4 << 20))
+}
+
+fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 1);
+    let (right, wrong) = (product.place(backend)?, product.place(backend)?);
+    let copied = Block::filled(backend, right.c.bytes(), 0)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    right.gemm(&product, &mut handle)?;
+    stream.synchronize()?;
+    right.check(&product)?;
+    attempts("a product waits for the work before it", |helpings| {
+        // A is wrong until the stream has worked for a while, and wrong again right after the product.
+        stream.set(wrong.a.all(), 0)?;
+        stream.set(wrong.c.all(), 0)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.copy(wrong.a.all(), right.a.all())?;
+        wrong.gemm(&product, &mut handle)?;
+        stream.set(wrong.a.all(), 0)?;
+        stream.copy(copied.all(), wrong.c.all())?;
+        stream.set(wrong.c.all(), 0)?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        let (got, expected) = (copied.read()?, right.c.read()?);
+        // The guards around the copied C were overwritten with zeros above; the elements lie between them.
+        let elements = GUARD_BYTES..got.len() - GUARD_BYTES;
+        check!(
+            got[elements.clone()] == expected[elements],
+            "a product did not run between the copy that makes its input and the fill that spoils it"
+        );
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn products_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
+    let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 2);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &occupied)?;
+    product.prove(backend, &mut handle, &occupied)?;
+    attempts("a product waits for a stream that its handle was bound to before", |helpings| {
+        let placed = product.place(backend)?;
+        handle.set_stream(&occupied)?;
+        busy.enqueue(&occupied, helpings)?;
+        handle.set_stream(&free)?;
+        placed.gemm(&product, &mut handle)?;
+        free.synchronize()?;
+        let outstanding = occupied.is_pending()?;
+        occupied.synchronize()?;
+        placed.check(&product)?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn streams_of_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
+    let (own, other) = (Stream::on(backend, 0)?, Stream::on(backend, 1)?);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &own)?;
+    check_error!(handle.raw_mut().set_stream(other.id()), WrongDevice, "set_stream to a stream of another device");
+    let mut handle = Handle::new(backend, BlasKind::Blas, &other)?;
+    check_error!(handle.raw_mut().set_stream(own.id()), WrongDevice, "set_stream to a stream of another device");
+    Ok(())
+}
+
+/// Shapes whose products may take several paths through a library.
+fn shapes() -> impl Iterator<Item = GemmShape> {
+    let sizes = [(1, 1, 1), (16, 16, 16), (33, 65, 17), (8, 8, 3000), (150, 140, 90)];
+    sizes.into_iter().map(|(m, n, k)| GemmShape::new(DataType::F32, m, n, k))
+}
+
+fn products_stay_inside_the_workspace(backend: &dyn Backend) -> CaseResult {
+    const MARGIN: usize = 1 << 16;
+    let bytes = workspace_bytes(backend)?;
+    let memory = Block::filled(backend, MARGIN + bytes + MARGIN, 0xa5)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.set_workspace(&memory, MARGIN..MARGIN + bytes)?;
+    for (seed, shape) in shapes().enumerate() {
+        // Checks C, and that A, B and what lies around the three did not change.
+        Product::new(shape, seed as u64).with_scale(1.5, 0.5).prove(backend, &mut handle, &stream)?;
+    }
+    let got = memory.read()?;
+    let margins = got[..MARGIN].iter().chain(&got[MARGIN + bytes..]);
+    check!(margins.into_iter().all(|&byte| byte == 0xa5), "products wrote beside the workspace that is bound");
+    Ok(())
+}
+
+fn products_larger_than_the_workspace_are_right(backend: &dyn Backend) -> CaseResult {
+    // The smallest workspace with which cuBLAS promises not to fail (its manual, `cublasSetWorkspace`).
+    const SMALLEST: usize = 16 << 10;
+    let alignment = backend.capabilities(DEVICE)?.workspace_alignment;
+    let bytes = SMALLEST.next_multiple_of(alignment);
+    let memory = Block::filled(backend, alignment + bytes + 4096, 0xa5)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let start = (memory.ptr().get().next_multiple_of(alignment as u64) - memory.ptr().get()) as usize;
+    handle.set_workspace(&memory, start..start + bytes)?;
+    for shape in [GemmShape::new(DataType::F32, 150, 140, 90), GemmShape::new(DataType::F32, 20, 1, 5000)] {
+        Product::new(shape, 3).with_scale(1.0, 1.0).prove(backend, &mut handle, &stream)?;
+    }
+    let got = memory.read()?;
+    let beside = got[..start].iter().chain(&got[start + bytes..]);
+    check!(
+        beside.into_iter().all(|&byte| byte == 0xa5),
+        "products wrote beside a workspace that is too small for them"
+    );
+    Ok(())
+}
+
+fn handles_on_two_streams_keep_to_their_workspaces(backend: &dyn Backend) -> CaseResult {
+    let bytes = workspace_bytes(backend)?;
+    let (left_memory, right_memory) = (Block::new(backend, bytes)?, Block::new(backend, bytes)?);
+    let (left_stream, right_stream) = (Stream::new(backend)?, Stream::new(backend)?);
+    let mut left = Handle::new(backend, BlasKind::Blas, &left_stream)?;
+    let mut right = Handle::new(backend, BlasKind::Blas, &right_stream)?;
+    left.set_workspace(&left_memory, 0..bytes)?;
+    right.set_workspace(&right_memory, 0..bytes)?;
+    let product = |seed| Product::new(GemmShape::new(DataType::F32, 61, 53, 70), seed);
+    let products: Vec<_> = (0..8).map(product).collect();
+    let placed = products.iter().map(|product| product.place(backend)).collect::<Result<Vec<_>, _>>()?;
+    for _ in 0..5 {
+        for (product, pair) in products.chunks_exact(2).zip(placed.chunks_exact(2)) {
+            pair[0].gemm(&product[0], &mut left)?;
+            pair[1].gemm(&product[1], &mut right)?;
+        }
+    }
+    left_stream.synchronize()?;
+    right_stream.synchronize()?;
+    products.iter().zip(&placed).try_for_each(|(product, placed)| placed.check(product))
+}
+
+fn a_replaced_workspace_is_left_alone(backend: &dyn Backend) -> CaseResult {
+    let bytes = workspace_bytes(backend)?;
+    let (old, new) = (Block::filled(backend, bytes, 0)?, Block::new(backend, bytes)?);
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.set_workspace(&old, 0..bytes)?;
+    Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 4).prove(backend, &mut handle, &stream)?;
+    handle.set_workspace(&new, 0..bytes)?;
+    stream.set(old.all(), 0x5a)?;
+    for (seed, shape) in shapes().enumerate() {
+        Product::new(shape, seed as u64).prove(backend, &mut handle, &stream)?;
+    }
+    check!(old.read()?.iter().all(|&byte| byte == 0x5a), "products wrote to a workspace that was replaced");
+    Ok(())
+}
+
+fn binding_a_stream_unbinds_the_workspace(backend: &dyn Backend) -> CaseResult {
+    let bytes = workspace_bytes(backend)?;
+    let memory = Block::filled(backend, bytes, 0)?;
+    let (stream, other) = (Stream::new(backend)?, Stream::new(backend)?);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    for next in [&stream, &other] {
+        handle.set_workspace(&memory, 0..bytes)?;
+        handle.set_stream(next)?;
+        next.set(memory.all(), 0x77)?;
+        for (seed, shape) in shapes().enumerate() {
+            Product::new(shape, seed as u64).prove(backend, &mut handle, next)?;
+        }
+        let untouched = memory.read()?.iter().all(|&byte| byte == 0x77);
+        check!(untouched, "a workspace is still used after a stream was bound, which should have unbound it");
+    }
+    Ok(())
+}
+
+fn misaligned_workspaces_are_refused(backend: &dyn Backend) -> CaseResult {
+    let alignment = backend.capabilities(DEVICE)?.workspace_alignment;
+    let memory = Block::new(backend, 1 << 20)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let aligned = memory.ptr().get().next_multiple_of(alignment as u64);
+    for off in [1, 8, alignment as u64 / 2].into_iter().filter(|off| off % alignment as u64 != 0) {
+        let workspace = Workspace { ptr: DevicePtr::new(aligned + off), bytes: 4096 };
+        // SAFETY: inside `memory`, which lives longer than the handle; no product is enqueued.
+        let bound = unsafe { handle.raw_mut().set_workspace(Some(workspace)) };
+        check_error!(bound, InvalidArgument, "a workspace {off} bytes past an address aligned to {alignment}");
+    }
+    Ok(())
+}
+
+fn equal_bits(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let bytes = workspace_bytes(backend)?;
+    let memory = Block::new(backend, bytes)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
+    handle.offer_workspace(&memory, 0..bytes)?;
+    for (m, n, k) in [(16, 16, 16), (8, 8, 3000), (100, 90, 80)] {
+        let product = Product::new(GemmShape::new(data_type, m, n, k), 5).with_scale(0.9, 0.1);
+        let mut first: Option<Vec<u8>> = None;
+        for round in 0..4 {
+            let placed = product.place(backend)?;
+            placed.gemm(&product, &mut handle)?;
+            stream.synchronize()?;
+            let got = placed.bytes_of_c()?;
+            let same = first.get_or_insert_with(|| got.clone()) == &got;
+            check!(same, "call {round} of {m}x{n}x{k} gave other bits than the first");
+        }
+    }
+    Ok(())
+}
+
+fn equal_calls_give_equal_bits(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, DataType::F32)
+}
+
+fn equal_calls_give_equal_bits_f64(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, DataType::F64)
+}
+
+fn tf32_products_are_close(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.raw_mut().set_math_mode(MathMode::Tf32)?;
+    let shape = GemmShape::new(DataType::F32, 64, 64, 64);
+    Product::new(shape, 6).with_tf32().prove(backend, &mut handle, &stream)?;
+    // Back in the default mode every bit counts again.
+    handle.raw_mut().set_math_mode(MathMode::Default)?;
+    Product::new(shape, 6).prove(backend, &mut handle, &stream)
+}
+
+fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
+    /// A creation shorter than this cannot delay anybody by more.
+    const LONG: Duration = Duration::from_millis(20);
+    const CREATIONS: usize = 12;
+    let stream = Stream::new(backend)?;
+    let block = Block::new(backend, 4096)?;
+    let (creations, calls) = std::thread::scope(|scope| {
+        let creator = scope.spawn(|| -> highwater_core::Result<Vec<(Instant, Instant)>> {
+            (0..CREATIONS)
+                .map(|_| {
+                    let started = Instant::now();
+                    let handle = backend.create_blas_handle(DEVICE, &BlasOptions::new(BlasKind::Blas))?;
+                    let created = Instant::now();
+                    drop(handle);
+                    Ok((started, created))
+                })
+                .collect()
+        });
+        let mut calls = Vec::new();
+        while !creator.is_finished() {
+            let started = Instant::now();
+            stream.set(block.all(), 1)?;
+            stream.query()?;
+            calls.push((started, Instant::now()));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let creations = creator.join().map_err(|_| Failure::new("creating a handle panicked"))??;
+        Ok::<_, Failure>((creations, calls))
+    })?;
+    check_eq!(creations.len(), CREATIONS, "handles made");
+    for (begin, end) in creations.into_iter().filter(|(begin, end)| *end - *begin >= LONG) {
+        let inside = calls.iter().any(|(started, ended)| *started > begin && *ended < end);
+        check!(inside, "no call on a stream got through while a handle was made for {:?}", end - begin);
+    }
+    Ok(())
+}

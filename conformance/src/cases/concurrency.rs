@@ -1,0 +1,140 @@
+//! Calls from several threads at once.
+
+use highwater_core::{Backend, BlasKind, DataType, GemmShape};
+
+use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::device::{Block, Event, Handle, Pinned, Stream};
+use crate::matrix::Product;
+use crate::random::Random;
+
+cases! {
+    group "concurrency";
+    threads_with_their_own_streams: ["backend.concurrent", "copy.exact"];
+    threads_on_one_stream: ["backend.concurrent", "fill.exact"];
+    threads_that_make_and_destroy: ["backend.concurrent", "backend.live-objects"];
+    threads_that_multiply: ["backend.concurrent", "gemm.value"] needs [needs::has::gemm_f32];
+    a_thread_that_gets_errors_disturbs_nobody: ["backend.concurrent", "backend.ids-checked"];
+    objects_go_from_thread_to_thread: ["backend.concurrent"];
+}
+
+const THREADS: u64 = 4;
+
+/// Runs the function in several threads at once and gives the first failure.
+fn in_threads(run: impl Fn(u64) -> CaseResult + Sync) -> CaseResult {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                scope.spawn({
+                    let run = &run;
+                    move || run(thread)
+                })
+            })
+            .collect();
+        let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+        results.into_iter().try_for_each(|result| result.map_err(|_| Failure::new("a thread panicked"))?)
+    })
+}
+
+fn threads_with_their_own_streams(backend: &dyn Backend) -> CaseResult {
+    in_threads(|thread| {
+        let stream = Stream::new(backend)?;
+        let event = Event::new(backend)?;
+        for round in 0..20 {
+            let content = Random::new(thread << 32 | round).bytes(30_000);
+            let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, content.len())?);
+            let block = Block::new(backend, content.len())?;
+            stream.copy(block.all(), source.all())?;
+            stream.copy(target.all(), block.all())?;
+            stream.record(&event)?;
+            event.synchronize()?;
+            check!(target.read()? == content, "thread {thread} got other bytes back in round {round}");
+        }
+        Ok(())
+    })
+}
+
+fn threads_on_one_stream(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    in_threads(|thread| {
+        let byte = thread as u8 + 1;
+        let block = Block::filled(backend, 5000, 0)?;
+        for round in 0..50 {
+            stream.set(block.all(), 100 + byte)?;
+            stream.set(block.span(0..2500), byte)?;
+            stream.synchronize()?;
+            let got = block.read()?;
+            let right = got[..2500].iter().all(|&b| b == byte) && got[2500..].iter().all(|&b| b == 100 + byte);
+            check!(right, "thread {thread} on a stream of all threads saw other fills in round {round}");
+        }
+        Ok(())
+    })
+}
+
+fn threads_that_make_and_destroy(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    in_threads(|thread| {
+        for round in 0..50 {
+            let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+            let block = Block::new(backend, 1000 + 100 * thread as usize)?;
+            stream.set(block.all(), round)?;
+            stream.record(&event)?;
+            event.synchronize()?;
+            let stale = event.destroy()?;
+            check_error!(backend.query_event(stale), InvalidHandle, "query_event of an id that went stale");
+        }
+        Ok(())
+    })?;
+    let after = backend.live_objects();
+    check!(before == after, "live objects differ after {THREADS} threads: {before:?} before, {after:?} after");
+    Ok(())
+}
+
+fn threads_that_multiply(backend: &dyn Backend) -> CaseResult {
+    in_threads(|thread| {
+        let workspace = Block::new(backend, 1 << 20)?;
+        let stream = Stream::new(backend)?;
+        let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+        handle.offer_workspace(&workspace, 0..1 << 20)?;
+        for round in 0..6 {
+            let shape = GemmShape::new(DataType::F32, 30 + round, 40, 25 + 5 * thread as usize);
+            Product::new(shape, thread).with_scale(1.0, 0.5).prove(backend, &mut handle, &stream)?;
+        }
+        Ok(())
+    })
+}
+
+fn a_thread_that_gets_errors_disturbs_nobody(backend: &dyn Backend) -> CaseResult {
+    let stale = Stream::new(backend)?.destroy()?;
+    in_threads(|thread| {
+        let stream = Stream::new(backend)?;
+        let block = Block::filled(backend, 1000, 0)?;
+        for round in 0..100 {
+            if thread % 2 == 0 {
+                check_error!(backend.query_stream(stale), InvalidHandle, "query_stream of a stale id");
+                check_error!(backend.device_info(u32::MAX), InvalidArgument, "device_info of no device");
+            } else {
+                stream.set(block.all(), round)?;
+                stream.synchronize()?;
+            }
+        }
+        let expected = if thread % 2 == 0 { 0 } else { 99 };
+        check!(block.read()? == [expected; 1000], "thread {thread} lost its fills");
+        Ok(())
+    })
+}
+
+fn objects_go_from_thread_to_thread(backend: &dyn Backend) -> CaseResult {
+    // Each step in a new thread: none of them has made anything current before.
+    let step = |run: &(dyn Fn() -> CaseResult + Sync)| {
+        std::thread::scope(|scope| scope.spawn(run).join().map_err(|_| Failure::new("a thread panicked"))?)
+    };
+    let (stream, other, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+    let (block, copied) = (Block::filled(backend, 4096, 0)?, Block::filled(backend, 4096, 0)?);
+    step(&|| Ok(stream.set(block.all(), 1)?))?;
+    step(&|| Ok(stream.record(&event)?))?;
+    step(&|| Ok(other.wait(&event)?))?;
+    step(&|| Ok(other.copy(copied.all(), block.all())?))?;
+    step(&|| Ok(other.synchronize()?))?;
+    check!(copied.read()? == [1; 4096], "work enqueued by five threads did not run in order");
+    Ok(())
+}

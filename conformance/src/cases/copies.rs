@@ -1,0 +1,187 @@
+//! Copies: between device and page-locked memory, within a device, and between devices.
+
+use highwater_core::Backend;
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, cases, check, needs};
+use crate::device::{Block, DEVICE, Pinned, Stream};
+use crate::random::Random;
+
+cases! {
+    group "copies";
+    to_the_device_are_exact: ["copy.exact"];
+    to_the_host_are_exact: ["copy.exact"];
+    on_the_device_are_exact: ["copy.exact"];
+    within_one_block_are_exact: ["copy.exact"];
+    of_many_mebibytes_are_exact: ["copy.exact"];
+    between_devices_are_exact: ["copy.exact"] needs [needs::TWO_DEVICES, needs::has::peer_copy];
+    of_nothing_do_nothing: ["copy.zero"];
+    run_in_order: ["copy.ordered"];
+    run_after_pending_work: ["copy.ordered"];
+}
+
+/// Sizes, and where the ranges begin in source and destination.
+const RANGES: [(usize, usize, usize); 10] = [
+    (1, 0, 0),
+    (1, 3, 5),
+    (3, 1, 2),
+    (255, 0, 1),
+    (256, 256, 512),
+    (257, 13, 7),
+    (4096, 1, 0),
+    (4097, 0, 3),
+    (65_536, 64, 192),
+    ((1 << 20) + 3, 5, 9),
+];
+
+/// Room before and after a destination, to see what is written beside it.
+const MARGIN: usize = 600;
+
+/// Checks that `got` is `background` with `content` at `start`.
+fn arrived(got: &[u8], background: u8, start: usize, content: &[u8], what: &str) -> CaseResult {
+    let bytes = content.len();
+    check!(got[start..start + bytes] == *content, "{what}: {bytes} bytes to offset {start} arrived changed");
+    let beside = got[..start].iter().chain(&got[start + bytes..]).all(|&byte| byte == background);
+    check!(beside, "{what}: {bytes} bytes to offset {start} changed bytes beside them");
+    Ok(())
+}
+
+fn to_the_device_are_exact(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    for (bytes, from, to) in RANGES {
+        let content = Random::new(bytes as u64).bytes(from + bytes);
+        let source = Pinned::holding(backend, &content)?;
+        let target = Block::filled(backend, to + bytes + MARGIN, 0x11)?;
+        stream.copy(target.span(to..to + bytes), source.span(from..from + bytes))?;
+        stream.synchronize()?;
+        arrived(&target.read()?, 0x11, to, &content[from..], "host to device")?;
+        check!(source.read()? == content, "a copy to the device changed its source");
+    }
+    Ok(())
+}
+
+fn to_the_host_are_exact(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    for (bytes, from, to) in RANGES {
+        let content = Random::new(bytes as u64).bytes(from + bytes);
+        let source = Block::holding(backend, &content)?;
+        let target = Pinned::holding(backend, &vec![0x22; to + bytes + MARGIN])?;
+        stream.copy(target.span(to..to + bytes), source.span(from..from + bytes))?;
+        stream.synchronize()?;
+        arrived(&target.read()?, 0x22, to, &content[from..], "device to host")?;
+        check!(source.read()? == content, "a copy to the host changed its source");
+    }
+    Ok(())
+}
+
+fn on_the_device_are_exact(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        for (bytes, from, to) in RANGES {
+            let content = Random::new(bytes as u64).bytes(from + bytes);
+            let source = Block::on(backend, device, content.len())?;
+            source.write(0, &content)?;
+            let target = Block::filled_on(backend, device, to + bytes + MARGIN, 0x33)?;
+            stream.copy(target.span(to..to + bytes), source.span(from..from + bytes))?;
+            stream.synchronize()?;
+            arrived(&target.read()?, 0x33, to, &content[from..], "device to device")?;
+        }
+    }
+    Ok(())
+}
+
+fn within_one_block_are_exact(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let content = Random::new(11).bytes(1000);
+    let block = Block::filled(backend, 3000, 0x55)?;
+    block.write(0, &content)?;
+    stream.copy(block.span(1000..2000), block.span(0..1000))?;
+    stream.synchronize()?;
+    let got = block.read()?;
+    check!(got[..1000] == *content && got[1000..2000] == *content, "a copy to the next bytes arrived changed");
+    check!(got[2000..] == [0x55; 1000], "a copy to the next bytes wrote beyond them");
+    Ok(())
+}
+
+fn of_many_mebibytes_are_exact(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = (5 << 20) + 17;
+    let stream = Stream::new(backend)?;
+    let content = Random::new(12).bytes(BYTES);
+    let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, BYTES)?);
+    let (first, second) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
+    stream.copy(first.all(), source.all())?;
+    stream.copy(second.all(), first.all())?;
+    stream.copy(target.all(), second.all())?;
+    stream.synchronize()?;
+    check!(target.read()? == content, "{BYTES} bytes came back changed");
+    Ok(())
+}
+
+fn between_devices_are_exact(backend: &dyn Backend) -> CaseResult {
+    // On a stream of either device, in either direction.
+    for (on, from_device, to_device) in [(0, 0, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0)] {
+        let stream = Stream::on(backend, on)?;
+        for (bytes, from, to) in RANGES {
+            let content = Random::new(bytes as u64).bytes(from + bytes);
+            let source = Block::on(backend, from_device, content.len())?;
+            source.write(0, &content)?;
+            let target = Block::filled_on(backend, to_device, to + bytes + MARGIN, 0x66)?;
+            stream.copy(target.span(to..to + bytes), source.span(from..from + bytes))?;
+            stream.synchronize()?;
+            let what = format!("device {from_device} to device {to_device} on a stream of device {on}");
+            arrived(&target.read()?, 0x66, to, &content[from..], &what)?;
+        }
+    }
+    Ok(())
+}
+
+fn of_nothing_do_nothing(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let (block, other) = (Block::filled(backend, 256, 1)?, Block::filled(backend, 256, 2)?);
+    let pinned = Pinned::holding(backend, &[3; 256])?;
+    for at in [0, 100, 256] {
+        stream.copy(block.span(at..at), other.span(at..at))?;
+        stream.copy(block.span(at..at), pinned.span(at..at))?;
+        stream.copy(pinned.span(at..at), other.span(at..at))?;
+    }
+    stream.synchronize()?;
+    check!(
+        block.read()? == [1; 256] && other.read()? == [2; 256] && pinned.read()? == [3; 256],
+        "a copy of 0 bytes changed something"
+    );
+    Ok(())
+}
+
+fn run_in_order(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 100_000;
+    let stream = Stream::new(backend)?;
+    let content = Random::new(13).bytes(BYTES);
+    let blocks: Vec<Block<'_>> = (0..3).map(|_| Block::filled(backend, BYTES, 0)).collect::<Result<_, _>>()?;
+    let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, BYTES)?);
+    // Each copy needs the one before it; all are enqueued before the first can have finished them all.
+    stream.copy(blocks[0].all(), source.all())?;
+    for step in 0..99 {
+        stream.copy(blocks[(step + 1) % 3].all(), blocks[step % 3].all())?;
+    }
+    stream.copy(target.all(), blocks[0].all())?;
+    stream.synchronize()?;
+    check!(target.read()? == content, "a chain of 101 copies ended with other bytes than it began with");
+    Ok(())
+}
+
+fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToHost)?;
+    attempts("a copy waits for the work before it", |helpings| {
+        let block = Block::filled(backend, 4096, 0)?;
+        let (new, seen) = (Pinned::holding(backend, &[1; 4096])?, Pinned::holding(backend, &[9; 4096])?);
+        let stream = Stream::new(backend)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.copy(seen.all(), block.all())?;
+        stream.copy(block.all(), new.all())?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        check!(seen.read()? == [0; 4096], "a copy to the device overtook a copy to the host before it");
+        check!(block.read()? == [1; 4096], "a copy to the device did not arrive");
+        Ok(Attempt::seen(pending))
+    })
+}

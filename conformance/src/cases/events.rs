@@ -1,0 +1,464 @@
+//! Events: what a record marks, what a wait orders, and what is told about them.
+
+use std::time::{Duration, Instant};
+
+use highwater_core::{Backend, EventOptions};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::device::{Block, DEVICE, Event, Pinned, Stream};
+
+cases! {
+    group "events";
+    waits_order_streams: ["event.wait-orders"];
+    waits_order_a_chain_of_streams: ["event.wait-orders"];
+    waits_gather_several_streams: ["event.wait-orders"];
+    waits_order_rounds_of_two_streams: ["event.wait-orders", "event.record-moves"];
+    waits_order_devices: ["event.wait-orders"] needs [needs::TWO_DEVICES];
+    waits_ignore_work_after_the_record: ["event.wait-orders", "stream.independent"];
+    waits_ignore_later_records: ["event.wait-snapshot"];
+    waits_ignore_later_records_of_pending_streams: ["event.wait-snapshot"];
+    waits_keep_the_record_they_met: ["event.wait-snapshot", "event.wait-orders"];
+    waits_for_nothing_are_none: ["event.never-recorded"];
+    query_follows_the_record: ["event.query"];
+    query_ignores_work_after_the_record: ["event.query"];
+    query_of_a_fresh_event_is_complete: ["event.query-never-recorded"];
+    records_move_to_a_later_point: ["event.record-moves"];
+    records_move_to_another_stream: ["event.record-moves"];
+    records_on_another_device_are_refused: ["event.record-device"] needs [needs::TWO_DEVICES];
+    synchronize_shows_the_effects: ["event.synchronize"];
+    synchronize_ignores_work_after_the_record: ["event.synchronize"];
+    destroyed_events_keep_their_waits: ["event.destroy-pending"];
+    destroyed_events_are_stale: ["event.destroy-stale"];
+    elapsed_time_covers_the_work: ["event.elapsed"] needs [needs::has::event_timing];
+    elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [needs::has::event_timing];
+    elapsed_time_needs_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
+    elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
+}
+
+const BYTES: usize = 1 << 16;
+const OLD: u8 = 0x10;
+const NEW: u8 = 0x20;
+
+/// What a consumer that waited properly has read.
+fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
+    let got = copied.read()?;
+    let old = got.iter().filter(|&&byte| byte != NEW).count();
+    check!(old == 0, "{what}: {old} of {BYTES} bytes were read before the work that the stream was to wait for");
+    Ok(())
+}
+
+fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the producer was done before the consumer had its work", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        busy.enqueue(&producer, helpings)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        consumer.wait(&event)?;
+        consumer.copy(copied.all(), shared.all())?;
+        let outstanding = event.is_pending()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for an event")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the first stream was done before the last had its work", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let streams: Vec<Stream<'_>> = (0..4).map(|_| Stream::new(backend)).collect::<Result<_, _>>()?;
+        let events: Vec<Event<'_>> = (0..3).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
+        busy.enqueue(&streams[0], helpings)?;
+        streams[0].set(shared.all(), NEW)?;
+        for (pair, event) in streams.windows(2).zip(&events) {
+            pair[0].record(event)?;
+            pair[1].wait(event)?;
+        }
+        streams[3].copy(copied.all(), shared.all())?;
+        let outstanding = events[0].is_pending()?;
+        streams[3].synchronize()?;
+        read_new(&copied, "the last of four streams that wait for one another")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
+    let (up, down) = (Busy::new(backend, DEVICE, Direction::ToDevice)?, Busy::new(backend, DEVICE, Direction::ToHost)?);
+    attempts("the producers were done before the consumer had its work", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (left, right, consumer) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
+        let (left_done, right_done) = (Event::new(backend)?, Event::new(backend)?);
+        up.enqueue(&left, helpings)?;
+        down.enqueue(&right, helpings)?;
+        left.set(shared.span(0..BYTES / 2), NEW)?;
+        right.set(shared.span(BYTES / 2..BYTES), NEW)?;
+        left.record(&left_done)?;
+        right.record(&right_done)?;
+        consumer.wait(&left_done)?;
+        consumer.wait(&right_done)?;
+        consumer.copy(copied.all(), shared.all())?;
+        let outstanding = left_done.is_pending()? && right_done.is_pending()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for two events")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn waits_order_rounds_of_two_streams(backend: &dyn Backend) -> CaseResult {
+    const ROUNDS: u8 = 100;
+    let (ping, pong) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (ready, taken) = (Event::new(backend)?, Event::new(backend)?);
+    let shared = Block::filled(backend, BYTES, 0)?;
+    let copied = Block::filled(backend, BYTES * usize::from(ROUNDS), 0)?;
+    // One event per direction, recorded again in every round: each wait must mean the record before it.
+    for round in 0..ROUNDS {
+        ping.wait(&taken)?;
+        ping.set(shared.all(), round + 1)?;
+        ping.record(&ready)?;
+        pong.wait(&ready)?;
+        let start = BYTES * usize::from(round);
+        pong.copy(copied.span(start..start + BYTES), shared.all())?;
+        pong.record(&taken)?;
+    }
+    pong.synchronize()?;
+    for (round, got) in (0..ROUNDS).zip(copied.read()?.chunks_exact(BYTES)) {
+        check!(got.iter().all(|&byte| byte == round + 1), "round {round} of {ROUNDS} read what another round wrote");
+    }
+    Ok(())
+}
+
+fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
+    for (from, to) in [(0, 1), (1, 0)] {
+        let busy = Busy::new(backend, from, Direction::ToDevice)?;
+        attempts("the producer was done before the consumer had its work", |helpings| {
+            let source = Block::filled_on(backend, from, BYTES, NEW)?;
+            // The bytes travel over the host, so that the case needs no copy between devices.
+            let between = Pinned::holding(backend, &[OLD; BYTES])?;
+            let (producer, consumer) = (Stream::on(backend, from)?, Stream::on(backend, to)?);
+            let (copied, event) = (Block::filled_on(backend, to, BYTES, OLD)?, Event::on(backend, from)?);
+            busy.enqueue(&producer, helpings)?;
+            producer.copy(between.all(), source.all())?;
+            producer.record(&event)?;
+            consumer.wait(&event)?;
+            consumer.copy(copied.all(), between.all())?;
+            let outstanding = event.is_pending()?;
+            consumer.synchronize()?;
+            read_new(&copied, &format!("a stream of device {to} that waits for an event of device {from}"))?;
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
+fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("a wait is for more than the work before the record", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        busy.enqueue(&producer, helpings)?;
+        consumer.wait(&event)?;
+        consumer.copy(copied.all(), shared.all())?;
+        consumer.synchronize()?;
+        let outstanding = producer.is_pending()?;
+        read_new(&copied, "a stream that waits for an event")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("a wait is for a record that was made after it", |helpings| {
+        let (occupied, waiting, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        occupied.record(&event)?;
+        occupied.synchronize()?;
+        waiting.wait(&event)?;
+        busy.enqueue(&occupied, helpings)?;
+        occupied.record(&event)?;
+        waiting.synchronize()?;
+        Ok(Attempt::seen(occupied.is_pending()?))
+    })
+}
+
+fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseResult {
+    let (up, down) = (Busy::new(backend, DEVICE, Direction::ToDevice)?, Busy::new(backend, DEVICE, Direction::ToHost)?);
+    attempts("a wait looks at the event when the stream gets there, not when it was called", |helpings| {
+        let (occupied, waiting, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        occupied.record(&event)?;
+        occupied.synchronize()?;
+        // The stream gets to its wait only after the event was recorded again.
+        down.enqueue(&waiting, helpings)?;
+        waiting.wait(&event)?;
+        up.enqueue(&occupied, helpings * 4)?;
+        occupied.record(&event)?;
+        let not_there_yet = waiting.is_pending()?;
+        waiting.synchronize()?;
+        Ok(Attempt::seen(not_there_yet && occupied.is_pending()?))
+    })
+}
+
+fn waits_keep_the_record_they_met(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the producer was done before the consumer had its work", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer, other) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
+        let event = Event::new(backend)?;
+        busy.enqueue(&producer, helpings)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        consumer.wait(&event)?;
+        consumer.copy(copied.all(), shared.all())?;
+        // Moves the event to a point that is reached at once: the wait above must not be let go by it.
+        other.record(&event)?;
+        let outstanding = producer.is_pending()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for an event that was recorded elsewhere since")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn waits_for_nothing_are_none(backend: &dyn Backend) -> CaseResult {
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let block = Block::filled(backend, BYTES, OLD)?;
+    stream.wait(&event)?;
+    stream.set(block.all(), NEW)?;
+    stream.synchronize()?;
+    read_new(&block, "a stream that waits for an event that was never recorded")
+}
+
+fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    attempts("an event is never seen pending", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&event)?;
+        let pending = event.is_pending()?;
+        while event.is_pending()? {
+            std::thread::yield_now();
+        }
+        check!(stream.query()?.is_complete() || stream.synchronize().is_ok(), "the stream failed");
+        check!(event.query()?.is_complete(), "an event went from complete to pending with nothing recorded");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn query_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    attempts("an event is pending for work after its record", |helpings| {
+        stream.record(&event)?;
+        busy.enqueue(&stream, helpings)?;
+        while event.is_pending()? {
+            std::thread::yield_now();
+        }
+        let outstanding = stream.is_pending()?;
+        stream.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn query_of_a_fresh_event_is_complete(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        check!(Event::on(backend, device)?.query()?.is_complete(), "an event that was never recorded is pending");
+    }
+    Ok(())
+}
+
+fn records_move_to_a_later_point(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    attempts("an event that was recorded again is not pending", |helpings| {
+        stream.record(&event)?;
+        stream.synchronize()?;
+        check!(event.query()?.is_complete(), "an event is pending after its stream was synchronised");
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&event)?;
+        let pending = event.is_pending()?;
+        event.synchronize()?;
+        check!(event.query()?.is_complete(), "an event is pending after it was synchronised");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn records_move_to_another_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, idle, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+    attempts("an event is pending for an earlier record on another stream", |helpings| {
+        busy.enqueue(&occupied, helpings)?;
+        occupied.record(&event)?;
+        idle.record(&event)?;
+        idle.synchronize()?;
+        event.synchronize()?;
+        let complete = event.query()?.is_complete();
+        let outstanding = occupied.is_pending()?;
+        check!(complete || !outstanding, "an event is pending though the stream of its latest record is idle");
+        occupied.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn records_on_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
+    for (of, on) in [(0, 1), (1, 0)] {
+        let (event, stream) = (Event::on(backend, of)?, Stream::on(backend, on)?);
+        check_error!(stream.record(&event), WrongDevice, "a record of an event of device {of} on device {on}");
+        check!(event.query()?.is_complete(), "a refused record left its mark on the event");
+    }
+    Ok(())
+}
+
+fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the copy was done before it was waited for", |helpings| {
+        let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[OLD; BYTES])?);
+        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        busy.enqueue(&stream, helpings)?;
+        stream.set(block.all(), NEW)?;
+        stream.copy(pinned.all(), block.all())?;
+        stream.record(&event)?;
+        let pending = event.is_pending()?;
+        event.synchronize()?;
+        // SAFETY: the event was synchronised; that this means what it says is what the case shows.
+        let got = unsafe { pinned.read_now() };
+        check!(got == [NEW; BYTES], "the CPU does not see what was done before an event that was synchronised");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    attempts("synchronising an event waits for work after its record", |helpings| {
+        stream.record(&event)?;
+        busy.enqueue(&stream, helpings)?;
+        event.synchronize()?;
+        let outstanding = stream.is_pending()?;
+        stream.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn destroyed_events_keep_their_waits(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the producer was done before the consumer had its work", |helpings| {
+        let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
+        let event = Event::new(backend)?;
+        busy.enqueue(&producer, helpings)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        consumer.wait(&event)?;
+        event.destroy()?;
+        // Another event may take the place of the destroyed one.
+        let successor = Event::new(backend)?;
+        consumer.record(&successor)?;
+        consumer.copy(copied.all(), shared.all())?;
+        let outstanding = producer.is_pending()?;
+        consumer.synchronize()?;
+        read_new(&copied, "a stream that waits for an event that was destroyed since")?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn destroyed_events_are_stale(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let event = Event::new(backend)?;
+    stream.record(&event)?;
+    let stale = event.destroy()?;
+    check_error!(backend.destroy_event(stale), InvalidHandle, "a second destroy_event");
+    check_error!(backend.query_event(stale), InvalidHandle, "query_event after destroy_event");
+    check_error!(backend.stream_wait_event(stream.id(), stale), InvalidHandle, "a wait for a destroyed event");
+    Ok(())
+}
+
+fn timed(backend: &dyn Backend) -> Result<Event<'_>, Failure> {
+    Ok(Event::with_options(backend, DEVICE, &EventOptions::new().with_timing())?)
+}
+
+fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let (start, end) = (timed(backend)?, timed(backend)?);
+    // A device may note the time of a record a while before it says that the record was reached, longer than usual when
+    // the machine is busy. So one time that seems too short proves nothing, but one in each attempt does.
+    let mut short = None;
+    let outcome = attempts("the work between two records was over before it could be timed", |helpings| {
+        let called = Instant::now();
+        stream.record(&start)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&end)?;
+        // The device was past the first record at `begun` and not yet past the second at `running`, so it spent at
+        // least the time between them.
+        start.synchronize()?;
+        let begun = Instant::now();
+        let mut running = begun;
+        loop {
+            let now = Instant::now();
+            if !end.is_pending()? {
+                break;
+            }
+            running = now;
+        }
+        let over = called.elapsed();
+        let elapsed = Duration::from_nanos(backend.event_elapsed_ns(start.id(), end.id())?);
+        let least = running - begun;
+        // The clocks of device and CPU drift, and that of a device counts in steps of up to a microsecond.
+        let enough = elapsed + elapsed / 100 + Duration::from_micros(2) >= least;
+        if !enough {
+            short = Some(Failure::new(format!(
+                "{elapsed:?} between two records, but the work between them took at least {least:?}"
+            )));
+        }
+        check!(
+            elapsed <= over + over / 100 + Duration::from_millis(1),
+            "{elapsed:?} between two records, but all was over after {over:?}"
+        );
+        check!(backend.event_elapsed_ns(start.id(), start.id())? == 0, "time passed between a record and itself");
+        Ok(Attempt::seen(enough && least >= Busy::TIME / 4))
+    });
+    outcome.map_err(|failure| short.unwrap_or(failure))
+}
+
+fn elapsed_time_needs_timing(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let (with, without) = (timed(backend)?, Event::new(backend)?);
+    stream.record(&with)?;
+    stream.record(&without)?;
+    stream.synchronize()?;
+    let elapsed = |a: &Event<'_>, b: &Event<'_>| backend.event_elapsed_ns(a.id(), b.id());
+    check_error!(elapsed(&with, &without), InvalidArgument, "elapsed time to an event without timing");
+    check_error!(elapsed(&without, &with), InvalidArgument, "elapsed time from an event without timing");
+    Ok(())
+}
+
+fn elapsed_time_needs_records(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let (recorded, never) = (timed(backend)?, timed(backend)?);
+    stream.record(&recorded)?;
+    stream.synchronize()?;
+    let elapsed = |a: &Event<'_>, b: &Event<'_>| backend.event_elapsed_ns(a.id(), b.id());
+    check_error!(elapsed(&recorded, &never), InvalidArgument, "elapsed time to an event that was never recorded");
+    check_error!(elapsed(&never, &recorded), InvalidArgument, "elapsed time from an event that was never recorded");
+    Ok(())
+}
+
+fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let (start, end) = (timed(backend)?, timed(backend)?);
+    attempts("the second record was reached before it was asked for", |helpings| {
+        stream.record(&start)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&end)?;
+        let asked = backend.event_elapsed_ns(start.id(), end.id());
+        let outstanding = end.is_pending()?;
+        stream.synchronize()?;
+        if outstanding {
+            check_error!(asked, InvalidState, "elapsed time to a record that was not reached");
+        }
+        Ok(Attempt::seen(outstanding))
+    })
+}

@@ -1,0 +1,105 @@
+//! Fills: each width of pattern, exactly as many elements as asked for.
+
+use highwater_core::{Backend, FillPattern};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, cases, check};
+use crate::device::{Block, DEVICE, Stream};
+
+cases! {
+    group "fills";
+    write_bytes: ["fill.exact"];
+    write_halves: ["fill.exact"];
+    write_words: ["fill.exact"];
+    write_every_byte_of_a_pattern: ["fill.exact"];
+    of_nothing_do_nothing: ["fill.zero"];
+    run_in_order: ["fill.ordered"];
+    run_after_pending_work: ["fill.ordered"];
+}
+
+/// Fills ranges of a block and compares the whole block with the same done on the CPU.
+fn exact(backend: &dyn Backend, pattern: FillPattern, element: &[u8]) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let width = pattern.bytes();
+    for (first, count) in [(0, 1), (1, 1), (3, 2), (5, 63), (64, 64), (7, 1000), (1, 4095), (16, 65_536)] {
+        let bytes = (first + count + 37) * width;
+        let block = Block::filled(backend, bytes, 0xee)?;
+        let mut expected = vec![0xee; bytes];
+        let range = first * width..(first + count) * width;
+        expected[range.clone()].chunks_exact_mut(width).for_each(|chunk| chunk.copy_from_slice(element));
+        stream.fill(block.span(range), pattern)?;
+        stream.synchronize()?;
+        let got = block.read()?;
+        let wrong = (0..bytes).find(|&at| got[at] != expected[at]);
+        check!(
+            wrong.is_none(),
+            "a fill of {count} elements of {width} bytes at element {first}: byte {wrong:?} is wrong"
+        );
+    }
+    Ok(())
+}
+
+fn write_bytes(backend: &dyn Backend) -> CaseResult {
+    exact(backend, FillPattern::U8(0xa7), &[0xa7])
+}
+
+fn write_halves(backend: &dyn Backend) -> CaseResult {
+    exact(backend, FillPattern::U16(0xbeef), &0xbeef_u16.to_ne_bytes())
+}
+
+fn write_words(backend: &dyn Backend) -> CaseResult {
+    exact(backend, FillPattern::U32(0x0123_4567), &0x0123_4567_u32.to_ne_bytes())
+}
+
+fn write_every_byte_of_a_pattern(backend: &dyn Backend) -> CaseResult {
+    // A pattern whose bytes are equal may take another path in a driver than one whose bytes differ.
+    for word in [0_u32, u32::MAX, 0x5555_5555, 0x0000_00ff, 0xff00_0000, 0x00ff_00ff] {
+        exact(backend, FillPattern::U32(word), &word.to_ne_bytes())?;
+        exact(backend, FillPattern::U16(word as u16), &(word as u16).to_ne_bytes())?;
+    }
+    Ok(())
+}
+
+fn of_nothing_do_nothing(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let block = Block::filled(backend, 256, 3)?;
+    for pattern in [FillPattern::U8(9), FillPattern::U16(9), FillPattern::U32(9)] {
+        for start in [0, 128, 256] {
+            stream.fill(block.span(start..start), pattern)?;
+        }
+    }
+    stream.synchronize()?;
+    check!(block.read()? == [3; 256], "a fill of 0 elements wrote something");
+    Ok(())
+}
+
+fn run_in_order(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let block = Block::filled(backend, 1 << 20, 0)?;
+    for byte in 1..=200 {
+        stream.set(block.all(), byte)?;
+    }
+    // A smaller last fill could overtake the large ones.
+    stream.set(block.span(0..64), 201)?;
+    stream.synchronize()?;
+    let got = block.read()?;
+    check!(got[..64] == [201; 64], "the last fill is not what stands at the beginning");
+    check!(got[64..].iter().all(|&byte| byte == 200), "the last but one fill is not what stands after it");
+    Ok(())
+}
+
+fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("a fill waits for the work before it", |helpings| {
+        let (source, copied) = (Block::filled(backend, 4096, 1)?, Block::filled(backend, 4096, 0)?);
+        let stream = Stream::new(backend)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.copy(copied.all(), source.all())?;
+        stream.set(source.all(), 2)?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        check!(copied.read()? == [1; 4096], "a fill overtook a copy that was enqueued before it");
+        check!(source.read()? == [2; 4096], "a fill did not arrive");
+        Ok(Attempt::seen(pending))
+    })
+}

@@ -1,0 +1,252 @@
+//! Matrix products: values, shapes, factors, batches.
+
+use highwater_core::{Backend, BlasKind, DataType, GemmShape, StridedBatch};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, cases, check, needs};
+use crate::device::{DEVICE, Event, Handle, Stream};
+use crate::matrix::Product;
+
+cases! {
+    group "gemm";
+    multiplies_f32: ["gemm.value"] needs [needs::has::gemm_f32];
+    multiplies_f64: ["gemm.value"] needs [needs::has::gemm_f64];
+    multiplies_f16: ["gemm.value"] needs [needs::has::gemm_f16];
+    multiplies_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+    multiplies_larger_f32: ["gemm.value"] needs [needs::has::gemm_f32];
+    multiplies_larger_f64: ["gemm.value"] needs [needs::has::gemm_f64];
+    transposes_f32: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f32];
+    transposes_f64: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f64];
+    keeps_the_gaps_of_leading_dimensions_f32: ["gemm.leading-dimension"] needs [needs::has::gemm_f32];
+    keeps_the_gaps_of_leading_dimensions_f64: ["gemm.leading-dimension"] needs [needs::has::gemm_f64];
+    scales_the_product: ["gemm.value"] needs [needs::has::gemm_f32];
+    adds_the_old_c_f32: ["gemm.beta"] needs [needs::has::gemm_f32];
+    adds_the_old_c_f64: ["gemm.beta"] needs [needs::has::gemm_f64];
+    ignores_the_old_c_with_beta_zero: ["gemm.beta-zero"] needs [needs::has::gemm_f32];
+    ignores_the_old_c_with_beta_zero_f64: ["gemm.beta-zero"] needs [needs::has::gemm_f64];
+    ignores_the_factors_with_alpha_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
+    ignores_the_factors_with_k_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
+    writes_zeros_with_alpha_and_beta_zero: ["gemm.alpha-zero", "gemm.beta-zero"] needs [needs::has::gemm_f32];
+    writes_nothing_for_empty_products: ["gemm.empty"] needs [needs::has::gemm_f32];
+    writes_nothing_for_empty_batches: ["gemm.empty"] needs [needs::has::gemm_f32, needs::has::strided_batch];
+    multiplies_batches_f32: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
+    multiplies_batches_f64: ["gemm.strided-batch"] needs [needs::has::gemm_f64, needs::has::strided_batch];
+    shares_factors_in_a_batch: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
+    multiplies_transposed_batches_with_gaps: ["gemm.strided-batch", "gemm.transpose", "gemm.leading-dimension"]
+        needs [needs::has::gemm_f32, needs::has::strided_batch];
+    returns_at_once: ["gemm.asynchronous"] needs [needs::has::gemm_f32];
+}
+
+/// Sizes (m, n, k) around the borders of what kernels take at once.
+const SIZES: [(usize, usize, usize); 10] = [
+    (1, 1, 1),
+    (2, 3, 4),
+    (1, 17, 5),
+    (17, 1, 5),
+    (16, 16, 16),
+    (31, 33, 32),
+    (33, 31, 65),
+    (64, 1, 64),
+    (5, 7, 200),
+    (64, 48, 32),
+];
+
+/// Runs and checks products with a handle that uses its own workspace.
+fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    for product in products {
+        product.prove(backend, &mut handle, &stream)?;
+    }
+    Ok(())
+}
+
+/// Products of every size of [`SIZES`].
+fn sizes(data_type: DataType) -> impl Iterator<Item = Product> {
+    let shape = move |(m, n, k)| GemmShape::new(data_type, m, n, k);
+    SIZES.into_iter().enumerate().map(move |(seed, size)| Product::new(shape(size), seed as u64))
+}
+
+/// The four combinations of transposed factors of one product.
+fn transposed(shape: GemmShape) -> [GemmShape; 4] {
+    [shape, shape.with_transposed_a(), shape.with_transposed_b(), shape.with_transposed_a().with_transposed_b()]
+}
+
+/// The same shape with gaps in each matrix.
+fn padded(shape: GemmShape) -> GemmShape {
+    shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 8, shape.ldc + 5)
+}
+
+fn multiplies_f32(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(DataType::F32))
+}
+
+fn multiplies_f64(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(DataType::F64))
+}
+
+fn multiplies_f16(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(DataType::F16))
+}
+
+fn multiplies_bf16(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(DataType::Bf16))
+}
+
+fn multiplies_larger_f32(backend: &dyn Backend) -> CaseResult {
+    prove(backend, [Product::new(GemmShape::new(DataType::F32, 130, 117, 150), 21).with_scale(0.7, -1.3)])
+}
+
+fn multiplies_larger_f64(backend: &dyn Backend) -> CaseResult {
+    prove(backend, [Product::new(GemmShape::new(DataType::F64, 117, 130, 150), 22).with_scale(0.7, -1.3)])
+}
+
+fn transposes(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shapes = [(17, 9, 33), (4, 64, 8), (65, 3, 20)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+    prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
+}
+
+fn transposes_f32(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, DataType::F32)
+}
+
+fn transposes_f64(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, DataType::F64)
+}
+
+fn keeps_gaps(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shapes = [(13, 6, 10), (1, 20, 3), (32, 32, 32)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+    let shapes = shapes.into_iter().flat_map(transposed).map(padded);
+    prove(backend, shapes.flat_map(|shape| [0.0, 0.5].map(|beta| Product::new(shape, 41).with_scale(1.5, beta))))
+}
+
+fn keeps_the_gaps_of_leading_dimensions_f32(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, DataType::F32)
+}
+
+fn keeps_the_gaps_of_leading_dimensions_f64(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, DataType::F64)
+}
+
+fn scales_the_product(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 20, 30, 40);
+    prove(backend, [-1.0, 0.3, 2.0, 1e-3, 1e6].map(|alpha| Product::new(shape, 51).with_scale(alpha, 0.0)))
+}
+
+fn adds_the_old_c(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shape = GemmShape::new(data_type, 19, 27, 11);
+    let scales = [(1.0, 1.0), (1.0, -1.0), (0.5, 0.3), (-2.0, 1e3)];
+    prove(backend, scales.map(|(alpha, beta)| Product::new(shape, 61).with_scale(alpha, beta)))
+}
+
+fn adds_the_old_c_f32(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, DataType::F32)
+}
+
+fn adds_the_old_c_f64(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, DataType::F64)
+}
+
+fn ignores_nan_in_c(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shapes = transposed(GemmShape::new(data_type, 12, 33, 7)).map(padded);
+    prove(backend, shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, 0.0).with_nan_in_c()))
+}
+
+fn ignores_the_old_c_with_beta_zero(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, DataType::F32)
+}
+
+fn ignores_the_old_c_with_beta_zero_f64(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, DataType::F64)
+}
+
+fn ignores_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 15, 14, 13);
+    let scales = [1.0, -0.5, 3.0];
+    prove(backend, scales.map(|beta| Product::new(shape, 81).with_scale(0.0, beta).with_nan_in_factors()))
+}
+
+fn ignores_the_factors_with_k_zero(backend: &dyn Backend) -> CaseResult {
+    let shapes = transposed(GemmShape::new(DataType::F32, 9, 10, 0));
+    prove(
+        backend,
+        shapes.into_iter().flat_map(|shape| [1.0, 0.5, 0.0].map(|beta| Product::new(shape, 91).with_scale(2.0, beta))),
+    )
+}
+
+fn writes_zeros_with_alpha_and_beta_zero(backend: &dyn Backend) -> CaseResult {
+    let shape = padded(GemmShape::new(DataType::F32, 15, 14, 13));
+    prove(backend, [Product::new(shape, 101).with_scale(0.0, 0.0).with_nan_in_c().with_nan_in_factors()])
+}
+
+fn writes_nothing_for_empty_products(backend: &dyn Backend) -> CaseResult {
+    // Beta would scale C if there were any of it; the memory at C's address is guard bytes.
+    let sizes = [(0, 5, 5), (5, 0, 5), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0)];
+    let shapes = sizes.map(|(m, n, k)| GemmShape::new(DataType::F32, m, n, k).with_leading_dimensions(8, 8, 8));
+    prove(backend, shapes.map(|shape| Product::new(shape, 111).with_scale(1.0, 0.5)))
+}
+
+fn writes_nothing_for_empty_batches(backend: &dyn Backend) -> CaseResult {
+    let batch = StridedBatch { count: 0, stride_a: 20, stride_b: 30, stride_c: 40 };
+    prove(backend, [Product::new(GemmShape::new(DataType::F32, 4, 5, 6).with_batch(batch), 112)])
+}
+
+/// Batches of three sizes with room between the matrices.
+fn batches(shape: GemmShape) -> [GemmShape; 3] {
+    let one = shape.extents("conformance").expect("a valid shape");
+    [(1, 0), (3, 0), (8, 11)].map(|(count, gap)| {
+        let (stride_a, stride_b, stride_c) = (one.a + gap, one.b + 2 * gap, one.c + gap);
+        shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c })
+    })
+}
+
+fn multiplies_batches(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shapes = [(5, 6, 7), (16, 16, 16), (33, 2, 9)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+    let shapes = shapes.into_iter().flat_map(batches);
+    prove(backend, shapes.flat_map(|shape| [0.0, 0.75].map(|beta| Product::new(shape, 121).with_scale(1.5, beta))))
+}
+
+fn multiplies_batches_f32(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, DataType::F32)
+}
+
+fn multiplies_batches_f64(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, DataType::F64)
+}
+
+fn shares_factors_in_a_batch(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 12, 10, 8);
+    let strides = [(0, 80), (96, 0), (0, 0)];
+    prove(
+        backend,
+        strides.map(|(stride_a, stride_b)| {
+            Product::new(shape.with_batch(StridedBatch { count: 5, stride_a, stride_b, stride_c: 120 }), 131)
+        }),
+    )
+}
+
+fn multiplies_transposed_batches_with_gaps(backend: &dyn Backend) -> CaseResult {
+    let shapes = transposed(GemmShape::new(DataType::F32, 9, 14, 6)).map(padded);
+    prove(backend, shapes.into_iter().flat_map(batches).map(|shape| Product::new(shape, 141).with_scale(-1.0, 0.5)))
+}
+
+fn returns_at_once(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 151);
+    let placed = product.place(backend)?;
+    // The first product may load kernels, which is not what is asked here.
+    placed.gemm(&product, &mut handle)?;
+    stream.synchronize()?;
+    attempts("a product waits for the work before it", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
+        placed.gemm(&product, &mut handle)?;
+        let outstanding = before.is_pending()?;
+        stream.synchronize()?;
+        check!(stream.query()?.is_complete(), "the stream is pending after it was synchronised");
+        placed.check(&product)?;
+        Ok(Attempt::seen(outstanding))
+    })
+}

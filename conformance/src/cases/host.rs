@@ -1,0 +1,178 @@
+//! Page-locked host memory.
+
+use highwater_core::{Backend, HostMemoryKind, HostOptions, HostPtr};
+
+use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, Pages, Pinned, Registered, Stream};
+use crate::random::Random;
+
+cases! {
+    group "host";
+    memory_is_usable_by_the_cpu: ["host.usable"];
+    memory_is_usable_by_every_device: ["host.usable"];
+    addresses_are_aligned: ["host.aligned"];
+    zero_bytes_are_refused: ["host.zero"];
+    more_than_there_is_is_refused: ["host.exhausted"];
+    freed_blocks_are_not_counted: ["host.free-counts"];
+    device_address_is_the_host_address: ["host.device-address"] needs [needs::has::host_address_is_device_address];
+    write_combined_memory_is_usable: ["host.usable", "host.aligned"] needs [needs::has::write_combined];
+    registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [needs::has::host_register];
+    registered_memory_does_not_overlap: ["host.register-overlap"] needs [needs::has::host_register];
+    unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [needs::has::host_register];
+}
+
+const SIZES: [usize; 8] = [1, 63, 64, 65, 4095, 4096, 4097, (3 << 20) + 5];
+
+fn memory_is_usable_by_the_cpu(backend: &dyn Backend) -> CaseResult {
+    let mut blocks = Vec::new();
+    for bytes in SIZES {
+        let content = Random::new(bytes as u64).bytes(bytes);
+        blocks.push((Pinned::holding(backend, &content)?, content));
+    }
+    for (pinned, content) in &blocks {
+        check!(pinned.read()? == *content, "{} page-locked bytes are not what was written", content.len());
+    }
+    Ok(())
+}
+
+/// Sends bytes of host memory to every device and back to another block.
+fn travels(backend: &dyn Backend, source: crate::device::Span<'_>, content: &[u8]) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        let block = Block::on(backend, device, content.len())?;
+        let back = Pinned::new(backend, content.len())?;
+        stream.copy(block.all(), source)?;
+        stream.copy(back.all(), block.all())?;
+        stream.synchronize()?;
+        check!(back.read()? == content, "{} bytes came back changed from device {device}", content.len());
+    }
+    Ok(())
+}
+
+fn memory_is_usable_by_every_device(backend: &dyn Backend) -> CaseResult {
+    for bytes in SIZES {
+        let content = Random::new(bytes as u64).bytes(bytes);
+        let pinned = Pinned::holding(backend, &content)?;
+        travels(backend, pinned.all(), &content)?;
+    }
+    Ok(())
+}
+
+fn addresses_are_aligned(backend: &dyn Backend) -> CaseResult {
+    let mut alive = Vec::new();
+    for bytes in SIZES.iter().chain(&SIZES).copied() {
+        let pinned = Pinned::new(backend, bytes)?;
+        let address = pinned.ptr().address();
+        check!(address.is_multiple_of(64), "{bytes} page-locked bytes at {address:#x}, which is no multiple of 64");
+        alive.push(pinned);
+    }
+    Ok(())
+}
+
+fn zero_bytes_are_refused(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    check_error!(backend.host_allocator().allocate(0, &HostOptions::new()), InvalidArgument, "allocate of 0 bytes");
+    check_eq!(backend.live_objects(), before, "live objects after a refused call");
+    Ok(())
+}
+
+fn more_than_there_is_is_refused(backend: &dyn Backend) -> CaseResult {
+    // More than any process can address.
+    const BYTES: usize = 1 << 48;
+    let before = backend.live_objects();
+    let allocator = backend.host_allocator();
+    check_error!(allocator.allocate(BYTES, &HostOptions::new()), OutOfMemory, "allocate of {BYTES} bytes");
+    check_eq!(backend.live_objects(), before, "live objects after a refused call");
+    let content = Random::new(5).bytes(4096);
+    travels(backend, Pinned::holding(backend, &content)?.all(), &content)
+}
+
+fn freed_blocks_are_not_counted(backend: &dyn Backend) -> CaseResult {
+    let counted = || backend.live_objects().host_allocations;
+    let none = counted();
+    let (first, second) = (Pinned::new(backend, 100)?, Pinned::new(backend, 100)?);
+    check_eq!(counted(), none + 2, "page-locked blocks with two allocated");
+    drop(first);
+    check_eq!(counted(), none + 1, "page-locked blocks with one of two freed");
+    drop(second);
+    check_eq!(counted(), none, "page-locked blocks with both freed");
+    Ok(())
+}
+
+fn device_address_is_the_host_address(backend: &dyn Backend) -> CaseResult {
+    let pinned = Pinned::new(backend, 4096)?;
+    for device in 0..backend.device_count() {
+        if backend.capabilities(device)?.host_address_is_device_address {
+            let address = backend.host_allocator().device_address(pinned.ptr(), device)?;
+            check_eq!(address.get(), pinned.ptr().address() as u64, "address of page-locked memory on device {device}");
+        }
+    }
+    Ok(())
+}
+
+fn write_combined_memory_is_usable(backend: &dyn Backend) -> CaseResult {
+    let options = HostOptions::new().with_kind(HostMemoryKind::WriteCombined);
+    let content = Random::new(6).bytes(10_000);
+    let pinned = Pinned::with_options(backend, content.len(), &options)?;
+    check!(pinned.ptr().address().is_multiple_of(64), "write-combined memory is not aligned");
+    pinned.write(&content)?;
+    travels(backend, pinned.all(), &content)?;
+    check!(pinned.read()? == content, "the CPU does not read what it wrote to write-combined memory");
+    Ok(())
+}
+
+fn registered_memory_is_usable(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 18;
+    let before = backend.live_objects().host_allocations;
+    let content = Random::new(7).bytes(BYTES);
+    let mut registered = Registered::new(backend, &content)?;
+    check_eq!(backend.live_objects().host_allocations, before + 1, "page-locked blocks with one registered");
+    travels(backend, registered.all(), &content)?;
+    let block = Block::filled(backend, BYTES, 0x3c)?;
+    let stream = Stream::new(backend)?;
+    stream.copy(registered.all(), block.all())?;
+    stream.synchronize()?;
+    check!(registered.read()? == [0x3c; BYTES], "a copy to registered memory did not arrive");
+    registered.unregister()?;
+    check_eq!(backend.live_objects().host_allocations, before, "page-locked blocks after unregister");
+    check!(registered.memory().bytes() == [0x3c; BYTES], "registered memory lost its bytes when it was unregistered");
+    Ok(())
+}
+
+fn registered_memory_does_not_overlap(backend: &dyn Backend) -> CaseResult {
+    let content = Random::new(8).bytes(1 << 17);
+    let registered = Registered::new(backend, &content)?;
+    let (start, bytes) = (registered.memory().ptr(), registered.memory().len());
+    let before = backend.live_objects();
+    // SAFETY: inside the pages, which live until after the calls. A call that succeeds against the promise fails the
+    // case; the registration that it leaves ends with the process at the latest.
+    let (whole, head, tail) = unsafe {
+        let middle = HostPtr::new(std::ptr::NonNull::new_unchecked(start.as_ptr().add(bytes / 2)));
+        let allocator = backend.host_allocator();
+        let options = HostOptions::new();
+        (
+            allocator.register(start, bytes, &options),
+            allocator.register(start, bytes / 2, &options),
+            allocator.register(middle, bytes / 2, &options),
+        )
+    };
+    check_error!(whole, InvalidArgument, "register of what is registered");
+    check_error!(head, InvalidArgument, "register of the first half of what is registered");
+    check_error!(tail, InvalidArgument, "register of the second half of what is registered");
+    check_eq!(backend.live_objects(), before, "live objects after refused calls");
+    travels(backend, registered.all(), &content)
+}
+
+fn unknown_memory_is_not_unregistered(backend: &dyn Backend) -> CaseResult {
+    let never = Pages::new(1);
+    let mut once = Registered::new(backend, &[1; 100])?;
+    once.unregister()?;
+    let before = backend.live_objects();
+    let allocator = backend.host_allocator();
+    // SAFETY: no device work uses the addresses.
+    let (unknown, twice) = unsafe { (allocator.unregister(never.ptr()), allocator.unregister(once.memory().ptr())) };
+    check_error!(unknown, InvalidPointer, "unregister of memory that was never registered");
+    check_error!(twice, InvalidPointer, "a second unregister");
+    check_eq!(backend.live_objects(), before, "live objects after refused calls");
+    Ok(())
+}

@@ -1,0 +1,239 @@
+//! Ids: stale, foreign and forged ones are refused, and objects are counted.
+
+use std::num::NonZeroU32;
+
+use highwater_core::{
+    Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
+};
+
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, DEVICE, Event, Handle, Pinned, Stream};
+
+cases! {
+    group "ids";
+    stale_streams_are_refused: ["backend.ids-checked", "stream.destroy-stale"];
+    stale_events_are_refused: ["backend.ids-checked", "event.destroy-stale"];
+    foreign_ids_are_refused: ["backend.ids-checked"];
+    forged_ids_are_refused: ["backend.ids-checked"];
+    ids_that_name_another_device_are_refused: ["backend.ids-checked"] needs [needs::TWO_DEVICES];
+    forged_graphs_are_refused: ["backend.ids-checked"] needs [needs::has::capture];
+    stale_ids_stay_stale_when_slots_are_used_again:
+        ["backend.ids-checked", "stream.destroy-stale", "event.destroy-stale"];
+    refused_work_is_not_done: ["backend.ids-checked"];
+    handles_refuse_bad_streams: ["backend.ids-checked"];
+    streams_and_events_count: ["backend.live-objects"];
+    memory_counts: ["backend.live-objects"];
+    handles_count: ["backend.live-objects", "blas.destroyed"];
+}
+
+/// Checks that every call that takes a stream refuses this one, and that nothing happens.
+fn stream_is_refused(backend: &dyn Backend, id: StreamId, what: &str) -> CaseResult {
+    let event = Event::new(backend)?;
+    let block = Block::filled(backend, 256, 1)?;
+    let stream = Stream::borrowed(backend, id);
+    let before = backend.live_objects();
+    check_error!(backend.query_stream(id), InvalidHandle, "query_stream of a {what} id");
+    check_error!(backend.synchronize_stream(id), InvalidHandle, "synchronize_stream of a {what} id");
+    check_error!(backend.stream_wait_event(id, event.id()), InvalidHandle, "stream_wait_event of a {what} id");
+    check_error!(backend.record_event(event.id(), id), InvalidHandle, "record_event on a {what} id");
+    check_error!(stream.set(block.all(), 2), InvalidHandle, "fill on a {what} id");
+    check_error!(stream.copy(block.span(0..128), block.span(128..256)), InvalidHandle, "copy on a {what} id");
+    let capabilities = backend.capabilities(DEVICE)?;
+    if capabilities.stream_ordered_memory {
+        let kind = DeviceMemoryKind::StreamOrdered(id);
+        check_error!(Block::with_kind(backend, DEVICE, 256, kind), InvalidHandle, "allocate on a {what} id");
+    }
+    if capabilities.foreign_objects {
+        check_error!(backend.raw_stream(id), InvalidHandle, "raw_stream of a {what} id");
+    }
+    if capabilities.capture {
+        let mode = highwater_core::CaptureMode::Relaxed;
+        check_error!(backend.begin_capture(id, mode), InvalidHandle, "begin_capture of a {what} id");
+        check_error!(backend.end_capture(id), InvalidHandle, "end_capture of a {what} id");
+        check_error!(backend.is_capturing(id), InvalidHandle, "is_capturing of a {what} id");
+    }
+    check_error!(backend.destroy_stream(id), InvalidHandle, "destroy_stream of a {what} id");
+    check_eq!(backend.live_objects(), before, "live objects after calls with a {what} id");
+    check!(event.query()?.is_complete(), "a record on a {what} id left its mark on the event");
+    check!(block.read()? == [1; 256], "work on a {what} id was executed");
+    Ok(())
+}
+
+/// Checks that every call that takes an event refuses this one.
+fn event_is_refused(backend: &dyn Backend, id: EventId, what: &str) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let before = backend.live_objects();
+    check_error!(backend.query_event(id), InvalidHandle, "query_event of a {what} id");
+    check_error!(backend.synchronize_event(id), InvalidHandle, "synchronize_event of a {what} id");
+    check_error!(backend.record_event(id, stream.id()), InvalidHandle, "record_event of a {what} id");
+    check_error!(backend.stream_wait_event(stream.id(), id), InvalidHandle, "stream_wait_event of a {what} id");
+    let capabilities = backend.capabilities(DEVICE)?;
+    if capabilities.event_timing {
+        check_error!(backend.event_elapsed_ns(id, id), InvalidHandle, "event_elapsed_ns of a {what} id");
+    }
+    if capabilities.foreign_objects {
+        check_error!(backend.raw_event(id), InvalidHandle, "raw_event of a {what} id");
+    }
+    check_error!(backend.destroy_event(id), InvalidHandle, "destroy_event of a {what} id");
+    check_eq!(backend.live_objects(), before, "live objects after calls with a {what} id");
+    stream.synchronize()?;
+    Ok(())
+}
+
+fn stale_streams_are_refused(backend: &dyn Backend) -> CaseResult {
+    let stale = Stream::new(backend)?.destroy()?;
+    stream_is_refused(backend, stale, "stale")
+}
+
+fn stale_events_are_refused(backend: &dyn Backend) -> CaseResult {
+    let stale = Event::new(backend)?.destroy()?;
+    event_is_refused(backend, stale, "stale")
+}
+
+fn foreign_ids_are_refused(backend: &dyn Backend) -> CaseResult {
+    let tag = BackendTag::next();
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    stream_is_refused(backend, StreamId::from_parts(IdParts { tag, ..stream.id().parts() }), "foreign")?;
+    event_is_refused(backend, EventId::from_parts(IdParts { tag, ..event.id().parts() }), "foreign")?;
+    stream_is_refused(backend, StreamId::legacy_default(tag, DEVICE), "foreign default stream's")
+}
+
+/// The parts of an id, changed in each way that no issued id has.
+fn forged<I: ObjectId>(id: I) -> [I; 3] {
+    let parts = id.parts();
+    let next = parts.generation.checked_add(1).unwrap_or(NonZeroU32::MIN);
+    [
+        I::from_parts(IdParts { generation: next, ..parts }),
+        I::from_parts(IdParts { slot: 1 << 30, ..parts }),
+        I::from_parts(IdParts { device: u32::MAX, ..parts }),
+    ]
+}
+
+fn forged_ids_are_refused(backend: &dyn Backend) -> CaseResult {
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    for id in forged(stream.id()) {
+        stream_is_refused(backend, id, "forged")?;
+    }
+    for id in forged(event.id()) {
+        event_is_refused(backend, id, "forged")?;
+    }
+    Ok(())
+}
+
+fn ids_that_name_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
+    let (stream, event) = (Stream::on(backend, 0)?, Event::on(backend, 0)?);
+    stream_is_refused(backend, StreamId::from_parts(IdParts { device: 1, ..stream.id().parts() }), "forged")?;
+    event_is_refused(backend, EventId::from_parts(IdParts { device: 1, ..event.id().parts() }), "forged")
+}
+
+fn forged_graphs_are_refused(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let parts = IdParts { slot: 1 << 30, ..stream.id().parts() };
+    let (graph, exec) = (GraphId::from_parts(parts), GraphExecId::from_parts(parts));
+    check_error!(backend.instantiate_graph(graph), InvalidHandle, "instantiate_graph of a forged id");
+    check_error!(backend.destroy_graph(graph), InvalidHandle, "destroy_graph of a forged id");
+    check_error!(backend.destroy_graph_exec(exec), InvalidHandle, "destroy_graph_exec of a forged id");
+    // SAFETY: a graph that does not exist has recorded no memory.
+    let launched = unsafe { backend.launch_graph(exec, stream.id()) };
+    check_error!(launched, InvalidHandle, "launch_graph of a forged id");
+    Ok(())
+}
+
+fn stale_ids_stay_stale_when_slots_are_used_again(backend: &dyn Backend) -> CaseResult {
+    let (mut streams, mut events) = (Vec::new(), Vec::new());
+    for _ in 0..8 {
+        streams.push(Stream::new(backend)?.destroy()?);
+        events.push(Event::new(backend)?.destroy()?);
+    }
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    for stale in streams {
+        check!(stale != stream.id(), "the id {stale:?} was issued again");
+        check_error!(backend.query_stream(stale), InvalidHandle, "query_stream of an id whose slot is used again");
+        check_error!(backend.destroy_stream(stale), InvalidHandle, "destroy_stream of an id whose slot is used again");
+    }
+    for stale in events {
+        check!(stale != event.id(), "the id {stale:?} was issued again");
+        check_error!(backend.query_event(stale), InvalidHandle, "query_event of an id whose slot is used again");
+        check_error!(backend.destroy_event(stale), InvalidHandle, "destroy_event of an id whose slot is used again");
+    }
+    check!(stream.query()?.is_complete() && event.query()?.is_complete(), "the objects that live were disturbed");
+    Ok(())
+}
+
+fn refused_work_is_not_done(backend: &dyn Backend) -> CaseResult {
+    let living = Stream::new(backend)?;
+    let stale = Stream::borrowed(backend, Stream::new(backend)?.destroy()?);
+    let block = Block::filled(backend, 4096, 7)?;
+    let pinned = Pinned::holding(backend, &[9; 4096])?;
+    check_error!(stale.copy(block.all(), pinned.all()), InvalidHandle, "copy to the device on a stale stream");
+    check_error!(stale.copy(pinned.all(), block.all()), InvalidHandle, "copy to the host on a stale stream");
+    living.synchronize()?;
+    check!(block.read()? == [7; 4096] && pinned.read()? == [9; 4096], "work on a stale stream was executed");
+    Ok(())
+}
+
+fn handles_refuse_bad_streams(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let stale = Stream::new(backend)?.destroy()?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    check_error!(handle.raw_mut().set_stream(stale), InvalidHandle, "set_stream to a stale id");
+    for id in forged(stream.id()) {
+        check_error!(handle.raw_mut().set_stream(id), InvalidHandle, "set_stream to a forged id");
+    }
+    let foreign = StreamId::from_parts(IdParts { tag: BackendTag::next(), ..stream.id().parts() });
+    check_error!(handle.raw_mut().set_stream(foreign), InvalidHandle, "set_stream to a foreign id");
+    Ok(())
+}
+
+fn streams_and_events_count(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    let streams: Vec<Stream<'_>> = (0..3).map(|_| Stream::new(backend)).collect::<Result<_, _>>()?;
+    let events: Vec<Event<'_>> = (0..5).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
+    let with = backend.live_objects();
+    check_eq!((with.streams, with.events), (before.streams + 3, before.events + 5), "live streams and events");
+    drop((streams, events));
+    check_eq!(backend.live_objects(), before, "live objects when all is destroyed");
+    Ok(())
+}
+
+fn memory_counts(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    let blocks: Vec<Block<'_>> = (0..4).map(|_| Block::new(backend, 1000)).collect::<Result<_, _>>()?;
+    let pinned: Vec<Pinned<'_>> = (0..2).map(|_| Pinned::new(backend, 1000)).collect::<Result<_, _>>()?;
+    let with = backend.live_objects();
+    check_eq!(with.allocations, before.allocations + 4, "live blocks of device memory");
+    check_eq!(with.host_allocations, before.host_allocations + 2, "live blocks of page-locked memory");
+    drop((blocks, pinned));
+    check_eq!(backend.live_objects(), before, "live objects when all is freed");
+    Ok(())
+}
+
+fn handles_count(backend: &dyn Backend) -> CaseResult {
+    let counted = || backend.live_objects().handles;
+    let none = counted();
+    let stream = Stream::new(backend)?;
+    let mut kinds = vec![BlasKind::Blas];
+    if backend.capabilities(DEVICE)?.lt_plans {
+        kinds.push(BlasKind::Lt);
+    }
+    for kind in kinds {
+        let dropped = Handle::new(backend, kind, &stream)?;
+        let mut destroyed = Handle::new(backend, kind, &stream)?;
+        check_eq!((destroyed.raw_mut().kind(), destroyed.raw_mut().device()), (kind, DEVICE), "kind and device");
+        check_eq!(counted(), none + 2, "live handles with two {kind:?} handles");
+        destroyed.raw_mut().destroy().map_err(Failure::from)?;
+        check_eq!(counted(), none + 1, "live handles after destroy of a {kind:?} handle");
+        check_error!(destroyed.raw_mut().destroy(), InvalidHandle, "a second destroy");
+        check_error!(destroyed.raw_mut().set_stream(stream.id()), InvalidHandle, "set_stream after destroy");
+        drop(destroyed);
+        check_eq!(counted(), none + 1, "live handles after the destroyed one was dropped");
+        drop(dropped);
+        check_eq!(counted(), none, "live handles after drop");
+    }
+    // A handle that is only dropped, as owning types do it, is destroyed too.
+    let boxed = backend.create_blas_handle(DEVICE, &highwater_core::BlasOptions::new(BlasKind::Blas))?;
+    check_eq!(counted(), none + 1, "live handles with one that was not bound");
+    drop(boxed);
+    check_eq!(counted(), none, "live handles after a drop without destroy");
+    Ok(())
+}

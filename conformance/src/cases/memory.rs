@@ -1,0 +1,191 @@
+//! Device memory: alignment, limits, and what comes back.
+
+use highwater_core::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, DEVICE, Stream};
+use crate::random::Random;
+
+cases! {
+    group "memory";
+    addresses_are_aligned: ["memory.aligned"];
+    blocks_do_not_overlap: ["memory.disjoint"];
+    blocks_keep_their_bytes: ["memory.disjoint"];
+    zero_bytes_are_refused: ["memory.zero"];
+    more_than_there_is_is_refused: ["memory.exhausted"];
+    freed_bytes_come_back: ["memory.free-returns"];
+    shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::shareable_memory];
+    stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::stream_ordered_memory];
+    stream_ordered_bytes_come_back: ["memory.free-returns"] needs [needs::has::stream_ordered_memory];
+    stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"]
+        needs [needs::has::stream_ordered_memory];
+}
+
+/// Sizes around the borders that allocators like.
+const SIZES: [usize; 12] = [1, 2, 255, 256, 257, 511, 4095, 4096, 4097, 65_536, 1 << 20, (1 << 20) + 1];
+
+/// Checks alignment and distance of blocks of many sizes that live at once.
+fn lie_apart(backend: &dyn Backend, kind: DeviceMemoryKind) -> CaseResult {
+    let mut blocks: Vec<Block<'_>> = Vec::new();
+    for (round, bytes) in SIZES.iter().chain(&SIZES).copied().enumerate() {
+        let block = Block::with_kind(backend, DEVICE, bytes, kind)?;
+        check!(block.ptr().is_aligned_to(256), "{bytes} bytes at {:?}, which is no multiple of 256", block.ptr());
+        for other in &blocks {
+            let (start, end) = (block.ptr().get(), block.ptr().offset(bytes).get());
+            let (other_start, other_end) = (other.ptr().get(), other.ptr().offset(other.bytes()).get());
+            check!(
+                end <= other_start || other_end <= start,
+                "a block from {start:#x} to {end:#x} overlaps one from {other_start:#x} to {other_end:#x}"
+            );
+        }
+        blocks.push(block);
+        // Gaps in the middle make the allocator reuse addresses.
+        if round % 3 == 2 {
+            drop(blocks.remove(blocks.len() / 2));
+        }
+    }
+    Ok(())
+}
+
+fn addresses_are_aligned(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        for bytes in SIZES {
+            let block = Block::on(backend, device, bytes)?;
+            check!(block.ptr().is_aligned_to(256), "{bytes} bytes at {:?}, which is no multiple of 256", block.ptr());
+        }
+    }
+    Ok(())
+}
+
+fn blocks_do_not_overlap(backend: &dyn Backend) -> CaseResult {
+    lie_apart(backend, DeviceMemoryKind::Plain)
+}
+
+fn blocks_keep_their_bytes(backend: &dyn Backend) -> CaseResult {
+    let mut random = Random::new(3);
+    let mut blocks = Vec::new();
+    for bytes in SIZES {
+        let content = random.bytes(bytes);
+        blocks.push((Block::holding(backend, &content)?, content));
+    }
+    blocks.remove(5);
+    blocks.remove(2);
+    for (block, content) in &blocks {
+        check!(block.read()? == *content, "a block of {} bytes changed while others were written", content.len());
+    }
+    Ok(())
+}
+
+fn zero_bytes_are_refused(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    check_error!(backend.allocate(DEVICE, &AllocateOptions::new(0)), InvalidArgument, "allocate of 0 bytes");
+    if backend.capabilities(DEVICE)?.stream_ordered_memory {
+        let stream = Stream::new(backend)?;
+        let options = AllocateOptions::new(0).with_kind(DeviceMemoryKind::StreamOrdered(stream.id()));
+        check_error!(backend.allocate(DEVICE, &options), InvalidArgument, "allocate of 0 bytes in stream order");
+    }
+    check_eq!(backend.live_objects(), before, "live objects after refused calls");
+    Ok(())
+}
+
+fn more_than_there_is_is_refused(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    let total = usize::try_from(backend.memory_info(DEVICE)?.total).unwrap_or(usize::MAX);
+    for bytes in [total.saturating_add(1 << 20), total.saturating_mul(16), isize::MAX as usize] {
+        check_error!(backend.allocate(DEVICE, &AllocateOptions::new(bytes)), OutOfMemory, "allocate of {bytes} bytes");
+    }
+    check_eq!(backend.live_objects(), before, "live objects after refused calls");
+    let block = Block::filled(backend, 4096, 5)?;
+    check!(block.read()? == [5; 4096], "memory allocated after a refused call does not work");
+    Ok(())
+}
+
+/// The largest part of the free memory that can be had in one block, at least roughly, and how many such blocks are
+/// more than the device has.
+fn large_part(backend: &dyn Backend) -> Result<(usize, usize), Failure> {
+    let memory = backend.memory_info(DEVICE)?;
+    let mut bytes = usize::try_from(memory.free / 10 * 6).unwrap_or(usize::MAX);
+    loop {
+        match Block::new(backend, bytes) {
+            Ok(_) => return Ok((bytes, usize::try_from(memory.total).unwrap_or(usize::MAX) / bytes + 2)),
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && bytes > 1 << 20 => bytes /= 2,
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn freed_bytes_come_back(backend: &dyn Backend) -> CaseResult {
+    let (bytes, rounds) = large_part(backend)?;
+    for round in 0..rounds {
+        let block = Block::new(backend, bytes);
+        check!(block.is_ok(), "{bytes} bytes were freed {round} times, and then: {:?}", block.err());
+    }
+    Ok(())
+}
+
+fn shareable_memory_is_memory(backend: &dyn Backend) -> CaseResult {
+    let offered = backend.capabilities(DEVICE)?.ipc_transports;
+    check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
+    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+        if offered.contains(transport) {
+            let kind = DeviceMemoryKind::Shareable(transport);
+            lie_apart(backend, kind)?;
+            let block = Block::with_kind(backend, DEVICE, 5000, kind)?;
+            let content = Random::new(4).bytes(5000);
+            block.write(0, &content)?;
+            check!(block.read()? == content, "memory shareable by {transport:?} does not keep its bytes");
+        }
+    }
+    Ok(())
+}
+
+fn stream_ordered_memory_is_memory(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    lie_apart(backend, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+    let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+    stream.set(block.all(), 6)?;
+    stream.synchronize()?;
+    check!(block.read()? == [6; 5000], "stream-ordered memory does not keep its bytes");
+    Ok(())
+}
+
+fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
+    let (bytes, rounds) = large_part(backend)?;
+    let stream = Stream::new(backend)?;
+    for round in 0..rounds {
+        let block = Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::StreamOrdered(stream.id()));
+        let block = match block {
+            Ok(block) => block,
+            Err(error) => {
+                return Err(Failure::new(format!("{bytes} bytes were freed {round} times, and then: {error}")));
+            }
+        };
+        stream.set(block.span(0..4096), 1)?;
+        block.free_in_order()?;
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+        let result = Block::filled(backend, BYTES, 0)?;
+        let stream = Stream::new(backend)?;
+        busy.enqueue(&stream, helpings)?;
+        let first = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.set(first.all(), 1)?;
+        stream.copy(result.all(), first.all())?;
+        first.free_in_order()?;
+        // May get the bytes of the first block, but only after the copy.
+        let second = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.set(second.all(), 2)?;
+        second.free_in_order()?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        check!(result.read()? == [1; BYTES], "a block was given to somebody else before the work before its free");
+        Ok(Attempt::seen(pending))
+    })
+}

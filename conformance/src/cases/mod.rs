@@ -1,0 +1,41 @@
+//! The cases, one file for each part of the traits.
+
+mod blas;
+mod concurrency;
+mod copies;
+mod events;
+mod fills;
+mod fork;
+mod gemm;
+mod host;
+mod identity;
+mod ids;
+mod lacking;
+mod memory;
+mod plans;
+mod streams;
+
+use crate::case::Case;
+
+/// The groups in the order of a run: what later ones lean on comes first.
+const GROUPS: &[&[Case]] = &[
+    identity::CASES,
+    ids::CASES,
+    memory::CASES,
+    host::CASES,
+    fills::CASES,
+    copies::CASES,
+    streams::CASES,
+    events::CASES,
+    gemm::CASES,
+    blas::CASES,
+    plans::CASES,
+    concurrency::CASES,
+    lacking::CASES,
+    fork::CASES,
+];
+
+/// Every case, in the order of a run.
+pub fn cases() -> impl Iterator<Item = &'static Case> {
+    GROUPS.iter().copied().flatten()
+}

@@ -1,0 +1,256 @@
+//! Lt plans: products with epilogues.
+
+use highwater_core::{
+    Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch,
+};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, cases, check, check_error, needs};
+use crate::device::{Block, DEVICE, Event, Handle, Stream};
+use crate::matrix::Product;
+
+cases! {
+    group "plans";
+    multiply_f32: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    multiply_f64: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f64];
+    add_the_old_c: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    write_to_another_matrix_than_c: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    multiply_batches: ["plan.value"]
+        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
+    add_a_bias: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    add_a_bias_and_clamp: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    round_to_tf32_when_asked: ["plan.value"]
+        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::tf32];
+    refuse_operands_that_are_not_aligned: ["plan.alignment"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    run_again: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    are_stale_when_destroyed: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    of_other_handles_are_stale: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    finish_when_destroyed: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    return_at_once: ["stream.asynchronous"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+}
+
+const WORKSPACE_BYTES: usize = 4 << 20;
+
+/// Runs products as plans, through a workspace, and checks everything.
+fn prove(backend: &dyn Backend, epilogue: Epilogue, products: impl IntoIterator<Item = Product>) -> CaseResult {
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    for product in products {
+        let shape = product.shape;
+        let plan = handle.raw_mut().create_plan(&PlanOptions::new(shape, epilogue, WORKSPACE_BYTES))?;
+        let placed = product.place(backend)?;
+        let scale = (product.alpha, product.beta);
+        handle.run_plan(plan, &shape, scale, placed.operands(), None, placed.bias.as_ref())?;
+        stream.synchronize()?;
+        handle.raw_mut().destroy_plan(plan)?;
+        placed.check(&product)?;
+    }
+    Ok(())
+}
+
+/// Shapes with each factor transposed or not, some with gaps.
+fn shapes(data_type: DataType) -> Vec<GemmShape> {
+    let plain =
+        [(1, 1, 1), (16, 16, 16), (32, 48, 24), (65, 33, 17)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+    let all = plain.into_iter().flat_map(|shape| {
+        let padded = shape.with_leading_dimensions(shape.lda + 8, shape.ldb + 8, shape.ldc + 8);
+        [shape, shape.with_transposed_a(), shape.with_transposed_b(), padded]
+    });
+    all.collect()
+}
+
+fn multiply_f32(backend: &dyn Backend) -> CaseResult {
+    prove(backend, Epilogue::None, shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 1)))
+}
+
+fn multiply_f64(backend: &dyn Backend) -> CaseResult {
+    prove(backend, Epilogue::None, shapes(DataType::F64).into_iter().map(|shape| Product::new(shape, 2)))
+}
+
+fn add_the_old_c(backend: &dyn Backend) -> CaseResult {
+    let products = shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 3).with_scale(-0.5, 1.5));
+    prove(backend, Epilogue::None, products)
+}
+
+fn write_to_another_matrix_than_c(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 32, 40, 48), 4).with_scale(1.5, -0.5);
+    let options = PlanOptions::new(product.shape, Epilogue::None, WORKSPACE_BYTES);
+    let plan = handle.raw_mut().create_plan(&options)?;
+    let mut placed = product.place(backend)?;
+    let before = placed.c.read()?;
+    let mut other = Block::holding(backend, &before)?;
+    let scale = (product.alpha, product.beta);
+    handle.run_plan(plan, &product.shape, scale, placed.operands(), Some(&other), None)?;
+    stream.synchronize()?;
+    check!(placed.c.read()? == before, "C was changed though D is another matrix");
+    std::mem::swap(&mut placed.c, &mut other);
+    placed.check(&product)
+}
+
+fn multiply_batches(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 16, 20, 24);
+    let strides = [(384, 480), (0, 480), (384, 0)];
+    prove(
+        backend,
+        Epilogue::None,
+        strides.map(|(stride_a, stride_b)| {
+            Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
+        }),
+    )
+}
+
+fn biased(relu: bool) -> impl Iterator<Item = Product> {
+    let factors = [(1.0, 0.0), (0.5, 1.0)];
+    shapes(DataType::F32).into_iter().flat_map(move |shape| {
+        factors.map(|(alpha, beta)| Product::new(shape, 6).with_scale(alpha, beta).with_bias(relu))
+    })
+}
+
+fn add_a_bias(backend: &dyn Backend) -> CaseResult {
+    prove(backend, Epilogue::Bias, biased(false))
+}
+
+fn add_a_bias_and_clamp(backend: &dyn Backend) -> CaseResult {
+    prove(backend, Epilogue::BiasRelu, biased(true))
+}
+
+fn round_to_tf32_when_asked(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let shape = GemmShape::new(DataType::F32, 64, 64, 64);
+    let exact = PlanOptions::new(shape, Epilogue::None, 0);
+    let tf32 = exact.with_math_mode(MathMode::Tf32);
+    for (options, product) in [(tf32, Product::new(shape, 9).with_tf32()), (exact, Product::new(shape, 9))] {
+        let plan = handle.raw_mut().create_plan(&options)?;
+        let placed = product.place(backend)?;
+        handle.run_plan(plan, &shape, (1.0, 0.0), placed.operands(), None, None)?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+    }
+    Ok(())
+}
+
+fn refuse_operands_that_are_not_aligned(backend: &dyn Backend) -> CaseResult {
+    const ALIGNMENT: usize = 64;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 16, 16, 16), 10);
+    let options = PlanOptions::new(product.shape, Epilogue::None, 0).with_alignment(ALIGNMENT);
+    let plan = handle.raw_mut().create_plan(&options)?;
+    let placed = product.place(backend)?;
+    for operand in 0..3 {
+        // Half an alignment further on, where the matrix ends inside the guard after it.
+        let mut operands = placed.operands();
+        operands[operand].1 += ALIGNMENT / 2;
+        let run = handle.run_plan(plan, &product.shape, (1.0, 0.0), operands, None, None);
+        check_error!(run, InvalidArgument, "run_plan with operand {operand} less aligned than the plan has it");
+    }
+    // Nothing of the above was executed, and aligned operands are taken.
+    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+    stream.synchronize()?;
+    placed.check(&product)
+}
+
+fn run_again(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    let shapes = [GemmShape::new(DataType::F32, 32, 32, 32), GemmShape::new(DataType::F32, 16, 64, 8)];
+    let mut plans = Vec::new();
+    for shape in shapes {
+        let options = PlanOptions::new(shape, Epilogue::None, WORKSPACE_BYTES);
+        plans.push((shape, handle.raw_mut().create_plan(&options)?));
+    }
+    for seed in 0..6 {
+        for &(shape, plan) in &plans {
+            let product = Product::new(shape, seed).with_scale(seed as f64, 0.0);
+            let placed = product.place(backend)?;
+            handle.run_plan(plan, &shape, (product.alpha, product.beta), placed.operands(), None, None)?;
+            stream.synchronize()?;
+            placed.check(&product)?;
+        }
+    }
+    Ok(())
+}
+
+/// Arguments that a plan which does not exist never reads.
+fn nothing() -> PlanArguments {
+    let nowhere = highwater_core::DevicePtr::new(0);
+    PlanArguments::new(nowhere, nowhere, nowhere, None)
+}
+
+fn are_stale_when_destroyed(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let handle = handle.raw_mut();
+    let options = PlanOptions::new(GemmShape::new(DataType::F32, 8, 8, 8), Epilogue::None, 0);
+    let stale = handle.create_plan(&options)?;
+    handle.destroy_plan(stale)?;
+    let next = handle.create_plan(&options)?;
+    check!(next != stale, "the plan id {stale:?} was issued again");
+    for plan in [stale, PlanId::new(u64::MAX)] {
+        // SAFETY: a plan that does not exist reads and writes nothing.
+        let run = unsafe { handle.run_plan(plan, &nothing()) };
+        check_error!(run, InvalidHandle, "run_plan of {plan:?}");
+        check_error!(handle.destroy_plan(plan), InvalidHandle, "destroy_plan of {plan:?}");
+    }
+    Ok(())
+}
+
+fn of_other_handles_are_stale(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut owner = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let mut other = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let options = PlanOptions::new(GemmShape::new(DataType::F32, 8, 8, 8), Epilogue::None, 0);
+    let plan = owner.raw_mut().create_plan(&options)?;
+    // SAFETY: a plan that does not exist reads and writes nothing.
+    let run = unsafe { other.raw_mut().run_plan(plan, &nothing()) };
+    check_error!(run, InvalidHandle, "run_plan of a plan of another handle");
+    check_error!(other.raw_mut().destroy_plan(plan), InvalidHandle, "destroy_plan of a plan of another handle");
+    Ok(())
+}
+
+fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 48, 48, 48), 7);
+    attempts("the stream was idle when the plan was destroyed", |helpings| {
+        let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
+        let placed = product.place(backend)?;
+        busy.enqueue(&stream, helpings)?;
+        handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+        handle.raw_mut().destroy_plan(plan)?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn return_at_once(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 8);
+    let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
+    let placed = product.place(backend)?;
+    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+    stream.synchronize()?;
+    attempts("a plan waits for the work before it", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
+        handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+        let outstanding = before.is_pending()?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+        Ok(Attempt::seen(outstanding))
+    })
+}

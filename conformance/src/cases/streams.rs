@@ -1,0 +1,300 @@
+//! Streams: order, asynchrony, independence, and what waiting is good for.
+
+use highwater_core::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
+
+use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
+use crate::device::{Block, DEVICE, Event, Pinned, Stream};
+
+cases! {
+    group "streams";
+    runs_in_order: ["stream.order"];
+    runs_a_long_queue_in_order: ["stream.order"];
+    copies_return_at_once: ["stream.asynchronous"];
+    fills_return_at_once: ["stream.asynchronous"];
+    records_and_waits_return_at_once: ["stream.asynchronous"];
+    do_not_wait_for_each_other: ["stream.independent"];
+    query_follows_the_work: ["stream.query"];
+    fresh_streams_are_complete: ["stream.query"];
+    synchronize_shows_the_effects: ["stream.synchronize"];
+    synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
+    synchronizing_the_device_waits_for_every_stream: ["devices.synchronize"];
+    destroyed_streams_finish_their_work: ["stream.destroy-pending"];
+    destroyed_streams_are_stale: ["stream.destroy-stale"];
+    priorities_keep_the_order: ["stream.order"] needs [needs::has::stream_priority];
+    the_legacy_default_stream_runs_in_order: ["stream.order", "stream.synchronize"]
+        needs [needs::has::legacy_default_stream];
+    the_per_thread_default_stream_runs_in_order: ["stream.order", "stream.synchronize"]
+        needs [needs::has::per_thread_default_stream];
+    wrapped_streams_are_forgotten_not_destroyed: ["stream.order", "stream.destroy-stale", "backend.live-objects"]
+        needs [needs::has::foreign_objects];
+}
+
+const BYTES: usize = 1 << 16;
+
+/// Checks that operations of several kinds run in the order of the calls, behind pending work.
+fn in_order(backend: &dyn Backend, stream: &Stream<'_>) -> CaseResult {
+    let busy = Busy::new(backend, stream.id().device(), Direction::ToDevice)?;
+    attempts("the stream was idle when all was enqueued: some call waits", |helpings| {
+        let (x, y, z) = (Block::filled(backend, BYTES, 0)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
+        let (first, second) = (Pinned::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
+        busy.enqueue(stream, helpings)?;
+        stream.set(x.all(), 1)?;
+        stream.copy(y.all(), x.all())?;
+        stream.set(x.all(), 2)?;
+        stream.copy(first.all(), x.all())?;
+        stream.set(x.all(), 3)?;
+        stream.copy(z.all(), x.all())?;
+        stream.copy(second.all(), y.all())?;
+        stream.copy(x.all(), y.all())?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        for (what, got, expected) in [
+            ("the first copy on the device", y.read()?, 1),
+            ("the copy to the host after the second fill", first.read()?, 2),
+            ("the copy on the device after the third fill", z.read()?, 3),
+            ("the copy to the host of the first copy", second.read()?, 1),
+            ("the last copy over what was filled", x.read()?, 1),
+        ] {
+            check!(got == vec![expected; BYTES], "{what} holds {}, expected {expected}", got[0]);
+        }
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn runs_in_order(backend: &dyn Backend) -> CaseResult {
+    in_order(backend, &Stream::new(backend)?)
+}
+
+fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
+    const STEPS: u32 = 2000;
+    let stream = Stream::new(backend)?;
+    let block = Block::filled(backend, STEPS as usize * 4, 0)?;
+    // Operation `step` fills everything from element `step` on, so each element keeps what its own step wrote last.
+    for step in 0..STEPS {
+        stream.fill(block.span(step as usize * 4..block.bytes()), FillPattern::U32(step))?;
+    }
+    stream.synchronize()?;
+    let got = block.read()?;
+    for (step, word) in (0..STEPS).zip(got.as_chunks::<4>().0) {
+        let value = u32::from_ne_bytes(*word);
+        check!(value == step, "element {step} of {STEPS} fills holds {value}");
+    }
+    Ok(())
+}
+
+/// Checks that a call enqueues without waiting for what the stream has to do already.
+fn returns_at_once(
+    backend: &dyn Backend,
+    what: &str,
+    enqueue: impl Fn(&Stream<'_>) -> highwater_core::Result<()>,
+) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+    // A first call may load what later ones find loaded.
+    enqueue(&stream)?;
+    stream.synchronize()?;
+    attempts(&format!("{what} waits for the work before it"), |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
+        enqueue(&stream)?;
+        let outstanding = before.is_pending()?;
+        stream.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn copies_return_at_once(backend: &dyn Backend) -> CaseResult {
+    let (x, y) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
+    let pinned = Pinned::new(backend, BYTES)?;
+    returns_at_once(backend, "a copy to the device", |stream| stream.copy(x.all(), pinned.all()))?;
+    returns_at_once(backend, "a copy to the host", |stream| stream.copy(pinned.all(), x.all()))?;
+    returns_at_once(backend, "a copy on the device", |stream| stream.copy(y.all(), x.all()))
+}
+
+fn fills_return_at_once(backend: &dyn Backend) -> CaseResult {
+    let block = Block::new(backend, BYTES)?;
+    returns_at_once(backend, "a fill", |stream| stream.set(block.all(), 1))
+}
+
+fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
+    let (event, other) = (Event::new(backend)?, Event::new(backend)?);
+    let idle = Stream::new(backend)?;
+    idle.record(&other)?;
+    returns_at_once(backend, "a record", |stream| stream.record(&event))?;
+    returns_at_once(backend, "a wait", |stream| stream.wait(&other))?;
+    // The waiting stream has nothing to do but wait: the call itself must not do so.
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    attempts("a wait for the event of a busy stream waits in the call", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&event)?;
+        idle.wait(&event)?;
+        let outstanding = event.is_pending()?;
+        idle.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
+    attempts("a stream waits for another that it has nothing to do with", |helpings| {
+        busy.enqueue(&occupied, helpings)?;
+        free.set(block.all(), 4)?;
+        free.copy(pinned.all(), block.all())?;
+        free.synchronize()?;
+        let outstanding = occupied.is_pending()?;
+        check!(pinned.read()? == [4; BYTES], "work on a free stream did not arrive");
+        occupied.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    attempts("a stream is never seen pending", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        let pending = stream.is_pending()?;
+        // Once complete, it stays so until more is enqueued.
+        while stream.is_pending()? {
+            std::thread::yield_now();
+        }
+        check!(stream.query()?.is_complete(), "a stream went from complete to pending with nothing enqueued");
+        stream.synchronize()?;
+        check!(stream.query()?.is_complete(), "a stream is pending after it was synchronised");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn fresh_streams_are_complete(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let stream = Stream::on(backend, device)?;
+        check!(stream.query()?.is_complete(), "a stream that was never used is pending");
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    attempts("the copy was done before it was waited for", |helpings| {
+        let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
+        busy.enqueue(&stream, helpings)?;
+        stream.set(block.all(), 5)?;
+        stream.copy(pinned.all(), block.all())?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        // SAFETY: the stream was synchronised; that this means what it says is what the case shows.
+        let got = unsafe { pinned.read_now() };
+        check!(got == [5; BYTES], "the CPU does not see what a stream did that was synchronised");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
+    attempts("synchronising an idle stream waits for another", |helpings| {
+        busy.enqueue(&occupied, helpings)?;
+        idle.synchronize()?;
+        let outstanding = occupied.is_pending()?;
+        occupied.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> CaseResult {
+    for device in 0..backend.device_count() {
+        let (up, down) =
+            (Busy::new(backend, device, Direction::ToDevice)?, Busy::new(backend, device, Direction::ToHost)?);
+        let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
+        let block = Block::on(backend, device, BYTES)?;
+        attempts("no stream was pending before the device was synchronised", |helpings| {
+            let pinned = Pinned::holding(backend, &[0; BYTES])?;
+            up.enqueue(&first, helpings)?;
+            down.enqueue(&second, helpings)?;
+            first.set(block.all(), 6)?;
+            first.copy(pinned.all(), block.all())?;
+            let pending = first.is_pending()? && second.is_pending()?;
+            backend.synchronize_device(device)?;
+            // SAFETY: the device was synchronised; that this means what it says is what the case shows.
+            let got = unsafe { pinned.read_now() };
+            check!(got == [6; BYTES], "the CPU does not see what a device did that was synchronised");
+            check!(first.query()?.is_complete(), "a stream is pending after its device was synchronised");
+            check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronised");
+            Ok(Attempt::seen(pending))
+        })?;
+    }
+    Ok(())
+}
+
+fn destroyed_streams_finish_their_work(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the stream was idle when it was destroyed", |helpings| {
+        let (block, event) = (Block::filled(backend, BYTES, 0)?, Event::new(backend)?);
+        let stream = Stream::new(backend)?;
+        busy.enqueue(&stream, helpings)?;
+        stream.set(block.all(), 7)?;
+        stream.record(&event)?;
+        let pending = stream.is_pending()?;
+        stream.destroy()?;
+        event.synchronize()?;
+        check!(event.query()?.is_complete(), "an event is pending after it was synchronised");
+        check!(block.read()? == [7; BYTES], "work of a stream was lost when it was destroyed");
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn destroyed_streams_are_stale(backend: &dyn Backend) -> CaseResult {
+    let stale = Stream::new(backend)?.destroy()?;
+    check_error!(backend.destroy_stream(stale), InvalidHandle, "a second destroy_stream");
+    check_error!(backend.query_stream(stale), InvalidHandle, "query_stream after destroy_stream");
+    check_error!(backend.synchronize_stream(stale), InvalidHandle, "synchronize_stream after destroy_stream");
+    Ok(())
+}
+
+fn priorities_keep_the_order(backend: &dyn Backend) -> CaseResult {
+    for priority in [StreamPriority::Low, StreamPriority::High] {
+        let options = StreamOptions::new().with_priority(priority);
+        in_order(backend, &Stream::with_options(backend, DEVICE, &options)?)?;
+    }
+    Ok(())
+}
+
+fn the_legacy_default_stream_runs_in_order(backend: &dyn Backend) -> CaseResult {
+    let id = StreamId::legacy_default(backend.identity().tag, DEVICE);
+    in_order(backend, &Stream::borrowed(backend, id))
+}
+
+fn the_per_thread_default_stream_runs_in_order(backend: &dyn Backend) -> CaseResult {
+    let id = StreamId::per_thread_default(backend.identity().tag, DEVICE);
+    in_order(backend, &Stream::borrowed(backend, id))
+}
+
+fn wrapped_streams_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects().streams;
+    let owner = Stream::new(backend)?;
+    let raw = backend.raw_stream(owner.id())?;
+    // SAFETY: the stream lives until the end of this function, where its wrapper is gone.
+    let id = unsafe { backend.stream_from_raw(DEVICE, raw) }.map_err(Failure::from)?;
+    let wrapper = Stream::adopted(backend, id);
+    check!(wrapper.id() != owner.id(), "a wrapped stream has the id of its owner");
+    let block = Block::filled(backend, BYTES, 0)?;
+    owner.set(block.all(), 8)?;
+    wrapper.set(block.span(0..100), 9)?;
+    owner.synchronize()?;
+    let got = block.read()?;
+    check!(got[..100] == [9; 100] && got[100..].iter().all(|&byte| byte == 8), "wrapper and owner are not one stream");
+    let stale = wrapper.destroy()?;
+    check_error!(backend.query_stream(stale), InvalidHandle, "query_stream of a wrapper that was destroyed");
+    owner.set(block.all(), 10)?;
+    owner.synchronize()?;
+    check!(block.read()? == [10; BYTES], "the stream does not work after its wrapper was destroyed");
+    drop((block, owner));
+    check!(backend.live_objects().streams == before, "live streams differ after a stream was wrapped");
+    Ok(())
+}

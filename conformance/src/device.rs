@@ -1,0 +1,667 @@
+//! Owning guards for what a case makes on a device, and safe calls on them.
+//!
+//! A case that fails must not leave anything behind, and must not free memory that the device still works on. So each
+//! guard gives its object back when it is dropped, and a memory block first waits for every device whose streams were
+//! handed it. Spans are cut from blocks with bounds checks, which makes copies and fills between them safe calls.
+//!
+//! What remains is trust in the backend: one that writes outside the ranges it is handed, or says "done" too early, can
+//! harm the process that tests it.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use highwater_core::{
+    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, EventId,
+    EventOptions, FillPattern, Gemm, GemmShape, HostAllocator, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
+    PlanArguments, PlanId, Result, StreamId, StreamOptions, Workspace,
+};
+
+/// The device that cases use unless they are about several.
+pub(crate) const DEVICE: u32 = 0;
+
+/// Devices whose streams were handed a block, as bits; the last bit stands for every device from 63 on.
+#[derive(Debug, Default)]
+struct Users(AtomicU64);
+
+impl Users {
+    fn add(&self, device: u32) {
+        // Relaxed: read again only by the owner of the block, in `drop` or through `&self` after the call returned.
+        self.0.fetch_or(1 << device.min(63), Ordering::Relaxed);
+    }
+
+    /// Waits for every device that was handed the block.
+    fn settle(&self, backend: &dyn Backend) -> Result<()> {
+        let bits = self.0.load(Ordering::Relaxed);
+        (0..backend.device_count())
+            .filter(|&device| bits & 1 << device.min(63) != 0)
+            .try_for_each(|device| backend.synchronize_device(device))
+    }
+}
+
+/// A range of bytes of a block that is alive.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Span<'a> {
+    location: Location,
+    bytes: usize,
+    users: &'a Users,
+}
+
+impl Span<'_> {
+    fn address(&self) -> u64 {
+        match self.location {
+            Location::Host(ptr) => ptr.address() as u64,
+            Location::Device { ptr, .. } => ptr.get(),
+        }
+    }
+
+    fn overlaps(&self, other: &Self) -> bool {
+        let same_memory = match (self.location, other.location) {
+            (Location::Host(_), Location::Host(_)) => true,
+            (Location::Device { device: a, .. }, Location::Device { device: b, .. }) => a == b,
+            _ => false,
+        };
+        same_memory
+            && self.address() < other.address() + other.bytes as u64
+            && other.address() < self.address() + self.bytes as u64
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- streams
+
+/// A stream, synchronised and destroyed when dropped.
+#[derive(Debug)]
+pub(crate) struct Stream<'b> {
+    backend: &'b dyn Backend,
+    id: StreamId,
+    owned: bool,
+}
+
+impl<'b> Stream<'b> {
+    pub(crate) fn new(backend: &'b dyn Backend) -> Result<Self> {
+        Self::on(backend, DEVICE)
+    }
+
+    pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
+        Self::with_options(backend, device, &StreamOptions::new())
+    }
+
+    pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &StreamOptions) -> Result<Self> {
+        Ok(Self { backend, id: backend.create_stream(device, options)?, owned: true })
+    }
+
+    /// A stream that is not this guard's to destroy: a default stream.
+    pub(crate) fn borrowed(backend: &'b dyn Backend, id: StreamId) -> Self {
+        Self { backend, id, owned: false }
+    }
+
+    /// Takes over an id that the backend gave out.
+    pub(crate) fn adopted(backend: &'b dyn Backend, id: StreamId) -> Self {
+        Self { backend, id, owned: true }
+    }
+
+    pub(crate) fn id(&self) -> StreamId {
+        self.id
+    }
+
+    pub(crate) fn query(&self) -> Result<Completion> {
+        self.backend.query_stream(self.id)
+    }
+
+    pub(crate) fn is_pending(&self) -> Result<bool> {
+        Ok(self.query()? == Completion::Pending)
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.backend.synchronize_stream(self.id)
+    }
+
+    pub(crate) fn wait(&self, event: &Event<'_>) -> Result<()> {
+        self.backend.stream_wait_event(self.id, event.id)
+    }
+
+    pub(crate) fn record(&self, event: &Event<'_>) -> Result<()> {
+        self.backend.record_event(event.id, self.id)
+    }
+
+    /// Enqueues a copy of `src` to the beginning of `dst`.
+    pub(crate) fn copy(&self, dst: Span<'_>, src: Span<'_>) -> Result<()> {
+        assert!(src.bytes <= dst.bytes, "a case copies {} bytes to a span of {}", src.bytes, dst.bytes);
+        let dst = Span { bytes: src.bytes, ..dst };
+        assert!(!dst.overlaps(&src), "a case copies between overlapping spans");
+        dst.users.add(self.id.device());
+        src.users.add(self.id.device());
+        let copy = MemoryCopy::new(dst.location, src.location, src.bytes);
+        // SAFETY: spans lie inside one living block each and do not overlap, as just checked; blocks settle the devices
+        // noted as users before they are freed and before the CPU touches them.
+        unsafe { self.backend.copy(&copy, self.id) }
+    }
+
+    /// Enqueues a fill of as many elements as `dst` holds.
+    pub(crate) fn fill(&self, dst: Span<'_>, pattern: FillPattern) -> Result<()> {
+        let Location::Device { device, ptr } = dst.location else { panic!("a case fills host memory") };
+        dst.users.add(self.id.device());
+        let fill = MemoryFill::new(device, ptr, pattern, dst.bytes / pattern.bytes());
+        // SAFETY: the span lies inside a living block, which settles the device before it is freed.
+        unsafe { self.backend.fill(&fill, self.id) }
+    }
+
+    /// Enqueues a fill with one byte.
+    pub(crate) fn set(&self, dst: Span<'_>, byte: u8) -> Result<()> {
+        self.fill(dst, FillPattern::U8(byte))
+    }
+
+    /// Destroys the stream now, without waiting, and gives the id that is stale from here on.
+    pub(crate) fn destroy(mut self) -> Result<StreamId> {
+        self.owned = false;
+        self.backend.destroy_stream(self.id)?;
+        Ok(self.id)
+    }
+}
+
+impl Drop for Stream<'_> {
+    fn drop(&mut self) {
+        if self.owned {
+            // An error here shows in the count of live objects.
+            let _ = self.backend.synchronize_stream(self.id);
+            let _ = self.backend.destroy_stream(self.id);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- events
+
+/// An event, destroyed when dropped.
+#[derive(Debug)]
+pub(crate) struct Event<'b> {
+    backend: &'b dyn Backend,
+    id: EventId,
+    owned: bool,
+}
+
+impl<'b> Event<'b> {
+    pub(crate) fn new(backend: &'b dyn Backend) -> Result<Self> {
+        Self::with_options(backend, DEVICE, &EventOptions::new())
+    }
+
+    pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
+        Self::with_options(backend, device, &EventOptions::new())
+    }
+
+    pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &EventOptions) -> Result<Self> {
+        Ok(Self::adopted(backend, backend.create_event(device, options)?))
+    }
+
+    /// Takes over an id that the backend gave out.
+    pub(crate) fn adopted(backend: &'b dyn Backend, id: EventId) -> Self {
+        Self { backend, id, owned: true }
+    }
+
+    pub(crate) fn id(&self) -> EventId {
+        self.id
+    }
+
+    pub(crate) fn query(&self) -> Result<Completion> {
+        self.backend.query_event(self.id)
+    }
+
+    pub(crate) fn is_pending(&self) -> Result<bool> {
+        Ok(self.query()? == Completion::Pending)
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.backend.synchronize_event(self.id)
+    }
+
+    /// Destroys the event now and gives the id that is stale from here on.
+    pub(crate) fn destroy(mut self) -> Result<EventId> {
+        self.owned = false;
+        self.backend.destroy_event(self.id)?;
+        Ok(self.id)
+    }
+}
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        if self.owned {
+            let _ = self.backend.destroy_event(self.id);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- device memory
+
+/// A block of device memory, freed when dropped.
+#[derive(Debug)]
+pub(crate) struct Block<'b> {
+    backend: &'b dyn Backend,
+    device: u32,
+    ptr: DevicePtr,
+    bytes: usize,
+    /// The stream that the block was allocated on and is freed on.
+    ordered_on: Option<StreamId>,
+    users: Users,
+}
+
+impl<'b> Block<'b> {
+    pub(crate) fn new(backend: &'b dyn Backend, bytes: usize) -> Result<Self> {
+        Self::on(backend, DEVICE, bytes)
+    }
+
+    pub(crate) fn on(backend: &'b dyn Backend, device: u32, bytes: usize) -> Result<Self> {
+        Self::with_kind(backend, device, bytes, DeviceMemoryKind::Plain)
+    }
+
+    pub(crate) fn with_kind(
+        backend: &'b dyn Backend,
+        device: u32,
+        bytes: usize,
+        kind: DeviceMemoryKind,
+    ) -> Result<Self> {
+        let ptr = backend.allocate(device, &AllocateOptions::new(bytes).with_kind(kind))?;
+        let ordered_on = match kind {
+            DeviceMemoryKind::StreamOrdered(stream) => Some(stream),
+            _ => None,
+        };
+        Ok(Self { backend, device, ptr, bytes, ordered_on, users: Users::default() })
+    }
+
+    /// A block that holds `bytes`.
+    pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
+        let [block] = holding_all(backend, [bytes])?;
+        Ok(block)
+    }
+
+    /// A block whose bytes are all `byte`.
+    pub(crate) fn filled(backend: &'b dyn Backend, bytes: usize, byte: u8) -> Result<Self> {
+        Self::filled_on(backend, DEVICE, bytes, byte)
+    }
+
+    pub(crate) fn filled_on(backend: &'b dyn Backend, device: u32, bytes: usize, byte: u8) -> Result<Self> {
+        let block = Self::on(backend, device, bytes)?;
+        let stream = Stream::on(backend, device)?;
+        stream.set(block.all(), byte)?;
+        stream.synchronize()?;
+        drop(stream);
+        Ok(block)
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn all(&self) -> Span<'_> {
+        self.span(0..self.bytes)
+    }
+
+    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
+        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
+        let location = Location::Device { device: self.device, ptr: self.ptr.offset(range.start) };
+        Span { location, bytes: range.len(), users: &self.users }
+    }
+
+    /// Writes bytes from the CPU, after everything that was enqueued on the block, and waits.
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.users.settle(self.backend)?;
+        let pinned = Pinned::holding(self.backend, bytes)?;
+        let stream = Stream::on(self.backend, self.device)?;
+        stream.copy(self.span(offset..offset + bytes.len()), pinned.all())?;
+        stream.synchronize()
+    }
+
+    /// Reads everything, after everything that was enqueued on the block.
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        Ok(read_all(self.backend, &[self])?.swap_remove(0))
+    }
+
+    /// Frees stream-ordered memory now, in the order of its stream, without waiting.
+    pub(crate) fn free_in_order(self) -> Result<()> {
+        assert!(self.ordered_on.is_some(), "a case frees plain memory in stream order");
+        let block = std::mem::ManuallyDrop::new(self);
+        // SAFETY: the block came from `allocate`, this value is not dropped any more, so it is freed once; cases that
+        // call this use the block on the stream that it is freed on only.
+        unsafe { block.backend.free(block.device, block.ptr, block.ordered_on) }
+    }
+}
+
+impl Drop for Block<'_> {
+    fn drop(&mut self) {
+        let _ = self.users.settle(self.backend);
+        // SAFETY: the pointer came from `allocate` and is freed here only; the devices that were handed the block have
+        // done all that was enqueued.
+        let _ = unsafe { self.backend.free(self.device, self.ptr, self.ordered_on) };
+    }
+}
+
+/// Reads several blocks of one device, after everything that was enqueued on them, by way of one pinned block: a
+/// pinned block and a stream for each would take most of the time of a case.
+pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<Vec<Vec<u8>>> {
+    let device = blocks.first().map_or(DEVICE, |block| block.device);
+    let pinned = Pinned::new(backend, blocks.iter().map(|block| block.bytes).sum())?;
+    let stream = Stream::on(backend, device)?;
+    let mut end = 0;
+    for block in blocks {
+        block.users.settle(backend)?;
+        let start = end;
+        end += block.bytes;
+        stream.copy(pinned.span(start..end), block.all())?;
+    }
+    stream.synchronize()?;
+    let bytes = pinned.read()?;
+    let mut rest = bytes.as_slice();
+    Ok(blocks.iter().map(|block| rest.split_off(..block.bytes).unwrap_or_default().to_vec()).collect())
+}
+
+/// New blocks of the first device that hold these bytes, written by way of one pinned block.
+pub(crate) fn holding_all<'b, const N: usize>(
+    backend: &'b dyn Backend,
+    contents: [&[u8]; N],
+) -> Result<[Block<'b>; N]> {
+    let pinned = Pinned::holding(backend, &contents.concat())?;
+    let stream = Stream::new(backend)?;
+    let mut blocks = Vec::with_capacity(N);
+    let mut end = 0;
+    for content in contents {
+        let start = end;
+        end += content.len();
+        let block = Block::new(backend, content.len())?;
+        stream.copy(block.all(), pinned.span(start..end))?;
+        blocks.push(block);
+    }
+    stream.synchronize()?;
+    Ok(blocks.try_into().expect("one block for each content"))
+}
+
+// ---------------------------------------------------------------------------------------------------- pinned memory
+
+/// A block of page-locked host memory, freed when dropped.
+#[derive(Debug)]
+pub(crate) struct Pinned<'b> {
+    backend: &'b dyn Backend,
+    allocator: Arc<dyn HostAllocator>,
+    ptr: HostPtr,
+    bytes: usize,
+    users: Users,
+}
+
+impl<'b> Pinned<'b> {
+    pub(crate) fn new(backend: &'b dyn Backend, bytes: usize) -> Result<Self> {
+        Self::with_options(backend, bytes, &HostOptions::new())
+    }
+
+    pub(crate) fn with_options(backend: &'b dyn Backend, bytes: usize, options: &HostOptions) -> Result<Self> {
+        let allocator = backend.host_allocator();
+        let ptr = allocator.allocate(bytes, options)?;
+        Ok(Self { backend, allocator, ptr, bytes, users: Users::default() })
+    }
+
+    /// A block that holds `bytes`.
+    pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
+        let pinned = Self::new(backend, bytes.len())?;
+        pinned.write(bytes)?;
+        Ok(pinned)
+    }
+
+    pub(crate) fn ptr(&self) -> HostPtr {
+        self.ptr
+    }
+
+    pub(crate) fn all(&self) -> Span<'_> {
+        self.span(0..self.bytes)
+    }
+
+    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
+        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
+        // SAFETY: the offset was checked to lie inside the block.
+        let start = unsafe { self.ptr.as_ptr().add(range.start) };
+        let start = HostPtr::new(std::ptr::NonNull::new(start).expect("an address inside a block is not null"));
+        Span { location: Location::Host(start), bytes: range.len(), users: &self.users }
+    }
+
+    /// Writes bytes at the beginning, once no device uses the block any more.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
+        assert!(bytes.len() <= self.bytes, "a case writes {} bytes to {}", bytes.len(), self.bytes);
+        self.users.settle(self.backend)?;
+        // SAFETY: the block is that long, and no device uses it any more.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// Reads everything, once no device uses the block any more.
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        self.users.settle(self.backend)?;
+        // SAFETY: as just said.
+        Ok(unsafe { self.read_now() })
+    }
+
+    /// Reads everything without waiting: for cases that show what a wait before it was good for.
+    ///
+    /// # Safety
+    /// The backend has promised that the work that writes the block is done.
+    pub(crate) unsafe fn read_now(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.bytes];
+        // SAFETY: the block is that long; nobody writes it, by the contract of this function.
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr(), bytes.as_mut_ptr(), self.bytes) };
+        bytes
+    }
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        let _ = self.users.settle(self.backend);
+        // SAFETY: the pointer came from this allocator and is freed here only; no device uses the block any more.
+        let _ = unsafe { self.allocator.free(self.ptr) };
+    }
+}
+
+/// Memory of this process, page-locked for as long as the guard lives.
+#[derive(Debug)]
+pub(crate) struct Registered<'b> {
+    backend: &'b dyn Backend,
+    allocator: Arc<dyn HostAllocator>,
+    memory: Pages,
+    registered: bool,
+    users: Users,
+}
+
+impl<'b> Registered<'b> {
+    pub(crate) fn new(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
+        let mut memory = Pages::new(bytes.len());
+        memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        let allocator = backend.host_allocator();
+        // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
+        unsafe { allocator.register(memory.ptr(), memory.len(), &HostOptions::new())? };
+        Ok(Self { backend, allocator, memory, registered: true, users: Users::default() })
+    }
+
+    pub(crate) fn memory(&self) -> &Pages {
+        &self.memory
+    }
+
+    pub(crate) fn all(&self) -> Span<'_> {
+        Span { location: Location::Host(self.memory.ptr()), bytes: self.memory.len(), users: &self.users }
+    }
+
+    /// The bytes, once no device uses them any more.
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        self.users.settle(self.backend)?;
+        Ok(self.memory.bytes().to_vec())
+    }
+
+    /// Unregisters now, and gives the answer.
+    pub(crate) fn unregister(&mut self) -> Result<()> {
+        self.users.settle(self.backend)?;
+        self.registered = false;
+        // SAFETY: no device uses the pages any more.
+        unsafe { self.allocator.unregister(self.memory.ptr()) }
+    }
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        if self.registered {
+            let _ = self.unregister();
+        }
+    }
+}
+
+/// Whole pages of ordinary memory.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    start: std::ptr::NonNull<u8>,
+    layout: std::alloc::Layout,
+}
+
+impl Pages {
+    /// The largest page of the processors that are supported, huge pages apart.
+    const ALIGNMENT: usize = 65536;
+
+    /// Zeroed pages for at least `bytes` bytes.
+    pub(crate) fn new(bytes: usize) -> Self {
+        let bytes = bytes.max(1).next_multiple_of(Self::ALIGNMENT);
+        let layout = std::alloc::Layout::from_size_align(bytes, Self::ALIGNMENT).expect("a case asks for few bytes");
+        // SAFETY: the layout is not empty.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        let Some(start) = std::ptr::NonNull::new(start) else { std::alloc::handle_alloc_error(layout) };
+        Self { start, layout }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.layout.size()
+    }
+
+    pub(crate) fn ptr(&self) -> HostPtr {
+        HostPtr::new(self.start)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the pages are initialised and this long; devices write them only between calls that settle.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and the borrow is unique.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len()) }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { std::alloc::dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- handles
+
+/// A BLAS or Lt handle with its stream, destroyed when dropped, after its device has come to rest.
+#[derive(Debug)]
+pub(crate) struct Handle<'a> {
+    backend: &'a dyn Backend,
+    handle: Box<dyn BlasHandle>,
+    device: u32,
+    /// Keeps the workspace alive for as long as the handle may use it.
+    workspace: Option<&'a Block<'a>>,
+}
+
+impl<'a> Handle<'a> {
+    pub(crate) fn new(backend: &'a dyn Backend, kind: BlasKind, stream: &Stream<'_>) -> Result<Self> {
+        let device = stream.id().device();
+        let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
+        let mut handle = Self { backend, handle, device, workspace: None };
+        handle.set_stream(stream)?;
+        Ok(handle)
+    }
+
+    /// The handle itself, for its safe methods.
+    pub(crate) fn raw_mut(&mut self) -> &mut dyn BlasHandle {
+        &mut *self.handle
+    }
+
+    pub(crate) fn set_stream(&mut self, stream: &Stream<'_>) -> Result<()> {
+        self.handle.set_stream(stream.id())
+    }
+
+    /// Binds the bytes `range` of a block as the workspace, once everything before has completed.
+    pub(crate) fn set_workspace(&mut self, block: &'a Block<'a>, range: Range<usize>) -> Result<()> {
+        self.backend.synchronize_device(self.device)?;
+        let _ = block.span(range.clone());
+        block.users.add(self.device);
+        let workspace = Workspace { ptr: block.ptr.offset(range.start), bytes: range.len() };
+        self.workspace = Some(block);
+        // SAFETY: the block outlives the handle, by its lifetime, and belongs to the device; nothing is outstanding on
+        // the device, and cases give a workspace to one handle at a time.
+        unsafe { self.handle.set_workspace(Some(workspace)) }
+    }
+
+    /// Binds a workspace where handles can be given one, and leaves the handle on its own elsewhere.
+    pub(crate) fn offer_workspace(&mut self, block: &'a Block<'a>, range: Range<usize>) -> Result<()> {
+        if self.backend.capabilities(self.device)?.blas_workspace { self.set_workspace(block, range) } else { Ok(()) }
+    }
+
+    /// Enqueues a product whose matrices begin at the given offsets of the blocks.
+    pub(crate) fn gemm(&mut self, gemm: &Gemm, operands: [(&Block<'_>, usize); 3]) -> Result<()> {
+        let [a, b, c] = reach(&gemm.shape, self.device, operands);
+        let mut gemm = *gemm;
+        (gemm.a, gemm.b, gemm.c) = (a, b, c);
+        // SAFETY: the three ranges lie inside living blocks of the device that do not overlap, as `reach` checked, and
+        // blocks settle the device before they are freed.
+        unsafe { self.handle.gemm(&gemm) }
+    }
+
+    /// Enqueues one run of a plan made for `shape`. D is C, or lies in `destination` at the offset that C has.
+    pub(crate) fn run_plan(
+        &mut self,
+        plan: PlanId,
+        shape: &GemmShape,
+        scale: (f64, f64),
+        operands: [(&Block<'_>, usize); 3],
+        destination: Option<&Block<'_>>,
+        bias: Option<&Block<'_>>,
+    ) -> Result<()> {
+        let [a, b, c] = reach(shape, self.device, operands);
+        let [factor_a, factor_b, (block_c, offset)] = operands;
+        let block_d = destination.unwrap_or(block_c);
+        let [_, _, d] = reach(shape, self.device, [factor_a, factor_b, (block_d, offset)]);
+        if let Some(bias) = bias {
+            assert!(bias.bytes >= shape.m * shape.data_type.bytes(), "a case has a bias that is too short");
+            bias.users.add(self.device);
+        }
+        let mut arguments = PlanArguments::new(a, b, d, bias.map(Block::ptr));
+        (arguments.alpha, arguments.beta) = scale;
+        arguments.c = c;
+        // SAFETY: as in `gemm`; the bias is a block of its own, and D is C or another block.
+        unsafe { self.handle.run_plan(plan, &arguments) }
+    }
+}
+
+/// Checks that a product stays inside its blocks, notes the use, and gives the addresses.
+fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> [DevicePtr; 3] {
+    let extents = shape.extents("conformance").expect("a case has a valid shape");
+    let elements = [extents.a, extents.b, extents.c];
+    let mut addresses = [DevicePtr::new(0); 3];
+    for (((block, offset), elements), address) in operands.into_iter().zip(elements).zip(&mut addresses) {
+        assert_eq!(block.device, device, "a case multiplies a matrix of another device");
+        let _ = block.span(offset..offset + elements * shape.data_type.bytes());
+        block.users.add(device);
+        *address = block.ptr.offset(offset);
+    }
+    let [(a, _), (b, _), (c, _)] = operands;
+    assert!(c.ptr != a.ptr && c.ptr != b.ptr, "a case multiplies in place");
+    addresses
+}
+
+impl Drop for Handle<'_> {
+    fn drop(&mut self) {
+        let _ = self.backend.synchronize_device(self.device);
+        // Destroyed already in some cases; then the answer is an error that means nothing.
+        let _ = self.handle.destroy();
+    }
+}

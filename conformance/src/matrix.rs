@@ -1,0 +1,339 @@
+//! Products computed a second time on the CPU, in `f64`, with a bound on what rounding may change.
+//!
+//! The reference adds `k` terms in `f64`. A device adds them in another order and in its own precision `eps`; each of
+//! the `k` multiplications and additions, the conversion of alpha and beta, and the last rounding err by at most `eps`
+//! of the magnitudes involved. So with `s = |alpha| * sum(|a| * |b|) + |beta * c|` the two may differ by
+//! `2 * (k + 4) * eps * s` (the factor 2 leaves room for the reference's own rounding in `f64` and for fused
+//! operations), plus one rounding of the result where it is stored in a half type. This is the usual a-priori bound of
+//! an inner product and holds for any order of the additions.
+
+use highwater_core::{Backend, DataType, Gemm, GemmShape, Transpose};
+
+use crate::case::{CaseResult, Failure, check};
+use crate::device::{Block, Handle, Stream, holding_all, read_all};
+use crate::random::Random;
+
+/// The byte around the matrices of a [`Product`].
+const GUARD: u8 = 0xc5;
+/// How many guard bytes stand before and after each matrix; keeps the first element aligned as an allocation is.
+pub(crate) const GUARD_BYTES: usize = 256;
+
+/// One product: shape, factors, and the elements of A, B and C, gaps of leading dimensions and strides included.
+#[derive(Debug, Clone)]
+pub(crate) struct Product {
+    pub(crate) shape: GemmShape,
+    pub(crate) alpha: f64,
+    pub(crate) beta: f64,
+    seed: u64,
+    a: Vec<f64>,
+    b: Vec<f64>,
+    c: Vec<f64>,
+    bias: Option<Vec<f64>>,
+    relu: bool,
+    tf32: bool,
+}
+
+impl Product {
+    /// A product of `shape` with pseudo-random elements, alpha 1 and beta 0.
+    pub(crate) fn new(shape: GemmShape, seed: u64) -> Self {
+        let extents = shape.extents("conformance").expect("a case has a valid shape");
+        let mut random = Random::new(seed);
+        let mut elements = |count: usize| -> Vec<f64> {
+            let mut element = || match shape.data_type {
+                DataType::F64 => random.fine(),
+                DataType::F32 => f64::from(random.fine() as f32),
+                _ => random.coarse(),
+            };
+            (0..count).map(|_| element()).collect()
+        };
+        let (a, b, c) = (elements(extents.a), elements(extents.b), elements(extents.c));
+        Self { shape, alpha: 1.0, beta: 0.0, seed, a, b, c, bias: None, relu: false, tf32: false }
+    }
+
+    pub(crate) fn with_scale(mut self, alpha: f64, beta: f64) -> Self {
+        (self.alpha, self.beta) = (alpha, beta);
+        self
+    }
+
+    pub(crate) fn with_nan_in_c(mut self) -> Self {
+        self.c.fill(f64::NAN);
+        self
+    }
+
+    pub(crate) fn with_nan_in_factors(mut self) -> Self {
+        self.a.fill(f64::NAN);
+        self.b.fill(f64::NAN);
+        self
+    }
+
+    /// The same with the bound of products whose factors are rounded to TF32 first.
+    pub(crate) fn with_tf32(mut self) -> Self {
+        self.tf32 = true;
+        self
+    }
+
+    /// The same with an epilogue that adds a bias, and then perhaps takes `max(x, 0)`.
+    pub(crate) fn with_bias(mut self, relu: bool) -> Self {
+        let mut random = Random::new(self.seed ^ 0xb1a5);
+        self.bias = Some((0..self.shape.m).map(|_| random.coarse()).collect());
+        self.relu = relu;
+        self
+    }
+
+    /// Puts the matrices on a device.
+    pub(crate) fn place<'b>(&self, backend: &'b dyn Backend) -> Result<Placed<'b>, Failure> {
+        let encoded = |elements: &[f64]| guarded(&encode(self.shape.data_type, elements));
+        let (a, b, c) = (encoded(&self.a), encoded(&self.b), encoded(&self.c));
+        let [a, b, c] = holding_all(backend, [a.as_slice(), b.as_slice(), c.as_slice()])?;
+        let bias = match &self.bias {
+            Some(bias) => Some(Block::holding(backend, &encode(self.shape.data_type, bias))?),
+            None => None,
+        };
+        Ok(Placed { backend, a, b, c, bias })
+    }
+
+    /// Places the matrices, runs the product as a GEMM, waits, and checks everything.
+    pub(crate) fn prove(&self, backend: &dyn Backend, handle: &mut Handle<'_>, stream: &Stream<'_>) -> CaseResult {
+        let placed = self.place(backend)?;
+        placed.gemm(self, handle)?;
+        stream.synchronize()?;
+        placed.check(self)
+    }
+
+    /// What element (row, column) of C of one product of the batch must be, and how far it may be off.
+    fn reference(&self, product: usize, row: usize, column: usize) -> (f64, f64) {
+        let GemmShape { data_type, transpose_a, transpose_b, k, lda, ldb, .. } = self.shape;
+        let (stride_a, stride_b) = self.shape.batch.map_or((0, 0), |batch| (batch.stride_a, batch.stride_b));
+        let (mut sum, mut magnitude) = (0.0, 0.0);
+        if self.alpha != 0.0 {
+            for inner in 0..k {
+                let a = match transpose_a {
+                    Transpose::No => row + inner * lda,
+                    Transpose::Yes => inner + row * lda,
+                };
+                let b = match transpose_b {
+                    Transpose::No => inner + column * ldb,
+                    Transpose::Yes => column + inner * ldb,
+                };
+                let term = self.a[product * stride_a + a] * self.b[product * stride_b + b];
+                sum += term;
+                magnitude += term.abs();
+            }
+        }
+        let (mut value, mut scale) = (self.alpha * sum, self.alpha.abs() * magnitude);
+        if self.beta != 0.0 {
+            let old = self.beta * self.c[self.index_c(product, row, column)];
+            value += old;
+            scale += old.abs();
+        }
+        if let Some(bias) = &self.bias {
+            value += bias[row];
+            scale += bias[row].abs();
+        }
+        if self.relu {
+            value = value.max(0.0);
+        }
+        let (computed, stored) = precision(data_type);
+        // Each factor is off by up to half a step of a mantissa of 10 bits.
+        let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
+        // An `f32` subnormal step covers a device that flushes subnormal numbers to zero.
+        (value, 2.0 * (k + 4) as f64 * computed * scale + factors + stored * value.abs() + f64::from(f32::MIN_POSITIVE))
+    }
+
+    fn index_c(&self, product: usize, row: usize, column: usize) -> usize {
+        let stride = self.shape.batch.map_or(0, |batch| batch.stride_c);
+        product * stride + row + column * self.shape.ldc
+    }
+
+    fn describe(&self) -> String {
+        let GemmShape { data_type, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, batch, .. } = self.shape;
+        let Self { alpha, beta, seed, .. } = self;
+        let batch = batch.map_or(String::new(), |batch| format!(", {batch:?}"));
+        format!(
+            "{data_type:?} product {m}x{n}x{k}, transposed A {transpose_a:?} B {transpose_b:?}, leading dimensions \
+             {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}, seed {seed}"
+        )
+    }
+}
+
+/// The matrices of a [`Product`] on a device, between guards.
+#[derive(Debug)]
+pub(crate) struct Placed<'b> {
+    backend: &'b dyn Backend,
+    pub(crate) a: Block<'b>,
+    pub(crate) b: Block<'b>,
+    pub(crate) c: Block<'b>,
+    pub(crate) bias: Option<Block<'b>>,
+}
+
+impl Placed<'_> {
+    /// Enqueues the product as a GEMM.
+    pub(crate) fn gemm(&self, product: &Product, handle: &mut Handle<'_>) -> highwater_core::Result<()> {
+        let zero = highwater_core::DevicePtr::new(0);
+        let gemm = Gemm::new(product.shape, zero, zero, zero).with_scale(product.alpha, product.beta);
+        handle.gemm(&gemm, self.operands())
+    }
+
+    /// Where the matrices begin.
+    pub(crate) fn operands(&self) -> [(&Block<'_>, usize); 3] {
+        [(&self.a, GUARD_BYTES), (&self.b, GUARD_BYTES), (&self.c, GUARD_BYTES)]
+    }
+
+    /// The bytes of C, without guards.
+    pub(crate) fn bytes_of_c(&self) -> Result<Vec<u8>, Failure> {
+        let bytes = self.c.read()?;
+        Ok(bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES].to_vec())
+    }
+
+    /// Checks every element of C, the gaps and guards around them, and that A and B are what they were.
+    pub(crate) fn check(&self, product: &Product) -> CaseResult {
+        let shape = &product.shape;
+        let element_bytes = shape.data_type.bytes();
+        let blocks = read_all(self.backend, &[&self.a, &self.b, &self.c])?;
+        for (name, bytes, elements) in [("A", &blocks[0], &product.a), ("B", &blocks[1], &product.b)] {
+            check!(
+                *bytes == guarded(&encode(shape.data_type, elements)),
+                "{}: {name} or the memory around it was changed",
+                product.describe()
+            );
+        }
+        let bytes = &blocks[2];
+        let before = guarded(&encode(shape.data_type, &product.c));
+        let got = decode(shape.data_type, &bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES]);
+        let mut written = vec![false; bytes.len()];
+        if !shape.is_empty() {
+            for batch in 0..shape.batch_count() {
+                for column in 0..shape.n {
+                    for row in 0..shape.m {
+                        let index = product.index_c(batch, row, column);
+                        let (expected, bound) = product.reference(batch, row, column);
+                        check!(
+                            (got[index] - expected).abs() <= bound,
+                            "{}: element ({row}, {column}) of product {batch} is {:e}, expected {expected:e} within \
+                             {bound:e}",
+                            product.describe(),
+                            got[index]
+                        );
+                        let start = GUARD_BYTES + index * element_bytes;
+                        written[start..start + element_bytes].fill(true);
+                    }
+                }
+            }
+        }
+        let changed = (0..bytes.len()).find(|&at| !written[at] && bytes[at] != before[at]);
+        check!(
+            changed.is_none(),
+            "{}: memory outside the elements of C was changed, first at byte {} from the first element",
+            product.describe(),
+            changed.unwrap_or_default() as i64 - GUARD_BYTES as i64
+        );
+        Ok(())
+    }
+}
+
+/// Relative error of one operation, and of storing a result.
+fn precision(data_type: DataType) -> (f64, f64) {
+    let single = f64::from(f32::EPSILON);
+    match data_type {
+        DataType::F64 => (f64::EPSILON, 0.0),
+        DataType::F16 => (single, 2.0_f64.powi(-10)),
+        DataType::Bf16 => (single, 2.0_f64.powi(-7)),
+        _ => (single, 0.0),
+    }
+}
+
+fn guarded(bytes: &[u8]) -> Vec<u8> {
+    let guard = [GUARD; GUARD_BYTES];
+    [&guard[..], bytes, &guard[..]].concat()
+}
+
+/// The bytes of numbers that the element type holds exactly.
+fn encode(data_type: DataType, elements: &[f64]) -> Vec<u8> {
+    match data_type {
+        DataType::F64 => elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DataType::F16 => elements.iter().flat_map(|&x| f16_bits(x).to_le_bytes()).collect(),
+        DataType::Bf16 => {
+            elements.iter().flat_map(|&x| ((x as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()).collect()
+        }
+        _ => elements.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+    }
+}
+
+fn decode(data_type: DataType, bytes: &[u8]) -> Vec<f64> {
+    let halves = || bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair));
+    match data_type {
+        DataType::F64 => bytes.as_chunks::<8>().0.iter().map(|&eight| f64::from_le_bytes(eight)).collect(),
+        DataType::F16 => halves().map(f16_value).collect(),
+        DataType::Bf16 => halves().map(|bits| f64::from(f32::from_bits(u32::from(bits) << 16))).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|&four| f64::from(f32::from_le_bytes(four))).collect(),
+    }
+}
+
+/// Bits of a normal number, zero or NaN that half precision holds exactly.
+fn f16_bits(value: f64) -> u16 {
+    let bits = (value as f32).to_bits();
+    let sign = (bits >> 16) as u16 & 0x8000;
+    if value.is_nan() {
+        return sign | 0x7e00;
+    }
+    if value == 0.0 {
+        return sign;
+    }
+    let exponent = (bits >> 23 & 0xff) as i32 - 127;
+    assert!((-14..=15).contains(&exponent) && bits & 0x1fff == 0, "{value} is not exact in half precision");
+    sign | ((exponent + 15) as u16) << 10 | (bits >> 13 & 0x3ff) as u16
+}
+
+fn f16_value(bits: u16) -> f64 {
+    let sign = if bits & 0x8000 == 0 { 1.0 } else { -1.0 };
+    let mantissa = f64::from(bits & 0x3ff);
+    match bits >> 10 & 0x1f {
+        0 => sign * mantissa * 2.0_f64.powi(-24),
+        0x1f if mantissa == 0.0 => sign * f64::INFINITY,
+        0x1f => f64::NAN,
+        exponent => sign * (1.0 + mantissa / 1024.0) * 2.0_f64.powi(i32::from(exponent) - 15),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn coarse_numbers_pass_through_every_type_unchanged() {
+        let mut random = Random::new(7);
+        let numbers: Vec<f64> = (0..200).map(|_| random.coarse()).collect();
+        for data_type in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
+            assert_eq!(decode(data_type, &encode(data_type, &numbers)), numbers, "{data_type:?}");
+            assert!(decode(data_type, &encode(data_type, &[f64::NAN]))[0].is_nan(), "{data_type:?}");
+        }
+    }
+
+    #[test]
+    fn half_precision_numbers_are_read_right() {
+        for (bits, value) in [(0x3c00, 1.0), (0xc000, -2.0), (0x7bff, 65504.0), (0x0001, 2.0_f64.powi(-24))] {
+            assert_eq!(f16_value(bits), value);
+        }
+        assert_eq!(f16_value(0x7c00), f64::INFINITY);
+    }
+
+    #[test]
+    fn the_reference_multiplies_column_major_matrices() {
+        let mut product = Product::new(GemmShape::new(DataType::F64, 2, 1, 2), 1).with_scale(2.0, 3.0);
+        // A = [1 2; 3 4] by columns, B = (5, 6), C = (7, 8).
+        (product.a, product.b, product.c) = (vec![1.0, 3.0, 2.0, 4.0], vec![5.0, 6.0], vec![7.0, 8.0]);
+        assert_eq!(product.reference(0, 0, 0).0, 2.0 * 17.0 + 21.0);
+        assert_eq!(product.reference(0, 1, 0).0, 2.0 * 39.0 + 24.0);
+        product.shape = product.shape.with_transposed_a();
+        assert_eq!(product.reference(0, 0, 0).0, 2.0 * 23.0 + 21.0);
+    }
+
+    #[test]
+    fn the_bound_is_tight_enough_to_see_a_lost_term() {
+        let product = Product::new(GemmShape::new(DataType::F32, 1, 1, 1000), 1);
+        let (_, bound) = product.reference(0, 0, 0);
+        assert!(bound < 0.5, "{bound}");
+        let double = Product::new(GemmShape::new(DataType::F64, 1, 1, 1000), 1);
+        assert!(double.reference(0, 0, 0).1 < 1e-9);
+    }
+}

@@ -1,0 +1,134 @@
+//! The whole suite on the mock: with all that it can do, with two devices, and with all abilities taken away.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use highwater_conformance::{CaseReport, Options, Progress, Status, run, run_observed};
+use highwater_core::{Backend, Capabilities};
+use highwater_mock::{MockGpu, MockOptions};
+
+fn open(options: MockOptions) -> Arc<MockGpu> {
+    MockGpu::open(options).unwrap()
+}
+
+/// Capabilities that the mock does not have in this version: the cases that need them are skipped.
+const NOT_IN_THE_MOCK: [&str; 7] =
+    ["gemm_f16", "gemm_bf16", "tf32", "capture", "shareable_memory", "per_thread_default_stream", "foreign_objects"];
+
+#[test]
+fn every_case_passes_on_a_mock_with_one_device() {
+    let report = run(&*open(MockOptions::new()), &Options::new());
+    assert!(report.is_success(), "{report}");
+    assert!(report.passed() >= 100, "{report}");
+    let expected = |case: &CaseReport, reason: &str| {
+        reason == "the backend has one device"
+            || case.case.group == "lacking" && reason.ends_with("is true")
+            || NOT_IN_THE_MOCK.iter().any(|name| reason == format!("the capability `{name}` is false"))
+    };
+    let unexpected: Vec<String> = report
+        .cases()
+        .iter()
+        .filter_map(|case| match &case.status {
+            Status::Skipped(reason) if !expected(case, reason) => Some(format!("{}: {reason}", case.case.name)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(unexpected, Vec::<String>::new(), "cases skipped that should have run");
+}
+
+#[test]
+fn every_case_passes_on_a_mock_with_two_devices() {
+    let report = run(&*open(MockOptions::new().with_devices(2)), &Options::new());
+    assert!(report.is_success(), "{report}");
+    let about_two =
+        report.cases().iter().filter(|case| case.status == Status::Skipped("the backend has one device".into()));
+    assert_eq!(about_two.count(), 0);
+}
+
+/// Takes every ability away.
+fn denied(capabilities: &mut Capabilities) {
+    let facts = *capabilities;
+    *capabilities = Capabilities::none();
+    capabilities.set_stream_resets_workspace = facts.set_stream_resets_workspace;
+    capabilities.workspace_alignment = facts.workspace_alignment;
+}
+
+#[test]
+fn every_ability_can_be_lacking() {
+    let report = run(&*open(MockOptions::new().with_devices(2).with_capabilities(denied)), &Options::new());
+    assert!(report.is_success(), "{report}");
+    let skipped: BTreeSet<&str> = report
+        .cases()
+        .iter()
+        .filter(|case| case.case.group == "lacking" && matches!(case.status, Status::Skipped(_)))
+        .map(|case| case.case.name)
+        .collect();
+    // These ask for one thing on a device that has another.
+    assert_eq!(skipped, BTreeSet::from(["lacking.strided_batch", "lacking.what_the_other_kind_of_handle_does"]));
+}
+
+#[test]
+fn an_ability_lacking_beside_another_is_refused() {
+    let options = MockOptions::new().with_capabilities(|capabilities| capabilities.strided_batch = false);
+    let report = run(&*open(options), &Options::new().with_filter("lacking.strided_batch"));
+    assert!(report.is_success() && report.passed() == 1, "{report}");
+}
+
+#[test]
+fn a_mock_that_keeps_its_workspace_passes() {
+    let options = MockOptions::new().with_capabilities(|c| c.set_stream_resets_workspace = false);
+    let report = run(&*open(options), &Options::new().with_filter("blas."));
+    assert!(report.is_success(), "{report}");
+}
+
+#[test]
+fn creation_that_takes_long_delays_nobody() {
+    let options = MockOptions::new().with_create_handle_latency(0, std::time::Duration::from_millis(40));
+    let report = run(&*open(options), &Options::new().with_filter("blas.creation_delays_nobody"));
+    assert!(report.is_success() && report.passed() == 1, "{report}");
+}
+
+#[test]
+fn the_observer_sees_every_case_begin_and_end() {
+    let mut seen = Vec::new();
+    let options = Options::new().with_filter("identity.");
+    let report = run_observed(&*open(MockOptions::new()), &options, &mut |progress| match progress {
+        Progress::Started { case, index, .. } => seen.push((index, case.name, false)),
+        Progress::Finished { report, index, .. } => seen.push((index, report.case.name, true)),
+        _ => {}
+    });
+    let expected: Vec<(usize, &str, bool)> = report
+        .cases()
+        .iter()
+        .enumerate()
+        .flat_map(|(index, case)| [(index, case.case.name, false), (index, case.case.name, true)])
+        .collect();
+    assert_eq!(seen, expected);
+}
+
+#[test]
+fn expectations_are_held_against_what_happens() {
+    let backend = open(MockOptions::new());
+    let filter = Options::new().with_filter("identity.is_stable");
+    let passes = run(&*backend, &filter.clone().with_expected_failure("identity.is_stable", "said to be broken"));
+    assert!(!passes.is_success() && passes.failed() == 1, "{passes}");
+    let misspelt = run(&*backend, &filter.clone().with_expected_failure("identity.is_stabel", "a misspelt name"));
+    assert!(!misspelt.is_success() && misspelt.failed() == 0, "{misspelt}");
+    assert_eq!(misspelt.unknown_expectations().len(), 1);
+    let nothing = run(&*backend, &Options::new().with_filter("no such case"));
+    assert!(!nothing.is_success(), "a run of no case proves nothing");
+}
+
+#[test]
+fn a_failure_of_the_backend_is_reported_and_leaves_nothing_behind() {
+    let options = MockOptions::new().with_fault("allocate", 2, highwater_core::ErrorKind::Vendor);
+    let backend = open(options);
+    let before = backend.live_objects();
+    let filter = Options::new().with_filter("copies.run_in_order");
+    let report = run(&*backend, &filter.clone().with_expected_failure("copies.run_in_order", "an injected fault"));
+    assert!(report.is_success() && report.expected_failures() == 1, "{report}");
+    assert_eq!(backend.live_objects(), before);
+    // The fault is used up, so now the expectation is out of date.
+    let again = run(&*backend, &filter);
+    assert!(again.is_success(), "{again}");
+}
