@@ -45,3 +45,8 @@ pub use highwater_mock as mock;
 pub use highwater_rocm as rocm;
 
 pub use open::{Candidate, LoadReport, OpenError, Opened, Outcome, backends, open, open_auto, survey};
+
+/// The examples of the README, compiled and run with the other doc tests.
+#[cfg(all(doctest, feature = "mock"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

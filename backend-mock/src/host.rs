@@ -93,7 +93,9 @@ fn no_bytes(operation: Operation) -> Error {
     operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1")
 }
 
-impl HostAllocator for MockHost {
+// SAFETY: each block is an anonymous mapping of its own, zeroed, page-aligned, at least as large as asked for, and
+// unmapped only by `free` or with the allocator itself.
+unsafe impl HostAllocator for MockHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         let operation = Operation::HostAllocate;
         self.calls.enter(operation)?;

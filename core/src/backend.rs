@@ -224,8 +224,8 @@ impl LiveObjects {
 ///
 /// # Design
 /// A backend does no pooling, no caching and no policy: those are core's, once, for all vendors. It validates the *ids*
-/// it is handed, because only it knows them; *arguments* are checked by core before the call, so a backend may pass them
-/// on. Methods that move bytes between raw addresses are `unsafe fn`; everything else is safe and gives an error
+/// it is handed, because only it knows them, and the arguments that a clause names; the rest is checked by core before the
+/// call, so a backend may pass it on. Methods that move bytes between raw addresses are `unsafe fn`; everything else is safe and gives an error
 /// for whatever it cannot do. Options grow; the structs are `non_exhaustive`.
 ///
 /// A backend is `Send + Sync` and is used through `Arc<dyn Backend>`. Methods may be called from any thread, with no
@@ -238,8 +238,14 @@ impl LiveObjects {
 /// - `backend.concurrent`: calls from several threads at once do not disturb each other.
 /// - `backend.live-objects`: what is made counts in `live_objects` until it is destroyed.
 /// - `backend.forked`: in a child forked after the backend was opened, calls give `Forked` at once.
+///
+/// # Safety
+/// Core frees and reuses memory by what a backend answers, and lets safe code touch page-locked memory by it. So an
+/// implementation must keep these clauses whatever is called: `event.query`, `event.synchronize`, `event.record-moves`,
+/// `event.wait-orders`, `stream.query`, `stream.synchronize`, `devices.synchronize`, `stream.order`, `copy.exact`, and
+/// the clauses that its [`HostAllocator`] has to keep.
 #[cfg_attr(feature = "mockall", mockall::automock)]
-pub trait Backend: Send + Sync + fmt::Debug {
+pub unsafe trait Backend: Send + Sync + fmt::Debug {
     // ------------------------------------------------------------------ identity
 
     /// Name, versions and tag.

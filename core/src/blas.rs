@@ -452,6 +452,8 @@ impl PlanArguments {
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub trait BlasHandle: Send + fmt::Debug {
     /// The kind it was made as.
+    ///
+    /// - `blas.kind`: what belongs to the other kind (products for `Lt`, plans for `Blas`) gives `Unsupported`.
     fn kind(&self) -> BlasKind;
 
     /// Ordinal of its device.
@@ -484,7 +486,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `blas.deterministic`: with `NotAllowed`, equal calls give equal bits.
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()>;
 
-    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. Handles of kind `Lt` give `Unsupported`.
+    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream.
     ///
     /// - `gemm.value`: every element of C is the product within the rounding of the type.
     /// - `gemm.transpose`: for each combination of transposed factors.
@@ -501,7 +503,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// overlaps neither A nor B, and the shape was checked by [`GemmShape::extents`].
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()>;
 
-    /// Makes a plan. Handles of kind `Blas` give `Unsupported`. May take milliseconds: core caches plans.
+    /// Makes a plan. May take milliseconds: core caches plans.
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
         let _ = options;
         Err(Error::lacks("create_plan", "lt_plans"))

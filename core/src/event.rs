@@ -1,5 +1,7 @@
 //! [`Event`]: a mark in a stream.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::error::Result;
 use crate::id::EventId;
 use crate::runtime::Runtime;
@@ -7,15 +9,23 @@ use crate::runtime::Runtime;
 /// A mark in a stream, made by [`Stream::record`](crate::Stream::record).
 #[derive(Debug)]
 pub struct Event {
-    pub(crate) runtime: Runtime,
+    runtime: Runtime,
     pub(crate) id: EventId,
-    pub(crate) timing: bool,
+    timing: bool,
+    /// Whether the id was given away: such an event is not pooled, because its record could be moved behind the back of
+    /// the next user, who frees memory by it.
+    exposed: AtomicBool,
 }
 
 impl Event {
+    pub(crate) fn new(runtime: Runtime, id: EventId, timing: bool) -> Self {
+        Self { runtime, id, timing, exposed: AtomicBool::new(false) }
+    }
+
     /// The event's id, for calls of the backend itself.
     #[must_use]
     pub fn id(&self) -> EventId {
+        self.exposed.store(true, Ordering::Relaxed);
         self.id
     }
 
@@ -49,11 +59,12 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        let inner = &self.runtime.inner;
-        if !inner.may_release() {
+        if !self.runtime.inner.may_release() {
             return;
         }
-        if !self.timing {
+        let poolable = !self.timing && !*self.exposed.get_mut();
+        let inner = &self.runtime.inner;
+        if poolable {
             // Who waits for the record on a device keeps that wait when the event is recorded anew.
             inner.give_back_event(self.id);
         } else if let Err(error) = inner.backend.destroy_event(self.id) {

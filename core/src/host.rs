@@ -43,8 +43,13 @@ impl HostOptions {
 ///
 /// Mapping, pre-faulting, caching and rounding are core's; this trait only makes the vendor's calls. Every call may be
 /// slow and may stall the GPU calls of other threads.
+///
+/// # Safety
+/// Core makes slices of what `allocate` gives. So an implementation must keep `host.usable`, `host.aligned` and
+/// `memory.disjoint` (for host blocks): the block is as large as asked for, initialised, readable and writable, aligned,
+/// apart from every other live object, and stays so until `free`.
 #[cfg_attr(feature = "mockall", mockall::automock)]
-pub trait HostAllocator: Send + Sync + fmt::Debug {
+pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     /// Allocates page-locked memory with unspecified contents.
     ///
     /// - `host.usable`: the CPU can read and write every byte; every device can copy to and from it.

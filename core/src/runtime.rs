@@ -376,9 +376,7 @@ impl RuntimeInner {
 
     /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
     pub(crate) fn allocate_device(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        if !self.deferred.is_empty() {
-            self.reclaim(false)?;
-        }
+        self.reclaim_in_passing();
         let ptr = match self.backend.allocate(device, options) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                 self.reclaim(true)?;
@@ -409,10 +407,27 @@ impl RuntimeInner {
         self.deferred.push(free);
     }
 
-    /// Frees the deferred blocks whose streams have passed; with `wait`, waits for them.
+    /// Frees deferred blocks on the way to something else, which does not fail because a release did: those are counted.
+    pub(crate) fn reclaim_in_passing(&self) {
+        if !self.deferred.is_empty()
+            && let Err(error) = self.reclaim(false)
+        {
+            tracing::debug!("memory could not be reclaimed in passing: {error}");
+        }
+    }
+
+    /// Frees the deferred blocks whose streams have passed; with `wait`, waits for them. Without, it does not ask after
+    /// every one of a long list on a busy device: those that were not asked after come first the next time.
     pub(crate) fn reclaim(&self, wait: bool) -> Result<()> {
+        const ENOUGH_PENDING: usize = 16;
         let mut result = Ok(());
+        let mut pending = 0;
+        let mut later = Vec::new();
         for mut free in self.deferred.take_all() {
+            if pending == ENOUGH_PENDING {
+                self.deferred.push(free);
+                continue;
+            }
             while let Some(&event) = free.after.last() {
                 match self.is_passed(event, wait) {
                     Ok(true) => {
@@ -427,7 +442,8 @@ impl RuntimeInner {
                 }
             }
             if free.unmarked || !free.after.is_empty() {
-                self.deferred.push(free);
+                pending += usize::from(!free.unmarked && !wait);
+                later.push(free);
                 continue;
             }
             // SAFETY: every stream that used the block has passed its last use, and its owner is gone.
@@ -435,10 +451,11 @@ impl RuntimeInner {
                 self.note(unsafe { self.free_device(free.device, free.ptr, free.home.as_ref().map(|home| home.id)) });
             if freed.is_err() {
                 // Kept for the end of the runtime, which tries once more.
-                self.deferred.push(DeferredFree { unmarked: true, ..free });
+                later.push(DeferredFree { unmarked: true, ..free });
             }
             result = result.and(freed);
         }
+        later.into_iter().for_each(|free| self.deferred.push(free));
         result
     }
 

@@ -210,7 +210,8 @@ impl Stream {
     /// As [`Stream::is_complete`].
     pub fn synchronize(&self) -> Result<()> {
         self.backend("synchronize_stream")?.synchronize_stream(self.core.id)?;
-        self.runtime.reclaim()
+        self.runtime.inner.reclaim_in_passing();
+        Ok(())
     }
 
     /// Marks the point that the stream has reached.
@@ -220,7 +221,7 @@ impl Stream {
     pub fn record(&self) -> Result<Event> {
         self.runtime.inner.check("record_event")?;
         let id = self.runtime.inner.mark(self.core.id)?;
-        Ok(Event { runtime: self.runtime.clone(), id, timing: false })
+        Ok(Event::new(self.runtime.clone(), id, false))
     }
 
     /// Marks the point that the stream has reached, with the time.
@@ -234,7 +235,7 @@ impl Stream {
         }
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, also where the record fails.
-        let event = Event { runtime: self.runtime.clone(), id, timing: true };
+        let event = Event::new(self.runtime.clone(), id, true);
         backend.record_event(id, self.core.id)?;
         Ok(event)
     }

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::thread;
 
-use highwater_core::{Runtime, RuntimeOptions};
+use highwater_core::{Backend, Runtime, RuntimeOptions};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
 #[test]
@@ -134,4 +134,18 @@ fn threads_that_meet_on_a_fresh_stream_make_one_workspace() {
         });
         assert_eq!(runtime.statistics().workspaces, 1);
     }
+}
+
+#[test]
+fn an_event_whose_id_was_given_away_is_not_used_for_the_pools() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let kept = stream.record().unwrap();
+    let id = kept.id();
+    drop(kept);
+    assert_eq!(gpu.live_objects().events, 0, "whoever kept the id could move its record");
+    drop(stream.record().unwrap());
+    assert_eq!(gpu.live_objects().events, 1, "pooled");
+    assert!(gpu.query_event(id).is_err());
 }

@@ -21,7 +21,7 @@ cases! {
     blas_workspace: ["backend.lacking"] needs [needs::lacks::blas_workspace];
     strided_batch: ["backend.lacking"] needs [needs::lacks::strided_batch, needs::has::gemm_f32];
     lt_plans: ["backend.lacking"] needs [needs::lacks::lt_plans];
-    what_the_other_kind_of_handle_does: ["backend.lacking"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    what_the_other_kind_of_handle_does: ["blas.kind"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     capture: ["backend.lacking"] needs [needs::lacks::capture];
     stream_ordered_memory: ["backend.lacking"] needs [needs::lacks::stream_ordered_memory];
     shareable_memory: ["backend.lacking"] needs [needs::lacks::shareable_memory];

@@ -1,0 +1,153 @@
+//! `highwater doctor`: which backends can be used here, and of each other one exactly why not.
+
+use anyhow::Result;
+use comfy_table::{ContentArrangement, Table, presets};
+use highwater::{Candidate, Identity, Outcome, Runtime};
+use serde_json::{Value, json};
+
+use super::{Verdict, output};
+
+/// Columns of the table's text; terminals that are narrower break the lines themselves.
+const WIDTH: u16 = 110;
+
+pub(super) fn command(json: bool) -> Result<Verdict> {
+    let findings: Vec<Finding> = highwater::survey().candidates.into_iter().map(Finding::new).collect();
+    let usable: Vec<&str> = findings.iter().filter(|finding| finding.is_usable()).map(|f| f.candidate.name).collect();
+    if json {
+        let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
+        output::result(json!({ "usable": usable, "backends": backends }))?;
+    } else {
+        print(&findings)?;
+    }
+    if usable.is_empty() {
+        output::line("error: no backend can be used here, not even the mock");
+        output::line("hint: the table says of each what is missing");
+        return Ok(Verdict::Bad);
+    }
+    Ok(Verdict::Good)
+}
+
+/// A backend, with its devices where it opens.
+struct Finding {
+    candidate: Candidate,
+    /// Who it is and what it drives, or why it cannot be asked.
+    details: Option<Result<Details, highwater::Error>>,
+}
+
+struct Details {
+    identity: Identity,
+    devices: Vec<highwater::DeviceInfo>,
+}
+
+impl Finding {
+    fn new(candidate: Candidate) -> Self {
+        let details = (candidate.outcome == Outcome::Usable).then(|| Details::of(candidate.name));
+        Self { candidate, details }
+    }
+
+    /// Opens, and answers about all of its devices.
+    fn is_usable(&self) -> bool {
+        matches!(self.details, Some(Ok(_)))
+    }
+
+    fn outcome(&self) -> &'static str {
+        match &self.details {
+            Some(Err(_)) => Outcome::Failed.as_str(),
+            _ => self.candidate.outcome.as_str(),
+        }
+    }
+
+    /// Why, and what to do about it.
+    fn reason(&self) -> (&str, &str) {
+        match &self.details {
+            Some(Err(error)) => (error.message(), error.hint()),
+            _ => (&self.candidate.reason, &self.candidate.hint),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let (reason, hint) = self.reason();
+        let tried: Vec<Value> =
+            self.candidate.tried.iter().map(|t| json!({ "name": t.name, "reason": t.reason })).collect();
+        let (devices, versions) = match &self.details {
+            Some(Ok(details)) => (details.devices_to_json(), details.versions_to_json()),
+            _ => (json!([]), json!({})),
+        };
+        json!({
+            "name": self.candidate.name,
+            "usable": self.is_usable(),
+            "outcome": self.outcome(),
+            "reason": reason,
+            "hint": hint,
+            "tried": tried,
+            "devices": devices,
+            "versions": versions,
+        })
+    }
+}
+
+impl Details {
+    fn of(name: &str) -> Result<Self, highwater::Error> {
+        let runtime = Runtime::new(highwater::open(name)?.backend)?;
+        let devices = (0..runtime.device_count())
+            .map(|ordinal| runtime.device(ordinal).map(|device| device.info().clone()))
+            .collect::<highwater::Result<_>>()?;
+        Ok(Self { identity: runtime.identity().clone(), devices })
+    }
+
+    fn devices_to_json(&self) -> Value {
+        let device = |device: &highwater::DeviceInfo| {
+            let uuid: String = device.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+            json!({
+                "ordinal": device.ordinal,
+                "name": device.name,
+                "uuid": uuid,
+                "architecture": device.architecture,
+                "memory_bytes": device.memory_bytes,
+                "pci_address": device.pci_address,
+                "numa_node": device.numa_node,
+            })
+        };
+        self.devices.iter().map(device).collect()
+    }
+
+    fn versions_to_json(&self) -> Value {
+        self.identity.versions.iter().map(|(what, version)| (what.clone(), json!(version))).collect()
+    }
+}
+
+fn print(findings: &[Finding]) -> Result<()> {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL).set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
+    table.set_header(["backend", "usable", "outcome", "why"]);
+    for finding in findings {
+        let usable = if finding.is_usable() { "yes" } else { "no" };
+        table.add_row([finding.candidate.name, usable, finding.outcome(), &why(finding)]);
+    }
+    output::result(table)?;
+    for Finding { candidate, .. } in findings.iter().filter(|finding| !finding.candidate.tried.is_empty()) {
+        output::result(format_args!("\nlibraries tried for {}:", candidate.name))?;
+        for failure in &candidate.tried {
+            output::result(format_args!("  {failure}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn why(finding: &Finding) -> String {
+    let (reason, hint) = finding.reason();
+    let mut why = reason.to_owned();
+    if !hint.is_empty() {
+        why += "\nhint: ";
+        why += hint;
+    }
+    if let Some(Ok(details)) = &finding.details {
+        for highwater::DeviceInfo { ordinal, name, memory_bytes, architecture, .. } in &details.devices {
+            why += &format!("\ndevice {ordinal}: {name} ({architecture}), {memory_bytes} bytes");
+        }
+        for (what, version) in &details.identity.versions {
+            why += &format!("\n{what} {version}");
+        }
+    }
+    why
+}
