@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use highwater::{
     BackendTag, BlasKind, Capabilities, DeviceInfo, DevicePtr, Error, ErrorKind, GemmShape, HostAllocator, HostPtr,
-    IdParts, Identity, IpcSharing, LiveObjects, MathMode, MemoryHandle, MockBackend, MockBlasHandle, MockHostAllocator,
+    IdTable, Identity, IpcSharing, LiveObjects, MathMode, MemoryHandle, MockBackend, MockBlasHandle, MockHostAllocator,
     MockIpcSharing, ObjectId, Result, Runtime, StreamId, Transport, Workspace,
 };
 use mockall::predicate::{always, eq};
@@ -35,7 +35,8 @@ fn backend(host: MockHostAllocator) -> MockBackend {
 }
 
 fn id<I: ObjectId>(slot: u32) -> I {
-    I::from_parts(IdParts { slot, generation: std::num::NonZeroU32::MIN, tag: BackendTag::next(), device: 0 })
+    let table = IdTable::<I, u32>::new(BackendTag::next());
+    table.insert("test", 0, Arc::new(slot)).unwrap()
 }
 
 #[test]

@@ -275,7 +275,10 @@ impl GemmShape {
         };
         extents()
             .filter(|e| [e.a, e.b, e.c].iter().all(|&n| n <= isize::MAX as usize / self.data_type.bytes()))
-            .ok_or_else(|| invalid(format!("{self:?} reaches past the address space")))
+            .ok_or_else(|| {
+                invalid(format!("{self:?} reaches past the address space"))
+                    .with_hint("check the sizes, leading dimensions and strides")
+            })
     }
 }
 

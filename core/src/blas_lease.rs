@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use crate::blas::{BlasHandle, Epilogue, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, Workspace};
+use crate::blas::{
+    BlasHandle, BlasKind, Epilogue, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, Workspace,
+};
 use crate::buffer::DeviceSlice;
 use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
@@ -41,7 +43,7 @@ impl PooledHandle {
     #[cold]
     #[inline(never)]
     fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
-        let workspace = stream.core().workspace(&stream.runtime().inner)?;
+        let workspace = stream.core().workspace(&stream.runtime().inner, self.handle.kind())?;
         // Whatever fails below leaves the handle's state unknown.
         self.bound = 0;
         self.handle.set_stream(stream.id())?;
@@ -132,7 +134,8 @@ impl<'s> BlasLease<'s> {
     /// `OutOfMemory` where there is no room for the workspace; else what binding gives.
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
-        let workspace = inner.take_workspace(self.stream.id())?;
+        let bytes = inner.device(self.stream.device()).workspace_bytes(BlasKind::Blas);
+        let workspace = inner.take_workspace(self.stream.id(), bytes)?;
         let pooled = &mut *self.pooled;
         pooled.bound = 0;
         // What foreign code changes is not known, so all of it is set again by the next binding.
@@ -214,7 +217,8 @@ impl<'s> LtLease<'s> {
         let (a, b, d) = (a.into(), b.into(), d.into());
         check_product("matmul", self.stream, shape, a, b, d)?;
         check_bias(self.stream, shape, epilogue, d, bias)?;
-        let workspace_bytes = self.stream.runtime().inner.device(self.stream.device()).lt_workspace_bytes;
+        let device = self.stream.runtime().inner.device(self.stream.device());
+        let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
         // The vendors' heuristics tell alignments up to 256 bytes apart.
         let operands = [a, b, d].iter().chain(&bias).fold(256, |bits, slice| bits | slice.ptr().get());
         let options =
@@ -306,15 +310,19 @@ fn check_bias<T: Scalar>(
         Some(bias) if epilogue.has_bias() => {
             stream.check_here("matmul", &bias)?;
             if bias.len() < shape.m {
-                return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len(), shape.m)));
+                return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len(), shape.m))
+                    .with_hint("a bias has one value for each row of D"));
             }
             if d.overlaps(shape.extents("matmul")?.c, &bias, shape.m) {
                 return Err(invalid("D overlaps the bias".to_owned()).with_hint("write to a buffer of its own"));
             }
             Ok(())
         }
-        None if epilogue.has_bias() => Err(invalid(format!("the epilogue {epilogue:?} needs a bias"))),
-        Some(_) => Err(invalid(format!("the epilogue {epilogue:?} takes no bias"))),
+        None if epilogue.has_bias() => {
+            Err(invalid(format!("the epilogue {epilogue:?} needs a bias"))
+                .with_hint("pass one value for each row of D"))
+        }
+        Some(_) => Err(invalid(format!("the epilogue {epilogue:?} takes no bias")).with_hint("pass `None`")),
         None => Ok(()),
     }
 }

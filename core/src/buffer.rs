@@ -67,7 +67,9 @@ impl<T: Element> fmt::Debug for DeviceBuffer<T> {
 }
 
 pub(crate) fn size_in_bytes<T>(operation: &'static str, len: usize) -> Result<usize> {
-    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
+    let invalid = |message: String| {
+        Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("check the length and the element type")
+    };
     if size_of::<T>() == 0 {
         return Err(invalid(format!("{} has no size", std::any::type_name::<T>())));
     }
@@ -76,6 +78,19 @@ pub(crate) fn size_in_bytes<T>(operation: &'static str, len: usize) -> Result<us
         .checked_mul(size_of::<T>())
         .filter(|&bytes| isize::try_from(bytes).is_ok())
         .ok_or_else(|| invalid(format!("{len} values of {} do not fit the address space", std::any::type_name::<T>())))
+}
+
+/// Checks a range of values against the length of a buffer.
+pub(crate) fn check_range(range: &Range<usize>, len: usize) -> Result<()> {
+    if range.start > range.end || range.end > len {
+        return Err(Error::new(
+            ErrorKind::InvalidArgument,
+            "slice",
+            format!("{range:?} does not lie in a buffer of {len} values"),
+        )
+        .with_hint("ranges count values, not bytes"));
+    }
+    Ok(())
 }
 
 impl<T: Element> DeviceBuffer<T> {
@@ -126,13 +141,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// # Errors
     /// `InvalidArgument` where the range does not lie in the buffer.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
-        if range.start > range.end || range.end > self.len {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "slice",
-                format!("{range:?} does not lie in a buffer of {} values", self.len),
-            ));
-        }
+        check_range(&range, self.len)?;
         Ok(DeviceSlice { block: &self.block, offset: range.start, len: range.len(), elements: PhantomData })
     }
 }

@@ -62,8 +62,13 @@ pub struct IdParts {
 pub trait ObjectId: Copy + fmt::Debug {
     /// The kind of object, as it stands in messages.
     const NAME: &'static str;
-    /// Puts an id together; only a backend's own tables issue valid ones.
-    fn from_parts(parts: IdParts) -> Self;
+    /// Puts an id together.
+    ///
+    /// # Safety
+    /// Core frees memory by the answers to ids that it keeps to itself. So a forged id may only be given to a backend that
+    /// no [`Runtime`](crate::Runtime) uses at the time, or be one that cannot be such an id (of another backend, or
+    /// stale).
+    unsafe fn from_parts(parts: IdParts) -> Self;
     /// Takes the id apart.
     fn parts(self) -> IdParts;
 }
@@ -91,7 +96,7 @@ macro_rules! object_id {
 
         impl ObjectId for $name {
             const NAME: &'static str = $words;
-            fn from_parts(parts: IdParts) -> Self {
+            unsafe fn from_parts(parts: IdParts) -> Self {
                 Self(parts)
             }
             fn parts(self) -> IdParts {
@@ -212,7 +217,8 @@ impl<I: ObjectId, T> IdTable<I, T> {
         let entry = &mut slots.entries[slot as usize];
         entry.device = device;
         entry.object = Some(object);
-        Ok(I::from_parts(IdParts { slot, generation: entry.generation, tag, device }))
+        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        Ok(unsafe { I::from_parts(IdParts { slot, generation: entry.generation, tag, device }) })
     }
 
     /// The object of `id`.
@@ -322,7 +328,8 @@ mod tests {
         let id = table.insert("t", 1, Arc::new(1)).unwrap();
         let error = other.get("query", id).unwrap_err();
         assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidHandle, "query"));
-        let forged = EventId::from_parts(IdParts { device: 0, ..id.parts() });
+        // SAFETY: no runtime uses this table.
+        let forged = unsafe { EventId::from_parts(IdParts { device: 0, ..id.parts() }) };
         assert_eq!(table.get("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
         assert!(table.check("t", id).is_ok());
     }

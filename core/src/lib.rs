@@ -52,7 +52,7 @@ pub use id::*;
 pub use ipc::*;
 pub use ledger::DeviceBlockInfo;
 pub use memory::*;
-pub use pinned::PinnedBuffer;
+pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey};
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use scalar::{Element, Scalar};

@@ -67,6 +67,12 @@ impl HostPtr {
         self.0.as_ptr()
     }
 
+    /// The address `bytes` further on; saturates at the end of the address space, where no block is.
+    #[must_use]
+    pub fn offset(self, bytes: usize) -> Self {
+        Self(self.0.map_addr(|address| address.saturating_add(bytes)))
+    }
+
     /// The address as a number.
     #[must_use]
     pub fn address(self) -> usize {

@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
-use crate::buffer::size_in_bytes;
+use crate::buffer::{check_range, size_in_bytes};
 use crate::error::Result;
 use crate::memory::HostPtr;
 use crate::pool::host::{OwnedBlock, PinnedBlock};
@@ -95,8 +96,22 @@ impl<T: Element> PinnedBuffer<T> {
         }
     }
 
-    pub(crate) fn runtime(&self) -> &Runtime {
-        &self.runtime
+    /// A view of some of the values, to copy from.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the range does not lie in the buffer.
+    pub fn slice(&self, range: Range<usize>) -> Result<PinnedSlice<'_, T>> {
+        check_range(&range, self.len)?;
+        Ok(PinnedSlice { buffer: self, range })
+    }
+
+    /// A view of some of the values, to copy to.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::slice`].
+    pub fn slice_mut(&mut self, range: Range<usize>) -> Result<PinnedSliceMut<'_, T>> {
+        check_range(&range, self.len)?;
+        Ok(PinnedSliceMut(PinnedSlice { buffer: self, range }))
     }
 
     /// The values, once every stream that writes them is done.
@@ -119,6 +134,61 @@ impl<T: Element> PinnedBuffer<T> {
         // SAFETY: as in `read`; no device reads or writes the block, and enqueuing either needs a borrow of `self`, which
         // is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
+    }
+}
+
+/// A view of values in a [`PinnedBuffer`], to copy from.
+pub struct PinnedSlice<'b, T: Element> {
+    buffer: &'b PinnedBuffer<T>,
+    range: Range<usize>,
+}
+
+/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that nobody reads meanwhile.
+#[derive(Debug)]
+pub struct PinnedSliceMut<'b, T: Element>(pub(crate) PinnedSlice<'b, T>);
+
+impl<T: Element> fmt::Debug for PinnedSlice<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedSlice").field("buffer", self.buffer).field("range", &self.range).finish()
+    }
+}
+
+impl<'b, T: Element> From<&'b PinnedBuffer<T>> for PinnedSlice<'b, T> {
+    fn from(buffer: &'b PinnedBuffer<T>) -> Self {
+        Self { buffer, range: 0..buffer.len }
+    }
+}
+
+impl<'b, T: Element> From<&'b mut PinnedBuffer<T>> for PinnedSliceMut<'b, T> {
+    fn from(buffer: &'b mut PinnedBuffer<T>) -> Self {
+        Self(PinnedSlice { range: 0..buffer.len, buffer })
+    }
+}
+
+impl<'b, T: Element> PinnedSlice<'b, T> {
+    /// Number of values.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    pub(crate) fn block(&self) -> &'b PinnedBlock {
+        self.buffer.block()
+    }
+
+    pub(crate) fn runtime(&self) -> &'b Runtime {
+        &self.buffer.runtime
+    }
+
+    /// Address of the first value.
+    pub(crate) fn ptr(&self) -> HostPtr {
+        self.buffer.ptr().offset(self.range.start * size_of::<T>())
     }
 }
 

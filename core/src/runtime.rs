@@ -107,9 +107,20 @@ pub(crate) struct DeviceState {
     pub(crate) capabilities: Capabilities,
     pub(crate) events: EventPool,
     pub(crate) workspaces: WorkspacePool,
-    /// Bytes of the workspace of a stream; 0 for none.
-    pub(crate) workspace_bytes: usize,
-    pub(crate) lt_workspace_bytes: usize,
+    /// Bytes of workspace for the BLAS calls of a stream; 0 for none.
+    blas_workspace_bytes: usize,
+    /// Bytes of workspace for the Lt calls of a stream; 0 for none.
+    lt_workspace_bytes: usize,
+}
+
+impl DeviceState {
+    /// Bytes of workspace for the calls of one kind; 0 for none.
+    pub(crate) fn workspace_bytes(&self, kind: BlasKind) -> usize {
+        match kind {
+            BlasKind::Lt => self.lt_workspace_bytes,
+            _ => self.blas_workspace_bytes,
+        }
+    }
 }
 
 impl fmt::Debug for Runtime {
@@ -162,19 +173,14 @@ impl Runtime {
             let lt = options.lt_workspace_bytes.unwrap_or_else(|| {
                 workspace_config::lt_workspace_bytes(identity.lt_workspace_variables, capabilities.lt_workspace_bytes)
             });
-            // BLAS and Lt calls of one stream take turns, so they share one block.
-            let larger = match capabilities {
-                Capabilities { blas_workspace: false, .. } => 0,
-                Capabilities { lt_plans: true, .. } => blas.max(lt),
-                _ => blas,
-            };
+            let align = |bytes: usize| bytes.next_multiple_of(capabilities.workspace_alignment.max(1));
             Ok(DeviceState {
                 info: backend.device_info(ordinal)?,
                 capabilities,
                 events: EventPool::default(),
                 workspaces: WorkspacePool::default(),
-                workspace_bytes: larger.next_multiple_of(capabilities.workspace_alignment.max(1)),
-                lt_workspace_bytes: lt,
+                blas_workspace_bytes: if capabilities.blas_workspace { align(blas) } else { 0 },
+                lt_workspace_bytes: if capabilities.blas_workspace { align(lt) } else { 0 },
             })
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
@@ -461,10 +467,9 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- workspaces
 
-    /// A workspace for work that is enqueued on `stream` from here on; `None` where workspaces are switched off.
-    pub(crate) fn take_workspace(&self, stream: StreamId) -> Result<Option<Workspace>> {
+    /// A workspace of `bytes` for work that is enqueued on `stream` from here on; `None` for 0 bytes.
+    pub(crate) fn take_workspace(&self, stream: StreamId, bytes: usize) -> Result<Option<Workspace>> {
         let device = self.device(stream.device());
-        let bytes = device.workspace_bytes;
         if bytes == 0 {
             return Ok(None);
         }
@@ -760,7 +765,11 @@ impl RuntimeInner {
         for mut pooled in handles.into_iter().flatten() {
             result = result.and(self.note(pooled.handle.destroy()));
         }
-        let wait = |device: &DeviceState| self.note(self.backend.synchronize_device(device.info.ordinal));
+        let wait = |device: &DeviceState| {
+            // Twice: what is at stake is all memory, and the second try is free.
+            let first = self.backend.synchronize_device(device.info.ordinal);
+            first.or_else(|_| self.note(self.backend.synchronize_device(device.info.ordinal)))
+        };
         if let Err(error) = self.devices.iter().try_for_each(wait) {
             // Work may be outstanding on a device that cannot be waited for: its memory is left alone.
             tracing::warn!("a device could not be waited for; memory is left allocated");

@@ -20,7 +20,7 @@ use crate::event::Event;
 use crate::fork::Generation;
 use crate::id::{ObjectId, StreamId};
 use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
-use crate::pinned::PinnedBuffer;
+use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
 use crate::runtime::{Runtime, RuntimeInner};
 use crate::scalar::Element;
@@ -63,7 +63,9 @@ pub(crate) struct StreamCore {
     owned: bool,
     turn: Mutex<()>,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
-    workspace: OnceLock<Option<Workspace>>,
+    blas_workspace: OnceLock<Option<Workspace>>,
+    /// Set by the first Lt call that finds no BLAS workspace that is large enough.
+    lt_workspace: OnceLock<Option<Workspace>>,
     /// Whether a thread is making the workspace; not held while it does.
     making_workspace: Mutex<bool>,
     workspace_made: Condvar,
@@ -71,7 +73,10 @@ pub(crate) struct StreamCore {
 
 impl fmt::Debug for StreamCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StreamCore").field("id", &self.id).field("workspace", &self.workspace).finish_non_exhaustive()
+        f.debug_struct("StreamCore")
+            .field("id", &self.id)
+            .field("blas_workspace", &self.blas_workspace)
+            .finish_non_exhaustive()
     }
 }
 
@@ -81,10 +86,11 @@ impl StreamCore {
         self.turn.lock()
     }
 
-    /// The stream's workspace, allocated by the first call.
-    pub(crate) fn workspace(&self, runtime: &RuntimeInner) -> Result<Option<Workspace>> {
-        if let Some(workspace) = self.workspace.get() {
-            return Ok(*workspace);
+    /// The workspace for the stream's calls of one kind, allocated by the first of them.
+    pub(crate) fn workspace(&self, runtime: &RuntimeInner, kind: BlasKind) -> Result<Option<Workspace>> {
+        let bytes = runtime.device(self.id.device()).workspace_bytes(kind);
+        if let Some(workspace) = self.existing_workspace(kind, bytes) {
+            return Ok(workspace);
         }
         if self.id.is_per_thread_default() {
             return Err(Error::new(
@@ -99,14 +105,25 @@ impl StreamCore {
         while *making {
             self.workspace_made.wait(&mut making);
         }
-        if let Some(workspace) = self.workspace.get() {
-            return Ok(*workspace);
+        if let Some(workspace) = self.existing_workspace(kind, bytes) {
+            return Ok(workspace);
         }
         *making = true;
         drop(making);
         let _made = Made(self);
-        let workspace = runtime.take_workspace(self.id)?;
-        Ok(*self.workspace.get_or_init(|| workspace))
+        let workspace = runtime.take_workspace(self.id, bytes)?;
+        let cell = if kind == BlasKind::Lt { &self.lt_workspace } else { &self.blas_workspace };
+        Ok(*cell.get_or_init(|| workspace))
+    }
+
+    /// Lt calls use the BLAS workspace where there is one: all calls of the stream take turns.
+    fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
+        let blas = self.blas_workspace.get().copied();
+        if kind != BlasKind::Lt {
+            return blas;
+        }
+        let large_enough = |blas: &Option<Workspace>| blas.map_or(0, |workspace| workspace.bytes) >= bytes;
+        self.lt_workspace.get().copied().or_else(|| blas.filter(large_enough))
     }
 }
 
@@ -127,8 +144,11 @@ impl Drop for StreamCore {
         }
         // Where the runtime is ending, it frees all workspaces itself.
         let runtime = self.runtime.upgrade();
-        if let (Some(runtime), Some(Some(workspace))) = (&runtime, self.workspace.get()) {
-            runtime.give_back_workspace(*workspace, self.id);
+        if let Some(runtime) = &runtime {
+            for workspace in [&self.blas_workspace, &self.lt_workspace].into_iter().filter_map(OnceLock::get).flatten()
+            {
+                runtime.give_back_workspace(*workspace, self.id);
+            }
         }
         if self.owned
             && let Err(error) = self.backend.destroy_stream(self.id)
@@ -160,7 +180,8 @@ impl Stream {
             generation: runtime.inner.generation,
             owned,
             turn: Mutex::new(()),
-            workspace: OnceLock::new(),
+            blas_workspace: OnceLock::new(),
+            lt_workspace: OnceLock::new(),
             making_workspace: Mutex::new(false),
             workspace_made: Condvar::new(),
         };
@@ -269,7 +290,8 @@ impl Stream {
                 ErrorKind::InvalidPointer,
                 operation,
                 format!("{slice:?} belongs to another runtime than the stream"),
-            ));
+            )
+            .with_hint("allocate from the stream's own runtime"));
         }
         Ok(())
     }
@@ -299,38 +321,36 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues a copy of page-locked memory to the device. Returns at once; `src` remembers that it is in use.
+    /// Enqueues a copy of page-locked memory to the device. Returns at once; the buffer remembers that it is in use.
     ///
     /// # Errors
     /// `InvalidArgument` where the lengths differ, `WrongDevice` where `dst` is not on this stream's device; else what
     /// the backend gives.
-    pub fn copy_to_device<'d, T: Element>(
+    pub fn copy_to_device<'h, 'd, T: Element>(
         &self,
-        src: &PinnedBuffer<T>,
+        src: impl Into<PinnedSlice<'h, T>>,
         dst: impl Into<DeviceSlice<'d, T>>,
     ) -> Result<()> {
-        let dst = dst.into();
-        self.copy_pinned("copy_to_device", src, dst, false)
+        self.copy_pinned("copy_to_device", &src.into(), dst.into(), false)
     }
 
-    /// Enqueues a copy of device memory to page-locked memory. Returns at once; `dst` remembers that it is in use, and
-    /// [`PinnedBuffer::read`] waits for the values.
+    /// Enqueues a copy of device memory to page-locked memory. Returns at once; the buffer remembers that it is in use,
+    /// and [`PinnedBuffer::read`](crate::PinnedBuffer::read) waits for the values.
     ///
     /// # Errors
     /// As [`Stream::copy_to_device`].
-    pub fn copy_to_host<'d, T: Element>(
+    pub fn copy_to_host<'d, 'h, T: Element>(
         &self,
         src: impl Into<DeviceSlice<'d, T>>,
-        dst: &mut PinnedBuffer<T>,
+        dst: impl Into<PinnedSliceMut<'h, T>>,
     ) -> Result<()> {
-        let src = src.into();
-        self.copy_pinned("copy_to_host", dst, src, true)
+        self.copy_pinned("copy_to_host", &dst.into().0, src.into(), true)
     }
 
     fn copy_pinned<T: Element>(
         &self,
         operation: &'static str,
-        host: &PinnedBuffer<T>,
+        host: &PinnedSlice<'_, T>,
         device: DeviceSlice<'_, T>,
         to_host: bool,
     ) -> Result<()> {
@@ -341,7 +361,8 @@ impl Stream {
                 ErrorKind::InvalidPointer,
                 operation,
                 format!("{host:?} belongs to another runtime than the stream"),
-            ));
+            )
+            .with_hint("allocate from the stream's own runtime"));
         }
         self.check_here(operation, &device)?;
         let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };

@@ -76,7 +76,8 @@ impl ManualBackend {
     fn id<I: ObjectId>(&self, state: &mut State, device: u32) -> I {
         state.next_slot += 1;
         let generation = std::num::NonZeroU32::MIN;
-        I::from_parts(IdParts { slot: state.next_slot, generation, tag: self.identity.tag, device })
+        // SAFETY: slots are never used again, and the backend remembers the id from here on.
+        unsafe { I::from_parts(IdParts { slot: state.next_slot, generation, tag: self.identity.tag, device }) }
     }
 }
 

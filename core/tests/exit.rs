@@ -65,3 +65,32 @@ fn a_process_ends_quickly_with_everything_alive() {
         assert!(start.elapsed() < Duration::from_secs(5), "{scenario}: {:?}", start.elapsed());
     }
 }
+
+#[test]
+fn threads_that_keep_everything_in_their_locals_end_quietly() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu.clone()).unwrap();
+    // The locals are dropped in the order in which they were first used, or the other way round: both are tried.
+    for kept_first in [true, false] {
+        let inside = runtime.clone();
+        thread::spawn(move || {
+            let stream = inside.device(0).unwrap().create_stream().unwrap();
+            let keep = |stream: &Stream| {
+                let pinned = inside.pinned(4096).unwrap();
+                let buffer = stream.upload(&[1_u8; 4096]).unwrap();
+                stream.copy_to_device(&pinned, &buffer).unwrap();
+                KEPT.with(|kept| kept.borrow_mut().push((stream.clone(), pinned)));
+            };
+            if kept_first {
+                keep(&stream);
+            }
+            multiply(&stream);
+            if !kept_first {
+                keep(&stream);
+            }
+        })
+        .join()
+        .unwrap();
+    }
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

@@ -92,9 +92,10 @@ fn workspaces_have_the_size_that_was_asked_for_and_go_to_the_next_stream() {
         let stream = device.create_stream().unwrap();
         drop((stream.blas().unwrap(), stream.lt().unwrap()));
     }
-    // One block for BLAS and Lt, rounded up to the alignment, used by one stream after the other.
+    // The Lt calls want more than the BLAS workspace, so there is one of each, rounded up to the alignment, and used by one
+    // stream after the other.
     let statistics = runtime.statistics();
-    assert_eq!((statistics.workspaces, statistics.workspace_bytes), (1, 3072));
+    assert_eq!((statistics.workspaces, statistics.workspace_bytes), (2, 1024 + 3072));
     drop(device);
     assert_eq!(runtime.close().unwrap().total(), 0);
 
@@ -114,6 +115,17 @@ fn a_raw_handle_has_a_workspace_of_its_own() {
     let second = lease.with_raw(|raw| raw.workspace.unwrap()).unwrap();
     assert_eq!(first, second, "given back and taken again");
     assert_eq!(runtime.statistics().workspaces, 2, "the stream's, and the one that is lent");
+}
+
+#[test]
+fn lt_calls_use_the_blas_workspace_of_their_stream_and_a_small_one_where_there_is_none() {
+    let gpu = MockGpu::open(MockOptions::new()).unwrap();
+    let runtime = Runtime::new(gpu).unwrap();
+    let device = runtime.device(0).unwrap();
+    let (both, lt_only) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    drop((both.blas().unwrap(), both.lt().unwrap(), lt_only.lt().unwrap()));
+    let statistics = runtime.statistics();
+    assert_eq!((statistics.workspaces, statistics.workspace_bytes), (2, (32 << 20) + (1 << 20)));
 }
 
 #[test]

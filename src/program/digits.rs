@@ -356,7 +356,7 @@ impl Worker {
         let Lane { images, logits, in_flight } = &mut lanes[lane];
         let pixels = batch.clone().flat_map(|image| shared.task.test.image(image)).chain(std::iter::repeat(0.0));
         images.write()?.iter_mut().zip(pixels).for_each(|(staged, pixel)| *staged = pixel);
-        stream.copy_to_device(images, &activations[0])?;
+        stream.copy_to_device(&*images, &activations[0])?;
         {
             let mut handle = stream.lt()?;
             for (layer, values) in shared.network.layers.iter().zip(activations.windows(2)) {

@@ -93,9 +93,15 @@ fn stale_events_are_refused(backend: &dyn Backend) -> CaseResult {
 fn foreign_ids_are_refused(backend: &dyn Backend) -> CaseResult {
     let tag = BackendTag::next();
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    stream_is_refused(backend, StreamId::from_parts(IdParts { tag, ..stream.id().parts() }), "foreign")?;
-    event_is_refused(backend, EventId::from_parts(IdParts { tag, ..event.id().parts() }), "foreign")?;
+    stream_is_refused(backend, forge::<StreamId>(IdParts { tag, ..stream.id().parts() }), "foreign")?;
+    event_is_refused(backend, forge::<EventId>(IdParts { tag, ..event.id().parts() }), "foreign")?;
     stream_is_refused(backend, StreamId::legacy_default(tag, DEVICE), "foreign default stream's")
+}
+
+/// An id that the backend did not issue.
+pub(super) fn forge<I: ObjectId>(parts: IdParts) -> I {
+    // SAFETY: the suite has the backend to itself; no runtime is made for it, so no id is kept from the cases.
+    unsafe { I::from_parts(parts) }
 }
 
 /// The parts of an id, changed in each way that no issued id has.
@@ -103,9 +109,9 @@ fn forged<I: ObjectId>(id: I) -> [I; 3] {
     let parts = id.parts();
     let next = parts.generation.checked_add(1).unwrap_or(NonZeroU32::MIN);
     [
-        I::from_parts(IdParts { generation: next, ..parts }),
-        I::from_parts(IdParts { slot: 1 << 30, ..parts }),
-        I::from_parts(IdParts { device: u32::MAX, ..parts }),
+        forge::<I>(IdParts { generation: next, ..parts }),
+        forge::<I>(IdParts { slot: 1 << 30, ..parts }),
+        forge::<I>(IdParts { device: u32::MAX, ..parts }),
     ]
 }
 
@@ -122,14 +128,14 @@ fn forged_ids_are_refused(backend: &dyn Backend) -> CaseResult {
 
 fn ids_that_name_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
     let (stream, event) = (Stream::on(backend, 0)?, Event::on(backend, 0)?);
-    stream_is_refused(backend, StreamId::from_parts(IdParts { device: 1, ..stream.id().parts() }), "forged")?;
-    event_is_refused(backend, EventId::from_parts(IdParts { device: 1, ..event.id().parts() }), "forged")
+    stream_is_refused(backend, forge::<StreamId>(IdParts { device: 1, ..stream.id().parts() }), "forged")?;
+    event_is_refused(backend, forge::<EventId>(IdParts { device: 1, ..event.id().parts() }), "forged")
 }
 
 fn forged_graphs_are_refused(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let parts = IdParts { slot: 1 << 30, ..stream.id().parts() };
-    let (graph, exec) = (GraphId::from_parts(parts), GraphExecId::from_parts(parts));
+    let (graph, exec) = (forge::<GraphId>(parts), forge::<GraphExecId>(parts));
     check_error!(backend.instantiate_graph(graph), InvalidHandle, "instantiate_graph of a forged id");
     check_error!(backend.destroy_graph(graph), InvalidHandle, "destroy_graph of a forged id");
     check_error!(backend.destroy_graph_exec(exec), InvalidHandle, "destroy_graph_exec of a forged id");
@@ -180,7 +186,7 @@ fn handles_refuse_bad_streams(backend: &dyn Backend) -> CaseResult {
     for id in forged(stream.id()) {
         check_error!(handle.raw_mut().set_stream(id), InvalidHandle, "set_stream to a forged id");
     }
-    let foreign = StreamId::from_parts(IdParts { tag: BackendTag::next(), ..stream.id().parts() });
+    let foreign = forge::<StreamId>(IdParts { tag: BackendTag::next(), ..stream.id().parts() });
     check_error!(handle.raw_mut().set_stream(foreign), InvalidHandle, "set_stream to a foreign id");
     Ok(())
 }

@@ -6,6 +6,7 @@ use highwater_core::{
     PlanOptions, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport, Workspace,
 };
 
+use super::ids::forge;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Pages, Stream};
 use crate::matrix::Product;
@@ -160,7 +161,7 @@ fn capture(backend: &dyn Backend) -> CaseResult {
         check_error!(backend.is_capturing(stream.id()), Unsupported, "is_capturing");
         check_error!(backend.end_capture(stream.id()), Unsupported, "end_capture");
         let parts = IdParts { slot: 1 << 30, ..stream.id().parts() };
-        let (graph, exec) = (GraphId::from_parts(parts), GraphExecId::from_parts(parts));
+        let (graph, exec) = (forge::<GraphId>(parts), forge::<GraphExecId>(parts));
         check_error!(backend.instantiate_graph(graph), Unsupported, "instantiate_graph");
         check_error!(backend.destroy_graph(graph), Unsupported, "destroy_graph");
         check_error!(backend.destroy_graph_exec(exec), Unsupported, "destroy_graph_exec");

@@ -1,5 +1,5 @@
 //! Workspaces: one block of device memory for each stream that ran a BLAS call, so that bytes grow with the streams in
-//! use and not with threads times streams.
+//! use and not with threads times streams. Lt calls use it too; a stream that only ever ran Lt calls has a smaller one.
 //!
 //! A stream keeps its workspace until it ends; then the block goes to the next stream that needs one, which first waits,
 //! on the device, for the work of the old one. A block serves one call at a time: the lease takes the stream's *turn*
@@ -30,10 +30,12 @@ pub(crate) struct IdleWorkspace {
 }
 
 impl WorkspacePool {
-    /// An idle workspace of at least `bytes`.
+    /// The smallest idle workspace of at least `bytes`.
     pub(crate) fn take(&self, bytes: usize) -> Option<IdleWorkspace> {
         let mut state = self.0.lock();
-        let index = state.idle.iter().rposition(|idle| idle.workspace.bytes >= bytes)?;
+        let fits = |idle: &(usize, &IdleWorkspace)| idle.1.workspace.bytes >= bytes;
+        let smallest = state.idle.iter().enumerate().filter(fits).min_by_key(|(_, idle)| idle.workspace.bytes);
+        let index = smallest?.0;
         Some(state.idle.swap_remove(index))
     }
 
