@@ -20,6 +20,7 @@ const MOST_PLANS: usize = 256;
 #[derive(Debug)]
 pub(crate) struct PooledHandle {
     pub(crate) handle: Box<dyn BlasHandle>,
+    pub(crate) kind: BlasKind,
     /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
     bound: u64,
     math_mode: Option<MathMode>,
@@ -27,8 +28,14 @@ pub(crate) struct PooledHandle {
 }
 
 impl PooledHandle {
-    pub(crate) fn new(handle: Box<dyn BlasHandle>) -> Self {
-        Self { handle, bound: 0, math_mode: None, plans: HashMap::new() }
+    pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
+        Self { handle, kind, bound: 0, math_mode: None, plans: HashMap::new() }
+    }
+
+    /// The handle of a stream that has ended, for any stream.
+    pub(crate) fn unbound(mut self) -> Self {
+        self.bound = 0;
+        self
     }
 
     /// Binds the stream and its workspace. A key is never used twice, so an equal key means an equal workspace.
@@ -43,7 +50,7 @@ impl PooledHandle {
     #[cold]
     #[inline(never)]
     fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
-        let workspace = stream.core().workspace(&stream.runtime().inner, self.handle.kind())?;
+        let workspace = stream.core().workspace(&stream.runtime().inner, self.kind)?;
         // Whatever fails below leaves the handle's state unknown.
         self.bound = 0;
         self.handle.set_stream(stream.id())?;
@@ -117,6 +124,8 @@ impl<'s> BlasLease<'s> {
     ) -> Result<()> {
         let (a, b, c) = (a.into(), b.into(), c.into());
         check_product("gemm", self.stream, shape, a, b, c)?;
+        // A binding that failed before is made up for here.
+        self.pooled.bind(self.stream)?;
         let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr()).with_scale(alpha.to_f64(), beta.to_f64());
         [a, b, c].iter().for_each(|slice| slice.block.note_use(self.stream.core()));
         let _turn = self.stream.core().turn();
@@ -134,21 +143,37 @@ impl<'s> BlasLease<'s> {
     /// `OutOfMemory` where there is no room for the workspace; else what binding gives.
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
+        inner.check("with_raw")?;
         let bytes = inner.device(self.stream.device()).workspace_bytes(BlasKind::Blas);
-        let workspace = inner.take_workspace(self.stream.id(), bytes)?;
+        let lent = LentWorkspace { stream: self.stream, workspace: inner.take_workspace(self.stream.id(), bytes)? };
         let pooled = &mut *self.pooled;
+        // What foreign code changes is not known, so all of it is set again by the next binding. The workspace goes back
+        // after that binding, or where there is none: before a product uses the handle, it is bound anew.
         pooled.bound = 0;
-        // What foreign code changes is not known, so all of it is set again by the next binding.
         pooled.math_mode = None;
-        let bound = pooled.handle.set_stream(self.stream.id()).and_then(|()| {
-            // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's.
-            unsafe { pooled.handle.set_workspace(workspace) }
-        });
-        let value = bound.map(|()| foreign(RawBlas { handle: pooled.handle.raw(), workspace }));
-        if let Some(workspace) = workspace {
+        pooled.handle.set_stream(self.stream.id())?;
+        // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's.
+        unsafe { pooled.handle.set_workspace(lent.workspace)? };
+        let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
+        pooled.bind(self.stream)?;
+        Ok(value)
+    }
+}
+
+/// A workspace of a raw handle's own; goes back when dropped, also where foreign code panics.
+struct LentWorkspace<'s> {
+    stream: &'s Stream,
+    workspace: Option<Workspace>,
+}
+
+impl Drop for LentWorkspace<'_> {
+    fn drop(&mut self) {
+        let inner = &self.stream.runtime().inner;
+        if let Some(workspace) = self.workspace
+            && inner.may_release()
+        {
             inner.give_back_workspace(workspace, self.stream.id());
         }
-        value.and_then(|value| pooled.bind(self.stream).map(|()| value))
     }
 }
 
@@ -179,6 +204,27 @@ pub struct RawBlas {
 /// stream.lt()?.matmul(&shape, Epilogue::BiasRelu, 1.0, &weight, &input, 0.0, &output, Some((&bias).into()))?;
 /// assert_eq!(stream.download(&output)?, [3.5, 0.0]);
 /// # Ok::<(), highwater_core::Error>(())
+/// ```
+///
+/// As with [`BlasLease`], the lease stays in its thread and does not outlive the stream:
+///
+/// ```compile_fail,E0277
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// let stream = runtime.device(0).unwrap().create_stream().unwrap();
+/// let lease = stream.lt().unwrap();
+/// std::thread::scope(|scope| { scope.spawn(|| drop(lease)); });
+/// ```
+///
+/// ```compile_fail,E0505
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// let stream = runtime.device(0).unwrap().create_stream().unwrap();
+/// let lease = stream.lt().unwrap();
+/// drop(stream);
+/// drop(lease);
 /// ```
 pub struct LtLease<'s> {
     pooled: HandleLease<'s, PooledHandle>,
@@ -224,6 +270,7 @@ impl<'s> LtLease<'s> {
         let options =
             PlanOptions::new(*shape, epilogue, workspace_bytes).with_alignment(1 << operands.trailing_zeros());
         let plan = self.plan(options)?;
+        self.pooled.bind(self.stream)?;
         let mut arguments = PlanArguments::new(a.ptr(), b.ptr(), d.ptr(), bias.map(|bias| bias.ptr()));
         arguments.alpha = alpha.to_f64();
         arguments.beta = beta.to_f64();
@@ -240,7 +287,9 @@ impl<'s> LtLease<'s> {
         }
         if pooled.plans.len() >= MOST_PLANS {
             for (_, plan) in pooled.plans.drain() {
-                pooled.handle.destroy_plan(plan)?;
+                if let Err(error) = pooled.handle.destroy_plan(plan) {
+                    self.stream.runtime().inner.count_failed_release(&error);
+                }
             }
         }
         let plan = pooled.handle.create_plan(&options)?;

@@ -13,7 +13,7 @@ use crate::memory::{AllocateOptions, DeviceMemoryKind, DevicePtr};
 use crate::pool::deferred::DeferredFree;
 use crate::runtime::Runtime;
 use crate::scalar::Element;
-use crate::stream::StreamCore;
+use crate::stream::{StreamCore, StreamUse};
 
 /// `len` values of `T` in the memory of one device.
 ///
@@ -53,7 +53,7 @@ pub(crate) struct DeviceBlock {
     home: Option<Arc<StreamCore>>,
     /// Key of the stream noted last, 0 for none; a stream that is noted again costs one load.
     last_use: AtomicU64,
-    uses: Mutex<Vec<Arc<StreamCore>>>,
+    uses: Mutex<Vec<StreamUse>>,
 }
 
 impl<T: Element> fmt::Debug for DeviceBuffer<T> {
@@ -146,7 +146,17 @@ impl<T: Element> DeviceBuffer<T> {
     }
 }
 
-/// A view of values in a [`DeviceBuffer`]; what the operations of a stream take.
+/// A view of values in a [`DeviceBuffer`]; what the operations of a stream take. It does not outlive the buffer:
+///
+/// ```compile_fail,E0505
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// let buffer = runtime.device(0).unwrap().allocate::<f32>(4).unwrap();
+/// let slice = buffer.slice(0..2).unwrap();
+/// drop(buffer);
+/// println!("{slice:?}");
+/// ```
 pub struct DeviceSlice<'b, T: Element> {
     pub(crate) block: &'b Arc<DeviceBlock>,
     offset: usize,
@@ -226,11 +236,29 @@ impl DeviceBlock {
         if self.last_use.load(Ordering::Relaxed) == stream.key {
             return;
         }
-        let mut uses = self.uses.lock();
-        if !uses.iter().any(|other| other.id == stream.id) {
-            uses.push(Arc::clone(stream));
-        }
+        let count = {
+            let mut uses = self.uses.lock();
+            if !uses.iter().any(|use_| use_.key() == stream.key) {
+                uses.push(stream.to_use());
+            }
+            uses.len()
+        };
         self.last_use.store(stream.key, Ordering::Relaxed);
+        // Now and then, so that a buffer that outlives many streams does not remember them all.
+        if count >= 8 && count.is_power_of_two() {
+            self.forget_ended_streams();
+        }
+    }
+
+    /// Forgets the streams that have ended and are done. Keys are never used twice, so they are not noted again.
+    #[cold]
+    fn forget_ended_streams(&self) {
+        let ended: Vec<_> = self.uses.lock().iter().filter_map(StreamUse::if_ended).collect();
+        for (key, mark) in ended {
+            if self.runtime.inner.is_passed(&mark, false).unwrap_or(false) {
+                self.uses.lock().retain(|use_| use_.key() != key);
+            }
+        }
     }
 }
 
@@ -242,32 +270,29 @@ impl Drop for DeviceBlock {
         }
         let mut after = Vec::new();
         let mut unmarked = false;
-        for stream in self.uses.get_mut() {
-            match inner.mark(stream.id) {
-                Ok(event) => after.push(event),
-                Err(error) => {
-                    inner.count_failed_release(&error);
-                    unmarked = true;
-                }
+        for use_ in self.uses.get_mut() {
+            match use_.mark(inner) {
+                Some(mark) => after.push(mark),
+                None => unmarked = true,
             }
         }
-        if let Some(home) = &self.home
-            && !unmarked
-        {
-            // Freed in the order of its own stream, which first waits, on the device, for the others.
-            let waits = after.iter().try_for_each(|&event| inner.backend.stream_wait_event(home.id, event));
-            let freed = waits.and_then(|()| {
-                // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the free on the
-                // home stream.
-                unsafe { inner.free_device(self.device, self.ptr, Some(home.id)) }
-            });
-            if freed.is_ok() {
-                after.into_iter().for_each(|event| inner.give_back_event(event));
-                return;
-            }
-            unmarked = true;
+        let free = DeferredFree { device: self.device, ptr: self.ptr, home: self.home.take(), after };
+        if unmarked {
+            return inner.strand(free);
         }
-        let home = self.home.take();
-        inner.defer_free(DeferredFree { device: self.device, ptr: self.ptr, home, after, unmarked });
+        let Some(home) = free.home.as_ref().map(|home| home.id) else {
+            return inner.defer_free(free);
+        };
+        // Freed in the order of its own stream, which first waits, on the device, for the others.
+        let waits = free.after.iter().try_for_each(|mark| inner.backend.stream_wait_event(home, mark.event()));
+        let freed = waits.and_then(|()| {
+            // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the free on the home
+            // stream.
+            unsafe { inner.free_device(self.device, self.ptr, Some(home)) }
+        });
+        if let Err(error) = freed {
+            inner.count_failed_release(&error);
+            inner.strand(free);
+        }
     }
 }

@@ -4,7 +4,6 @@ use crate::backend::{DeviceInfo, StreamOptions};
 use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
 use crate::error::{Error, Result};
-use crate::id::StreamId;
 use crate::memory::{DeviceMemoryKind, MemoryInfo};
 use crate::runtime::Runtime;
 use crate::scalar::Element;
@@ -76,7 +75,8 @@ impl Device {
         Ok(Stream::new(self.runtime.clone(), inner.backend.create_stream(self.ordinal, options)?, true))
     }
 
-    /// The vendor's legacy default stream.
+    /// The vendor's legacy default stream. (The per-thread one is not offered: the thread that drops a buffer could not mark
+    /// the point up to which another thread's stream uses it.)
     ///
     /// # Errors
     /// `Unsupported` where `legacy_default_stream` is false.
@@ -84,20 +84,7 @@ impl Device {
         if !self.capabilities().legacy_default_stream {
             return Err(Error::lacks("legacy_default_stream", "legacy_default_stream"));
         }
-        let id = StreamId::legacy_default(self.runtime.identity().tag, self.ordinal);
-        Ok(Stream::new(self.runtime.clone(), id, false))
-    }
-
-    /// The vendor's per-thread default stream: another one in each thread, and refused where a workspace is needed.
-    ///
-    /// # Errors
-    /// `Unsupported` where `per_thread_default_stream` is false.
-    pub fn per_thread_default_stream(&self) -> Result<Stream> {
-        if !self.capabilities().per_thread_default_stream {
-            return Err(Error::lacks("per_thread_default_stream", "per_thread_default_stream"));
-        }
-        let id = StreamId::per_thread_default(self.runtime.identity().tag, self.ordinal);
-        Ok(Stream::new(self.runtime.clone(), id, false))
+        Ok(Stream::legacy_default(self.runtime.clone(), self.ordinal))
     }
 
     /// Wraps a stream that other code made and keeps.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::Result;
 use crate::id::EventId;
+use crate::pool::events::Mark;
 use crate::runtime::Runtime;
 
 /// A mark in a stream, made by [`Stream::record`](crate::Stream::record).
@@ -11,15 +12,20 @@ use crate::runtime::Runtime;
 pub struct Event {
     runtime: Runtime,
     pub(crate) id: EventId,
-    timing: bool,
-    /// Whether the id was given away: such an event is not pooled, because its record could be moved behind the back of
-    /// the next user, who frees memory by it.
+    /// The event's place in the pool; `None` for one with timing.
+    pooled: Option<Mark>,
+    /// Whether the id was given away: such an event does not go back to the pool, because its record could be moved behind
+    /// the back of the next user, who frees memory by it.
     exposed: AtomicBool,
 }
 
 impl Event {
-    pub(crate) fn new(runtime: Runtime, id: EventId, timing: bool) -> Self {
-        Self { runtime, id, timing, exposed: AtomicBool::new(false) }
+    pub(crate) fn pooled(runtime: Runtime, mark: Mark) -> Self {
+        Self { runtime, id: mark.event(), pooled: Some(mark), exposed: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn timed(runtime: Runtime, id: EventId) -> Self {
+        Self { runtime, id, pooled: None, exposed: AtomicBool::new(false) }
     }
 
     /// The event's id, for calls of the backend itself.
@@ -59,15 +65,18 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
+        let pooled = self.pooled.take();
         if !self.runtime.inner.may_release() {
+            // The driver is not called; the mark itself only touches the pool, and not even that in a forked child.
             return;
         }
-        let poolable = !self.timing && !*self.exposed.get_mut();
+        let to_destroy = match pooled {
+            Some(mark) if !*self.exposed.get_mut() => return drop(mark),
+            Some(mark) => mark.into_event(),
+            None => self.id,
+        };
         let inner = &self.runtime.inner;
-        if poolable {
-            // Who waits for the record on a device keeps that wait when the event is recorded anew.
-            inner.give_back_event(self.id);
-        } else if let Err(error) = inner.backend.destroy_event(self.id) {
+        if let Err(error) = inner.backend.destroy_event(to_destroy) {
             inner.count_failed_release(&error);
         }
     }

@@ -47,6 +47,18 @@ use crate::scalar::Element;
 /// stream.copy_to_host(&on_device, &mut pinned).unwrap();
 /// println!("{}", values[0]);
 /// ```
+///
+/// Neither can one that is being read be dropped:
+///
+/// ```compile_fail,E0505
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+/// let pinned = runtime.pinned::<f32>(4).unwrap();
+/// let values = pinned.read().unwrap();
+/// drop(pinned);
+/// println!("{}", values[0]);
+/// ```
 pub struct PinnedBuffer<T: Element> {
     runtime: Runtime,
     /// `Some` until the buffer is dropped.

@@ -1,8 +1,8 @@
 //! The runtime: one open backend with its pools, and what they need from each other.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -14,15 +14,16 @@ use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
 use crate::host::{HostAllocator, HostOptions};
-use crate::id::{EventId, StreamId};
+use crate::id::StreamId;
 use crate::ledger::{DeviceBlockInfo, Ledger};
 use crate::memory::{AllocateOptions, DevicePtr};
 use crate::pinned::PinnedBuffer;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
-use crate::pool::events::EventPool;
-use crate::pool::host::{CachedBlocks, Found, HostCache, OwnedBlock, PinnedBlock, PinnedUse};
+use crate::pool::events::{EventPool, Mark};
+use crate::pool::host::{Found, HostCache, OwnedBlock, PinnedBlock, PinnedUse};
+use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
-use crate::pool::{HandlePool, HandlePoolStatistics, HostCacheStatistics, size_class};
+use crate::pool::{HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey, size_class};
 use crate::scalar::Element;
 use crate::stream::StreamCore;
 use crate::workspace_config;
@@ -94,19 +95,36 @@ pub(crate) struct RuntimeInner {
     pub(crate) lt_handles: HandlePool<PooledHandle>,
     host_cache: HostCache,
     deferred: DeferredFrees,
+    /// Blocks of device memory whose last use could not be marked: freed when the runtime ends.
+    stranded: Mutex<Vec<DeferredFree>>,
+    rounds: Rounds,
+    /// Handles whose one stream has ended, for devices that want one handle for each stream.
+    spare_handles: Mutex<Vec<SpareHandle>>,
     /// Blocks whose last use could not be marked: freed when the runtime ends.
     unmarked: Mutex<Vec<OwnedBlock>>,
     /// Releases that the backend refused.
     failed_releases: AtomicU64,
+    /// Objects left on purpose because the process is exiting.
+    left_at_exit: AtomicU64,
     closed: AtomicBool,
+}
+
+/// A handle whose stream has ended.
+struct SpareHandle {
+    device: u32,
+    pooled: PooledHandle,
+    /// The last work of that stream; `None` where it could not be marked.
+    after: Option<Arc<Mark>>,
 }
 
 /// What the runtime knows about a device.
 pub(crate) struct DeviceState {
     pub(crate) info: DeviceInfo,
     pub(crate) capabilities: Capabilities,
-    pub(crate) events: EventPool,
+    pub(crate) events: Arc<EventPool>,
     pub(crate) workspaces: WorkspacePool,
+    /// The vendor's legacy default stream: one for all who ask, so that its calls take turns.
+    pub(crate) legacy_default: Mutex<Weak<StreamCore>>,
     /// Bytes of workspace for the BLAS calls of a stream; 0 for none.
     blas_workspace_bytes: usize,
     /// Bytes of workspace for the Lt calls of a stream; 0 for none.
@@ -143,8 +161,10 @@ pub struct Statistics {
     pub workspace_bytes: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
-    /// Releases that the backend refused, and what the end of the process made it leave on purpose.
+    /// Releases that the backend refused.
     pub failed_releases: u64,
+    /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
+    pub left_at_exit: u64,
 }
 
 impl Runtime {
@@ -161,6 +181,7 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::new`].
     pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
+        let generation = Generation::current();
         let identity = backend.identity();
         let device = |ordinal| {
             let capabilities = backend.capabilities(ordinal)?;
@@ -177,8 +198,9 @@ impl Runtime {
             Ok(DeviceState {
                 info: backend.device_info(ordinal)?,
                 capabilities,
-                events: EventPool::default(),
+                events: EventPool::new(ordinal, generation),
                 workspaces: WorkspacePool::default(),
+                legacy_default: Mutex::default(),
                 blas_workspace_bytes: if capabilities.blas_workspace { align(blas) } else { 0 },
                 lt_workspace_bytes: if capabilities.blas_workspace { align(lt) } else { 0 },
             })
@@ -187,15 +209,19 @@ impl Runtime {
         let inner = RuntimeInner {
             host: backend.host_allocator(),
             backend,
-            generation: Generation::current(),
+            generation,
             devices,
             ledger: Ledger::default(),
             blas_handles: HandlePool::new(),
             lt_handles: HandlePool::new(),
             host_cache: HostCache::new(),
             deferred: DeferredFrees::default(),
+            stranded: Mutex::default(),
+            rounds: Rounds::default(),
+            spare_handles: Mutex::default(),
             unmarked: Mutex::default(),
             failed_releases: AtomicU64::new(0),
+            left_at_exit: AtomicU64::new(0),
             closed: AtomicBool::new(false),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -261,10 +287,11 @@ impl Runtime {
     /// The first refusal of the backend; the rest is given back all the same.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
-        let handles = [&self.inner.blas_handles, &self.inner.lt_handles].map(HandlePool::take_idle);
+        let idle = [&self.inner.blas_handles, &self.inner.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
+        let spare = std::mem::take(&mut *self.inner.spare_handles.lock()).into_iter().map(|spare| spare.pooled);
         let mut result = Ok(());
-        for mut pooled in handles.into_iter().flatten() {
-            result = result.and(pooled.handle.destroy());
+        for mut pooled in idle.chain(spare) {
+            result = result.and(self.inner.note(pooled.handle.destroy()));
         }
         result.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
     }
@@ -288,6 +315,7 @@ impl Runtime {
             workspace_bytes,
             host: inner.host_cache.statistics(),
             failed_releases: inner.failed_releases.load(Ordering::Relaxed),
+            left_at_exit: inner.left_at_exit.load(Ordering::Relaxed),
         }
     }
 
@@ -327,12 +355,25 @@ impl RuntimeInner {
         if !self.generation.is_current() {
             return Err(Generation::error(operation));
         }
+        if self.backend.is_exiting() {
+            return Err(Error::new(
+                ErrorKind::ShuttingDown,
+                operation,
+                "the process is exiting, and the driver with it",
+            )
+            .with_hint("stop threads that use the device before `main` returns"));
+        }
         Ok(())
     }
 
-    /// Whether a destructor may call the backend.
+    /// Whether a destructor may call the backend. Where the process is exiting, counts the object that is left.
     pub(crate) fn may_release(&self) -> bool {
-        self.generation.is_current() && !self.backend.is_exiting()
+        if !self.generation.is_current() {
+            return false;
+        }
+        let exiting = self.backend.is_exiting();
+        self.left_at_exit.fetch_add(u64::from(exiting), Ordering::Relaxed);
+        !exiting
     }
 
     pub(crate) fn count_failed_release(&self, error: &Error) {
@@ -354,43 +395,42 @@ impl RuntimeInner {
     // ---------------------------------------------------------------- marks
 
     /// Marks the point that `stream` has reached.
-    pub(crate) fn mark(&self, stream: StreamId) -> Result<EventId> {
-        let events = &self.device(stream.device()).events;
-        let event = events.take(&*self.backend, stream.device())?;
-        match self.backend.record_event(event, stream) {
-            Ok(()) => Ok(event),
-            Err(error) => {
-                events.give_back(event);
-                Err(error)
-            }
-        }
+    pub(crate) fn mark(&self, stream: StreamId) -> Result<Mark> {
+        let mark = self.device(stream.device()).events.take(&*self.backend)?;
+        self.backend.record_event(mark.event(), stream)?;
+        Ok(mark)
     }
 
-    pub(crate) fn give_back_event(&self, event: EventId) {
-        self.device(event.device()).events.give_back(event);
-    }
-
-    fn is_passed(&self, event: EventId, wait: bool) -> Result<bool> {
+    pub(crate) fn is_passed(&self, mark: &Mark, wait: bool) -> Result<bool> {
         if wait {
-            self.backend.synchronize_event(event)?;
+            self.backend.synchronize_event(mark.event())?;
             return Ok(true);
         }
-        Ok(self.backend.query_event(event)? == Completion::Complete)
+        Ok(self.backend.query_event(mark.event())? == Completion::Complete)
     }
 
     // ---------------------------------------------------------------- device memory
 
-    /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
-    pub(crate) fn allocate_device(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
+    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more.
+    fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>) -> Result<T> {
         self.reclaim_in_passing();
-        let ptr = match self.backend.allocate(device, options) {
+        match make() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                let round = self.rounds.begin();
                 self.reclaim(true)?;
                 self.free_idle_workspaces(true)?;
-                self.backend.allocate(device, options)?
+                drop(round);
+                // What other threads had in hand meanwhile is free now.
+                self.rounds.wait();
+                make()
             }
-            result => result?,
-        };
+            result => result,
+        }
+    }
+
+    /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
+    pub(crate) fn allocate_device(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
+        let ptr = self.with_reclaim(|| self.backend.allocate(device, options))?;
         self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })?;
         Ok(ptr)
     }
@@ -409,13 +449,19 @@ impl RuntimeInner {
         })
     }
 
+    /// Frees a block once its marks are passed.
     pub(crate) fn defer_free(&self, free: DeferredFree) {
         self.deferred.push(free);
     }
 
+    /// Keeps a block for the end of the runtime, because nobody can tell when its streams are done with it.
+    pub(crate) fn strand(&self, free: DeferredFree) {
+        self.stranded.lock().push(free);
+    }
+
     /// Frees deferred blocks on the way to something else, which does not fail because a release did: those are counted.
     pub(crate) fn reclaim_in_passing(&self) {
-        if !self.deferred.is_empty()
+        if self.deferred.len() > 0
             && let Err(error) = self.reclaim(false)
         {
             tracing::debug!("memory could not be reclaimed in passing: {error}");
@@ -428,18 +474,14 @@ impl RuntimeInner {
         const ENOUGH_PENDING: usize = 16;
         let mut result = Ok(());
         let mut pending = 0;
-        let mut later = Vec::new();
-        for mut free in self.deferred.take_all() {
+        for _ in 0..self.deferred.len() {
             if pending == ENOUGH_PENDING {
-                self.deferred.push(free);
-                continue;
+                break;
             }
-            while let Some(&event) = free.after.last() {
-                match self.is_passed(event, wait) {
-                    Ok(true) => {
-                        free.after.pop();
-                        self.give_back_event(event);
-                    }
+            let Some(mut free) = self.deferred.pop() else { break };
+            while let Some(mark) = free.after.last() {
+                match self.is_passed(mark, wait) {
+                    Ok(true) => drop(free.after.pop()),
                     Ok(false) => break,
                     Err(error) => {
                         result = result.and(Err(error));
@@ -447,22 +489,27 @@ impl RuntimeInner {
                     }
                 }
             }
-            if free.unmarked || !free.after.is_empty() {
-                pending += usize::from(!free.unmarked && !wait);
-                later.push(free);
+            if !free.after.is_empty() {
+                pending += 1;
+                self.deferred.push(free);
                 continue;
             }
             // SAFETY: every stream that used the block has passed its last use, and its owner is gone.
-            let freed =
-                self.note(unsafe { self.free_device(free.device, free.ptr, free.home.as_ref().map(|home| home.id)) });
+            let freed = self.note(unsafe { self.free_deferred(&free) });
             if freed.is_err() {
-                // Kept for the end of the runtime, which tries once more.
-                later.push(DeferredFree { unmarked: true, ..free });
+                // The end of the runtime tries once more.
+                self.strand(free);
             }
             result = result.and(freed);
         }
-        later.into_iter().for_each(|free| self.deferred.push(free));
         result
+    }
+
+    /// # Safety
+    /// Nobody uses the block any more, outstanding device work included.
+    unsafe fn free_deferred(&self, free: &DeferredFree) -> Result<()> {
+        // SAFETY: as promised by the caller.
+        unsafe { self.free_device(free.device, free.ptr, free.home.as_ref().map(|home| home.id)) }
     }
 
     // ---------------------------------------------------------------- workspaces
@@ -474,12 +521,11 @@ impl RuntimeInner {
             return Ok(None);
         }
         if let Some(idle) = device.workspaces.take(bytes) {
-            if let Some(event) = idle.after {
-                if let Err(error) = self.backend.stream_wait_event(stream, event) {
-                    device.workspaces.give_back(idle);
-                    return Err(error);
-                }
-                self.give_back_event(event);
+            if let Some(mark) = &idle.after
+                && let Err(error) = self.backend.stream_wait_event(stream, mark.event())
+            {
+                device.workspaces.give_back(idle);
+                return Err(error);
             }
             return Ok(Some(idle.workspace));
         }
@@ -500,26 +546,27 @@ impl RuntimeInner {
 
     /// Takes a workspace back after the work enqueued on `stream` so far.
     pub(crate) fn give_back_workspace(&self, workspace: Workspace, stream: StreamId) {
-        let device = self.device(stream.device());
         match self.mark(stream) {
-            Ok(event) => device.workspaces.give_back(IdleWorkspace { workspace, after: Some(event) }),
+            Ok(mark) => self.give_back_workspace_after(workspace, stream.device(), Arc::new(mark)),
             // It stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
             Err(error) => self.count_failed_release(&error),
         }
     }
 
+    pub(crate) fn give_back_workspace_after(&self, workspace: Workspace, device: u32, after: Arc<Mark>) {
+        self.device(device).workspaces.give_back(IdleWorkspace { workspace, after: Some(after) });
+    }
+
     fn free_idle_workspaces(&self, wait: bool) -> Result<()> {
         let mut result = Ok(());
         for (ordinal, device) in self.devices.iter().enumerate() {
-            for idle in device.workspaces.take_idle() {
-                let passed = idle.after.map_or(Ok(true), |event| self.is_passed(event, wait));
+            for _ in 0..device.workspaces.idle_count() {
+                let Some(idle) = device.workspaces.pop_idle() else { break };
+                let passed = idle.after.as_ref().map_or(Ok(true), |mark| self.is_passed(mark, wait));
                 if !matches!(passed, Ok(true)) {
                     result = result.and(passed.map(|_| ()));
                     device.workspaces.give_back(idle);
                     continue;
-                }
-                if let Some(event) = idle.after {
-                    self.give_back_event(event);
                 }
                 // SAFETY: no stream has the workspace, and the last work that used it is done.
                 let freed = self.note(unsafe { self.free_device(ordinal as u32, idle.workspace.ptr, None) });
@@ -535,30 +582,55 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- handles
 
-    /// Makes a handle; where the device has no memory left, gives back what is not in use and tries once more.
+    /// Makes a handle, or takes one whose stream has ended and is done; where the device has no memory left, gives back
+    /// what is not in use and tries once more.
     #[cold]
     pub(crate) fn create_handle(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
-        if self.backend.is_exiting() {
-            return Err(Error::new(ErrorKind::ShuttingDown, "create_blas_handle", "the process is exiting"));
-        }
+        self.check("create_blas_handle")?;
         let capabilities = &self.device(device).capabilities;
         if kind == BlasKind::Lt && !capabilities.lt_plans {
             return Err(Error::lacks("create_blas_handle", "lt_plans"));
         }
+        if let Some(pooled) = self.take_spare_handle(device, kind) {
+            return Ok(pooled);
+        }
         let options = BlasOptions::new(kind);
-        let mut handle = match self.backend.create_blas_handle(device, &options) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                self.reclaim(true)?;
-                self.free_idle_workspaces(true)?;
-                self.backend.create_blas_handle(device, &options)?
-            }
-            result => result?,
-        };
+        let mut handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options))?;
         // Vendors start from different defaults, so the mode is always set where there is one.
         if capabilities.atomics_mode {
             handle.set_atomics_mode(AtomicsMode::NotAllowed)?;
         }
-        Ok(PooledHandle::new(handle))
+        Ok(PooledHandle::new(handle, kind))
+    }
+
+    /// Keeps the handles of a stream that has ended for other streams.
+    pub(crate) fn spare_handles_of(&self, key: PoolKey, after: Option<&Arc<Mark>>) {
+        for pool in [&self.blas_handles, &self.lt_handles] {
+            let spare = pool.take_key(key).into_iter().map(|pooled| SpareHandle {
+                device: key.device,
+                pooled: pooled.unbound(),
+                after: after.cloned(),
+            });
+            self.spare_handles.lock().extend(spare);
+        }
+    }
+
+    fn take_spare_handle(&self, device: u32, kind: BlasKind) -> Option<PooledHandle> {
+        let fits = |spare: &SpareHandle| spare.device == device && spare.pooled.kind == kind;
+        let tries = self.spare_handles.lock().len();
+        for _ in 0..tries {
+            let spare = {
+                let mut spares = self.spare_handles.lock();
+                let index = spares.iter().position(fits)?;
+                spares.remove(index)
+            };
+            // The vendor wants one stream at a time for this handle: the old one has to be done.
+            if spare.after.as_ref().is_some_and(|mark| self.is_passed(mark, false).unwrap_or(false)) {
+                return Some(spare.pooled);
+            }
+            self.spare_handles.lock().push(spare);
+        }
+        None
     }
 
     // ---------------------------------------------------------------- page-locked host memory
@@ -577,53 +649,37 @@ impl RuntimeInner {
     }
 
     #[cold]
-    fn take_pinned_slow(
-        &self,
-        bytes: usize,
-        class: usize,
-        block_bytes: usize,
-        waiting: Vec<OwnedBlock>,
-    ) -> Result<OwnedBlock> {
-        let mut found = None;
-        let mut still_waiting = Vec::with_capacity(waiting.len());
-        for mut block in waiting {
-            if found.is_none() && self.uses_are_over(&mut block) {
-                found = Some(block);
-            } else {
-                still_waiting.push(block);
+    fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize, waiting: usize) -> Result<OwnedBlock> {
+        for _ in 0..waiting {
+            let Some(mut block) = self.host_cache.pop_waiting(class) else { break };
+            if self.uses_are_over(&mut block) {
+                self.host_cache.count_given(&block, bytes, false);
+                return Ok(block);
             }
-        }
-        self.host_cache.sort_back(class, Vec::new(), still_waiting);
-        if let Some(block) = found {
-            self.host_cache.count_given(&block, bytes, false);
-            return Ok(block);
+            self.host_cache.put_back(block);
         }
         let options = HostOptions::new();
         let ptr = match self.host.allocate(block_bytes, &options) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                let round = self.rounds.begin();
                 self.trim_host()?;
+                drop(round);
+                self.rounds.wait();
                 self.host.allocate(block_bytes, &options)?
             }
             result => result?,
         };
         self.ledger.insert_host(ptr, block_bytes);
-        let block =
-            PinnedBlock { ptr, bytes: block_bytes, class, uses: Mutex::default(), unmarked: AtomicBool::new(false) };
-        let block = Box::new(block);
+        let (uses, unmarked) = (Mutex::default(), AtomicBool::new(false));
+        let block = Box::new(PinnedBlock { ptr, bytes: block_bytes, class, uses, unmarked });
         self.host_cache.count_given(&block, bytes, true);
         Ok(block)
     }
 
     /// Whether every stream has passed its last use of a block; forgets those that have.
     fn uses_are_over(&self, block: &mut PinnedBlock) -> bool {
-        block.uses.get_mut().retain(|use_| {
-            // An error says nothing about the work: the block keeps waiting, and the end of the runtime frees it.
-            let passed = self.is_passed(use_.after, false).unwrap_or(false);
-            if passed {
-                self.give_back_event(use_.after);
-            }
-            !passed
-        });
+        // An error says nothing about the work: the block keeps waiting, and the end of the runtime frees it.
+        block.uses.get_mut().retain(|use_| !self.is_passed(&use_.after, false).unwrap_or(false));
         block.uses.get_mut().is_empty()
     }
 
@@ -637,9 +693,8 @@ impl RuntimeInner {
         }
     }
 
-    /// Waits until no stream uses the block any more; with `writes_only`, until none writes it any more.
-    pub(crate) fn wait_for_uses(&self, block: &PinnedBlock, writes_only: bool) -> Result<()> {
-        self.check("pinned")?;
+    /// Refuses a block of which nobody can tell whether a device still uses it.
+    fn check_marked(block: &PinnedBlock) -> Result<()> {
         if block.unmarked.load(Ordering::Relaxed) {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -648,23 +703,24 @@ impl RuntimeInner {
             )
             .with_hint("drop the buffer and take a new one"));
         }
-        let awaited = {
+        Ok(())
+    }
+
+    /// Waits until no stream uses the block any more; with `writes_only`, until none writes it any more.
+    pub(crate) fn wait_for_uses(&self, block: &PinnedBlock, writes_only: bool) -> Result<()> {
+        self.check("pinned")?;
+        Self::check_marked(block)?;
+        let awaited: Vec<Arc<Mark>> = {
             let uses = block.uses.lock();
             if uses.is_empty() {
                 return Ok(());
             }
-            uses.iter().filter(|use_| use_.writes || !writes_only).map(|use_| use_.after).collect::<Vec<_>>()
+            uses.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
         };
-        for event in awaited {
-            self.backend.synchronize_event(event)?;
-            // A use that was marked anew meanwhile carries another event and stays.
-            let passed = {
-                let mut uses = block.uses.lock();
-                uses.iter().position(|use_| use_.after == event).map(|index| uses.swap_remove(index))
-            };
-            if let Some(passed) = passed {
-                self.give_back_event(passed.after);
-            }
+        for mark in awaited {
+            self.backend.synchronize_event(mark.event())?;
+            // By the mark and not by its event: the mark in hand keeps its event from being recorded for anybody else.
+            block.uses.lock().retain(|use_| !Arc::ptr_eq(&use_.after, &mark));
         }
         Ok(())
     }
@@ -672,21 +728,25 @@ impl RuntimeInner {
     /// Frees the page-locked blocks that nobody uses.
     fn trim_host(&self) -> Result<()> {
         let mut result = Ok(());
-        for CachedBlocks { class, mut free, waiting } in self.host_cache.take_cached() {
-            let mut still_waiting = Vec::new();
-            for mut block in waiting {
-                if self.uses_are_over(&mut block) { free.push(block) } else { still_waiting.push(block) }
+        for class in 0..size_class::COUNT {
+            let (_, waiting) = self.host_cache.cached(class);
+            for _ in 0..waiting {
+                let Some(mut block) = self.host_cache.pop_waiting(class) else { break };
+                self.uses_are_over(&mut block);
+                self.host_cache.put_back(block);
             }
-            let mut kept = Vec::new();
-            for block in free {
+            let (free, _) = self.host_cache.cached(class);
+            let mut refused = Vec::new();
+            for _ in 0..free {
+                let Some(block) = self.host_cache.pop_free(class) else { break };
                 // SAFETY: the block is in nobody's hands and no stream uses it any more.
                 let freed = self.note(unsafe { self.free_pinned(&block) });
                 if freed.is_err() {
-                    kept.push(block);
+                    refused.push(block);
                 }
                 result = result.and(freed);
             }
-            self.host_cache.sort_back(class, kept, still_waiting);
+            refused.into_iter().for_each(|block| self.host_cache.put_back(block));
         }
         result
     }
@@ -707,27 +767,25 @@ impl RuntimeInner {
     pub(crate) fn use_pinned(
         &self,
         block: &PinnedBlock,
-        stream: &Arc<StreamCore>,
+        stream: &StreamCore,
         writes: bool,
         enqueue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
-        let device = self.device(stream.id.device());
-        let racing: Vec<EventId> = {
+        Self::check_marked(block)?;
+        let (racing, before) = {
             let uses = block.uses.lock();
-            let races = |use_: &&PinnedUse| use_.stream.id != stream.id && (writes || use_.writes);
-            uses.iter().filter(races).map(|use_| use_.after).collect()
+            let races = |use_: &&PinnedUse| use_.stream != stream.key && (writes || use_.writes);
+            let racing: Vec<Arc<Mark>> = uses.iter().filter(races).map(|use_| Arc::clone(&use_.after)).collect();
+            let before = uses.iter().find(|use_| use_.stream == stream.key).map(|use_| Arc::clone(&use_.after));
+            (racing, before)
         };
-        for event in racing {
-            self.backend.stream_wait_event(stream.id, event)?;
+        for mark in &racing {
+            self.backend.stream_wait_event(stream.id, mark.event())?;
         }
-        let fresh = device.events.take(&*self.backend, stream.id.device())?;
-        if let Err(error) = enqueue() {
-            device.events.give_back(fresh);
-            return Err(error);
-        }
-        if let Err(error) = self.backend.record_event(fresh, stream.id) {
-            device.events.give_back(fresh);
+        // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
+        let mark = self.device(stream.id.device()).events.take(&*self.backend)?;
+        enqueue()?;
+        if let Err(error) = self.backend.record_event(mark.event(), stream.id) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
             // with the block: it is never touched or given out again, and freed when the runtime ends.
             return self.backend.synchronize_stream(stream.id).map_err(|_| {
@@ -735,20 +793,17 @@ impl RuntimeInner {
                 error
             });
         }
+        let after = Arc::new(mark);
         let mut uses = block.uses.lock();
-        let replaced = match uses.iter_mut().find(|use_| use_.stream.id == stream.id) {
+        // The mark that stood before this call was recorded before this one, on the same stream: this one covers it. Marks
+        // that other threads have set meanwhile may be earlier or later, and stay.
+        let covered = before.and_then(|before| uses.iter_mut().find(|use_| Arc::ptr_eq(&use_.after, &before)));
+        match covered {
             Some(use_) => {
                 use_.writes |= writes;
-                Some(std::mem::replace(&mut use_.after, fresh))
+                use_.after = after;
             }
-            None => {
-                uses.push(PinnedUse { stream: Arc::clone(stream), after: fresh, writes });
-                None
-            }
-        };
-        drop(uses);
-        if let Some(event) = replaced {
-            self.give_back_event(event);
+            None => uses.push(PinnedUse { stream: stream.key, after, writes }),
         }
         Ok(())
     }
@@ -761,8 +816,9 @@ impl RuntimeInner {
             return Ok(());
         }
         let mut result = Ok(());
-        let handles = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all);
-        for mut pooled in handles.into_iter().flatten() {
+        let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
+        let spare = std::mem::take(self.spare_handles.get_mut()).into_iter().map(|spare| spare.pooled);
+        for mut pooled in pooled.chain(spare).collect::<Vec<_>>() {
             result = result.and(self.note(pooled.handle.destroy()));
         }
         let wait = |device: &DeviceState| {
@@ -776,26 +832,22 @@ impl RuntimeInner {
             return Err(error);
         }
         // From here on nothing is outstanding: every block can be freed and every event is passed.
-        for free in self.deferred.take_all() {
-            free.after.iter().for_each(|&event| self.give_back_event(event));
+        let stranded = std::mem::take(self.stranded.get_mut());
+        for free in std::iter::from_fn(|| self.deferred.pop()).chain(stranded).collect::<Vec<_>>() {
             // SAFETY: the devices have executed everything, and the owner of the block is gone.
-            let freed = unsafe { self.free_device(free.device, free.ptr, free.home.as_ref().map(|home| home.id)) };
-            result = result.and(self.note(freed));
+            result = result.and(self.note(unsafe { self.free_deferred(&free) }));
         }
-        let cached =
-            self.host_cache.take_cached().into_iter().flat_map(|cached| cached.free.into_iter().chain(cached.waiting));
         let unmarked = std::mem::take(self.unmarked.get_mut());
-        for mut block in cached.chain(unmarked) {
-            for use_ in block.uses.get_mut().drain(..) {
-                self.give_back_event(use_.after);
-            }
+        let cached = (0..size_class::COUNT).flat_map(|class| {
+            let cache = &self.host_cache;
+            std::iter::from_fn(move || cache.pop_free(class).or_else(|| cache.pop_waiting(class)))
+        });
+        for block in cached.chain(unmarked) {
             // SAFETY: the devices have executed everything, and no buffer owns the block.
             result = result.and(self.note(unsafe { self.free_pinned(&block) }));
         }
         for device in &self.devices {
-            let (idle, all) = device.workspaces.take_all();
-            idle.iter().filter_map(|idle| idle.after).for_each(|event| device.events.give_back(event));
-            for workspace in all {
+            for workspace in device.workspaces.take_all() {
                 // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
                 result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
             }
@@ -815,7 +867,9 @@ impl RuntimeInner {
             self.devices.iter().map(|device| (device.events.hold_lock(), device.workspaces.hold_lock())).collect();
         let handles = (self.blas_handles.hold_locks(), self.lt_handles.hold_locks());
         let memory = (self.ledger.hold_locks(), self.host_cache.hold_locks(), self.deferred.hold_lock());
-        crate::testing::Held((devices, handles, memory, self.unmarked.lock()))
+        let lists = (self.unmarked.lock(), self.stranded.lock(), self.spare_handles.lock());
+        let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
+        crate::testing::Held((devices, handles, memory, lists, places, self.rounds.hold_lock()))
     }
 }
 

@@ -7,6 +7,7 @@
 //! share it, as they share the workspace.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -18,17 +19,18 @@ use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::Generation;
-use crate::id::{ObjectId, StreamId};
+use crate::id::StreamId;
 use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
-use crate::pinned::{PinnedSlice, PinnedSliceMut};
+use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
+use crate::pool::events::Mark;
 use crate::runtime::{Runtime, RuntimeInner};
 use crate::scalar::Element;
 
 /// A queue of operations of one device, executed in the order of the calls.
 ///
-/// Buffers and pools remember the streams that they were used on, and keep them alive until that use is over: dropping a
-/// stream never waits and loses no work.
+/// Dropping a stream never waits and loses no work: what was enqueued is executed, and buffers that were used on it know
+/// when that is.
 ///
 /// ```
 /// use highwater_core::Runtime;
@@ -49,10 +51,10 @@ pub struct Stream {
     core: Arc<StreamCore>,
 }
 
-/// What everybody who remembers a stream shares. It does not keep the runtime alive: the runtime's own pools hold it.
+/// What the users of a stream share; the last of them ends the stream. It does not keep the runtime alive.
 pub(crate) struct StreamCore {
     pub(crate) id: StreamId,
-    /// Slot and generation in one word: tells the stream from every other of the runtime, and is never 0.
+    /// Tells the stream from every other of the process, also from ones that have ended; never 0.
     pub(crate) key: u64,
     backend: Arc<dyn Backend>,
     runtime: Weak<RuntimeInner>,
@@ -61,6 +63,7 @@ pub(crate) struct StreamCore {
     pool_key: PoolKey,
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
+    end: Arc<StreamEnd>,
     turn: Mutex<()>,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
     blas_workspace: OnceLock<Option<Workspace>>,
@@ -69,6 +72,48 @@ pub(crate) struct StreamCore {
     /// Whether a thread is making the workspace; not held while it does.
     making_workspace: Mutex<bool>,
     workspace_made: Condvar,
+}
+
+/// What is left of a stream when it has ended: the mark of its last work.
+#[derive(Debug, Default)]
+struct StreamEnd {
+    /// `Some` once the stream has ended; inside, `None` where its end could not be marked.
+    last: Mutex<Option<Option<Arc<Mark>>>>,
+    ended: Condvar,
+}
+
+/// What a buffer remembers of a stream that used it. It does not keep the stream alive.
+#[derive(Debug)]
+pub(crate) struct StreamUse {
+    key: u64,
+    stream: Weak<StreamCore>,
+    end: Arc<StreamEnd>,
+}
+
+impl StreamUse {
+    pub(crate) fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// Key and last mark of a stream that has ended.
+    pub(crate) fn if_ended(&self) -> Option<(u64, Arc<Mark>)> {
+        self.end.last.lock().clone().flatten().map(|mark| (self.key, mark))
+    }
+
+    /// A mark after everything that was enqueued on the stream so far; `None` where it could not be recorded.
+    pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Option<Arc<Mark>> {
+        if let Some(stream) = self.stream.upgrade() {
+            // The reference keeps the stream from being destroyed meanwhile.
+            let marked = runtime.mark(stream.id);
+            return marked.inspect_err(|error| runtime.count_failed_release(error)).ok().map(Arc::new);
+        }
+        // The last user is gone: its thread has set the last mark, or is about to.
+        let mut last = self.end.last.lock();
+        while last.is_none() {
+            self.end.ended.wait(&mut last);
+        }
+        last.clone().flatten()
+    }
 }
 
 impl fmt::Debug for StreamCore {
@@ -81,6 +126,10 @@ impl fmt::Debug for StreamCore {
 }
 
 impl StreamCore {
+    pub(crate) fn to_use(self: &Arc<Self>) -> StreamUse {
+        StreamUse { key: self.key, stream: Arc::downgrade(self), end: Arc::clone(&self.end) }
+    }
+
     /// Waits for the stream's turn and holds it until the guard is dropped.
     pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock()
@@ -91,14 +140,6 @@ impl StreamCore {
         let bytes = runtime.device(self.id.device()).workspace_bytes(kind);
         if let Some(workspace) = self.existing_workspace(kind, bytes) {
             return Ok(workspace);
-        }
-        if self.id.is_per_thread_default() {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "workspace",
-                "the per-thread default stream is another stream in each thread and cannot have one workspace",
-            )
-            .with_hint("use a stream of `create_stream`"));
         }
         // One thread allocates, outside the lock; the others wait for it instead of allocating workspaces that nobody needs.
         let mut making = self.making_workspace.lock();
@@ -139,15 +180,31 @@ impl Drop for Made<'_> {
 
 impl Drop for StreamCore {
     fn drop(&mut self) {
-        if !self.generation.is_current() || self.backend.is_exiting() {
+        if !self.generation.is_current() {
             return;
         }
-        // Where the runtime is ending, it frees all workspaces itself.
+        let exiting = self.backend.is_exiting();
+        // Where the runtime is ending, no buffer is left to ask, and it frees all workspaces itself.
         let runtime = self.runtime.upgrade();
+        let last = runtime.as_ref().filter(|runtime| runtime.may_release()).and_then(|runtime| {
+            let marked = runtime.mark(self.id).inspect_err(|error| runtime.count_failed_release(error));
+            marked.ok().map(Arc::new)
+        });
+        // Whatever happened: who waits for the end goes on.
+        *self.end.last.lock() = Some(last.clone());
+        self.end.ended.notify_all();
+        if exiting {
+            return;
+        }
         if let Some(runtime) = &runtime {
-            for workspace in [&self.blas_workspace, &self.lt_workspace].into_iter().filter_map(OnceLock::get).flatten()
-            {
-                runtime.give_back_workspace(*workspace, self.id);
+            if let Some(last) = &last {
+                let workspaces = [&self.blas_workspace, &self.lt_workspace].into_iter().filter_map(OnceLock::get);
+                for workspace in workspaces.flatten() {
+                    runtime.give_back_workspace_after(*workspace, self.id.device(), Arc::clone(last));
+                }
+            }
+            if self.pool_key.affinity != 0 {
+                runtime.spare_handles_of(self.pool_key, last.as_ref());
             }
         }
         if self.owned
@@ -163,22 +220,20 @@ impl Drop for StreamCore {
 
 impl Stream {
     pub(crate) fn new(runtime: Runtime, id: StreamId, owned: bool) -> Self {
+        static KEYS: AtomicU64 = AtomicU64::new(1);
         let device = id.device();
-        let parts = id.parts();
-        let key = u64::from(parts.slot) << 32 | u64::from(parts.generation.get());
-        let pool_key = if runtime.inner.device(device).capabilities.handle_per_stream {
-            PoolKey { device, affinity: key }
-        } else {
-            PoolKey::device(device)
-        };
+        // Relaxed: only that no two are equal matters.
+        let key = KEYS.fetch_add(1, Ordering::Relaxed);
+        let handle_per_stream = runtime.inner.device(device).capabilities.handle_per_stream;
         let core = StreamCore {
             id,
             key,
-            pool_key,
             backend: Arc::clone(&runtime.inner.backend),
             runtime: Arc::downgrade(&runtime.inner),
             generation: runtime.inner.generation,
+            pool_key: PoolKey { device, affinity: if handle_per_stream { key } else { 0 } },
             owned,
+            end: Arc::default(),
             turn: Mutex::new(()),
             blas_workspace: OnceLock::new(),
             lt_workspace: OnceLock::new(),
@@ -186,6 +241,28 @@ impl Stream {
             workspace_made: Condvar::new(),
         };
         Self { runtime, core: Arc::new(core) }
+    }
+
+    /// The legacy default stream: the one that others have, so that all share its turn and its workspace.
+    pub(crate) fn legacy_default(runtime: Runtime, device: u32) -> Self {
+        let place = runtime.inner.device(device).legacy_default.lock();
+        if let Some(core) = place.upgrade() {
+            drop(place);
+            return Self { runtime, core };
+        }
+        drop(place);
+        let id = StreamId::legacy_default(runtime.identity().tag, device);
+        let fresh = Self::new(runtime, id, false);
+        let mut place = fresh.runtime.inner.device(device).legacy_default.lock();
+        let stands = place.upgrade();
+        if stands.is_none() {
+            *place = Arc::downgrade(&fresh.core);
+        }
+        drop(place);
+        match stands {
+            Some(core) => Self { runtime: fresh.runtime.clone(), core },
+            None => fresh,
+        }
     }
 
     /// The stream's id, for calls of the backend itself.
@@ -241,8 +318,8 @@ impl Stream {
     /// What the backend gives.
     pub fn record(&self) -> Result<Event> {
         self.runtime.inner.check("record_event")?;
-        let id = self.runtime.inner.mark(self.core.id)?;
-        Ok(Event::new(self.runtime.clone(), id, false))
+        let mark = self.runtime.inner.mark(self.core.id)?;
+        Ok(Event::pooled(self.runtime.clone(), mark))
     }
 
     /// Marks the point that the stream has reached, with the time.
@@ -256,7 +333,7 @@ impl Stream {
         }
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, also where the record fails.
-        let event = Event::new(self.runtime.clone(), id, true);
+        let event = Event::timed(self.runtime.clone(), id);
         backend.record_event(id, self.core.id)?;
         Ok(event)
     }
@@ -516,12 +593,42 @@ impl Stream {
     /// # Ok::<(), highwater_core::Error>(())
     /// ```
     ///
+    /// The memory stays borrowed until the scope has ended, and outlives it:
+    ///
+    /// ```compile_fail,E0502
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    /// # let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    /// # let buffer = stream.upload(&[1_u8, 2]).unwrap();
+    /// let mut values = [0; 2];
+    /// stream.scope(|scope| {
+    ///     scope.copy_to_host(&buffer, &mut values)?;
+    ///     println!("{}", values[0]); // not delivered yet
+    ///     Ok(())
+    /// }).unwrap();
+    /// ```
+    ///
+    /// ```compile_fail,E0597
+    /// # use highwater_core::Runtime;
+    /// # use highwater_mock::{MockGpu, MockOptions};
+    /// # let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    /// # let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    /// # let buffer = stream.upload(&[1_u8, 2]).unwrap();
+    /// stream.scope(|scope| {
+    ///     let mut values = [0; 2];
+    ///     scope.copy_to_host(&buffer, &mut values)
+    /// }).unwrap();
+    /// ```
+    ///
     /// # Errors
     /// What `enqueue` gives, or what waiting for the copies gives; then nothing is delivered.
     pub fn scope<'env, R>(&self, enqueue: impl FnOnce(&mut Scope<'_, 'env>) -> Result<R>) -> Result<R> {
         let mut scope = Scope { stream: self, deliveries: Vec::new() };
         let value = enqueue(&mut scope)?;
-        scope.deliveries.into_iter().try_for_each(|deliver| deliver())?;
+        // All are waited for before the first is delivered: a copy that failed delivers nothing of the others either.
+        scope.deliveries.iter().try_for_each(|delivery| delivery.wait())?;
+        scope.deliveries.iter_mut().try_for_each(|delivery| delivery.deliver())?;
         Ok(value)
     }
 
@@ -561,11 +668,32 @@ impl Stream {
 /// What [`Stream::scope`] enqueues with.
 pub struct Scope<'s, 'env> {
     stream: &'s Stream,
-    deliveries: Vec<Delivery<'env>>,
+    deliveries: Vec<Box<dyn Delivery + 'env>>,
 }
 
-/// Waits for one copy and delivers it.
-type Delivery<'env> = Box<dyn FnOnce() -> Result<()> + 'env>;
+/// One copy to borrowed memory.
+trait Delivery {
+    /// Waits for the copy.
+    fn wait(&self) -> Result<()>;
+    /// Delivers it.
+    fn deliver(&mut self) -> Result<()>;
+}
+
+struct Delivered<'env, T: Element> {
+    staging: PinnedBuffer<T>,
+    dst: &'env mut [T],
+}
+
+impl<T: Element> Delivery for Delivered<'_, T> {
+    fn wait(&self) -> Result<()> {
+        self.staging.read().map(|_| ())
+    }
+
+    fn deliver(&mut self) -> Result<()> {
+        self.dst.copy_from_slice(self.staging.read()?);
+        Ok(())
+    }
+}
 
 impl fmt::Debug for Scope<'_, '_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -595,10 +723,7 @@ impl<'env> Scope<'_, 'env> {
         Stream::check_len("copy_to_host", src.len(), dst.len())?;
         let mut staging = self.stream.runtime.pinned::<T>(src.len())?;
         self.stream.copy_to_host(src, &mut staging)?;
-        self.deliveries.push(Box::new(move || {
-            dst.copy_from_slice(staging.read()?);
-            Ok(())
-        }));
+        self.deliveries.push(Box::new(Delivered { staging, dst }));
         Ok(())
     }
 }

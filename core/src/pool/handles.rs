@@ -41,6 +41,8 @@ impl PoolKey {
     }
 }
 
+type PooledSlot<H> = Arc<Slot<Keyed<H>>>;
+
 impl<H> Keyed<H> {
     fn into_handle(self) -> H {
         self.handle
@@ -114,7 +116,7 @@ struct Keyed<H> {
 struct Shared<H> {
     stacks: Mutex<HashMap<PoolKey, Arc<IdleStack<Keyed<H>>>>>,
     /// Every slot that is not retired. A slot that is leased is never taken out, so a lease may refer to it by address.
-    slots: Mutex<Vec<Arc<Slot<Keyed<H>>>>>,
+    slots: Mutex<Vec<(PoolKey, PooledSlot<H>)>>,
     created: AtomicU64,
     threads_served: AtomicU64,
 }
@@ -191,7 +193,7 @@ impl<H: Send + 'static> HandlePool<H> {
                 let handle = create()?;
                 let slot = Arc::new(Slot::new_leased(Keyed { key, handle }));
                 self.shared.created.fetch_add(1, Ordering::Relaxed);
-                self.shared.slots.lock().push(Arc::clone(&slot));
+                self.shared.slots.lock().push((key, Arc::clone(&slot)));
                 slot
             }
         };
@@ -230,7 +232,7 @@ impl<H: Send + 'static> HandlePool<H> {
             .filter_map(|slot| slot.retire())
             .map(Keyed::into_handle)
             .collect();
-        self.shared.slots.lock().retain(|slot| !slot.is_retired());
+        self.shared.slots.lock().retain(|(_, slot)| !slot.is_retired());
         handles
     }
 
@@ -241,8 +243,22 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let mut slots = self.shared.slots.lock();
-        let handles = slots.iter().filter_map(|slot| slot.retire()).map(Keyed::into_handle).collect();
-        slots.retain(|slot| !slot.is_retired());
+        let handles = slots.iter().filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
+        slots.retain(|(_, slot)| !slot.is_retired());
+        handles
+    }
+
+    /// Takes out every handle of `key` that is not under a lease, and forgets the key.
+    #[must_use]
+    pub fn take_key(&self, key: PoolKey) -> Vec<H> {
+        if !self.generation.is_current() {
+            return Vec::new();
+        }
+        self.shared.stacks.lock().remove(&key);
+        let mut slots = self.shared.slots.lock();
+        let of_key = slots.iter().filter(|(other, _)| *other == key);
+        let handles = of_key.filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
+        slots.retain(|(_, slot)| !slot.is_retired());
         handles
     }
 
@@ -254,7 +270,7 @@ impl<H: Send + 'static> HandlePool<H> {
         }
         let slots = std::mem::take(&mut *self.shared.slots.lock());
         // SAFETY: every lease borrows the pool, which is borrowed exclusively here, so none exists but forgotten ones.
-        slots.iter().filter_map(|slot| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
+        slots.iter().filter_map(|(_, slot)| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
     }
 
     /// What the pool did so far.
@@ -269,7 +285,7 @@ impl<H: Send + 'static> HandlePool<H> {
             created: self.shared.created.load(Ordering::Relaxed),
             live: slots.len() as u64,
             idle,
-            leased: slots.iter().filter(|slot| slot.is_leased()).count() as u64,
+            leased: slots.iter().filter(|(_, slot)| slot.is_leased()).count() as u64,
             threads_served: self.shared.threads_served.load(Ordering::Relaxed),
         }
     }
@@ -283,9 +299,9 @@ impl<H: Send + 'static> HandlePool<H> {
         // SAFETY: the caller holds the lease of the slot until `release_to_idle`.
         let Some(Keyed { key, .. }) = (unsafe { &*slot.handle() }) else { return };
         let key = *key;
-        let kept = self.shared.slots.lock().iter().find(|kept| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
+        let kept = self.shared.slots.lock().iter().find(|(_, kept)| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
         slot.release_to_idle();
-        if let Some(slot) = kept {
+        if let Some((_, slot)) = kept {
             self.stack(key).push(slot);
         }
     }

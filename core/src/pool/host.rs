@@ -4,15 +4,15 @@
 //! its bin; a request that finds no free block asks each waiting block in turn, so that a stream that is stuck holds up
 //! its own blocks and no others. The vendor is never called under a lock.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::events::Mark;
 use super::size_class;
-use crate::id::EventId;
 use crate::memory::HostPtr;
-use crate::stream::StreamCore;
 
 /// A block of page-locked memory. Owned by a buffer or by the cache.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct PinnedBlock {
     pub(crate) ptr: HostPtr,
     pub(crate) bytes: usize,
     pub(crate) class: usize,
-    /// Streams that may still use the block; at most one entry for each.
+    /// Streams that may still use the block. Threads that use one buffer on one stream at once may leave two entries.
     pub(crate) uses: Mutex<Vec<PinnedUse>>,
     /// A stream may use the block and nobody can tell for how long.
     pub(crate) unmarked: AtomicBool,
@@ -32,21 +32,29 @@ pub(crate) type OwnedBlock = Box<PinnedBlock>;
 /// Use of a block by a stream.
 #[derive(Debug)]
 pub(crate) struct PinnedUse {
-    pub(crate) stream: Arc<StreamCore>,
-    /// Recorded after the last operation of the stream on the block.
-    pub(crate) after: EventId,
-    /// Whether one of the operations writes the block.
+    /// Key of the stream. The stream itself need not live on: its work is done when the mark is passed.
+    pub(crate) stream: u64,
+    /// Recorded after an operation of the stream on the block. Who asks after it shares it: see `events.rs`.
+    pub(crate) after: Arc<Mark>,
+    /// Whether an operation up to there writes the block.
     pub(crate) writes: bool,
 }
 
 #[derive(Debug, Default)]
 struct Bin {
     free: Vec<OwnedBlock>,
-    waiting: Vec<OwnedBlock>,
+    /// The block that was put in or asked after longest ago is in front.
+    waiting: VecDeque<OwnedBlock>,
     live: u64,
     requested_bytes: u64,
     hits: u64,
     misses: u64,
+}
+
+impl Bin {
+    fn keep(&mut self, block: OwnedBlock, unused: bool) {
+        if unused { self.free.push(block) } else { self.waiting.push_back(block) }
+    }
 }
 
 #[derive(Debug)]
@@ -60,15 +68,8 @@ pub(crate) struct HostCache {
 pub(crate) enum Found {
     /// A block nobody uses.
     Free(OwnedBlock),
-    /// No free block, but these may have become free: ask the backend, then [`HostCache::sort_back`] them.
-    Waiting(Vec<OwnedBlock>),
-}
-
-/// The blocks that were cached in one bin.
-pub(crate) struct CachedBlocks {
-    pub(crate) class: usize,
-    pub(crate) free: Vec<OwnedBlock>,
-    pub(crate) waiting: Vec<OwnedBlock>,
+    /// No free block, but so many that wait and may have become free.
+    Waiting(usize),
 }
 
 impl HostCache {
@@ -88,18 +89,32 @@ impl HostCache {
                 bin.requested_bytes += requested as u64;
                 Found::Free(block)
             }
-            None => Found::Waiting(std::mem::take(&mut bin.waiting)),
+            None => Found::Waiting(bin.waiting.len()),
         }
     }
 
-    /// Puts back blocks of one class that were taken out of its waiting list.
-    pub(crate) fn sort_back(&self, class: usize, free: Vec<OwnedBlock>, waiting: Vec<OwnedBlock>) {
-        if free.is_empty() && waiting.is_empty() {
-            return;
-        }
-        let mut bin = self.bins[class].lock();
-        bin.free.extend(free);
-        bin.waiting.extend(waiting);
+    /// Takes out one waiting block, for the caller to ask the backend about without a lock. One at a time: the others
+    /// that look meanwhile find the rest.
+    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
+        self.bins[class].lock().waiting.pop_front()
+    }
+
+    /// Puts back a block that nobody owns.
+    pub(crate) fn put_back(&self, mut block: OwnedBlock) {
+        let unused = block.uses.get_mut().is_empty();
+        let mut bin = self.bins[block.class].lock();
+        bin.keep(block, unused);
+    }
+
+    /// Takes out one free block.
+    pub(crate) fn pop_free(&self, class: usize) -> Option<OwnedBlock> {
+        self.bins[class].lock().free.pop()
+    }
+
+    /// How many blocks of a class are free, and how many wait.
+    pub(crate) fn cached(&self, class: usize) -> (usize, usize) {
+        let bin = self.bins[class].lock();
+        (bin.free.len(), bin.waiting.len())
     }
 
     /// Counts a block that was found among the waiting (`fresh` false) or newly allocated.
@@ -125,11 +140,7 @@ impl HostCache {
         let mut bin = self.bins[block.class].lock();
         bin.live -= 1;
         bin.requested_bytes -= requested as u64;
-        if unused {
-            bin.free.push(block);
-        } else {
-            bin.waiting.push(block);
-        }
+        bin.keep(block, unused);
     }
 
     /// Counts a block that its buffer gave up and that must not be given out again.
@@ -137,20 +148,6 @@ impl HostCache {
         let mut bin = self.bins[class].lock();
         bin.live -= 1;
         bin.requested_bytes -= requested as u64;
-    }
-
-    /// Takes out all cached blocks, free and waiting, class by class.
-    pub(crate) fn take_cached(&self) -> Vec<CachedBlocks> {
-        let take = |(class, bin): (usize, &Mutex<Bin>)| {
-            let mut bin = bin.lock();
-            CachedBlocks { class, free: std::mem::take(&mut bin.free), waiting: std::mem::take(&mut bin.waiting) }
-        };
-        self.bins
-            .iter()
-            .enumerate()
-            .map(take)
-            .filter(|cached| !cached.free.is_empty() || !cached.waiting.is_empty())
-            .collect()
     }
 
     /// Uncounts a block that was freed.

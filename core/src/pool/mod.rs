@@ -11,6 +11,7 @@ mod handoff;
 pub(crate) mod host;
 #[cfg(test)]
 mod model_tests;
+pub(crate) mod rounds;
 pub(crate) mod size_class;
 pub(crate) mod workspaces;
 

@@ -5,10 +5,12 @@
 //! on the device, for the work of the old one. A block serves one call at a time: the lease takes the stream's *turn*
 //! for the length of one vendor call (see `stream.rs`).
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 
+use super::events::Mark;
 use crate::blas::Workspace;
-use crate::id::EventId;
 
 /// Workspaces of one device.
 #[derive(Debug, Default)]
@@ -22,11 +24,11 @@ struct State {
 }
 
 /// A workspace that no stream has.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct IdleWorkspace {
     pub(crate) workspace: Workspace,
     /// The last work that uses it; `None` where there is none.
-    pub(crate) after: Option<EventId>,
+    pub(crate) after: Option<Arc<Mark>>,
 }
 
 impl WorkspacePool {
@@ -53,13 +55,21 @@ impl WorkspacePool {
         self.0.lock().all.retain(|other| *other != workspace);
     }
 
-    pub(crate) fn take_idle(&self) -> Vec<IdleWorkspace> {
-        std::mem::take(&mut self.0.lock().idle)
+    /// Takes out the idle workspace that was given back longest ago.
+    pub(crate) fn pop_idle(&self) -> Option<IdleWorkspace> {
+        let mut state = self.0.lock();
+        if state.idle.is_empty() { None } else { Some(state.idle.remove(0)) }
     }
 
-    pub(crate) fn take_all(&self) -> (Vec<IdleWorkspace>, Vec<Workspace>) {
+    pub(crate) fn idle_count(&self) -> usize {
+        self.0.lock().idle.len()
+    }
+
+    /// Takes out every workspace, idle or not, at the end of the runtime.
+    pub(crate) fn take_all(&self) -> Vec<Workspace> {
         let mut state = self.0.lock();
-        (std::mem::take(&mut state.idle), std::mem::take(&mut state.all))
+        state.idle.clear();
+        std::mem::take(&mut state.all)
     }
 
     /// Number of workspaces, and their bytes.

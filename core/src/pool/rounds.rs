@@ -1,0 +1,45 @@
+//! Rounds of giving memory back: who found none must not be refused while another thread is about to give some back.
+//!
+//! A thread that is out of memory goes through what can be given back, one piece at a time. Another thread that does so
+//! meanwhile does not see the pieces that the first has in hand. So it waits for the rounds under way to end before it
+//! tries once more. No lock is held during a round.
+
+use parking_lot::{Condvar, Mutex};
+
+#[derive(Debug, Default)]
+pub(crate) struct Rounds {
+    under_way: Mutex<usize>,
+    ended: Condvar,
+}
+
+/// A round under way; ends when dropped.
+pub(crate) struct Round<'r>(&'r Rounds);
+
+impl Rounds {
+    pub(crate) fn begin(&self) -> Round<'_> {
+        *self.under_way.lock() += 1;
+        Round(self)
+    }
+
+    /// Waits until no round is under way. The caller has ended its own.
+    pub(crate) fn wait(&self) {
+        let mut under_way = self.under_way.lock();
+        while *under_way > 0 {
+            self.ended.wait(&mut under_way);
+        }
+    }
+}
+
+impl Drop for Round<'_> {
+    fn drop(&mut self) {
+        *self.0.under_way.lock() -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+#[cfg(test)]
+impl Rounds {
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.under_way.lock())
+    }
+}

@@ -1,0 +1,243 @@
+//! One test for each defect that was found in the pools, named for what went wrong.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use highwater_core::{Backend, ErrorKind, GemmShape, Runtime};
+use highwater_mock::{MockGpu, MockOptions, Operation};
+
+const SHAPE: GemmShape = GemmShape::of::<f32>(4, 4, 4);
+
+fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
+    let gpu = MockGpu::open(options).unwrap();
+    (gpu.clone(), Runtime::new(gpu).unwrap())
+}
+
+#[test]
+fn a_long_lived_buffer_kept_every_stream_alive_that_it_was_used_on() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let weights = device.allocate::<f32>(16).unwrap();
+    for _ in 0..20 {
+        let stream = device.create_stream().unwrap();
+        let input = stream.upload(&[1.0_f32; 16]).unwrap();
+        let output = device.allocate::<f32>(16).unwrap();
+        stream.blas().unwrap().gemm(&SHAPE, 1.0, &weights, &input, 0.0, &output).unwrap();
+        stream.download(&output).unwrap();
+    }
+    assert_eq!(gpu.live_objects().streams, 0);
+    assert_eq!(runtime.statistics().workspaces, 1, "handed from stream to stream");
+    drop((weights, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn threads_that_write_and_wait_grew_the_host_cache_without_bound() {
+    const THREADS: usize = 4;
+    let (_gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                let stream = device.create_stream().unwrap();
+                let buffer = device.allocate::<u8>(4096).unwrap();
+                for _ in 0..3000 {
+                    stream.write(&[1_u8; 4096], &buffer).unwrap();
+                    stream.synchronize().unwrap();
+                }
+            });
+        }
+    });
+    let host = runtime.statistics().host;
+    assert!(host.held_blocks <= 2 * THREADS as u64, "{host:?}");
+}
+
+#[test]
+fn a_handle_per_stream_was_lost_with_each_stream() {
+    let (gpu, runtime) = open(MockOptions::new().with_capabilities(|c| c.handle_per_stream = true));
+    let device = runtime.device(0).unwrap();
+    for _ in 0..50 {
+        let stream = device.create_stream().unwrap();
+        drop((stream.lt().unwrap(), stream.blas().unwrap()));
+        // The next stream may have the handles once this one is done.
+        stream.synchronize().unwrap();
+        drop(stream);
+        device.synchronize().unwrap();
+    }
+    assert!(gpu.live_objects().handles <= 4, "{:?}", gpu.live_objects());
+    runtime.trim().unwrap();
+    assert_eq!(gpu.live_objects().handles, 0);
+}
+
+#[test]
+fn a_lease_whose_rebinding_failed_used_a_workspace_that_was_given_back() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = device.allocate::<f32>(16).unwrap();
+    let mut lease = stream.blas().unwrap();
+    gpu.fail_call(Operation::SetStream, 2, ErrorKind::Vendor).unwrap();
+    let mut lent = None;
+    lease.with_raw(|raw| lent = raw.workspace).unwrap_err();
+    let lent = lent.unwrap();
+    stream.synchronize().unwrap();
+    runtime.trim().unwrap();
+    assert!(runtime.block_of(lent.ptr).is_none(), "trimmed");
+    // Another buffer takes the very memory.
+    let victim = device.allocate::<u8>(lent.bytes).unwrap();
+    assert_eq!(victim.ptr(), lent.ptr);
+    stream.fill(&victim, 7_u8).unwrap();
+    lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    assert!(stream.download(&victim).unwrap().iter().all(|&byte| byte == 7));
+    assert_eq!(stream.download(&c).unwrap(), [4.0; 16]);
+}
+
+#[test]
+fn a_panic_in_foreign_code_lost_the_lent_workspace() {
+    let (_gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    for _ in 0..3 {
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            stream.blas().unwrap().with_raw(|_| panic!("foreign code panics")).unwrap();
+        }));
+        assert!(panic.is_err());
+    }
+    assert_eq!(runtime.statistics().workspaces, 2, "the stream's, and one that is lent again and again");
+}
+
+#[test]
+fn a_block_that_a_stream_may_still_write_was_copied_from() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let mut pinned = runtime.pinned::<u8>(64).unwrap();
+    let buffer = device.allocate::<u8>(64).unwrap();
+    gpu.fail_call(Operation::RecordEvent, 1, ErrorKind::Vendor).unwrap();
+    gpu.fail_call(Operation::SynchronizeStream, 1, ErrorKind::Vendor).unwrap();
+    stream.copy_to_host(&buffer, &mut pinned).unwrap_err();
+    assert_eq!(pinned.read().unwrap_err().kind(), ErrorKind::InvalidState);
+    assert_eq!(other.copy_to_device(&pinned, &buffer).unwrap_err().kind(), ErrorKind::InvalidState);
+    drop((pinned, buffer, stream, other, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_handle_kept_the_freed_workspace_of_an_earlier_legacy_default_stream() {
+    let (_gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let first = device.legacy_default_stream().unwrap();
+    drop(first.blas().unwrap());
+    drop(first);
+    let other = device.create_stream().unwrap();
+    let a = other.upload(&[1.0_f32; 16]).unwrap();
+    let c = device.allocate::<f32>(16).unwrap();
+    other.synchronize().unwrap();
+    device.synchronize().unwrap();
+    runtime.trim().unwrap();
+    assert_eq!(runtime.statistics().workspaces, 0);
+    // Whoever allocates next gets the memory of the freed workspace.
+    let victim = device.allocate::<u8>(32 << 20).unwrap();
+    other.fill(&victim, 7_u8).unwrap();
+    other.synchronize().unwrap();
+    let second = device.legacy_default_stream().unwrap();
+    second.blas().unwrap().gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    second.synchronize().unwrap();
+    assert!(other.download(&victim).unwrap().iter().all(|&byte| byte == 7));
+}
+
+#[test]
+fn two_objects_of_the_legacy_default_stream_had_a_workspace_and_a_turn_each() {
+    let (_gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let (one, two) = (device.legacy_default_stream().unwrap(), device.legacy_default_stream().unwrap());
+    drop((one.blas().unwrap(), two.blas().unwrap()));
+    assert_eq!(runtime.statistics().workspaces, 1);
+}
+
+#[test]
+fn a_use_on_another_device_was_taken_for_one_on_the_first() {
+    let (gpu, runtime) = open(MockOptions::new().with_devices(2));
+    let devices = [runtime.device(0).unwrap(), runtime.device(1).unwrap()];
+    let streams = [devices[0].legacy_default_stream().unwrap(), devices[1].legacy_default_stream().unwrap()];
+    let source = devices[0].allocate::<u8>(1 << 16).unwrap();
+    let target = devices[1].allocate::<u8>(1 << 16).unwrap();
+    streams[0].fill(&source, 1_u8).unwrap();
+    streams[0].synchronize().unwrap();
+    gpu.set_latency(Duration::from_millis(10));
+    for _ in 0..10 {
+        streams[1].fill(&target, 3_u8).unwrap();
+    }
+    streams[1].copy(&source, &target).unwrap();
+    let at = source.ptr();
+    drop(source);
+    let start = Instant::now();
+    while runtime.block_of(at).is_some() {
+        assert!(start.elapsed() < Duration::from_secs(5));
+        runtime.reclaim().unwrap();
+        thread::yield_now();
+    }
+    assert!(streams[1].is_complete().unwrap(), "the source was freed while a copy of it was outstanding");
+}
+
+#[test]
+fn memory_that_ended_streams_held_was_not_given_back_before_out_of_memory() {
+    let (_gpu, runtime) = open(MockOptions::new().with_memory_bytes(80 << 20));
+    let device = runtime.device(0).unwrap();
+    {
+        let (a, c) = (device.allocate::<f32>(16).unwrap(), device.allocate::<f32>(16).unwrap());
+        let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+        for stream in &streams {
+            stream.write(&[1.0_f32; 16], &a).unwrap();
+            stream.blas().unwrap().gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+        }
+    }
+    device.allocate::<u8>(60 << 20).unwrap();
+}
+
+#[test]
+fn threads_that_run_out_of_memory_together_were_refused_what_the_other_had_in_hand() {
+    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 << 20));
+    let device = runtime.device(0).unwrap();
+    for _ in 0..10 {
+        {
+            let stream = device.create_stream().unwrap();
+            let blocks: Vec<_> = (0..6).map(|_| device.allocate::<u8>(10 << 20).unwrap()).collect();
+            stream.synchronize().unwrap();
+            gpu.set_latency(Duration::from_millis(2));
+            blocks.iter().for_each(|block| stream.fill_zero(block.slice(0..8).unwrap()).unwrap());
+        }
+        // All memory waits for a busy stream; three threads need it back at once.
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| drop(device.allocate::<u8>(15 << 20).unwrap()));
+            }
+        });
+        gpu.set_latency(Duration::ZERO);
+        device.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn the_later_of_two_marks_of_one_buffer_was_forgotten() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let buffers: Vec<_> = (0..4).map(|_| device.allocate::<u8>(64).unwrap()).collect();
+    for _ in 0..300 {
+        let mut pinned = runtime.pinned::<u8>(64).unwrap();
+        pinned.write().unwrap().fill(0);
+        gpu.set_latency(Duration::from_micros(300));
+        thread::scope(|scope| {
+            for buffer in &buffers {
+                let (pinned, stream) = (&pinned, &stream);
+                scope.spawn(move || stream.copy_to_device(pinned, buffer).unwrap());
+            }
+        });
+        pinned.write().unwrap().fill(1);
+        assert!(stream.is_complete().unwrap(), "the memory was given out while copies of it were outstanding");
+        gpu.set_latency(Duration::ZERO);
+        stream.synchronize().unwrap();
+    }
+}
