@@ -272,9 +272,11 @@ pub fn open(name: &str) -> Result<Opened, OpenError> {
 /// Opens the best backend with real hardware that works here; where there is none and `allow_mock` is set, the mock.
 ///
 /// # Errors
-/// `DeviceMissing`, with what became of each backend in the message and as data.
+/// With what became of each backend in the message and as data. `DeviceMissing`; but where the mock was allowed, which
+/// needs no device, what the mock gave.
 pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
     let mut taken: Option<(&'static str, Arc<dyn Backend>)> = None;
+    let mut mock_failure = None;
     let mut candidates = Vec::with_capacity(KNOWN.len());
     for known in &KNOWN {
         candidates.push(match (known.open, &taken) {
@@ -292,7 +294,12 @@ pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
                     taken = Some((known.name, backend));
                     Candidate::new(known, Outcome::Taken, reason)
                 }
-                Err(unavailable) => Candidate::failed(known, unavailable),
+                Err(unavailable) => {
+                    if !known.real {
+                        mock_failure = Some(unavailable.error.clone());
+                    }
+                    Candidate::failed(known, unavailable)
+                }
             },
             (None, _) => Candidate::not_tried(known, ""),
         });
@@ -300,7 +307,7 @@ pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
     let report = LoadReport { candidates };
     match taken {
         Some((_, backend)) => Ok(Opened { backend, report }),
-        None => Err(OpenError { error: nothing_usable(&report, allow_mock), report }),
+        None => Err(OpenError { error: nothing_usable(&report, mock_failure.as_ref()), report }),
     }
 }
 
@@ -343,16 +350,19 @@ fn unknown(name: &str) -> Error {
     Error::new(ErrorKind::UnknownBackend, OPERATION, message).with_hint(hint)
 }
 
-fn nothing_usable(report: &LoadReport, allow_mock: bool) -> Error {
+fn nothing_usable(report: &LoadReport, mock_failure: Option<&Error>) -> Error {
     let each: Vec<String> =
         report.candidates.iter().map(|c| format!("{}: {}: {}", c.name, c.outcome, c.reason)).collect();
     let message = format!("no backend could be taken ({})", each.join(" | "));
-    let hint = match (backends().contains(&"mock"), allow_mock) {
-        (true, false) => "allow the mock, or ask for it by name, to compute on the CPU",
-        (true, true) => "the mock failed too: see its reason",
-        (false, _) => "build with the feature `mock` and allow it, to compute on the CPU",
+    let (kind, hint) = match mock_failure {
+        // It works anywhere, so what it lacks is the quickest to put right.
+        Some(error) => (error.kind(), error.hint()),
+        None if backends().contains(&"mock") => {
+            (ErrorKind::DeviceMissing, "allow the mock, or ask for it by name, to compute on the CPU")
+        }
+        None => (ErrorKind::DeviceMissing, "build with the feature `mock` and allow it, to compute on the CPU"),
     };
-    Error::new(ErrorKind::DeviceMissing, OPERATION, message).with_hint(hint)
+    Error::new(kind, OPERATION, message).with_hint(hint)
 }
 
 #[cfg(test)]
@@ -433,6 +443,16 @@ mod tests {
         assert_real_ones_were_refused(&report);
         assert_eq!(candidate(&report, "mock").outcome, Outcome::NotTried);
         assert!(error.hint().contains("mock"), "{error}");
+    }
+
+    #[test]
+    fn where_the_mock_was_allowed_and_failed_its_kind_and_hint_are_given() {
+        let failure = Error::new(ErrorKind::InvalidArgument, "mock_options", "no").with_hint("expected bytes");
+        let missing = Candidate::new(&KNOWN[0], Outcome::LibraryMissing, "no driver");
+        let failed = Candidate::failed(&KNOWN[2], Unavailable::from(failure.clone()));
+        let error = nothing_usable(&LoadReport { candidates: vec![missing, failed] }, Some(&failure));
+        assert_eq!((error.kind(), error.hint()), (ErrorKind::InvalidArgument, "expected bytes"));
+        assert!(error.message().contains("cuda: library missing: no driver | mock: failed: no"), "{error}");
     }
 
     #[test]

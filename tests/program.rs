@@ -19,6 +19,8 @@ use serde_json::Value;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Run {
+    /// Whether it was called with `--json`.
+    json: bool,
     code: Option<i32>,
     stdout: String,
     stderr: String,
@@ -33,11 +35,20 @@ impl Run {
         value
     }
 
-    /// The program failed with exactly one error, which has all of `parts`, and a hint.
+    /// The program failed with exactly one error, which has all of `parts`, and a hint; with `--json` standard output
+    /// holds the same as an object, else nothing.
     #[track_caller]
     fn assert_error(&self, parts: &[&str]) {
         assert_eq!(self.code, Some(2), "{}", self.stderr);
-        assert_eq!(self.stdout, "");
+        if self.json {
+            let object = self.object();
+            assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
+            let text = |key: &str| object["error"][key].as_str().unwrap();
+            assert!(self.stderr.contains(&format!("error: {}\nhint: {}\n", text("message"), text("hint"))), "{object}");
+            assert!(!text("kind").is_empty(), "{object}");
+        } else {
+            assert_eq!(self.stdout, "");
+        }
         assert_eq!(self.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", self.stderr);
         assert!(self.stderr.contains("\nhint: "), "{}", self.stderr);
         assert!(!self.stderr.contains("panicked") && !self.stderr.contains("left"), "{}", self.stderr);
@@ -86,7 +97,12 @@ fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "temporary files were left in {}", folder.display());
     assert_eq!(shared_files().difference(&shared_files_before).count(), 0, "shared files were left");
     fs::remove_dir(&folder).unwrap();
-    Run { code: status.code(), stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
+    Run {
+        json: arguments.contains(&"--json"),
+        code: status.code(),
+        stdout: stdout.join().unwrap(),
+        stderr: stderr.join().unwrap(),
+    }
 }
 
 fn highwater(arguments: &[&str]) -> Run {
@@ -209,6 +225,27 @@ fn a_missing_folder_or_file_is_named() {
     data.run().assert_error(&["test.safetensors` cannot be read", "No such file"]);
 }
 
+#[test]
+fn what_is_no_regular_file_or_too_large_is_not_read() {
+    let data = Data::copy();
+    let weights = data.0.join("weights.safetensors");
+    fs::remove_file(&weights).unwrap();
+    for endless in ["/dev/zero", "/dev"] {
+        std::os::unix::fs::symlink(endless, &weights).unwrap();
+        data.run().assert_error(&["weights.safetensors` cannot be read: it is no regular file"]);
+        fs::remove_file(&weights).unwrap();
+    }
+    assert!(Command::new("mkfifo").arg(&weights).status().unwrap().success());
+    data.run().assert_error(&["weights.safetensors` cannot be read: it is no regular file"]);
+    fs::remove_file(&weights).unwrap();
+    // Sparse: it takes no space.
+    let large = fs::File::create(&weights).unwrap();
+    large.set_len(1 << 40).unwrap();
+    data.run().assert_error(&["weights.safetensors` cannot be read: it is larger than 16777216 bytes"]);
+    large.set_len(16 << 20).unwrap();
+    data.run().assert_error(&["weights.safetensors` (16777216 bytes) is not a safetensors file"]);
+}
+
 /// A copy of the job's files, to be spoilt.
 struct Data(PathBuf);
 
@@ -286,14 +323,24 @@ fn a_device_without_enough_memory_says_so() {
     for memory in ["1MiB", "4KiB", "4MiB"] {
         let run = highwater_on(&format!("memory={memory}"), &["--backend", "mock", "--json"]);
         run.assert_error(&["out of memory", "--threads", "HIGHWATER_MOCK=memory="]);
+        assert_eq!(run.object()["error"]["kind"], "out of memory");
     }
     assert_eq!(highwater_on("memory=4MiB", &["--threads", "3"]).code, Some(0));
 }
 
 #[test]
 fn page_locked_memory_that_runs_out_says_so() {
-    let run = highwater_on("host-memory=8KiB", &["--backend", "mock"]);
-    run.assert_error(&["out of memory"]);
+    let run = highwater_on("host-memory=8KiB", &["--backend", "mock", "--json"]);
+    run.assert_error(&["out of memory", "--threads", "HIGHWATER_MOCK=host-memory="]);
+    assert!(!run.stderr.contains("HIGHWATER_MOCK=memory="), "{}", run.stderr);
+}
+
+#[test]
+fn what_runs_out_besides_memory_keeps_the_hint_of_the_library() {
+    // The library tries once more, so the next call fails too.
+    let run = highwater_on("fail=create_stream:1,fail=create_stream:2", &["--backend", "mock", "--json"]);
+    run.assert_error(&["create_stream: out of memory", "hint: the fault was set by"]);
+    assert!(!run.stderr.contains("HIGHWATER_MOCK="), "{}", run.stderr);
 }
 
 #[test]
@@ -334,6 +381,53 @@ fn memory_that_the_device_does_not_take_back_is_a_leak_and_a_bad_answer() {
 #[test]
 fn a_mock_that_is_described_wrongly_is_an_error_with_the_key() {
     highwater_on("memory=lots", &["--backend", "mock"]).assert_error(&["`memory`", "`lots`", "64MiB"]);
+}
+
+/// On the default path as with `--backend mock`, the error names the variable and the hint says what to do.
+#[test]
+fn what_is_wrong_with_the_mock_is_told_whether_or_not_it_was_asked_for() {
+    for (mock, reason, hint) in [
+        ("memory=lots", "the value of `memory` is `lots`", "expected bytes, such as 4096, 64KiB"),
+        ("colour=red", "`colour` (with the value `red`) is no option", "expected one of devices, memory"),
+        ("fail=alocate:1", "no operation is named `alocate`", "the operations are"),
+        ("devices=0", "0 devices were asked for", "expected 1 to 64"),
+        (
+            "memory=8TiB",
+            "8796093022208 bytes of memory per device were asked for",
+            "expected a multiple of 4096, up to 4 TiB",
+        ),
+    ] {
+        let reason = format!("in HIGHWATER_MOCK, {reason}");
+        let hint = format!("\nhint: {hint}");
+        let asked = highwater_on(mock, &["--backend", "mock", "--json"]);
+        asked.assert_error(&[&reason, &hint]);
+        let auto = highwater_on(mock, &["--json"]);
+        if auto.code == Some(0) {
+            assert_ne!(auto.object()["backend"], "mock", "a real device works here");
+            continue;
+        }
+        auto.assert_error(&["no backend could be taken", "cuda: ", "rocm: ", &reason, &hint]);
+        for key in ["kind", "hint"] {
+            assert_eq!(auto.object()["error"][key], asked.object()["error"][key], "{mock}");
+        }
+    }
+}
+
+#[test]
+fn a_result_that_cannot_be_written_is_an_error() {
+    let run = |stdout: fs::File, arguments: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_highwater")).args(arguments).stdout(stdout).output().unwrap()
+    };
+    for arguments in [&["doctor"][..], &["doctor", "--json"]] {
+        let full = run(fs::File::create("/dev/full").unwrap(), arguments);
+        let not_for_writing = run(fs::File::open("/dev/null").unwrap(), arguments);
+        for output in [full, not_for_writing] {
+            let stderr = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(2), "{stderr}");
+            assert!(stderr.contains("error: the result cannot be written: "), "{stderr}");
+            assert!(stderr.contains("\nhint: "), "{stderr}");
+        }
+    }
 }
 
 #[test]
@@ -414,4 +508,7 @@ fn conformance_fails_where_a_promise_is_broken() {
 #[test]
 fn conformance_without_a_matching_case_is_an_error() {
     highwater(&["conformance", "--filter", "no such case"]).assert_error(&["`no such case`", "name a part of a case"]);
+    let run = highwater(&["conformance", "--filter", "no such case", "--json"]);
+    run.assert_error(&["`no such case`"]);
+    assert_eq!(run.object()["error"]["kind"], "invalid argument");
 }

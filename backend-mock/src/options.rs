@@ -129,10 +129,11 @@ impl MockOptions {
     /// Reads `HIGHWATER_MOCK`; unset or empty, it changes nothing. See [`MockOptions::parse`].
     ///
     /// # Errors
-    /// As [`MockOptions::parse`].
+    /// As [`MockOptions::parse`], and what [`MockGpu::open`](crate::MockGpu::open) would refuse; the message names the
+    /// variable.
     pub fn from_environment() -> Result<Self> {
         match std::env::var(ENVIRONMENT_VARIABLE) {
-            Ok(text) => Self::parse(&text),
+            Ok(text) => Self::from_variable(&text),
             Err(std::env::VarError::NotPresent) => Ok(Self::new()),
             Err(std::env::VarError::NotUnicode(_)) => {
                 Err(invalid(format!("{ENVIRONMENT_VARIABLE} is not UTF-8"), "write it in ASCII"))
@@ -140,12 +141,21 @@ impl MockOptions {
         }
     }
 
+    /// Parses and checks: whoever set the variable has to read its name in the error, whichever of the two finds it.
+    fn from_variable(text: &str) -> Result<Self> {
+        let checked = |options: Self| options.check().map(|_| options);
+        Self::parse(text).and_then(checked).map_err(|error| {
+            let message = format!("in {ENVIRONMENT_VARIABLE}, {}", error.message());
+            Error::new(error.kind(), error.operation(), message).with_hint(error.hint())
+        })
+    }
+
     /// Reads options from `key=value` pairs with commas between:
     ///
     /// | key | value |
     /// |---|---|
     /// | `devices` | a number |
-    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment` | bytes, or a number with `KiB`, `MiB` or `GiB` |
+    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
     /// | `create-handle-latency` | `DEVICE:TIME` |
     /// | `fail` | `OPERATION:NTH` or `OPERATION:NTH:KIND`, the kind in words with dashes (`out-of-memory`) |
@@ -375,6 +385,7 @@ fn parse_bytes(text: &str) -> Option<u64> {
         "KiB" => 1 << 10,
         "MiB" => 1 << 20,
         "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
         _ => return None,
     };
     digits.parse::<u64>().ok()?.checked_mul(unit)
@@ -456,6 +467,27 @@ mod tests {
             for part in parts {
                 assert!(error.to_string().contains(part), "`{part}` is missing in `{error}`");
             }
+        }
+    }
+
+    #[test]
+    fn the_largest_memory_can_be_written_as_it_stands_in_the_limit() {
+        let options = MockOptions::parse("memory=4TiB").unwrap();
+        assert_eq!(options.memory_bytes, MAX_MEMORY_BYTES);
+        assert!(options.check().is_ok());
+        let error = MockOptions::parse("memory=5TiB").unwrap().check().unwrap_err();
+        assert!(error.hint().contains("up to 4 TiB"), "{error}");
+        assert!(MockOptions::parse("memory=16777216TiB").is_err(), "2^64 bytes");
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_variable_names_it_and_keeps_the_hint() {
+        for text in ["memory=lots", "colour=red", "fail=alocate:1", "devices", "devices=0", "memory=100", "tf32=on"] {
+            let plain = MockOptions::parse(text).and_then(|options| options.check()).unwrap_err();
+            let error = MockOptions::from_variable(text).unwrap_err();
+            assert_eq!(error.message(), format!("in HIGHWATER_MOCK, {}", plain.message()));
+            assert_eq!((error.kind(), error.hint()), (plain.kind(), plain.hint()), "{text}");
+            assert!(!error.hint().is_empty(), "{text}");
         }
     }
 

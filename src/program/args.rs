@@ -9,16 +9,16 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 /// Far more than pays, and few enough that their buffers fit.
 const MOST_THREADS: usize = 1024;
 
-const AFTER_HELP: &str = "\
-Environment:
+const AFTER_HELP: &str = r#"Environment:
   HIGHWATER_MOCK  describes the mock device, as key=value pairs with commas between: memory=64MiB for its size,
                   latency=1ms, devices=2, fail=run_plan:5 to let the fifth such call fail, and more
 
-With --json, standard output holds one JSON object and nothing else, or nothing at all after an error; all other lines
-go to standard error.
+With --json, standard output holds one JSON object and nothing else; all other lines go to standard error. Where the
+command could not do its work, the object is {"error": {"message": ..., "hint": ..., "kind": ...}}; a wrong command
+line leaves standard output empty.
 
 Exit codes: 0 all went well; 1 the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2 the
-command line is wrong or the command could not do its work";
+command line is wrong or the command could not do its work"#;
 
 /// Classifies handwritten digits on a GPU, or on a mock of one, and says what the resource pools did.
 ///

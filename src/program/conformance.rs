@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
+use highwater::ErrorKind;
 use highwater_conformance::{CaseReport, Options, Progress as Step, Report, Status, cases, run_observed};
 use serde_json::{Value, json};
 
@@ -40,7 +41,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     if report.cases().is_empty() {
         let filter = arguments.filter.as_deref().unwrap_or_default();
         let hint = format!("name a part of a case, such as `{}`", cases().next().map_or("", |case| case.group));
-        return Err(Failure::new(format!("no case matches `{filter}`"), hint).into());
+        return Err(Failure::new(ErrorKind::InvalidArgument, format!("no case matches `{filter}`"), hint).into());
     }
     if json {
         output::result(to_json(&report, started.elapsed().as_secs_f64()))?;

@@ -162,15 +162,20 @@ fn with_advice(error: anyhow::Error) -> anyhow::Error {
         Ok(error) => error,
         Err(other) => return other,
     };
-    let (what, hint) = match error.kind() {
-        ErrorKind::OutOfMemory => (
-            "the job ran out of memory",
+    let (what, hint) = match (error.kind(), error.operation()) {
+        (ErrorKind::OutOfMemory, "allocate" | "create_blas_handle") => (
+            "the job ran out of device memory",
             "use fewer `--threads`, or a device with more memory (the mock's size is `HIGHWATER_MOCK=memory=4GiB`)",
         ),
-        ErrorKind::Unsupported => ("the device cannot run this job", "use another device or `--backend`"),
+        (ErrorKind::OutOfMemory, "host_allocate") => (
+            "the job ran out of page-locked memory",
+            "use fewer `--threads`, or allow more (the mock's limit is `HIGHWATER_MOCK=host-memory=1GiB`)",
+        ),
+        (ErrorKind::Unsupported, _) => ("the device cannot run this job", "use another device or `--backend`"),
+        // Threads, for one, run out too: the library says of what there was not enough.
         _ => ("the job was not finished", ""),
     };
-    Failure::new(what, hint).because_of(error).into()
+    Failure::new(error.kind(), what, hint).because_of(error).into()
 }
 
 /// Everything that this makes on the device is dropped when it returns.
@@ -262,7 +267,12 @@ impl Shared<'_> {
                     Ok(thread) => threads.push(thread),
                     Err(error) => {
                         let what = format!("thread {} of {} could not be started", index + 1, self.task.threads);
-                        self.fail(Failure::new(what, "use fewer `--threads`").because_of(error).into());
+                        let failure = Failure::new(
+                            ErrorKind::OutOfMemory,
+                            what,
+                            "use fewer `--threads`, or raise the limit on threads (ulimit -u)",
+                        );
+                        self.fail(failure.because_of(error).into());
                         break;
                     }
                 }
@@ -463,6 +473,21 @@ mod tests {
             }
         }
         assert!(failed > 20, "only {failed} faults were seen");
+    }
+
+    #[test]
+    fn advice_on_memory_is_given_for_the_memory_that_ran_out_and_for_nothing_else() {
+        let advised = |kind, operation| {
+            let error = highwater::Error::new(kind, operation, "none left").with_hint("of the library");
+            with_advice(error.into()).downcast::<Failure>().unwrap()
+        };
+        for operation in ["allocate", "create_blas_handle"] {
+            assert!(advised(ErrorKind::OutOfMemory, operation).hint().contains("HIGHWATER_MOCK=memory="));
+        }
+        assert!(advised(ErrorKind::OutOfMemory, "host_allocate").hint().contains("HIGHWATER_MOCK=host-memory="));
+        for (kind, operation) in [(ErrorKind::OutOfMemory, "create_stream"), (ErrorKind::DeviceLost, "allocate")] {
+            assert_eq!(advised(kind, operation).hint(), "", "the library's hint is hidden");
+        }
     }
 
     #[test]

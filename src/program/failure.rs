@@ -1,21 +1,31 @@
-//! Errors of the program: what, why, and what to do, on two lines.
+//! Errors of the program: what, why, and what to do; on two lines for people, as an object for programs.
 
 use std::error::Error;
 use std::fmt;
+
+use highwater::ErrorKind;
+use serde_json::{Value, json};
 
 use super::output;
 
 /// What a person can do about an error, kept apart from what went wrong.
 #[derive(Debug)]
 pub(super) struct Failure {
+    kind: ErrorKind,
     message: String,
     hint: String,
     cause: Option<Box<dyn Error + Send + Sync>>,
 }
 
 impl Failure {
-    pub(super) fn new(message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { message: message.into(), hint: hint.into(), cause: None }
+    /// `kind` is what a program can act on; where an error of the library is behind it, give that one's.
+    pub(super) fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), hint: hint.into(), cause: None }
+    }
+
+    #[cfg(test)]
+    pub(super) fn hint(&self) -> &str {
+        &self.hint
     }
 
     /// The same with the error behind it.
@@ -37,38 +47,62 @@ impl Error for Failure {
     }
 }
 
-/// The error as one line, the outermost cause first, and the outermost hint: the program's own, which speaks to its user,
-/// before the library's, which speaks to programmers.
-fn explain(error: &anyhow::Error) -> (String, String) {
-    let mut messages = Vec::new();
-    let mut hints = Vec::new();
-    for cause in error.chain() {
-        if let Some(error) = cause.downcast_ref::<highwater::Error>() {
-            let code = error.code().map_or_else(String::new, |code| format!(" (vendor code {code})"));
-            messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
-            hints.push(error.hint());
-        } else {
-            messages.push(cause.to_string());
-            hints.extend(cause.downcast_ref::<Failure>().map(|failure| failure.hint.as_str()));
-        }
-    }
-    let hint = hints.into_iter().find(|hint| !hint.is_empty()).unwrap_or_default();
-    (messages.join(": "), hint.to_owned())
+/// An error as it is told.
+#[derive(Debug, PartialEq, Eq)]
+struct Explanation {
+    /// One line, the outermost cause first.
+    message: String,
+    /// The outermost hint: the program's own, which speaks to its user, before the library's, which speaks to
+    /// programmers.
+    hint: String,
+    /// The outermost kind; none where neither the program nor the library made the error.
+    kind: Option<ErrorKind>,
 }
 
-/// Prints an error on standard error.
-pub(super) fn print(error: &anyhow::Error) {
-    let (message, hint) = explain(error);
-    output::line(format_args!("error: {message}"));
-    if !hint.is_empty() {
-        output::line(format_args!("hint: {hint}"));
+impl Explanation {
+    fn of(error: &anyhow::Error) -> Self {
+        let mut messages = Vec::new();
+        let mut hints = Vec::new();
+        let mut kinds = Vec::new();
+        for cause in error.chain() {
+            if let Some(error) = cause.downcast_ref::<highwater::Error>() {
+                let code = error.code().map_or_else(String::new, |code| format!(" (vendor code {code})"));
+                messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
+                hints.push(error.hint());
+                kinds.push(error.kind());
+            } else {
+                messages.push(cause.to_string());
+                if let Some(Failure { kind, hint, .. }) = cause.downcast_ref() {
+                    hints.push(hint);
+                    kinds.push(*kind);
+                }
+            }
+        }
+        let hint = hints.into_iter().find(|hint| !hint.is_empty()).unwrap_or_default();
+        Self { message: messages.join(": "), hint: hint.to_owned(), kind: kinds.first().copied() }
+    }
+
+    fn to_json(&self) -> Value {
+        let kind = self.kind.map(ErrorKind::as_str);
+        json!({ "error": { "message": self.message, "hint": self.hint, "kind": kind } })
+    }
+}
+
+/// Prints an error on standard error, and with `json` as the one object on standard output.
+pub(super) fn print(error: &anyhow::Error, json: bool) {
+    let explanation = Explanation::of(error);
+    output::line(format_args!("error: {}", explanation.message));
+    if !explanation.hint.is_empty() {
+        output::line(format_args!("hint: {}", explanation.hint));
+    }
+    if json {
+        // Where it cannot be written, the lines above and the exit code still tell.
+        let _ = output::result(explanation.to_json());
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use highwater::ErrorKind;
-
     use super::*;
 
     #[test]
@@ -76,18 +110,30 @@ mod tests {
         let inner = highwater::Error::new(ErrorKind::OutOfMemory, "allocate", "1 MiB asked for, none free")
             .with_code(2)
             .with_hint("free some");
-        let outer = Failure::new("no room for worker 3", "use fewer threads").because_of(inner);
-        let (message, hint) = explain(&outer.into());
+        let outer = Failure::new(ErrorKind::OutOfMemory, "no room for worker 3", "use fewer threads").because_of(inner);
+        let explanation = Explanation::of(&outer.into());
+        let message = "no room for worker 3: allocate: out of memory: 1 MiB asked for, none free (vendor code 2)";
+        assert_eq!((explanation.message.as_str(), explanation.hint.as_str()), (message, "use fewer threads"));
         assert_eq!(
-            message,
-            "no room for worker 3: allocate: out of memory: 1 MiB asked for, none free (vendor code 2)"
+            explanation.to_json(),
+            json!({ "error": { "message": message, "hint": "use fewer threads", "kind": "out of memory" } })
         );
-        assert_eq!(hint, "use fewer threads");
     }
 
     #[test]
-    fn an_error_of_the_library_alone_keeps_its_hint_too() {
+    fn an_error_of_the_library_alone_keeps_its_hint_and_kind_too() {
         let error = highwater::Error::new(ErrorKind::Vendor, "copy", "it failed").with_hint("try again");
-        assert_eq!(explain(&error.into()), ("copy: vendor error: it failed".to_owned(), "try again".to_owned()));
+        let expected = Explanation {
+            message: "copy: vendor error: it failed".into(),
+            hint: "try again".into(),
+            kind: Some(ErrorKind::Vendor),
+        };
+        assert_eq!(Explanation::of(&error.into()), expected);
+    }
+
+    #[test]
+    fn an_error_of_neither_has_no_kind() {
+        let error = std::io::Error::other("broken");
+        assert_eq!(Explanation::of(&error.into()).to_json()["error"]["kind"], Value::Null);
     }
 }

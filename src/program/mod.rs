@@ -47,7 +47,7 @@ pub(crate) fn main() -> ExitCode {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(1),
         Err(error) => {
-            failure::print(&error);
+            failure::print(&error, json);
             ExitCode::from(2)
         }
     }

@@ -1,9 +1,11 @@
 //! The network and the images that it is tested with: read from safetensors, checked, and evaluated on the CPU.
 
 use std::fs;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use anyhow::Result;
+use highwater::ErrorKind;
 use safetensors::{Dtype, SafeTensors};
 
 use super::failure::Failure;
@@ -14,6 +16,8 @@ pub(super) const PIXELS: usize = 64;
 pub(super) const CLASSES: usize = 10;
 /// The brightest pixel.
 const WHITE: u8 = 16;
+/// Bytes of a file that is still read: far more than any such network has, and no danger to the machine's memory.
+const LARGEST_FILE: u64 = 16 << 20;
 /// Inputs and outputs of each layer.
 const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
 
@@ -52,11 +56,12 @@ pub(super) fn load(folder: Option<&Path>) -> Result<(Network, TestSet)> {
     };
     let read = |name: &str| -> Result<(Vec<u8>, String)> {
         let path = folder.join(name);
-        let bytes = fs::read(&path).map_err(|error| {
+        let bytes = read_file(&path).map_err(|error| {
             let hint = format!(
                 "`--data` names a folder with `{WEIGHTS_FILE}` and `{TEST_FILE}`; without it the built-in ones are used"
             );
-            Failure::new(format!("`{}` cannot be read", path.display()), hint).because_of(error)
+            let what = format!("`{}` cannot be read", path.display());
+            Failure::new(ErrorKind::InvalidArgument, what, hint).because_of(error)
         })?;
         Ok((bytes, path.display().to_string()))
     };
@@ -65,8 +70,27 @@ pub(super) fn load(folder: Option<&Path>) -> Result<(Network, TestSet)> {
     Ok((Network::parse(&weights, &weights_name)?, TestSet::parse(&test, &test_name)?))
 }
 
+/// Reads a regular file of bounded size: not a device that never ends, nor a pipe that nobody writes to.
+fn read_file(path: &Path) -> io::Result<Vec<u8>> {
+    // Asked before it is opened, because opening a pipe waits for its other end.
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let mut bytes = Vec::new();
+    // One byte more tells a file that is too large, however large it says it is.
+    fs::File::open(path)?.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LARGEST_FILE {
+        return Err(io::Error::other(format!("it is larger than {LARGEST_FILE} bytes, the most that is read")));
+    }
+    Ok(bytes)
+}
+
 fn corrupt(message: String) -> Failure {
-    Failure::new(message, "make the file anew with `examples/digits/train.py`, or leave `--data` out")
+    Failure::new(
+        ErrorKind::InvalidArgument,
+        message,
+        "make the file anew with `examples/digits/train.py`, or leave `--data` out",
+    )
 }
 
 /// A parsed file, with its name for messages.
