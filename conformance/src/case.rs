@@ -132,7 +132,12 @@ pub(crate) struct Failure {
 impl Failure {
     #[track_caller]
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), location: Location::caller() }
+        Self::at(Location::caller(), message)
+    }
+
+    /// A failure that another place in the source is to be blamed for.
+    pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
+        Self { message: message.into(), location }
     }
 }
 

@@ -34,7 +34,8 @@
 //!   capabilities that the device lacks. What a device lacks is a promise too (`backend.lacking`): the cases of the
 //!   group `lacking` ask for it nevertheless, and run where the capability is false.
 //! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
-//!   was measured first, and is tried again with more of them before the case fails.
+//!   was measured first, and is tried again with up to 128 times as many before the case fails. On a machine that is
+//!   busy with other things it is tried more often than on a quiet one, and a failure says so.
 //! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
 //!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
 //!   for one that hangs.
@@ -44,6 +45,7 @@
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and lists those that no
 //! case names yet. Objects are made through guards, so that a case that fails leaves nothing behind.
 
+mod attempts;
 mod busy;
 mod case;
 mod cases;

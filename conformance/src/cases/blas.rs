@@ -6,7 +6,8 @@ use highwater_core::{
     AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, GemmShape, MathMode, Workspace,
 };
 
-use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product};
@@ -258,15 +259,16 @@ fn tf32_products_are_close(backend: &dyn Backend) -> CaseResult {
     Product::new(shape, 6).prove(backend, &mut handle, &stream)
 }
 
-fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
-    /// A creation shorter than this cannot delay anybody by more.
-    const LONG: Duration = Duration::from_millis(20);
-    const CREATIONS: usize = 12;
+/// When something began and when it had ended.
+type Span = (Instant, Instant);
+
+/// Makes handles in one thread while another calls a stream, and says when each handle was made and each call was.
+fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<Span>, Vec<Span>), Failure> {
     let stream = Stream::new(backend)?;
     let block = Block::new(backend, 4096)?;
-    let (creations, calls) = std::thread::scope(|scope| {
-        let creator = scope.spawn(|| -> highwater_core::Result<Vec<(Instant, Instant)>> {
-            (0..CREATIONS)
+    std::thread::scope(|scope| {
+        let creator = scope.spawn(|| -> highwater_core::Result<Vec<Span>> {
+            (0..creations)
                 .map(|_| {
                     let started = Instant::now();
                     let handle = backend.create_blas_handle(DEVICE, &BlasOptions::new(BlasKind::Blas))?;
@@ -285,12 +287,84 @@ fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
             std::thread::sleep(Duration::from_millis(1));
         }
         let creations = creator.join().map_err(|_| Failure::new("creating a handle panicked"))??;
-        Ok::<_, Failure>((creations, calls))
-    })?;
-    check_eq!(creations.len(), CREATIONS, "handles made");
-    for (begin, end) in creations.into_iter().filter(|(begin, end)| *end - *begin >= LONG) {
-        let inside = calls.iter().any(|(started, ended)| *started > begin && *ended < end);
-        check!(inside, "no call on a stream got through while a handle was made for {:?}", end - begin);
+        Ok((creations, calls))
+    })
+}
+
+/// What the calls say about the creations that took long.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Delays {
+    /// A call began and ended while the handle was made.
+    none: usize,
+    /// A call was under way when the handle was done, and none had got through.
+    some: Vec<Duration>,
+    /// Nobody called: the thread that calls was kept from running.
+    unknown: usize,
+}
+
+impl Delays {
+    /// A creation shorter than this cannot delay anybody by more.
+    const LONG: Duration = Duration::from_millis(20);
+
+    fn of(creations: &[Span], calls: &[Span]) -> Self {
+        let mut delays = Self::default();
+        for &(begin, end) in creations.iter().filter(|(begin, end)| *end - *begin >= Self::LONG) {
+            if calls.iter().any(|&(started, ended)| started > begin && ended < end) {
+                delays.none += 1;
+            } else if calls.iter().any(|&(started, ended)| started < end && ended >= end) {
+                delays.some.push(end - begin);
+            } else {
+                delays.unknown += 1;
+            }
+        }
+        delays
     }
-    Ok(())
+
+    /// Whether they prove that nobody was delayed. A few creations about which nothing is known do no harm.
+    fn acquit(&self) -> bool {
+        self.some.is_empty() && self.none >= self.unknown
+    }
+}
+
+fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
+    const CREATIONS: usize = 12;
+    let mut seen = Delays::default();
+    // A call that was under way may have been kept from running by the machine, so one such call proves nothing. One in
+    // each attempt does.
+    let outcome = attempts("making a handle delays calls on a stream", |_| {
+        let (creations, calls) = create_beside_calls(backend, CREATIONS)?;
+        check_eq!(creations.len(), CREATIONS, "handles made");
+        seen = Delays::of(&creations, &calls);
+        Ok(Attempt::seen(seen.acquit()))
+    });
+    outcome.map_err(|failure| match seen.some.iter().max() {
+        Some(longest) => {
+            Failure::new(format!("no call on a stream got through while a handle was made for {longest:?}"))
+        }
+        None => failure,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_get_through_acquit_and_calls_that_are_held_do_not() {
+        let origin = Instant::now();
+        let span = |from, to| (origin + Duration::from_millis(from), origin + Duration::from_millis(to));
+        let creations = [span(0, 10), span(10, 50), span(50, 90)];
+        let through = Delays::of(&creations, &[span(12, 13), span(60, 61)]);
+        assert_eq!(through, Delays { none: 2, some: vec![], unknown: 0 });
+        assert!(through.acquit());
+        // Held until the end of the first long creation, and throughout the second.
+        let held = Delays::of(&creations, &[span(12, 51), span(52, 95)]);
+        assert_eq!(held.some, [Duration::from_millis(40); 2]);
+        assert!(!held.acquit());
+        // The thread slept through the second.
+        let slept = Delays::of(&creations, &[span(12, 13), span(91, 92)]);
+        assert_eq!(slept, Delays { none: 1, some: vec![], unknown: 1 });
+        assert!(slept.acquit());
+        assert!(!Delays::of(&creations, &[]).acquit());
+    }
 }

@@ -2,7 +2,8 @@
 
 use highwater_core::Backend;
 
-use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, needs};
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::random::Random;

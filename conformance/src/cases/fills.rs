@@ -2,7 +2,8 @@
 
 use highwater_core::{Backend, FillPattern};
 
-use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check};
 use crate::device::{Block, DEVICE, Stream};
 

@@ -4,7 +4,8 @@ use highwater_core::{
     Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch,
 };
 
-use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
 use crate::matrix::Product;

@@ -2,7 +2,8 @@
 
 use highwater_core::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
 
-use crate::busy::{Attempt, Busy, Direction, attempts};
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 
