@@ -50,8 +50,9 @@ impl<'b> Busy<'b> {
 
     /// Memory for copies of that size, and how many of them take [`Busy::TIME`].
     fn measured(backend: &'b dyn Backend, device: u32, direction: Direction, bytes: usize) -> Result<(Self, u128)> {
-        const MEASURED: usize = 3;
+        const MEASURED: usize = 2;
         const ROUNDS: usize = 7;
+        const AGREEING: usize = 3;
         let (block, pinned) = (Block::on(backend, device, bytes)?, Pinned::new(backend, bytes)?);
         let mut busy = Self { block, pinned, direction, copies: 1 };
         let stream = Stream::on(backend, device)?;
@@ -59,12 +60,14 @@ impl<'b> Busy<'b> {
         busy.run_once(&stream)?;
         busy.copies = MEASURED;
         // A thread that has to wait for a processor makes a round look long, by far more than it is, and nothing makes
-        // one look short: the shortest counts. What is measured too long comes out as too little work.
-        let mut taken = busy.run_once(&stream)?;
-        for _ in 1..ROUNDS {
-            taken = taken.min(busy.run_once(&stream)?);
+        // one look short: the shortest counts, once others have come near it. What is measured too long comes out as
+        // too little work.
+        let mut rounds = Vec::with_capacity(ROUNDS);
+        while rounds.len() < ROUNDS && rounds.get(AGREEING - 1).is_none_or(|&taken| taken > rounds[0] * 9 / 8) {
+            rounds.push(busy.run_once(&stream)?);
+            rounds.sort_unstable();
         }
-        let taken = taken.as_nanos().max(1);
+        let taken = rounds[0].as_nanos().max(1);
         Ok((busy, (Self::TIME.as_nanos() * MEASURED as u128).div_ceil(taken)))
     }
 

@@ -638,7 +638,10 @@ impl RuntimeInner {
     /// A block of page-locked memory of at least `bytes`.
     #[inline]
     pub(crate) fn take_pinned(&self, bytes: usize) -> Result<OwnedBlock> {
-        self.check("pinned")?;
+        // A block of the cache needs no driver, so whether that is going away is asked on the slow path only.
+        if !self.generation.is_current() {
+            return Err(Generation::error("pinned"));
+        }
         let (class, block_bytes) = size_class::of(bytes).ok_or_else(|| {
             Error::new(ErrorKind::OutOfMemory, "pinned", format!("{bytes} bytes are more than any machine has"))
         })?;
@@ -650,6 +653,7 @@ impl RuntimeInner {
 
     #[cold]
     fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize, waiting: usize) -> Result<OwnedBlock> {
+        self.check("pinned")?;
         for _ in 0..waiting {
             let Some(mut block) = self.host_cache.pop_waiting(class) else { break };
             if self.uses_are_over(&mut block) {
