@@ -231,8 +231,8 @@ impl DeviceBlock {
     /// Notes that work on `stream` uses the block.
     #[inline]
     pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) {
-        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and keys never
-        // leave the list.
+        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
+        // stream that is in use does not leave the list.
         if self.last_use.load(Ordering::Relaxed) == stream.key {
             return;
         }

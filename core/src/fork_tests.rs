@@ -46,6 +46,7 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     let mut pinned = runtime.pinned::<u8>(64).unwrap();
     stream.copy_to_device(&pinned, &buffer).unwrap();
     let event = stream.record().unwrap();
+    let mut blas = stream.blas().unwrap();
 
     let (held, is_held) = mpsc::channel();
     let (release, released) = mpsc::channel::<()>();
@@ -68,6 +69,7 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(device.create_stream().map(|_| ()))
                 && forked(stream.synchronize())
                 && forked(stream.blas().map(|_| ()))
+                && forked(blas.with_raw(|_| ()))
                 && forked(stream.copy_to_device(&pinned, &buffer))
                 && forked(pinned.write().map(|_| ()))
                 && forked(pool.lease(PoolKey::device(0), || Ok(3)).map(|_| ()))
@@ -78,6 +80,7 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
             // SAFETY: the child never comes back to the frames that own these, so nothing is dropped twice.
             unsafe {
                 drop(std::ptr::read(&raw const lease));
+                drop(std::ptr::read(&raw const blas));
                 drop(std::ptr::read(&raw const pinned));
                 drop(std::ptr::read(&raw const buffer));
                 drop(std::ptr::read(&raw const event));
@@ -96,6 +99,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     stream.synchronize().unwrap();
     pinned.write().unwrap().fill(1);
     assert_eq!(*lease, 1);
+    blas.with_raw(|_| ()).unwrap();
+    drop(blas);
     drop((event, pinned, buffer, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }

@@ -287,13 +287,8 @@ impl Runtime {
     /// The first refusal of the backend; the rest is given back all the same.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
-        let idle = [&self.inner.blas_handles, &self.inner.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
-        let spare = std::mem::take(&mut *self.inner.spare_handles.lock()).into_iter().map(|spare| spare.pooled);
-        let mut result = Ok(());
-        for mut pooled in idle.chain(spare) {
-            result = result.and(self.inner.note(pooled.handle.destroy()));
-        }
-        result.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
+        let handles = self.inner.destroy_idle_handles();
+        handles.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
     }
 
     /// What the pools hold and did.
@@ -417,8 +412,12 @@ impl RuntimeInner {
         match make() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                 let round = self.rounds.begin();
-                self.reclaim(true)?;
-                self.free_idle_workspaces(true)?;
+                // A release that is refused is counted, and keeps nobody from trying with what the others gave.
+                for given_back in [self.reclaim(true), self.free_idle_workspaces(true), self.destroy_idle_handles()] {
+                    if let Err(error) = given_back {
+                        tracing::debug!("not everything could be given back: {error}");
+                    }
+                }
                 drop(round);
                 // What other threads had in hand meanwhile is free now.
                 self.rounds.wait();
@@ -601,6 +600,17 @@ impl RuntimeInner {
             handle.set_atomics_mode(AtomicsMode::NotAllowed)?;
         }
         Ok(PooledHandle::new(handle, kind))
+    }
+
+    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory.
+    fn destroy_idle_handles(&self) -> Result<()> {
+        let idle = [&self.blas_handles, &self.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
+        let spare = std::mem::take(&mut *self.spare_handles.lock()).into_iter().map(|spare| spare.pooled);
+        let mut result = Ok(());
+        for mut pooled in idle.chain(spare) {
+            result = result.and(self.note(pooled.handle.destroy()));
+        }
+        result
     }
 
     /// Keeps the handles of a stream that has ended for other streams.

@@ -183,17 +183,17 @@ impl Drop for StreamCore {
         if !self.generation.is_current() {
             return;
         }
-        let exiting = self.backend.is_exiting();
         // Where the runtime is ending, no buffer is left to ask, and it frees all workspaces itself.
         let runtime = self.runtime.upgrade();
-        let last = runtime.as_ref().filter(|runtime| runtime.may_release()).and_then(|runtime| {
+        let may_release = runtime.as_ref().map_or_else(|| !self.backend.is_exiting(), |runtime| runtime.may_release());
+        let last = runtime.as_ref().filter(|_| may_release).and_then(|runtime| {
             let marked = runtime.mark(self.id).inspect_err(|error| runtime.count_failed_release(error));
             marked.ok().map(Arc::new)
         });
         // Whatever happened: who waits for the end goes on.
         *self.end.last.lock() = Some(last.clone());
         self.end.ended.notify_all();
-        if exiting {
+        if !may_release {
             return;
         }
         if let Some(runtime) = &runtime {

@@ -38,7 +38,6 @@ struct State {
     blocks: BTreeMap<u64, usize>,
     /// Where each stream last used an address.
     last_use: HashMap<(StreamId, u64), u64>,
-    handles: u64,
     fail_record: bool,
 }
 
@@ -113,7 +112,6 @@ unsafe impl Backend for ManualBackend {
         LiveObjects {
             streams: state.streams.len() as u64,
             events: state.events.len() as u64,
-            handles: state.handles,
             allocations: state.blocks.len() as u64,
             host_allocations: self.host.0.lock().len() as u64,
             ..LiveObjects::default()
@@ -220,10 +218,44 @@ unsafe impl Backend for ManualBackend {
         Err(Error::lacks("fill", "fill"))
     }
     fn create_blas_handle(&self, _: u32, _: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        Err(Error::lacks("create_blas_handle", "gemm"))
+        Ok(Box::new(ManualHandle))
     }
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
         Arc::clone(&self.host) as _
+    }
+}
+
+/// A handle that takes every setting and computes nothing.
+#[derive(Debug)]
+struct ManualHandle;
+
+impl BlasHandle for ManualHandle {
+    fn kind(&self) -> BlasKind {
+        BlasKind::Blas
+    }
+    fn device(&self) -> u32 {
+        0
+    }
+    fn set_stream(&mut self, _: StreamId) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn set_workspace(&mut self, _: Option<Workspace>) -> Result<()> {
+        Ok(())
+    }
+    fn set_math_mode(&mut self, _: MathMode) -> Result<()> {
+        Ok(())
+    }
+    fn set_atomics_mode(&mut self, _: AtomicsMode) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn gemm(&mut self, _: &Gemm) -> Result<()> {
+        Err(Error::lacks("gemm", "gemm_f32"))
+    }
+    fn raw(&self) -> u64 {
+        0
+    }
+    fn destroy(&mut self) -> Result<()> {
+        Ok(())
     }
 }
 

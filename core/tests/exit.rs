@@ -23,6 +23,44 @@ fn multiply(stream: &Stream) {
     stream.blas().unwrap().gemm(&GemmShape::of::<f32>(4, 4, 4), 1.0, &a, &a, 0.0, &c).unwrap();
 }
 
+static LATE: OnceLock<(Stream, PinnedBuffer<u8>)> = OnceLock::new();
+
+/// Runs after the backend's own handler, which was registered later.
+extern "C" fn call_late() {
+    if let Some((stream, pinned)) = LATE.get() {
+        println!("late: {:?}", stream.synchronize().map_err(|error| error.kind()));
+        println!("late: {:?}", stream.upload(&[1_u8]).map(|_| ()).map_err(|error| error.kind()));
+        println!("late: {:?}", pinned.read().map(|_| ()).map_err(|error| error.kind()));
+    }
+}
+
+/// Runs in a process of its own: not a test by itself, and does nothing when run as one.
+#[test]
+fn late_scenario() {
+    if std::env::var_os(SCENARIO).is_none_or(|scenario| scenario != "late") {
+        return;
+    }
+    // SAFETY: a handler that may run at any time of the exit: it only calls the library.
+    assert_eq!(unsafe { libc::atexit(call_late) }, 0);
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let pinned = runtime.pinned(64).unwrap();
+    assert!(LATE.set((stream, pinned)).is_ok());
+    std::process::exit(0);
+}
+
+#[test]
+fn calls_during_the_exit_are_refused() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "late_scenario", "--test-threads=1", "--nocapture"])
+        .env(SCENARIO, "late")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text.matches("late: Err(ShuttingDown)").count(), 3, "{text}");
+}
+
 /// Runs in a process of its own: not a test by itself, and does nothing when run as one.
 #[test]
 fn scenario() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, ErrorKind, GemmShape, Runtime};
+use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Runtime, RuntimeOptions};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
 const SHAPE: GemmShape = GemmShape::of::<f32>(4, 4, 4);
@@ -240,4 +240,60 @@ fn the_later_of_two_marks_of_one_buffer_was_forgotten() {
         gpu.set_latency(Duration::ZERO);
         stream.synchronize().unwrap();
     }
+}
+
+#[test]
+fn idle_handles_were_kept_while_the_device_was_out_of_memory() {
+    let gpu = MockGpu::open(MockOptions::new().with_memory_bytes(4 << 20)).unwrap();
+    let options = RuntimeOptions::new().with_blas_workspace_bytes(0).with_lt_workspace_bytes(0);
+    let runtime = Runtime::with_options(gpu.clone(), &options).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    // Handles of threads that have ended: each takes device memory of its own.
+    let start = std::sync::Barrier::new(30);
+    thread::scope(|scope| {
+        let lease = || {
+            let lease = stream.blas().unwrap();
+            start.wait();
+            drop(lease);
+        };
+        let threads: Vec<_> = (0..30).map(|_| scope.spawn(lease)).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+    assert_eq!(runtime.statistics().blas_handles.idle, 30);
+    assert!(gpu.memory_info(0).unwrap().free < 3 << 20, "the handles were to be in the way");
+    device.allocate::<u8>(3 << 20).unwrap();
+    assert_eq!(gpu.live_objects().handles, 0);
+}
+
+#[test]
+fn a_refused_release_kept_others_from_the_memory_that_was_given_back() {
+    let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(64 << 20));
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let blocks = [8, 40].map(|mib| device.allocate::<u8>(mib << 20).unwrap());
+    gpu.set_latency(Duration::from_millis(20));
+    // A busy stream keeps both blocks past the first look. The one that waits is refused the first and frees the second.
+    blocks.iter().for_each(|block| stream.fill_zero(block.slice(0..8).unwrap()).unwrap());
+    drop(blocks);
+    gpu.fail_call(Operation::Free, 1, ErrorKind::Vendor).unwrap();
+    device.allocate::<u8>(50 << 20).unwrap();
+    assert_eq!(runtime.statistics().failed_releases, 1);
+}
+
+#[test]
+fn a_plan_that_could_not_be_destroyed_lost_all_others() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let a = device.allocate::<f32>(300).unwrap();
+    let d = device.allocate::<f32>(300).unwrap();
+    let mut lt = stream.lt().unwrap();
+    gpu.fail_call(Operation::DestroyPlan, 1, ErrorKind::Vendor).unwrap();
+    // One shape more than the cache holds.
+    for k in 1..=257 {
+        lt.matmul(&GemmShape::of::<f32>(1, 1, k), Epilogue::None, 1.0, &a, &a, 0.0, &d, None).unwrap();
+    }
+    assert_eq!(gpu.calls(Operation::DestroyPlan), 256);
+    assert_eq!(runtime.statistics().failed_releases, 1);
 }
