@@ -29,9 +29,18 @@ if not report.get("backend"):
     problems.append("no backend is named")
 if report.get("handles_created", 0) > report.get("threads", 0):
     problems.append("more handles than threads")
+if not problems:
+    # One copy of the weights, mapped once by each process besides its owner.
+    workers = report["processes"] - 1
+    shared = report["weights_shared_bytes"]
+    if workers < 0 or (shared > 0) != (workers > 0) or (workers > 0 and shared % workers != 0):
+        problems.append(f"{shared} bytes of weights shared by {report['processes']} processes")
 
 for problem in problems:
     print(f"main job: {problem}", file=sys.stderr)
 if not problems:
-    print(f"main job: accuracy {report['accuracy']}, no leaks, on {report['backend']}")
+    print(
+        f"main job: accuracy {report['accuracy']}, no leaks, on {report['backend']}, in {report['processes']} processes,"
+        f" {report['weights_shared_bytes']} bytes of weights shared"
+    )
 sys.exit(bool(problems))

@@ -8,15 +8,16 @@ use std::ffi::OsString;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 
 /// A run that takes longer hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Run {
     /// Whether it was called with `--json`.
@@ -40,6 +41,12 @@ impl Run {
     #[track_caller]
     fn assert_error(&self, parts: &[&str]) {
         assert_eq!(self.code, Some(2), "{}", self.stderr);
+        self.assert_told(parts);
+    }
+
+    /// The same, whatever the exit code.
+    #[track_caller]
+    fn assert_told(&self, parts: &[&str]) {
         if self.json {
             let object = self.object();
             assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
@@ -58,21 +65,28 @@ impl Run {
     }
 }
 
+/// The program with the mock as `mock` describes it.
+fn command_on(mock: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
+    command.args(arguments).env("HIGHWATER_MOCK", mock);
+    command.env_remove("CUBLAS_WORKSPACE_CONFIG").env_remove("CUBLASLT_WORKSPACE_SIZE");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
 /// Runs the program with the mock as `mock` describes it, in a folder for temporary files that must stay empty.
 fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
     let folder = scratch_folder("temporary");
     let shared_files_before = shared_files();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_highwater"))
-        .args(arguments)
-        .env("HIGHWATER_MOCK", mock)
-        .env("TMPDIR", &folder)
-        .env_remove("CUBLAS_WORKSPACE_CONFIG")
-        .env_remove("CUBLASLT_WORKSPACE_SIZE")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let child = command_on(mock, arguments).env("TMPDIR", &folder).spawn().unwrap();
+    let run = run_to_its_end(child, arguments, &format!("with HIGHWATER_MOCK={mock}"));
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "temporary files were left in {}", folder.display());
+    assert_eq!(shared_files().difference(&shared_files_before).count(), 0, "shared files were left");
+    fs::remove_dir(&folder).unwrap();
+    run
+}
+
+fn run_to_its_end(mut child: Child, arguments: &[&str], where_: &str) -> Run {
     let collect = |mut pipe: Box<dyn Read + Send>| {
         thread::spawn(move || {
             let mut text = String::new();
@@ -90,13 +104,10 @@ fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
         if started.elapsed() > PATIENCE {
             child.kill().unwrap();
             child.wait().unwrap();
-            panic!("{arguments:?} with HIGHWATER_MOCK={mock} hangs:\n{}", stderr.join().unwrap());
+            panic!("{arguments:?} {where_} hangs:\n{}", stderr.join().unwrap());
         }
         thread::sleep(Duration::from_millis(2));
     };
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "temporary files were left in {}", folder.display());
-    assert_eq!(shared_files().difference(&shared_files_before).count(), 0, "shared files were left");
-    fs::remove_dir(&folder).unwrap();
     Run {
         json: arguments.contains(&"--json"),
         code: status.code(),
@@ -128,6 +139,9 @@ fn shared_files() -> BTreeSet<OsString> {
 
 // ---------------------------------------------------------------- the main job
 
+/// Weights and biases of 64 x 128, 128 x 64 and 64 x 10, 4 bytes each.
+const WEIGHTS_BYTES: u64 = 68_904;
+
 #[test]
 fn the_main_job_classifies_and_leaves_nothing() {
     let run = highwater(&["--backend", "mock", "--json"]);
@@ -139,13 +153,14 @@ fn the_main_job_classifies_and_leaves_nothing() {
     assert!(object["images_per_second"].as_f64().unwrap() > 0.0);
     let integers = [
         ("images", 540),
-        ("processes", 1),
+        ("correct", 530),
+        ("processes", 3),
         ("threads", 4),
         ("handles_created", 4),
         ("threads_served", 4),
         ("workspaces", 4),
         ("workspace_bytes", 4 << 20),
-        ("weights_shared_bytes", 0),
+        ("weights_shared_bytes", 2 * WEIGHTS_BYTES),
         ("leaks", 0),
     ];
     for (key, value) in integers {
@@ -156,14 +171,18 @@ fn the_main_job_classifies_and_leaves_nothing() {
 }
 
 #[test]
-fn any_number_of_threads_and_passes_gives_the_same_predictions() {
-    for (threads, repeat) in [(1, 2), (7, 2), (40, 1)] {
-        let run = highwater(&["--threads", &threads.to_string(), "--repeat", &repeat.to_string(), "--json"]);
+fn any_number_of_workers_threads_and_passes_gives_the_same_predictions() {
+    for (workers, threads, repeat) in [(0, 1, 2), (0, 40, 1), (1, 7, 2), (3, 1, 3), (5, 5, 1)] {
+        let (workers_text, threads_text, repeat_text) = (workers.to_string(), threads.to_string(), repeat.to_string());
+        let arguments = ["--workers", &workers_text, "--threads", &threads_text, "--repeat", &repeat_text, "--json"];
+        let run = highwater(&arguments);
         assert_eq!(run.code, Some(0), "{}", run.stderr);
         let object = run.object();
         let integer = |key: &str| object[key].as_u64().unwrap();
         assert_eq!((integer("images"), integer("correct")), (540 * repeat, 530 * repeat), "{object}");
-        assert_eq!((integer("threads"), integer("handles_created"), integer("leaks")), (threads, threads, 0));
+        let all_threads = threads * workers.max(1);
+        assert_eq!((integer("threads"), integer("handles_created"), integer("leaks")), (all_threads, all_threads, 0));
+        assert_eq!((integer("processes"), integer("weights_shared_bytes")), (1 + workers, workers * WEIGHTS_BYTES));
         assert_eq!(object["predictions_equal_cpu"], true);
     }
 }
@@ -172,7 +191,16 @@ fn any_number_of_threads_and_passes_gives_the_same_predictions() {
 fn without_arguments_a_table_says_which_backend_was_taken_and_why() {
     let run = highwater(&[]);
     assert_eq!(run.code, Some(0), "{}", run.stderr);
-    for part in ["backend", "accuracy", "images per second", "created", "threads served", "requested", "leaks"] {
+    for part in [
+        "backend",
+        "3: the owner of the weights, and 2 workers with 2 threads each",
+        "accuracy",
+        "images per second",
+        "created",
+        "threads served",
+        "requested",
+        "leaks",
+    ] {
         assert!(run.stdout.contains(part), "`{part}` is missing in:\n{}", run.stdout);
     }
     assert!(run.stderr.starts_with("backend "), "{}", run.stderr);
@@ -186,15 +214,311 @@ fn a_slow_device_gives_the_same_answer() {
     assert_eq!((run.code, run.object()["correct"].as_u64()), (Some(0), Some(530)), "{}", run.stderr);
 }
 
+#[test]
+fn a_device_that_cannot_share_is_used_by_one_process_which_says_so() {
+    for mock in ["shareable-memory=off", "ipc-transports=none"] {
+        let run = highwater_on(mock, &["--backend", "mock", "--json"]);
+        if mock == "ipc-transports=none" && run.code == Some(2) {
+            // Not an option of this mock.
+            continue;
+        }
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        assert!(run.stderr.contains("cannot be shared with other processes"), "{}", run.stderr);
+        let object = run.object();
+        let integers = ["processes", "threads", "weights_shared_bytes", "correct"].map(|key| object[key].as_u64());
+        assert_eq!(integers, [Some(1), Some(2), Some(0), Some(530)], "{object}");
+    }
+    let asked_for_none = highwater_on("shareable-memory=off", &["--workers", "0"]);
+    assert!(asked_for_none.code == Some(0) && !asked_for_none.stderr.contains("cannot be shared"));
+    let scale = highwater_on("shareable-memory=off", &["--backend", "mock", "--scale", "--json"]);
+    scale.assert_error(&["cannot be shared with other processes", "--workers 0"]);
+    assert_eq!(scale.object()["error"]["kind"], "unsupported");
+}
+
+#[test]
+fn scale_compares_one_two_and_four_workers() {
+    let run = highwater(&["--backend", "mock", "--scale", "--repeat", "3", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    let rows = object["scale"].as_array().unwrap();
+    let workers: Vec<_> = rows.iter().map(|row| row["workers"].as_u64().unwrap()).collect();
+    assert_eq!(workers, [1, 2, 4]);
+    assert_eq!(rows[0]["ratio"], 1.0);
+    for row in rows {
+        let workers = row["workers"].as_u64().unwrap();
+        assert!(row["images_per_second"].as_f64().unwrap() > 0.0, "{row}");
+        assert_eq!(row["weights_shared_bytes"].as_u64(), Some(workers * WEIGHTS_BYTES));
+        assert_eq!((row["correct"].as_u64(), row["leaks"].as_u64()), (Some(3 * 530), Some(0)));
+    }
+    let table = highwater(&["--backend", "mock", "--scale", "--repeat", "1"]);
+    assert_eq!(table.code, Some(0), "{}", table.stderr);
+    for part in ["workers", "images per second", "ratio to 1 worker", "1.00"] {
+        assert!(table.stdout.contains(part), "`{part}` is missing in:\n{}", table.stdout);
+    }
+}
+
+// ---------------------------------------------------------------- several processes
+
+/// A job that does not end by itself.
+const ENDLESS: [&str; 4] = ["--backend", "mock", "--repeat", "1000000"];
+
+/// A running process, seen from outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Process(u32);
+
+impl Process {
+    /// What stands in one of its files in /proc; nothing where it has ended.
+    fn file(self, name: &str) -> String {
+        fs::read_to_string(format!("/proc/{}/{name}", self.0)).unwrap_or_default()
+    }
+
+    /// Whether it runs; one that has ended and that nobody has waited for does not.
+    fn runs(self) -> bool {
+        let stat = self.file("stat");
+        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+        state.is_some_and(|state| !"ZX".contains(state))
+    }
+
+    fn children(self) -> Vec<Process> {
+        let is_child = |process: &Process| {
+            let stat = process.file("stat");
+            let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
+            parent == Some(self.0)
+        };
+        let entries = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok().map(Process)).filter(is_child).collect()
+    }
+
+    /// Inodes of the mock's memory that it maps.
+    fn device_memory(self) -> BTreeSet<String> {
+        let maps = self.file("maps");
+        let lines = maps.lines().filter(|line| line.contains("memfd:highwater-mock"));
+        lines.map(|line| line.split_whitespace().nth(4).unwrap().to_owned()).collect()
+    }
+
+    fn send(self, signal: Signal) {
+        kill_process(Pid::from_raw(self.0 as i32).unwrap(), signal).unwrap();
+    }
+}
+
+/// Waits until a condition holds.
+fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < limit, "{what}: not within {limit:?}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A job that runs, with its workers.
+struct Job {
+    owner: Child,
+    workers: Vec<Process>,
+}
+
+impl Job {
+    /// An endless job with so many workers, all of which have opened the weights.
+    fn start(workers: usize) -> Self {
+        let mut arguments = ENDLESS.to_vec();
+        let workers_text = workers.to_string();
+        arguments.extend(["--workers", &workers_text]);
+        let mut job = Self::spawn(&arguments);
+        job.wait_for_workers(workers);
+        let process = Process(job.owner.id());
+        wait_until("the weights are opened", PATIENCE, || {
+            let own = process.device_memory();
+            job.workers.iter().all(|worker| !worker.device_memory().is_disjoint(&own))
+        });
+        job
+    }
+
+    fn spawn(arguments: &[&str]) -> Self {
+        Self { owner: command_on("latency=1ms", arguments).spawn().unwrap(), workers: Vec::new() }
+    }
+
+    fn wait_for_workers(&mut self, workers: usize) {
+        let owner = Process(self.owner.id());
+        wait_until("the workers are there", PATIENCE, || {
+            self.workers = owner.children();
+            self.workers.len() == workers
+        });
+    }
+
+    /// Waits for its end; no worker may be left then.
+    fn finish(mut self, arguments: &[&str]) -> Run {
+        let owner = std::mem::replace(&mut self.owner, Command::new("true").spawn().unwrap());
+        let run = run_to_its_end(owner, arguments, "after a kill");
+        for worker in &self.workers {
+            assert!(!worker.runs(), "{worker:?} was left");
+        }
+        run
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let _ = self.owner.kill();
+        let _ = self.owner.wait();
+    }
+}
+
+#[test]
+fn each_worker_maps_the_memory_of_its_owner() {
+    let job = Job::start(2);
+    let owner = Process(job.owner.id()).device_memory();
+    assert_eq!(owner.len(), 1, "{owner:?}");
+    for worker in &job.workers {
+        let memory = worker.device_memory();
+        // Its own device's, and the owner's.
+        assert!(memory.len() == 2 && memory.is_superset(&owner), "{memory:?} {owner:?}");
+    }
+}
+
+#[test]
+fn a_worker_that_kills_itself_is_named_with_its_signal_and_the_images() {
+    // The only worker takes batches in their order, one at a time.
+    let run = highwater(&["--workers", "1", "--threads", "1", "--die-at", "70", "--json"]);
+    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    run.assert_told(&["worker ", "ended early (signal: 9 (SIGKILL)); unfinished: 476 of 540 images (64-539)"]);
+    run.assert_told(&["with this worker: 96 (64-159)"]);
+    assert_eq!(run.object()["error"]["kind"], "worker");
+    // Before the first answer, and before the weights are opened.
+    for at in ["0", "ticket"] {
+        let run = highwater(&["--die-at", at]);
+        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        run.assert_told(&["signal: 9 (SIGKILL)", "unfinished: "]);
+    }
+    let run = highwater(&["--repeat", "3", "--die-at", "1619"]);
+    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    run.assert_told(&["of 1620 images", "-1619)"]);
+}
+
+#[test]
+fn a_worker_killed_from_outside_ends_the_job_and_the_other_workers() {
+    for signal in [Signal::KILL, Signal::TERM] {
+        let job = Job::start(3);
+        let victim = job.workers[1];
+        victim.send(signal);
+        let run = job.finish(&ENDLESS);
+        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        let named = format!("worker {} ended early (signal: {}", victim.0, signal.as_raw());
+        run.assert_told(&[&named, "unfinished: ", "of 540000000 images"]);
+    }
+}
+
+#[test]
+fn a_worker_killed_while_it_starts_is_named_too() {
+    let mut job = Job::spawn(&["--backend", "mock", "--workers", "1", "--repeat", "1000000", "--json"]);
+    job.wait_for_workers(1);
+    let victim = job.workers[0];
+    victim.send(Signal::KILL);
+    let run = job.finish(&["--json"]);
+    assert_eq!(run.code, Some(3), "{}", run.stderr);
+    run.assert_told(&[&format!("worker {} ended early (signal: 9 (SIGKILL))", victim.0)]);
+}
+
+#[test]
+fn workers_end_with_their_owner() {
+    let mut job = Job::start(3);
+    job.owner.kill().unwrap();
+    job.owner.wait().unwrap();
+    wait_until("the workers end", Duration::from_secs(5), || job.workers.iter().all(|worker| !worker.runs()));
+}
+
+#[test]
+fn workers_end_with_an_owner_that_is_killed_while_they_start() {
+    for _ in 0..5 {
+        let mut job = Job::spawn(&[&ENDLESS[..], &["--workers", "8"]].concat());
+        let owner = Process(job.owner.id());
+        wait_until("the first worker is there", PATIENCE, || {
+            job.workers = owner.children();
+            !job.workers.is_empty()
+        });
+        // Stopped, so that no worker is started unseen.
+        owner.send(Signal::STOP);
+        wait_until("the owner is stopped", PATIENCE, || owner.file("stat").contains(") T "));
+        job.workers = owner.children();
+        job.owner.kill().unwrap();
+        job.owner.wait().unwrap();
+        wait_until("the workers end", Duration::from_secs(5), || job.workers.iter().all(|worker| !worker.runs()));
+    }
+}
+
+#[test]
+fn the_error_of_a_worker_is_told_with_its_reason_and_hint() {
+    let run = highwater_on("memory=1MiB", &["--backend", "mock", "--json"]);
+    run.assert_error(&["worker ", "out of memory", "--threads", "HIGHWATER_MOCK=memory="]);
+    assert_eq!(run.object()["error"]["kind"], "out of memory");
+    let one = ["--workers", "1", "--json"];
+    highwater_on("fail=run_plan:20:device-lost", &one).assert_error(&["worker ", "run_plan: device lost"]);
+    highwater_on("fail=open_memory:1:device-lost", &["--json"]).assert_error(&["worker ", "open_memory: device lost"]);
+    highwater_on("fail=export_memory:1", &["--json"]).assert_error(&["worker ", "open_shared: "]);
+}
+
+#[test]
+fn processes_that_are_started_by_hand_say_what_they_are_for() {
+    let own = std::process::id().to_string();
+    for arguments in [&["worker", "--parent", &own][..], &["soak-consumer", "--seed", "1", "--parent", &own]] {
+        highwater(arguments).assert_error(&["the standard input is no socket", "is for"]);
+    }
+}
+
+// ---------------------------------------------------------------- the soak
+
+#[test]
+fn thirty_kills_lose_nothing_and_free_nothing_early() {
+    let run = highwater(&["soak", "ipc", "--kills", "30", "--seed", "7", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    let integer = |key: &str| object[key].as_u64().unwrap_or_else(|| panic!("{key} in {object}"));
+    assert_eq!((integer("kills"), integer("seed")), (30, 7));
+    let nothing = ["leaked_bytes", "leaked_objects", "early_frees", "unexpected", "processes_left", "descriptors_left"];
+    assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
+    // What one process writes another reads, and memory does wait in limbo.
+    let something = ["opens", "releases", "expired_tickets", "checks", "words_changed", "limbo_peak_bytes", "shared"];
+    assert!(something.iter().all(|key| integer(key) > 0), "{object}");
+    assert!(object["seconds"].as_f64().unwrap() > 0.0);
+    let table = highwater(&["soak", "ipc", "--kills", "3"]);
+    assert_eq!(table.code, Some(0), "{}", table.stderr);
+    for part in ["kills", "limbo", "early frees", "leaked", "left"] {
+        assert!(table.stdout.contains(part), "`{part}` is missing in:\n{}", table.stdout);
+    }
+    assert!(table.stderr.contains("seed ") && table.stderr.contains("3 of 3 kills"), "{}", table.stderr);
+}
+
+#[test]
+fn a_soak_that_cannot_be_done_says_why() {
+    highwater_on("memory=lots", &["soak", "ipc", "--kills", "3", "--json"]).assert_error(&["`memory`", "`lots`"]);
+    highwater_on("shareable-memory=off", &["soak", "ipc", "--kills", "3"]).assert_error(&["shareable_memory"]);
+}
+
 // ---------------------------------------------------------------- bad input
 
 #[test]
 fn numbers_out_of_range_are_refused_with_the_range() {
-    for arguments in [["--threads", "0"], ["--threads", "100000"], ["--repeat", "0"]] {
+    for arguments in [
+        ["--threads", "0"],
+        ["--threads", "100000"],
+        ["--repeat", "0"],
+        ["--workers", "65"],
+        ["--workers", "-1"],
+        ["--workers", "two"],
+    ] {
         let run = highwater(&arguments);
         assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""));
         assert!(run.stderr.starts_with("error: ") && run.stderr.contains("expected a number of"), "{}", run.stderr);
     }
+    for (arguments, part) in [
+        (&["soak", "ipc", "--kills", "0"][..], "expected a number of kills"),
+        (&["soak"], "ipc"),
+        (&["--die-at", "noon"], "or `ticket`"),
+        (&["--scale", "--workers", "3"], "cannot be used with"),
+    ] {
+        let run = highwater(arguments);
+        assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""));
+        assert!(run.stderr.contains(part), "{}", run.stderr);
+    }
+    highwater(&["--die-at", "540"]).assert_error(&["there are 540 images", "count from 0"]);
 }
 
 #[test]
@@ -321,11 +645,12 @@ fn weights_that_classify_badly_are_a_bad_answer_and_no_error() {
 #[test]
 fn a_device_without_enough_memory_says_so() {
     for memory in ["1MiB", "4KiB", "4MiB"] {
-        let run = highwater_on(&format!("memory={memory}"), &["--backend", "mock", "--json"]);
+        let arguments = ["--backend", "mock", "--workers", "0", "--threads", "4", "--json"];
+        let run = highwater_on(&format!("memory={memory}"), &arguments);
         run.assert_error(&["out of memory", "--threads", "HIGHWATER_MOCK=memory="]);
         assert_eq!(run.object()["error"]["kind"], "out of memory");
     }
-    assert_eq!(highwater_on("memory=4MiB", &["--threads", "3"]).code, Some(0));
+    assert_eq!(highwater_on("memory=4MiB", &["--workers", "0", "--threads", "3"]).code, Some(0));
 }
 
 #[test]
@@ -359,7 +684,8 @@ fn a_fault_in_the_middle_ends_with_one_error() {
     // Where memory runs out once, the library gives back what it can and tries again; then nothing is wrong.
     let made_again = ["host_allocate", "create_blas_handle", "create_stream"];
     for (fault, named) in faults {
-        let run = highwater_on(&format!("fail={fault}"), &["--backend", "mock", "--json"]);
+        let arguments = ["--backend", "mock", "--workers", "0", "--threads", "4", "--json"];
+        let run = highwater_on(&format!("fail={fault}"), &arguments);
         if run.code == Some(0) {
             assert!(made_again.iter().any(|made| fault.starts_with(made)), "{fault} went unnoticed");
             assert_eq!(run.object()["leaks"], 0);
@@ -371,11 +697,15 @@ fn a_fault_in_the_middle_ends_with_one_error() {
 
 #[test]
 fn memory_that_the_device_does_not_take_back_is_a_leak_and_a_bad_answer() {
-    let run = highwater_on("fail=free:1", &["--backend", "mock", "--json"]);
+    let run = highwater_on("fail=free:1", &["--backend", "mock", "--workers", "0", "--json"]);
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     assert_eq!(run.object()["leaks"], 1);
     assert!(run.stderr.contains("error: not everything could be given back: free: "), "{}", run.stderr);
     assert!(run.stderr.contains("error: objects still alive at the end: 1"), "{}", run.stderr);
+    // The first free of each process fails: that of the owner and those of two workers.
+    let run = highwater_on("fail=free:1", &["--backend", "mock", "--json"]);
+    assert_eq!((run.code, run.object()["leaks"].as_u64()), (Some(1), Some(3)), "{}", run.stderr);
+    assert!(run.stderr.contains("error: not everything could be given back: worker "), "{}", run.stderr);
 }
 
 #[test]
@@ -488,6 +818,14 @@ fn conformance_counts_its_cases() {
         integer("passed") + integer("failed") + integer("skipped") + integer("expected_failures")
     );
     assert_eq!(object["skips"].as_array().unwrap().len() as u64, integer("skipped"));
+}
+
+#[test]
+fn conformance_starts_the_program_again_for_cases_about_two_processes() {
+    let run = highwater(&["conformance", "--backend", "mock", "--filter", "sharing.devices_", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!((&object["passed"], &object["cases"]), (&1.into(), &1.into()), "{object}");
 }
 
 #[test]

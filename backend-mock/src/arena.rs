@@ -1,10 +1,14 @@
 //! Which parts of a device's memory are taken: best fit over the gaps, merged when a block comes back.
 //!
 //! A block is *live* from its allocation until it is retired, *retiring* until the stream that frees it has passed that
-//! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes.
+//! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes. Where a
+//! [`Quarantine`] is set, a block that was freed becomes a gap only when enough others were freed after it, so that work
+//! which uses it too late meets nobody's memory; its bytes count as free, and are taken when nothing else is left.
 //! Offsets count from the start of the device's memory. The arena is plain data, without locks and without memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::sealed_file::page_bytes;
 
 /// Every block begins at a multiple of this.
 pub(crate) const ALIGNMENT: u64 = 256;
@@ -16,8 +20,17 @@ pub(crate) enum Owner {
     Plain,
     /// A caller of `allocate`, in stream order.
     StreamOrdered,
+    /// A caller of `allocate`, in pages of its own, which can be mapped by other processes.
+    Shareable,
     /// The mock itself, for the own workspace of a BLAS handle; not counted among the live objects.
     Mock,
+}
+
+impl Owner {
+    /// What a block's offset and length are multiples of.
+    fn granule(self) -> u64 {
+        if self == Self::Shareable { page_bytes() } else { ALIGNMENT }
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -25,12 +38,32 @@ pub(crate) struct Block {
     /// Bytes that were asked for.
     pub(crate) bytes: u64,
     pub(crate) owner: Owner,
+    /// The number of the allocation; no other one of the arena has it.
+    pub(crate) serial: u64,
 }
 
 impl Block {
     /// Bytes that the block takes.
-    fn reserved(self) -> u64 {
-        self.bytes.next_multiple_of(ALIGNMENT)
+    pub(crate) fn reserved(self) -> u64 {
+        self.bytes.next_multiple_of(self.owner.granule())
+    }
+}
+
+/// How long freed blocks are kept from being handed out again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Quarantine {
+    /// Until this one and the blocks freed later come to more than that many bytes.
+    pub(crate) bytes: Option<u64>,
+    /// Until that many blocks were freed later.
+    pub(crate) frees: Option<usize>,
+}
+
+impl Quarantine {
+    /// Whether blocks so many and so large can be kept; nothing is kept where nothing is set.
+    fn holds(self, blocks: usize, bytes: u64) -> bool {
+        (self.bytes.is_some() || self.frees.is_some())
+            && self.bytes.is_none_or(|limit| bytes <= limit)
+            && self.frees.is_none_or(|limit| blocks <= limit)
     }
 }
 
@@ -44,6 +77,11 @@ pub(crate) struct Arena {
     gaps_by_length: BTreeSet<(u64, u64)>,
     free_bytes: u64,
     callers_blocks: u64,
+    allocations: u64,
+    quarantine: Quarantine,
+    /// Offset and length of what was freed and is no gap yet, the oldest first.
+    quarantined: VecDeque<(u64, u64)>,
+    quarantined_bytes: u64,
 }
 
 impl Arena {
@@ -56,21 +94,45 @@ impl Arena {
             gaps_by_length: BTreeSet::new(),
             free_bytes: capacity,
             callers_blocks: 0,
+            allocations: 0,
+            quarantine: Quarantine::default(),
+            quarantined: VecDeque::new(),
+            quarantined_bytes: 0,
         };
         arena.insert_gap(0, capacity);
         arena
     }
 
+    /// Sets the quarantine, before the first block is freed.
+    pub(crate) fn set_quarantine(&mut self, quarantine: Quarantine) {
+        self.quarantine = quarantine;
+    }
+
     /// Takes a block; `None` when no gap is long enough.
     pub(crate) fn allocate(&mut self, bytes: u64, owner: Owner) -> Option<u64> {
-        let reserved = bytes.checked_next_multiple_of(ALIGNMENT)?;
-        let &(length, offset) = self.gaps_by_length.range((reserved, 0)..).next()?;
-        self.remove_gap(offset, length);
-        if length > reserved {
-            self.insert_gap(offset + reserved, length - reserved);
+        let reserved = bytes.checked_next_multiple_of(owner.granule())?;
+        let (gap, length, offset) = loop {
+            // A gap may be long enough, and yet too short from the next multiple of the granule on.
+            let found = self.gaps_by_length.range((reserved, 0)..).find_map(|&(length, gap)| {
+                let offset = gap.next_multiple_of(owner.granule());
+                (offset - gap <= length - reserved).then_some((gap, length, offset))
+            });
+            match found {
+                Some(found) => break found,
+                None => self.end_oldest_quarantine()?,
+            }
+        };
+        self.remove_gap(gap, length);
+        if offset > gap {
+            self.insert_gap(gap, offset - gap);
+        }
+        let behind = gap + length - (offset + reserved);
+        if behind > 0 {
+            self.insert_gap(offset + reserved, behind);
         }
         self.free_bytes -= reserved;
-        self.live.insert(offset, Block { bytes, owner });
+        self.allocations += 1;
+        self.live.insert(offset, Block { bytes, owner, serial: self.allocations });
         self.callers_blocks += u64::from(owner != Owner::Mock);
         Some(offset)
     }
@@ -110,8 +172,25 @@ impl Arena {
     /// Gives the bytes of a retired block back.
     pub(crate) fn release(&mut self, offset: u64) {
         let Some(block) = self.retiring.remove(&offset) else { return };
-        let (mut start, mut length) = (offset, block.reserved());
-        self.free_bytes += length;
+        self.free_bytes += block.reserved();
+        self.quarantined.push_back((offset, block.reserved()));
+        self.quarantined_bytes += block.reserved();
+        while !self.quarantine.holds(self.quarantined.len(), self.quarantined_bytes)
+            && self.end_oldest_quarantine().is_some()
+        {}
+    }
+
+    /// Makes a gap of the block that has been in quarantine for longest.
+    fn end_oldest_quarantine(&mut self) -> Option<()> {
+        let (offset, length) = self.quarantined.pop_front()?;
+        self.quarantined_bytes -= length;
+        self.add_gap(offset, length);
+        Some(())
+    }
+
+    /// Takes a gap in, and merges it with those beside it.
+    fn add_gap(&mut self, offset: u64, length: u64) {
+        let (mut start, mut length) = (offset, length);
         if let Some((&before, &before_length)) = self.gaps.range(..start).next_back()
             && before + before_length == start
         {
@@ -126,7 +205,7 @@ impl Arena {
         self.insert_gap(start, length);
     }
 
-    /// Bytes in gaps.
+    /// Bytes in gaps and in quarantine.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
@@ -194,9 +273,51 @@ mod tests {
         assert!(!Arena::new(1024).contains(u64::MAX, 1));
     }
 
+    fn free(arena: &mut Arena, offset: u64) {
+        arena.retire(offset).unwrap();
+        arena.release(offset);
+    }
+
+    #[test]
+    fn a_freed_block_is_kept_back_until_enough_was_freed_after_it() {
+        for quarantine in [
+            Quarantine { frees: Some(2), bytes: None },
+            Quarantine { frees: None, bytes: Some(512) },
+            Quarantine { frees: Some(100), bytes: Some(767) },
+        ] {
+            let mut arena = Arena::new(CAPACITY);
+            arena.set_quarantine(quarantine);
+            let offset = arena.allocate(256, Owner::Plain).unwrap();
+            let others = [(); 2].map(|()| arena.allocate(256, Owner::Plain).unwrap());
+            // What is freed first would be the tightest gap.
+            arena.allocate(256, Owner::Plain).unwrap();
+            free(&mut arena, offset);
+            assert_eq!(arena.free_bytes(), CAPACITY - 3 * 256);
+            assert_ne!(arena.allocate(256, Owner::Plain), Some(offset), "{quarantine:?}");
+            free(&mut arena, others[0]);
+            let next = arena.allocate(256, Owner::Plain);
+            assert!(next != Some(offset) && next != Some(others[0]), "{quarantine:?}");
+            free(&mut arena, others[1]);
+            assert_eq!(arena.allocate(256, Owner::Plain), Some(offset), "{quarantine:?}");
+        }
+    }
+
+    #[test]
+    fn blocks_are_taken_out_of_quarantine_when_nothing_else_is_left() {
+        let mut arena = Arena::new(CAPACITY);
+        arena.set_quarantine(Quarantine { frees: Some(1000), bytes: None });
+        let blocks: Vec<_> = (0..64).map(|_| arena.allocate(1024, Owner::Plain).unwrap()).collect();
+        assert_eq!(arena.allocate(1, Owner::Plain), None);
+        for &offset in &blocks {
+            free(&mut arena, offset);
+        }
+        assert_eq!(arena.allocate(1, Owner::Plain), Some(blocks[0]), "the one that was freed first");
+        assert!(arena.allocate(CAPACITY - 1024, Owner::Plain).is_some());
+    }
+
     #[derive(Debug, Clone)]
     enum Step {
-        Allocate(u64, bool),
+        Allocate(u64, Owner),
         /// Frees the live block with this index, modulo their number.
         Free(usize),
         Retire(usize),
@@ -206,62 +327,78 @@ mod tests {
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            3 => (1..6000u64, any::<bool>()).prop_map(|(bytes, own)| Step::Allocate(bytes, own)),
+            3 => (1..6000u64, prop::sample::select(vec![Owner::Mock, Owner::Plain, Owner::Shareable]))
+                .prop_map(|(bytes, owner)| Step::Allocate(bytes, owner)),
             2 => any::<usize>().prop_map(Step::Free),
             1 => any::<usize>().prop_map(Step::Retire),
             1 => any::<usize>().prop_map(Step::Release),
         ]
     }
 
+    /// Takes the steps, and checks after each that blocks do not overlap, bytes add up, and gaps are merged.
+    fn walk(steps: Vec<Step>, quarantine: Quarantine) -> Result<(), TestCaseError> {
+        let mut arena = Arena::new(CAPACITY);
+        arena.set_quarantine(quarantine);
+        let mut live: Vec<(u64, u64, Owner)> = Vec::new();
+        let mut retired: Vec<(u64, u64, Owner)> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Allocate(bytes, owner) => match arena.allocate(bytes, owner) {
+                    Some(offset) => live.push((offset, bytes, owner)),
+                    None => {
+                        let lost_before_the_block = owner.granule() - ALIGNMENT;
+                        let needed = bytes.next_multiple_of(owner.granule()) + lost_before_the_block;
+                        prop_assert!(needed > arena.longest_gap());
+                    }
+                },
+                Step::Free(index) if !live.is_empty() => {
+                    let (offset, ..) = live.swap_remove(index % live.len());
+                    prop_assert!(arena.retire(offset).is_some());
+                    arena.release(offset);
+                }
+                Step::Retire(index) if !live.is_empty() => {
+                    let (offset, bytes, owner) = live.swap_remove(index % live.len());
+                    prop_assert!(arena.retire(offset).is_some());
+                    retired.push((offset, bytes, owner));
+                }
+                Step::Release(index) if !retired.is_empty() => {
+                    let (offset, ..) = retired.swap_remove(index % retired.len());
+                    arena.release(offset);
+                }
+                _ => {}
+            }
+            let mut taken: Vec<_> = live.iter().chain(&retired).copied().collect();
+            taken.sort_unstable_by_key(|&(offset, ..)| offset);
+            for pair in taken.windows(2) {
+                prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0);
+            }
+            for &(offset, bytes, owner) in &taken {
+                prop_assert!(offset % owner.granule() == 0 && offset + bytes <= CAPACITY);
+            }
+            let reserved: u64 = taken.iter().map(|&(_, bytes, owner)| bytes.next_multiple_of(owner.granule())).sum();
+            prop_assert_eq!(arena.free_bytes(), CAPACITY - reserved);
+            let callers = live.iter().filter(|&&(.., owner)| owner != Owner::Mock).count();
+            prop_assert_eq!(arena.callers_blocks(), callers as u64);
+            let gaps: Vec<_> = arena.gaps.iter().map(|(&offset, &length)| (offset, length)).collect();
+            let quarantined: u64 = arena.quarantined.iter().map(|block| block.1).sum();
+            prop_assert_eq!(quarantined, arena.quarantined_bytes);
+            prop_assert!(quarantined == 0 || quarantine.holds(arena.quarantined.len(), quarantined));
+            prop_assert_eq!(gaps.iter().map(|gap| gap.1).sum::<u64>() + quarantined, arena.free_bytes());
+            prop_assert!(gaps.windows(2).all(|pair| pair[0].0 + pair[0].1 < pair[1].0), "gaps touch: {:?}", gaps);
+            let by_length: BTreeSet<_> = gaps.iter().map(|&(offset, length)| (length, offset)).collect();
+            prop_assert_eq!(&by_length, &arena.gaps_by_length);
+        }
+        Ok(())
+    }
+
     proptest! {
         #[test]
-        fn blocks_never_overlap_bytes_add_up_and_gaps_merge(steps in prop::collection::vec(step(), 1..200)) {
-            let mut arena = Arena::new(CAPACITY);
-            let mut live: Vec<(u64, u64, Owner)> = Vec::new();
-            let mut retired: Vec<(u64, u64)> = Vec::new();
-            for step in steps {
-                match step {
-                    Step::Allocate(bytes, own) => {
-                        let owner = if own { Owner::Mock } else { Owner::Plain };
-                        let longest = arena.longest_gap();
-                        match arena.allocate(bytes, owner) {
-                            Some(offset) => live.push((offset, bytes, owner)),
-                            None => prop_assert!(bytes.next_multiple_of(ALIGNMENT) > longest),
-                        }
-                    }
-                    Step::Free(index) if !live.is_empty() => {
-                        let (offset, ..) = live.swap_remove(index % live.len());
-                        prop_assert!(arena.retire(offset).is_some());
-                        arena.release(offset);
-                    }
-                    Step::Retire(index) if !live.is_empty() => {
-                        let (offset, bytes, _) = live.swap_remove(index % live.len());
-                        prop_assert!(arena.retire(offset).is_some());
-                        retired.push((offset, bytes));
-                    }
-                    Step::Release(index) if !retired.is_empty() => {
-                        let (offset, _) = retired.swap_remove(index % retired.len());
-                        arena.release(offset);
-                    }
-                    _ => {}
-                }
-                let mut taken: Vec<_> = live.iter().map(|&(offset, bytes, _)| (offset, bytes)).collect();
-                taken.extend(&retired);
-                taken.sort_unstable();
-                for pair in taken.windows(2) {
-                    prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0);
-                }
-                prop_assert!(taken.iter().all(|&(offset, bytes)| offset % ALIGNMENT == 0 && offset + bytes <= CAPACITY));
-                let reserved: u64 = taken.iter().map(|&(_, bytes)| bytes.next_multiple_of(ALIGNMENT)).sum();
-                prop_assert_eq!(arena.free_bytes(), CAPACITY - reserved);
-                let callers = live.iter().filter(|&&(.., owner)| owner != Owner::Mock).count();
-                prop_assert_eq!(arena.callers_blocks(), callers as u64);
-                let gaps: Vec<_> = arena.gaps.iter().map(|(&offset, &length)| (offset, length)).collect();
-                prop_assert_eq!(gaps.iter().map(|gap| gap.1).sum::<u64>(), arena.free_bytes());
-                prop_assert!(gaps.windows(2).all(|pair| pair[0].0 + pair[0].1 < pair[1].0), "gaps touch: {:?}", gaps);
-                let by_length: BTreeSet<_> = gaps.iter().map(|&(offset, length)| (length, offset)).collect();
-                prop_assert_eq!(&by_length, &arena.gaps_by_length);
-            }
+        fn blocks_never_overlap_bytes_add_up_and_gaps_merge(
+            steps in prop::collection::vec(step(), 1..200),
+            frees in prop::option::of(0usize..8),
+            bytes in prop::option::of(0u64..20_000),
+        ) {
+            walk(steps, Quarantine { bytes, frees })?;
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::arena::Owner;
 use crate::device::Device;
 use crate::exit;
 use crate::gpu::{self, Shared};
-use crate::kernel::{OwnWorkspace, Product, panels};
+use crate::kernel::{OwnWorkspace, Product, intermediate_bytes, panels};
 use crate::operation::{Operation, Tally};
 use crate::stream::{Command, Stream};
 
@@ -40,6 +40,8 @@ struct Context {
     workspace: Option<Workspace>,
     /// The last workspace that was found inside a live block, and the epoch of the device's blocks at that time.
     known_workspace: Option<(Workspace, u64)>,
+    math_mode: MathMode,
+    atomics_mode: AtomicsMode,
     plans: HashMap<PlanId, PlanOptions>,
     /// Last, so that what the fields above refer to outlives them.
     gpu: Arc<Shared>,
@@ -47,7 +49,7 @@ struct Context {
 
 struct BoundStream {
     id: StreamId,
-    /// Epoch of the streams when the id was found good.
+    /// Epoch of the streams when the id was last found good.
     epoch: u64,
     /// Fetched with the first product.
     stream: Option<Arc<Stream>>,
@@ -64,6 +66,8 @@ struct Call<'a> {
     d: DevicePtr,
     bias: Option<DevicePtr>,
     epilogue: Epilogue,
+    math_mode: MathMode,
+    atomics_mode: AtomicsMode,
     /// Bytes of workspace that may be used at most.
     workspace_limit: usize,
 }
@@ -84,6 +88,8 @@ impl MockBlas {
             stream: None,
             workspace: None,
             known_workspace: None,
+            math_mode: MathMode::default(),
+            atomics_mode: AtomicsMode::default(),
             plans: HashMap::new(),
             gpu: Arc::clone(gpu),
         })))
@@ -151,8 +157,8 @@ impl Context {
         let (can, name) = match shape.data_type {
             DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
             DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
-            DataType::F16 => (false, "gemm_f16"),
-            DataType::Bf16 => (false, "gemm_bf16"),
+            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
+            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
             other => {
                 return Err(operation
                     .error(ErrorKind::Unsupported, format!("the mock does not know the element type {other:?}")));
@@ -167,17 +173,43 @@ impl Context {
         Ok(())
     }
 
+    fn check_math_mode(&self, operation: Operation, mode: MathMode) -> Result<()> {
+        match mode {
+            MathMode::Default => Ok(()),
+            MathMode::Tf32 if self.gpu.capabilities.tf32 => Ok(()),
+            MathMode::Tf32 => Err(operation.lacks("tf32")),
+            other => {
+                Err(operation.error(ErrorKind::Unsupported, format!("the mock does not know the precision {other:?}")))
+            }
+        }
+    }
+
+    fn check_atomics_mode(&self, operation: Operation, mode: AtomicsMode) -> Result<()> {
+        if mode != AtomicsMode::NotAllowed && !self.gpu.capabilities.atomics_mode {
+            return Err(operation.lacks("atomics_mode"));
+        }
+        Ok(())
+    }
+
     /// The bound stream, which must still exist.
     fn bound_stream(&mut self, operation: Operation) -> Result<Arc<Stream>> {
         let gpu = &self.gpu;
         let Some(bound) = &mut self.stream else { return gpu.unbound_stream(operation, self.device) };
-        // A stream that was destroyed since refuses the commands by itself.
-        if let Some(stream) = &bound.stream {
-            return Ok(Arc::clone(stream));
+        // Another thread may use the handle next, and has another stream.
+        if bound.id.is_per_thread_default() {
+            return gpu.stream(operation, bound.id);
         }
-        let stream = gpu.stream(operation, bound.id)?;
-        bound.stream = Some(Arc::clone(&stream));
-        Ok(stream)
+        // Relaxed: see `destroy_stream`.
+        let epoch = gpu.streams_epoch.load(Ordering::Relaxed);
+        match &bound.stream {
+            Some(stream) if bound.epoch == epoch => Ok(Arc::clone(stream)),
+            _ => {
+                let stream = gpu.stream(operation, bound.id)?;
+                bound.stream = Some(Arc::clone(&stream));
+                bound.epoch = epoch;
+                Ok(stream)
+            }
+        }
     }
 
     fn enqueue(&mut self, operation: Operation, call: &Call<'_>) -> Result<()> {
@@ -221,8 +253,9 @@ impl Context {
             },
             Ok,
         )?;
-        let capacity = workspace.bytes.min(call.workspace_limit) / size;
+        let capacity = workspace.bytes.min(call.workspace_limit) / intermediate_bytes(call.shape.data_type);
         let product = Arc::new(Product {
+            device: self.device,
             shape: *call.shape,
             alpha: call.alpha,
             beta: call.beta,
@@ -232,6 +265,8 @@ impl Context {
             d: range("the result", call.d, extents.c, true)?,
             bias,
             epilogue: call.epilogue,
+            tf32: call.math_mode == MathMode::Tf32 && call.shape.data_type == DataType::F32,
+            atomics: call.atomics_mode != AtomicsMode::NotAllowed,
             workspace: device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?,
             own: self.own.clone().filter(|_| self.workspace.is_none()),
         });
@@ -316,19 +351,16 @@ impl BlasHandle for MockBlas {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         let operation = Operation::SetMathMode;
         self.0.enter(operation)?;
-        match mode {
-            MathMode::Default => Ok(()),
-            _ => Err(operation.lacks("tf32")),
-        }
+        self.0.check_math_mode(operation, mode)?;
+        self.0.math_mode = mode;
+        Ok(())
     }
 
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         let operation = Operation::SetAtomicsMode;
         self.0.enter(operation)?;
-        // Products are repeatable in either mode, so the mode itself need not be kept.
-        if mode != AtomicsMode::NotAllowed && !self.0.gpu.capabilities.atomics_mode {
-            return Err(operation.lacks("atomics_mode"));
-        }
+        self.0.check_atomics_mode(operation, mode)?;
+        self.0.atomics_mode = mode;
         Ok(())
     }
 
@@ -346,6 +378,8 @@ impl BlasHandle for MockBlas {
             d: gemm.c,
             bias: None,
             epilogue: Epilogue::None,
+            math_mode: self.0.math_mode,
+            atomics_mode: self.0.atomics_mode,
             workspace_limit: usize::MAX,
         };
         self.0.enqueue(operation, &call)
@@ -358,18 +392,22 @@ impl BlasHandle for MockBlas {
         self.0.enter_as(operation, BlasKind::Lt)?;
         self.0.check_type(operation, &options.shape)?;
         options.shape.extents(operation.name())?;
-        if options.math_mode != MathMode::Default {
-            return Err(operation.lacks("tf32"));
-        }
+        self.0.check_math_mode(operation, options.math_mode)?;
+        self.0.check_atomics_mode(operation, options.atomics_mode)?;
         if !options.alignment.is_power_of_two() {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,
                 format!("the plan is for operands aligned to {}, which is no power of two", options.alignment),
             ));
         }
-        if !matches!(options.epilogue, Epilogue::None | Epilogue::Bias | Epilogue::BiasRelu) {
-            return Err(operation
-                .error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {:?}", options.epilogue)));
+        match options.epilogue {
+            Epilogue::None | Epilogue::Bias | Epilogue::Relu | Epilogue::Gelu => {}
+            Epilogue::BiasRelu | Epilogue::BiasGelu => {}
+            other => {
+                return Err(
+                    operation.error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {other:?}"))
+                );
+            }
         }
         let plan = PlanId::new(NUMBERS.fetch_add(1, Ordering::Relaxed));
         self.0.plans.insert(plan, *options);
@@ -399,6 +437,8 @@ impl BlasHandle for MockBlas {
             d: arguments.d,
             bias: arguments.bias,
             epilogue: options.epilogue,
+            math_mode: options.math_mode,
+            atomics_mode: options.atomics_mode,
             workspace_limit: options.workspace_bytes,
         };
         self.0.enqueue(operation, &call)

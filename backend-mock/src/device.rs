@@ -1,12 +1,13 @@
 //! One simulated device: its memory, which parts of it are taken, and whether it still works.
 
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use highwater_core::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
 use parking_lot::{Mutex, RwLock};
 
-use crate::arena::{ALIGNMENT, Arena, Block, Owner};
+use crate::arena::{ALIGNMENT, Arena, Block, Owner, Quarantine};
+use crate::checks::{Checks, POISON_PATTERN, Range, Space};
 use crate::device_memory::DeviceMemory;
 use crate::operation::Operation;
 use crate::stream::Stream;
@@ -19,6 +20,8 @@ pub(crate) struct Device {
     /// Grows whenever a block stops to be live, so that the result of a range check can be remembered.
     epoch: AtomicU64,
     lost: AtomicBool,
+    /// Set in test mode.
+    pub(crate) checks: Option<Arc<Checks>>,
     /// Every stream that may have work: those in the table, the legacy one, and destroyed ones that are still draining.
     pub(crate) streams: Mutex<Vec<Weak<Stream>>>,
 }
@@ -27,18 +30,43 @@ impl Device {
     pub(crate) fn new(ordinal: u32, memory_bytes: u64) -> Result<Self> {
         Ok(Self {
             ordinal,
-            memory: DeviceMemory::new(memory_bytes)?,
+            memory: DeviceMemory::new(ordinal, memory_bytes)?,
             arena: RwLock::new(Arena::new(memory_bytes)),
             epoch: AtomicU64::new(0),
             lost: AtomicBool::new(false),
+            checks: None,
             streams: Mutex::new(Vec::new()),
         })
+    }
+
+    /// The same with freed blocks kept back for a while.
+    pub(crate) fn with_quarantine(mut self, quarantine: Quarantine) -> Self {
+        self.arena.get_mut().set_quarantine(quarantine);
+        self
+    }
+
+    /// The same in test mode, where `checks` are given.
+    pub(crate) fn with_checks(mut self, checks: Option<Arc<Checks>>) -> Self {
+        self.checks = checks;
+        self
+    }
+
+    /// In test mode, looks whether work uses memory that is given back or handed out.
+    fn look(&self, operation: Operation, what: &str, offset: u64, bytes: u64) {
+        if let Some(checks) = &self.checks {
+            let address = self.memory.base() + offset;
+            checks.look(operation, what, Range { space: Space::Device(self.ordinal), address, bytes });
+        }
     }
 
     pub(crate) fn allocate(&self, operation: Operation, bytes: usize, owner: Owner) -> Result<DevicePtr> {
         let mut arena = self.arena.write();
         match arena.allocate(bytes as u64, owner) {
-            Some(offset) => Ok(DevicePtr::new(self.memory.base() + offset)),
+            Some(offset) => {
+                drop(arena);
+                self.look(operation, "were handed out", offset, bytes as u64);
+                Ok(DevicePtr::new(self.memory.base() + offset))
+            }
             None => {
                 let (free, longest, retiring) = (arena.free_bytes(), arena.longest_gap(), arena.retiring_bytes());
                 Err(operation
@@ -56,15 +84,15 @@ impl Device {
         }
     }
 
-    /// Takes a caller's block out of use and tells its bytes; they come back with [`Device::release`].
+    /// Takes a caller's block out of use and tells how many bytes it takes; they come back with [`Device::release`].
     pub(crate) fn retire(&self, operation: Operation, ptr: DevicePtr, stream_ordered: bool) -> Result<u64> {
         let mut arena = self.arena.write();
         let block = self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?)));
-        let (offset, Block { bytes, owner }) = match block {
+        let (offset, block) = match block {
             Some((offset, block)) if block.owner != Owner::Mock => (offset, block),
             _ => return Err(self.not_a_block(operation, &arena, ptr)),
         };
-        if stream_ordered != (owner == Owner::StreamOrdered) {
+        if stream_ordered != (block.owner == Owner::StreamOrdered) {
             let message = if stream_ordered {
                 format!("{ptr:?} was not allocated in stream order, but a stream is given")
             } else {
@@ -77,7 +105,7 @@ impl Device {
         arena.retire(offset);
         // Relaxed: whoever may rely on the new state has learnt of this call's return by other means.
         self.epoch.fetch_add(1, Ordering::Relaxed);
-        Ok(bytes)
+        Ok(block.reserved())
     }
 
     /// Undoes [`Device::retire`].
@@ -87,11 +115,16 @@ impl Device {
         }
     }
 
-    /// Gives the bytes of a retired block back.
+    /// Gives the bytes that a retired block takes back.
     pub(crate) fn release(&self, ptr: DevicePtr, bytes: u64) {
         if let Some(offset) = self.offset(ptr) {
+            self.look(Operation::Free, "were freed", offset, bytes);
             // While the block is neither live nor a gap, its pages are nobody's.
-            self.memory.give_back(offset, bytes.next_multiple_of(ALIGNMENT));
+            if self.checks.is_some() {
+                self.memory.fill(offset as usize, bytes as usize, POISON_PATTERN);
+            } else {
+                self.memory.give_back(offset, bytes);
+            }
             self.arena.write().release(offset);
         }
     }
@@ -100,12 +133,50 @@ impl Device {
     pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
         if let Some(offset) = self.offset(ptr) {
             self.arena.write().retire(offset);
-            self.release(ptr, bytes);
+            self.release(ptr, bytes.next_multiple_of(ALIGNMENT));
+        }
+    }
+
+    /// Offset and block of an allocation that other processes may map.
+    pub(crate) fn shareable(&self, operation: Operation, ptr: DevicePtr) -> Result<(u64, Block)> {
+        let arena = self.arena.read();
+        match self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?))) {
+            Some((offset, block)) if block.owner == Owner::Shareable => Ok((offset, block)),
+            Some((_, block)) if block.owner != Owner::Mock => Err(operation
+                .error(ErrorKind::InvalidArgument, format!("the memory at {ptr:?} was not allocated to be shared"))
+                .with_hint("allocate with `DeviceMemoryKind::Shareable`")),
+            _ => Err(self.not_a_block(operation, &arena, ptr)),
+        }
+    }
+
+    /// Undoes one open of memory of another process.
+    pub(crate) fn close_import(&self, operation: Operation, ptr: DevicePtr) -> Result<()> {
+        let place = ptr.get().checked_sub(self.memory.base());
+        // The mapping itself ends after the lock was let go.
+        let closed = place.and_then(|place| self.memory.imports.write().close(place));
+        match closed {
+            Some(mapping) => {
+                if let Some(mapping) = &mapping {
+                    self.look(operation, "were closed", ptr.get() - self.memory.base(), mapping.bytes());
+                    // Relaxed: see `retire`.
+                    self.epoch.fetch_add(1, Ordering::Relaxed);
+                }
+                Ok(())
+            }
+            None => Err(operation
+                .error(ErrorKind::InvalidPointer, format!("no memory is open for device {} at {ptr:?}", self.ordinal))
+                .with_hint("close with the address and the device of `open_memory`, once for each open")),
         }
     }
 
     /// Checks that a range lies inside one live block, and gives its offset in the memory.
     pub(crate) fn range(&self, operation: Operation, what: &str, ptr: DevicePtr, bytes: usize) -> Result<usize> {
+        let offset = ptr.get().checked_sub(self.memory.base());
+        if let Some(offset) = offset.filter(|&offset| offset >= self.memory.bytes())
+            && self.memory.imports.read().contains(offset, bytes as u64)
+        {
+            return Ok(offset as usize);
+        }
         let arena = self.arena.read();
         match self.offset(ptr) {
             Some(offset) if arena.contains(offset, bytes as u64) => Ok(offset as usize),
@@ -124,7 +195,9 @@ impl Device {
                             self.ordinal
                         ),
                     )
-                    .with_hint("pass memory that `allocate` gave for this device and that was not freed"))
+                    .with_hint(
+                        "pass memory that `allocate` or `open_memory` gave for this device and that was not freed",
+                    ))
             }
         }
     }

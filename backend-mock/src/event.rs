@@ -4,12 +4,18 @@
 //! later record, even one that another stream reaches first, does not move it, and destroying the event takes nothing
 //! away from waits and records that are already enqueued. A point is published only after its record has been enqueued,
 //! so whoever waits for a point waits for something enqueued before: waits form no circle.
+//!
+//! The points of an event for several processes are records in shared memory, see [`crate::shared_event`].
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use highwater_core::Completion;
+use highwater_core::{Completion, Result};
 use parking_lot::{Condvar, Mutex};
+
+use crate::capture::Mark;
+use crate::operation::Operation;
+use crate::shared_event::{Record, SharedEvent};
 
 /// Where a point stands.
 #[derive(Debug, Clone, Copy)]
@@ -25,27 +31,55 @@ pub(crate) enum Progress {
 /// One record of an event.
 #[derive(Debug)]
 pub(crate) struct Point {
+    /// Where the point stands, unless it is shared.
     progress: Mutex<Progress>,
     changed: Condvar,
+    shared: Option<Record>,
+    /// Where in a capture the record was made; such a point is never reached.
+    mark: Option<Mark>,
 }
 
 impl Point {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { progress: Mutex::new(Progress::Ahead), changed: Condvar::new() })
+        Self::with(None)
+    }
+
+    fn with(shared: Option<Record>) -> Arc<Self> {
+        Arc::new(Self { progress: Mutex::new(Progress::Ahead), changed: Condvar::new(), shared, mark: None })
+    }
+
+    /// A record that was made in a capture.
+    pub(crate) fn captured(mark: Mark) -> Arc<Self> {
+        let mark = Some(mark);
+        Arc::new(Self { progress: Mutex::new(Progress::Ahead), changed: Condvar::new(), shared: None, mark })
+    }
+
+    /// See the field.
+    pub(crate) fn mark(&self) -> Option<&Mark> {
+        self.mark.as_ref()
     }
 
     pub(crate) fn progress(&self) -> Progress {
-        *self.progress.lock()
+        match &self.shared {
+            None => *self.progress.lock(),
+            Some(record) => record.progress(),
+        }
     }
 
     /// Called once, by the stream's worker, under the lock of its queue; whoever holds this lock takes no other.
     pub(crate) fn settle(&self, progress: Progress) {
+        if let Some(record) = &self.shared {
+            return record.settle(progress);
+        }
         *self.progress.lock() = progress;
         self.changed.notify_all();
     }
 
     /// Waits until the point is reached (`Complete`) or lost (`None`).
     pub(crate) fn wait(&self) -> Option<Completion> {
+        if let Some(record) = &self.shared {
+            return if matches!(record.wait(), Progress::Lost) { None } else { Some(Completion::Complete) };
+        }
         let mut progress = self.progress.lock();
         loop {
             match *progress {
@@ -62,20 +96,41 @@ pub(crate) struct Event {
     pub(crate) device: u32,
     pub(crate) timing: bool,
     latest: Mutex<Option<Arc<Point>>>,
+    /// The event's state, where it is for several processes.
+    pub(crate) shared: Option<Arc<SharedEvent>>,
 }
 
 impl Event {
     pub(crate) fn new(device: u32, timing: bool) -> Arc<Self> {
-        Arc::new(Self { device, timing, latest: Mutex::new(None) })
+        Arc::new(Self { device, timing, latest: Mutex::new(None), shared: None })
+    }
+
+    /// An event for several processes.
+    pub(crate) fn interprocess(device: u32, shared: Arc<SharedEvent>) -> Arc<Self> {
+        Arc::new(Self { device, timing: false, latest: Mutex::new(None), shared: Some(shared) })
     }
 
     /// The latest record; `None` when there was none.
     pub(crate) fn latest(&self) -> Option<Arc<Point>> {
-        self.latest.lock().clone()
+        match &self.shared {
+            None => self.latest.lock().clone(),
+            Some(shared) => shared.latest().map(|record| Point::with(Some(record))),
+        }
+    }
+
+    /// A point for a record that is about to be enqueued.
+    pub(crate) fn point(&self, operation: Operation) -> Result<Arc<Point>> {
+        match &self.shared {
+            None => Ok(Point::new()),
+            Some(shared) => Ok(Point::with(Some(shared.begin_record(operation)?))),
+        }
     }
 
     /// Moves the event to a point whose record has been enqueued.
     pub(crate) fn move_to(&self, point: Arc<Point>) {
-        *self.latest.lock() = Some(point);
+        match &point.shared {
+            None => *self.latest.lock() = Some(point),
+            Some(record) => record.publish(),
+        }
     }
 }

@@ -8,25 +8,33 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use highwater_core::{
-    AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, Completion, DeviceInfo,
-    DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, HostAllocator, IdTable,
-    Identity, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId, StreamOptions,
-    StreamPriority,
+    AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
+    DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
+    GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,
+    Result, StreamId, StreamOptions, StreamPriority,
 };
+use parking_lot::Mutex;
 
 use crate::arena::Owner;
 use crate::blas::MockBlas;
+use crate::capture::{self, Graph, OpenCaptures};
+use crate::checks::{Checks, Violation};
 use crate::device::{self, Device};
-use crate::event::{Event, Point, Progress};
+use crate::event::{Event, Progress};
 use crate::exit;
+use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
+use crate::ipc::{self, MockIpc};
 use crate::operation::{Calls, Operation};
 use crate::options::MockOptions;
+use crate::peers::Peers;
+use crate::sealed_file::{self, Exported};
+use crate::shared_event::SharedEvent;
 use crate::stream::{Command, Engine, Stream, nanoseconds};
 
 /// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
 ///
-/// BLAS handles and the host allocator keep what they need of it alive, so the devices end with the last of them: then
+/// BLAS handles, the host allocator and the sharing keep what they need of it alive, so the devices end with the last of them: then
 /// what is still queued is executed without latency, the worker threads are joined, and memory and descriptors are given
 /// back. In a forked child, and once the process has begun to exit, dropping does nothing.
 pub struct MockGpu {
@@ -46,11 +54,24 @@ pub(crate) struct State {
     /// Grows whenever a stream's id becomes stale, so that the result of a check can be remembered.
     pub(crate) streams_epoch: AtomicU64,
     legacy_streams: Vec<OnceLock<Arc<Stream>>>,
-    events: IdTable<EventId, Event>,
+    thread_streams: Arc<ThreadStreams>,
+    wrapped_streams: Wrappers<StreamId>,
+    pub(crate) events: IdTable<EventId, Event>,
+    wrapped_events: Wrappers<EventId>,
+    graphs: IdTable<GraphId, Graph>,
+    graph_execs: IdTable<GraphExecId, Graph>,
+    captures: Mutex<OpenCaptures>,
     host: Arc<MockHost>,
     pub(crate) handles: AtomicU64,
     create_handle_latency_ns: Vec<AtomicU64>,
     pub(crate) gemm_gap: Duration,
+    /// The descriptors that exported handles carry.
+    pub(crate) exported: Exported,
+    /// How many memory files of events there are.
+    event_files: Arc<AtomicU64>,
+    peers: OnceLock<Arc<Peers>>,
+    /// Set in test mode.
+    checks: Option<Arc<Checks>>,
 }
 
 impl Deref for Shared {
@@ -91,9 +112,12 @@ impl MockGpu {
     /// memory.
     pub fn open(options: MockOptions) -> Result<Arc<Self>> {
         let faults = options.check()?;
-        let calls = Arc::new(Calls::new());
+        let calls = Arc::new(Calls::new(options.seed));
         for (operation, nth, kind) in faults {
             calls.fail(operation, nth, kind)?;
+        }
+        for (operation, per_million, kind) in options.check_chances()? {
+            calls.fail_by_chance(operation, per_million, kind)?;
         }
         let tag = BackendTag::next();
         let mut identity = Identity::new("mock", "devices simulated on the CPU", tag);
@@ -101,29 +125,44 @@ impl MockGpu {
         identity.versions = vec![("highwater-mock".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
         identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
         identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
+        let checks = options.checks.then(Arc::<Checks>::default);
         let devices = (0..options.devices)
-            .map(|ordinal| Device::new(ordinal, options.memory_bytes))
+            .map(|ordinal| {
+                let device = Device::new(ordinal, options.memory_bytes)?;
+                Ok(device.with_quarantine(options.quarantine).with_checks(checks.clone()))
+            })
             .collect::<Result<Vec<_>>>()?;
         // Thread names hold 15 bytes.
         let engine = Engine::new(devices, options.latency, format!("hw-mock-{}", tag.get()));
-        let host = MockHost::new(Arc::clone(&calls), options.capabilities, options.devices, options.host_memory_bytes);
+        let host = MockHost::new(Arc::clone(&calls), options.capabilities, options.devices, options.host_memory_bytes)
+            .with_checks(checks.clone());
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
             identity,
             devices: options.devices,
             capabilities: options.capabilities,
+            thread_streams: ThreadStreams::new(Arc::clone(&calls)),
+            wrapped_streams: Wrappers::new(),
+            wrapped_events: Wrappers::new(),
             calls,
             engine,
             streams: IdTable::new(tag),
             streams_epoch: AtomicU64::new(0),
             legacy_streams: (0..options.devices).map(|_| OnceLock::new()).collect(),
             events: IdTable::new(tag),
+            graphs: IdTable::new(tag),
+            graph_execs: IdTable::new(tag),
+            captures: Mutex::new(OpenCaptures::default()),
             host: Arc::new(host),
             handles: AtomicU64::new(0),
             create_handle_latency_ns: (0..options.devices)
                 .map(|device| AtomicU64::new(nanoseconds(create_handle_latency(device))))
                 .collect(),
             gemm_gap: options.gemm_gap,
+            exported: Exported::default(),
+            event_files: Arc::default(),
+            peers: OnceLock::new(),
+            checks,
         };
         exit::watch();
         Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
@@ -155,6 +194,22 @@ impl MockGpu {
         self.shared.calls.fail(operation.as_ref().parse()?, nth_from_now, kind)
     }
 
+    /// Makes calls of an operation fail by chance, `per_million` of a million on average, from the next one on; 0 ends it.
+    /// Which calls those are depends on the seed of the options, the operation and how many calls of it came since, and on
+    /// nothing else. A fault of [`MockGpu::fail_call`] that is due comes first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that does not exist and for more than a million.
+    pub fn fail_by_chance(&self, operation: impl AsRef<str>, per_million: u32, kind: ErrorKind) -> Result<()> {
+        self.shared.calls.fail_by_chance(operation.as_ref().parse()?, per_million, kind)
+    }
+
+    /// How many calls of an operation the mock made fail because it was told to.
+    #[must_use]
+    pub fn faults(&self, operation: Operation) -> u64 {
+        self.shared.calls.faults(operation)
+    }
+
     /// How often an operation was called, failed calls included.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> u64 {
@@ -165,6 +220,36 @@ impl MockGpu {
     #[must_use]
     pub fn total_calls(&self) -> u64 {
         Operation::ALL.iter().map(|&operation| self.calls(operation)).sum()
+    }
+
+    /// The rules of use that were broken since the backend was opened in test mode
+    /// ([`MockOptions::with_checks`]), the first 1000 of them. Without test mode nothing is found.
+    #[must_use]
+    pub fn violations(&self) -> Vec<Violation> {
+        // In a child, the lock may be held by a thread that it does not have.
+        let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
+        checks.map_or_else(Vec::new, |checks| checks.violations())
+    }
+
+    /// How many there were in all.
+    #[must_use]
+    pub fn violation_count(&self) -> u64 {
+        let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
+        checks.map_or(0, |checks| checks.count())
+    }
+
+    /// The inode of the memory file that holds the device's own memory. Every process that opened some of it has it among
+    /// its mappings (`/proc/PID/maps`) under this number.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such device.
+    pub fn memory_inode(&self, device: u32) -> Result<u64> {
+        let found = self.shared.engine.devices.get(device as usize);
+        let file = found.ok_or_else(|| self.shared.no_device("memory_inode", device))?.memory.file();
+        let id = sealed_file::identify(file).map_err(|error| {
+            Error::new(ErrorKind::OperatingSystem, "memory_inode", format!("cannot identify the memory file: {error}"))
+        })?;
+        Ok(id.inode)
     }
 
     /// Breaks a device: nothing is executed on it any more, and calls that need it give `DeviceLost`. There is no way
@@ -208,13 +293,17 @@ impl State {
     pub(crate) fn stream(&self, operation: Operation, id: StreamId) -> Result<Arc<Stream>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
             self.check_default_stream(operation, id)?;
-            return Ok(self.legacy_stream(id.device()));
+            return Ok(if id.is_legacy_default() {
+                self.legacy_stream(id.device())
+            } else {
+                self.thread_streams.get(&self.engine, id.device())
+            });
         }
         self.streams.get(operation.name(), id)
     }
 
     fn legacy_stream(&self, device: u32) -> Arc<Stream> {
-        Arc::clone(self.legacy_streams[device as usize].get_or_init(|| Stream::new(&self.engine, device)))
+        Arc::clone(self.legacy_streams[device as usize].get_or_init(|| Stream::legacy(&self.engine, device)))
     }
 
     /// The legacy default stream, for a handle that was never bound to a stream.
@@ -240,20 +329,36 @@ impl State {
                 )
                 .with_hint("make the id with this backend's tag and a device that it has"));
         }
-        if id.is_per_thread_default() {
-            return Err(operation.lacks("per_thread_default_stream"));
-        }
-        if !self.capabilities.legacy_default_stream {
-            return Err(operation.lacks("legacy_default_stream"));
-        }
-        Ok(())
+        let (can, name) = if id.is_legacy_default() {
+            (self.capabilities.legacy_default_stream, "legacy_default_stream")
+        } else {
+            (self.capabilities.per_thread_default_stream, "per_thread_default_stream")
+        };
+        if can { Ok(()) } else { Err(operation.lacks(name)) }
     }
 
     fn same_device(operation: Operation, stream: StreamId, what: &str, device: u32) -> Result<()> {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
 
-    fn event(&self, operation: Operation, id: EventId) -> Result<Arc<Event>> {
+    /// The other processes, as the events of this backend see them.
+    pub(crate) fn peers(&self) -> &Arc<Peers> {
+        self.peers.get_or_init(|| Arc::new(Peers::new()))
+    }
+
+    /// Fork check, count, fault, and whether the device captures at all.
+    fn enter_capture(&self, operation: Operation) -> Result<&Self> {
+        self.calls.enter(operation)?;
+        if self.capabilities.capture { Ok(self) } else { Err(operation.lacks("capture")) }
+    }
+
+    /// Fork check, count, fault, and whether objects of other code can be wrapped.
+    fn enter_foreign(&self, operation: Operation) -> Result<&Self> {
+        self.calls.enter(operation)?;
+        if self.capabilities.foreign_objects { Ok(self) } else { Err(operation.lacks("foreign_objects")) }
+    }
+
+    pub(crate) fn event(&self, operation: Operation, id: EventId) -> Result<Arc<Event>> {
         self.events.get(operation.name(), id)
     }
 }
@@ -266,6 +371,13 @@ pub(crate) fn wrong_device(operation: Operation, stream: StreamId, what: &str, d
             format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device()),
         )
         .with_hint("use a stream of the same device")
+}
+
+/// The UUID of a device: the same in every process.
+pub(crate) fn device_uuid(device: u32) -> [u8; 16] {
+    let mut uuid = *b"highwater mock\0\0";
+    uuid[15] = device as u8;
+    uuid
 }
 
 fn out_of_range(operation: Operation, what: &str) -> Error {
@@ -286,10 +398,8 @@ unsafe impl Backend for MockGpu {
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
         self.shared.calls.enter(Operation::DeviceInfo)?;
         let memory_bytes = self.shared.device(Operation::DeviceInfo, device)?.memory.bytes();
-        // The same in every process, as a device's UUID is.
-        let mut uuid = *b"highwater mock\0\0";
-        uuid[15] = device as u8;
-        let mut info = DeviceInfo::new(device, format!("Highwater mock device {device}"), uuid, memory_bytes);
+        let name = format!("Highwater mock device {device}");
+        let mut info = DeviceInfo::new(device, name, device_uuid(device), memory_bytes);
         info.architecture = "mock".to_owned();
         Ok(info)
     }
@@ -310,11 +420,16 @@ unsafe impl Backend for MockGpu {
         let shared = &*self.shared;
         // A child owns nothing of its parent's.
         if shared.calls.is_own_process() {
-            live.streams = shared.streams.len() as u64;
-            live.events = shared.events.len() as u64;
+            // What was wrapped belongs to other code.
+            live.streams = (shared.streams.len() as u64).saturating_sub(shared.wrapped_streams.count());
+            live.events = (shared.events.len() as u64).saturating_sub(shared.wrapped_events.count());
             live.handles = shared.handles.load(Ordering::Relaxed);
             live.allocations = shared.engine.devices.iter().map(Device::callers_blocks).sum();
             live.host_allocations = shared.host.blocks();
+            live.mappings = shared.engine.devices.iter().map(|device| device.memory.imports.read().count()).sum();
+            live.descriptors = shared.exported.count();
+            live.shared_files = shared.event_files.load(Ordering::Relaxed);
+            live.graphs = (shared.graphs.len() + shared.graph_execs.len()) as u64;
         }
         live
     }
@@ -332,7 +447,11 @@ unsafe impl Backend for MockGpu {
         if options.priority != StreamPriority::Normal && !shared.capabilities.stream_priority {
             return Err(operation.lacks("stream_priority"));
         }
-        shared.streams.insert(operation.name(), device, Stream::new(&shared.engine, device))
+        let stream = Stream::new(&shared.engine, device);
+        let id = shared.streams.insert(operation.name(), device, Arc::clone(&stream))?;
+        // Nobody else knows the stream yet.
+        let _ = stream.id.set(id);
+        Ok(id)
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
@@ -347,7 +466,9 @@ unsafe impl Backend for MockGpu {
         let removed = shared.streams.remove(operation.name(), stream)?;
         // Relaxed: whoever may rely on the id being stale has learnt of this call's return by other means.
         shared.streams_epoch.fetch_add(1, Ordering::Relaxed);
-        removed.close();
+        if !shared.wrapped_streams.forget(&stream) {
+            removed.close();
+        }
         Ok(())
     }
 
@@ -366,7 +487,11 @@ unsafe impl Backend for MockGpu {
         self.shared.calls.enter(operation)?;
         let device = self.shared.device(operation, device)?;
         let streams = device.streams.lock().clone();
-        for stream in streams.iter().filter_map(std::sync::Weak::upgrade) {
+        let streams: Vec<_> = streams.iter().filter_map(std::sync::Weak::upgrade).collect();
+        // Every capture is lost, not only the first that is met, and nothing is waited for then.
+        let refusals: Vec<_> = streams.iter().map(|stream| stream.queue.lock().refuse_to_answer(operation)).collect();
+        refusals.into_iter().collect::<Result<()>>()?;
+        for stream in streams {
             stream.synchronize(operation)?;
         }
         device.check_not_lost(operation)
@@ -377,9 +502,27 @@ unsafe impl Backend for MockGpu {
         self.shared.calls.enter(operation)?;
         let stream = self.shared.stream(operation, stream)?;
         match self.shared.event(operation, event)?.latest() {
-            Some(point) => stream.enqueue(operation, Command::Wait(point)),
+            Some(point) => stream.wait_for(operation, point),
             None => Ok(()),
         }
+    }
+
+    fn raw_stream(&self, stream: StreamId) -> Result<u64> {
+        let operation = Operation::RawStream;
+        let shared = self.shared.enter_foreign(operation)?;
+        shared.stream(operation, stream).map(|stream| foreign::raw(&stream))
+    }
+
+    unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
+        let operation = Operation::StreamFromRaw;
+        let shared = self.shared.enter_foreign(operation)?;
+        let streams = shared.device(operation, device)?.streams.lock().clone();
+        let is_it = |stream: &Arc<Stream>| foreign::raw(stream) == raw && !stream.is_closed();
+        let found = streams.iter().filter_map(std::sync::Weak::upgrade).find(is_it);
+        let stream = found.ok_or_else(|| foreign::unknown(operation, "stream", device, raw))?;
+        let id = shared.streams.insert(operation.name(), device, stream)?;
+        shared.wrapped_streams.add(id);
+        Ok(id)
     }
 
     // ------------------------------------------------------------------ events
@@ -397,14 +540,20 @@ unsafe impl Backend for MockGpu {
             return Err(operation.lacks("event_timing"));
         }
         if options.interprocess {
-            return Err(operation.lacks("interprocess_events"));
+            if !shared.capabilities.interprocess_events {
+                return Err(operation.lacks("interprocess_events"));
+            }
+            let state = SharedEvent::create(operation, shared.peers(), &shared.event_files)?;
+            return shared.events.insert(operation.name(), device, Event::interprocess(device, state));
         }
         shared.events.insert(operation.name(), device, Event::new(device, options.timing))
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
         self.shared.calls.enter(Operation::DestroyEvent)?;
-        self.shared.events.remove(Operation::DestroyEvent.name(), event).map(|_| ())
+        self.shared.events.remove(Operation::DestroyEvent.name(), event)?;
+        self.shared.wrapped_events.forget(&event);
+        Ok(())
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
@@ -413,16 +562,19 @@ unsafe impl Backend for MockGpu {
         let object = self.shared.event(operation, event)?;
         let queue = self.shared.stream(operation, stream)?;
         State::same_device(operation, stream, "the event", event.device())?;
-        let point = Point::new();
-        queue.enqueue(operation, Command::Record(Arc::clone(&point)))?;
-        object.move_to(point);
+        if object.shared.is_some() && queue.is_recording() {
+            return Err(operation
+                .error(ErrorKind::Capture, "an event for several processes cannot be recorded in a capture")
+                .with_hint("record it before or after the capture; the capture goes on"));
+        }
+        object.move_to(queue.record(operation, object.point(operation)?)?);
         Ok(())
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
         let operation = Operation::QueryEvent;
         self.shared.calls.enter(operation)?;
-        match self.shared.event(operation, event)?.latest().map(|point| point.progress()) {
+        match self.shared.event(operation, event)?.reachable(operation)?.map(|point| point.progress()) {
             None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
             Some(Progress::Ahead) => Ok(Completion::Pending),
             Some(Progress::Lost) => Err(device::lost(operation, event.device())),
@@ -432,7 +584,7 @@ unsafe impl Backend for MockGpu {
     fn synchronize_event(&self, event: EventId) -> Result<()> {
         let operation = Operation::SynchronizeEvent;
         self.shared.calls.enter(operation)?;
-        match self.shared.event(operation, event)?.latest() {
+        match self.shared.event(operation, event)?.reachable(operation)? {
             Some(point) if point.wait().is_none() => Err(device::lost(operation, event.device())),
             _ => Ok(()),
         }
@@ -451,7 +603,7 @@ unsafe impl Backend for MockGpu {
                 return Err(error(ErrorKind::InvalidArgument, "has no timing")
                     .with_hint("make both events with `EventOptions::with_timing`"));
             }
-            match event.latest().map(|point| point.progress()) {
+            match event.reachable(operation)?.map(|point| point.progress()) {
                 None => Err(error(ErrorKind::InvalidArgument, "was never recorded")),
                 Some(Progress::Ahead) => Err(error(ErrorKind::InvalidState, "has not been reached yet")
                     .with_hint("synchronize with the later event first")),
@@ -469,6 +621,23 @@ unsafe impl Backend for MockGpu {
         Ok(nanoseconds(to.saturating_duration_since(from)))
     }
 
+    fn raw_event(&self, event: EventId) -> Result<u64> {
+        let operation = Operation::RawEvent;
+        self.shared.enter_foreign(operation)?.event(operation, event).map(|event| foreign::raw(&event))
+    }
+
+    unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
+        let operation = Operation::EventFromRaw;
+        let shared = self.shared.enter_foreign(operation)?;
+        shared.device(operation, device)?;
+        let is_it = |event: &Arc<Event>| foreign::raw(event) == raw && event.device == device;
+        let found = shared.events.objects().into_iter().find(is_it);
+        let event = found.ok_or_else(|| foreign::unknown(operation, "event", device, raw))?;
+        let id = shared.events.insert(operation.name(), device, event)?;
+        shared.wrapped_events.add(id);
+        Ok(id)
+    }
+
     // ------------------------------------------------------------------ device memory
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
@@ -478,13 +647,22 @@ unsafe impl Backend for MockGpu {
         device.check_not_lost(operation)?;
         let owner = match options.kind {
             DeviceMemoryKind::Plain => Owner::Plain,
-            DeviceMemoryKind::Shareable(_) => return Err(operation.lacks("shareable_memory")),
+            DeviceMemoryKind::Shareable(transport) => {
+                if !shared.capabilities.shareable_memory {
+                    return Err(operation.lacks("shareable_memory"));
+                }
+                if !shared.capabilities.ipc_transports.contains(transport) {
+                    return Err(ipc::unsupported(operation, transport));
+                }
+                Owner::Shareable
+            }
             DeviceMemoryKind::StreamOrdered(stream) => {
                 if !shared.capabilities.stream_ordered_memory {
                     return Err(operation.lacks("stream_ordered_memory"));
                 }
-                shared.check_stream(operation, stream)?;
+                let queue = shared.stream(operation, stream)?;
                 State::same_device(operation, stream, "the memory", device.ordinal)?;
+                queue.refuse_stream_order(operation)?;
                 Owner::StreamOrdered
             }
             other => {
@@ -598,7 +776,58 @@ unsafe impl Backend for MockGpu {
             FillPattern::U16(value) => bytemuck::cast([value; 4]),
             FillPattern::U32(value) => bytemuck::cast([value; 2]),
         };
-        queue.enqueue(operation, Command::Fill { dst, bytes, pattern })
+        queue.enqueue(operation, Command::Fill { device, dst, bytes, pattern })
+    }
+
+    // ------------------------------------------------------------------ capture and replay
+
+    fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
+        let operation = Operation::BeginCapture;
+        let queue = self.shared.enter_capture(operation)?.stream(operation, stream)?;
+        if stream.is_legacy_default() {
+            return Err(capture::legacy_stream(operation));
+        }
+        self.shared.captures.lock().push(queue.begin_capture(operation, mode)?);
+        Ok(())
+    }
+
+    unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
+        let operation = Operation::EndCapture;
+        let shared = self.shared.enter_capture(operation)?;
+        let graph = shared.stream(operation, stream)?.end_capture(operation)?;
+        shared.graphs.insert(operation.name(), stream.device(), Arc::new(graph))
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> Result<bool> {
+        let operation = Operation::IsCapturing;
+        let stream = self.shared.enter_capture(operation)?.stream(operation, stream)?;
+        Ok(stream.queue.lock().recording().is_some())
+    }
+
+    fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
+        let operation = Operation::InstantiateGraph;
+        let shared = self.shared.enter_capture(operation)?;
+        let recorded = shared.graphs.get(operation.name(), graph)?;
+        shared.graph_execs.insert(operation.name(), graph.device(), recorded)
+    }
+
+    unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
+        let operation = Operation::LaunchGraph;
+        let shared = self.shared.enter_capture(operation)?;
+        let recorded = shared.graph_execs.get(operation.name(), graph)?;
+        let queue = shared.stream(operation, stream)?;
+        State::same_device(operation, stream, "the graph", graph.device())?;
+        queue.launch(operation, &recorded)
+    }
+
+    fn destroy_graph(&self, graph: GraphId) -> Result<()> {
+        let operation = Operation::DestroyGraph;
+        self.shared.enter_capture(operation)?.graphs.remove(operation.name(), graph).map(|_| ())
+    }
+
+    fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
+        let operation = Operation::DestroyGraphExec;
+        self.shared.enter_capture(operation)?.graph_execs.remove(operation.name(), graph).map(|_| ())
     }
 
     // ------------------------------------------------------------------ the other traits
@@ -616,6 +845,9 @@ unsafe impl Backend for MockGpu {
                     .error(ErrorKind::Unsupported, format!("the mock does not know the kind of handle {other:?}")));
             }
         }
+        if !shared.capabilities.create_during_capture {
+            shared.captures.lock().refuse_creation(operation)?;
+        }
         let latency = Duration::from_nanos(shared.create_handle_latency_ns[device as usize].load(Ordering::Relaxed));
         if !latency.is_zero() {
             std::thread::sleep(latency);
@@ -625,5 +857,10 @@ unsafe impl Backend for MockGpu {
 
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
         Arc::<MockHost>::clone(&self.shared.host)
+    }
+
+    fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
+        let offered = !self.shared.capabilities.ipc_transports.is_empty();
+        offered.then(|| Arc::new(MockIpc::new(&self.shared)) as Arc<dyn IpcSharing>)
     }
 }

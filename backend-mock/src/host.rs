@@ -3,7 +3,7 @@
 //! Nothing is locked in fact; the table makes copies as strict as the fastest hardware is: a range outside of the table,
 //! or across two entries of it, is refused.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -13,8 +13,13 @@ use highwater_core::{
 use parking_lot::RwLock;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::checks::{Checks, POISON, Range, Space};
 use crate::exit;
 use crate::operation::{Calls, Operation};
+
+/// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
+const KEPT_BLOCKS: usize = 64;
+const KEPT_BYTES: usize = 64 << 20;
 
 /// Distance between the host's and the device's address where the two differ.
 const DEVICE_WINDOW: u64 = 1 << 62;
@@ -31,6 +36,8 @@ struct Table {
     /// By address. No two entries overlap.
     blocks: BTreeMap<usize, Block>,
     allocated_bytes: u64,
+    /// In test mode, what was freed last and is still mapped, the oldest first.
+    freed: VecDeque<(HostPtr, usize)>,
 }
 
 impl Table {
@@ -51,11 +58,58 @@ pub(crate) struct MockHost {
     devices: u32,
     limit_bytes: u64,
     table: RwLock<Table>,
+    /// Set in test mode.
+    checks: Option<Arc<Checks>>,
 }
 
 impl MockHost {
     pub(crate) fn new(calls: Arc<Calls>, capabilities: Capabilities, devices: u32, limit_bytes: u64) -> Self {
-        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()) }
+        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()), checks: None }
+    }
+
+    /// The same in test mode, where `checks` are given.
+    pub(crate) fn with_checks(mut self, checks: Option<Arc<Checks>>) -> Self {
+        self.checks = checks;
+        self
+    }
+
+    /// In test mode, looks whether work uses memory that is given back or handed out.
+    fn look(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) {
+        if let Some(checks) = &self.checks {
+            checks.look(operation, what, range_of(ptr, bytes));
+        }
+    }
+
+    /// Poisons a freed block and keeps it mapped for a while, so that who reads it too late finds the poison, and device
+    /// work that comes too late finds memory. Unmaps the oldest ones that no work uses.
+    ///
+    /// # Safety
+    /// The block is a mapping of `allocate` that is in the table no more.
+    unsafe fn keep_poisoned(&self, checks: &Checks, ptr: HostPtr, bytes: usize) {
+        for offset in (0..bytes).step_by(size_of::<u32>()) {
+            let part = (bytes - offset).min(size_of::<u32>());
+            // SAFETY: the part lies inside the mapping, whose owner has given it up.
+            unsafe { std::ptr::copy_nonoverlapping(POISON.to_ne_bytes().as_ptr(), ptr.as_ptr().add(offset), part) };
+        }
+        let mut unneeded = Vec::new();
+        let mut table = self.table.write();
+        table.freed.push_back((ptr, bytes));
+        let mut kept_bytes: usize = table.freed.iter().map(|block| block.1).sum();
+        let mut excess = table.freed.len().saturating_sub(KEPT_BLOCKS);
+        table.freed.retain(|&(ptr, bytes)| {
+            let keep = (excess == 0 && kept_bytes <= KEPT_BYTES) || checks.is_in_use(range_of(ptr, bytes));
+            if !keep {
+                excess = excess.saturating_sub(1);
+                kept_bytes -= bytes;
+                unneeded.push((ptr, bytes));
+            }
+            keep
+        });
+        drop(table);
+        for (ptr, bytes) in unneeded {
+            // SAFETY: the mapping was made by `allocate` with this length, was freed, and no work uses it.
+            unsafe { unmap(ptr.as_ptr(), bytes) };
+        }
     }
 
     /// Checks that a range lies inside one page-locked block.
@@ -87,6 +141,10 @@ impl MockHost {
             }
         }
     }
+}
+
+fn range_of(ptr: HostPtr, bytes: usize) -> Range {
+    Range { space: Space::Host, address: ptr.address() as u64, bytes: bytes as u64 }
 }
 
 fn no_bytes(operation: Operation) -> Error {
@@ -132,6 +190,8 @@ unsafe impl HostAllocator for MockHost {
         let ptr = HostPtr::new(address.ok_or_else(|| exhausted(table.allocated_bytes))?);
         table.allocated_bytes += bytes as u64;
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: false });
+        drop(table);
+        self.look(operation, "were handed out", ptr, bytes);
         Ok(ptr)
     }
 
@@ -152,6 +212,12 @@ unsafe impl HostAllocator for MockHost {
         table.allocated_bytes -= bytes as u64;
         // Unmapping much takes long; the address is not given out again before it is done.
         drop(table);
+        self.look(operation, "were freed", ptr, bytes);
+        if let Some(checks) = &self.checks {
+            // SAFETY: the block was just taken out of the table.
+            unsafe { self.keep_poisoned(checks, ptr, bytes) };
+            return Ok(());
+        }
         // SAFETY: the mapping was made by `allocate` with this length; the caller promises that nobody uses it any more.
         unsafe { unmap(ptr.as_ptr(), bytes) };
         Ok(())
@@ -192,8 +258,10 @@ unsafe impl HostAllocator for MockHost {
             return Err(operation.lacks("host_register"));
         }
         let mut table = self.table.write();
-        if table.blocks.get(&ptr.address()).is_some_and(|block| block.registered) {
+        if let Some(&Block { bytes, registered: true, .. }) = table.blocks.get(&ptr.address()) {
             table.blocks.remove(&ptr.address());
+            drop(table);
+            self.look(operation, "were unregistered", ptr, bytes);
             return Ok(());
         }
         Err(operation
@@ -222,10 +290,12 @@ impl Drop for MockHost {
         if !self.calls.is_own_process() || exit::has_begun() {
             return;
         }
-        for block in self.table.get_mut().blocks.values().filter(|block| !block.registered) {
-            // SAFETY: the mapping was made by `allocate` with this length and was never freed. The backend, whose workers
-            // used it, holds the allocator and has ended.
-            unsafe { unmap(block.ptr.as_ptr(), block.bytes) };
+        let table = self.table.get_mut();
+        let never_freed = table.blocks.values().filter(|block| !block.registered).map(|block| (block.ptr, block.bytes));
+        for (ptr, bytes) in never_freed.chain(table.freed.iter().copied()) {
+            // SAFETY: the mapping was made by `allocate` with this length and is unmapped nowhere else any more. The
+            // backend, whose workers used it, holds the allocator and has ended.
+            unsafe { unmap(ptr.as_ptr(), bytes) };
         }
     }
 }

@@ -5,12 +5,18 @@
 //! device memory, so whoever else writes the workspace meanwhile spoils it, as on hardware. A product that is larger
 //! than its workspace is cut into panels, with two commands each.
 //!
-//! Equal calls give equal bits: the order of every sum depends only on the shape and the size of the workspace.
+//! Half types are widened to 32 bits, multiplied, added up and kept there, and rounded once, when the result is written.
+//! In TF32 the factors are rounded before they are multiplied, and nothing else is.
+//!
+//! Equal calls give equal bits: the order of every sum depends only on the shape and the size of the workspace. Where
+//! atomics are allowed, a sum over a long k is made of parts that are added in another order each time, so that code
+//! which promises repeatable results and forgets the setting is found out.
 
-use std::ops::{Add, Mul};
+use std::hash::{BuildHasher, RandomState};
+use std::ops::{Add, AddAssign, Mul};
 use std::sync::Arc;
 
-use bytemuck::Pod;
+use bytemuck::{Pod, Zeroable};
 use highwater_core::{DataType, DevicePtr, Epilogue, GemmShape, StridedBatch, Transpose};
 
 use crate::device::Device;
@@ -73,6 +79,7 @@ impl Drop for OwnWorkspace {
 /// One product, checked: the offsets of its matrices in the device's memory, in bytes.
 #[derive(Debug)]
 pub(crate) struct Product {
+    pub(crate) device: u32,
     pub(crate) shape: GemmShape,
     pub(crate) alpha: f64,
     pub(crate) beta: f64,
@@ -82,15 +89,24 @@ pub(crate) struct Product {
     pub(crate) d: usize,
     pub(crate) bias: Option<usize>,
     pub(crate) epilogue: Epilogue,
+    /// Whether the factors are rounded to TF32.
+    pub(crate) tf32: bool,
+    /// Whether the order of sums is free.
+    pub(crate) atomics: bool,
     pub(crate) workspace: usize,
     /// Keeps the workspace until the last command has run, where it is the handle's own.
-    #[expect(dead_code, reason = "held for its destructor")]
     pub(crate) own: Option<Arc<OwnWorkspace>>,
 }
 
-/// An element type that products are computed in.
-trait Element: Pod + Add<Output = Self> + Mul<Output = Self> + PartialOrd {
+/// A type that sums are computed and kept in: the workspace holds it, whatever the elements are.
+trait Accumulator: Pod + Add<Output = Self> + AddAssign + Mul<Output = Self> + PartialOrd {
     fn from_f64(value: f64) -> Self;
+    fn to_f64(self) -> f64;
+
+    /// The nearest value with a mantissa of 10 bits; 64-bit products have no such mode.
+    fn round_to_tf32(self) -> Self {
+        self
+    }
 
     /// `c = a * b` with c column-major and packed; strides in elements.
     #[expect(clippy::too_many_arguments, reason = "the argument list of every GEMM")]
@@ -113,113 +129,194 @@ struct Strides {
     column: usize,
 }
 
-macro_rules! element {
-    ($type:ty, $gemm:path) => {
-        impl Element for $type {
-            fn from_f64(value: f64) -> Self {
-                value as Self
-            }
-
-            fn multiply(
-                m: usize,
-                k: usize,
-                n: usize,
-                a: &[Self],
-                a_strides: Strides,
-                b: &[Self],
-                b_strides: Strides,
-                c: &mut [Self],
-            ) {
-                let reaches = |rows: usize, columns: usize, strides: Strides| {
-                    (rows - 1) * strides.row + (columns - 1) * strides.column + 1
-                };
-                assert!(
-                    m > 0
-                        && k > 0
-                        && n > 0
-                        && reaches(m, k, a_strides) <= a.len()
-                        && reaches(k, n, b_strides) <= b.len()
+macro_rules! multiply_with {
+    ($gemm:path) => {
+        fn multiply(
+            m: usize,
+            k: usize,
+            n: usize,
+            a: &[Self],
+            a_strides: Strides,
+            b: &[Self],
+            b_strides: Strides,
+            c: &mut [Self],
+        ) {
+            let reaches = |rows: usize, columns: usize, strides: Strides| {
+                (rows - 1) * strides.row + (columns - 1) * strides.column + 1
+            };
+            assert!(
+                m > 0 && k > 0 && n > 0 && reaches(m, k, a_strides) <= a.len() && reaches(k, n, b_strides) <= b.len()
+            );
+            assert!(m * n <= c.len());
+            // SAFETY: the sizes were just checked against the slices, and `c` is borrowed exclusively. Strides are
+            // below the lengths of slices, so they fit `isize`.
+            unsafe {
+                $gemm(
+                    m,
+                    k,
+                    n,
+                    1.0,
+                    a.as_ptr(),
+                    a_strides.row as isize,
+                    a_strides.column as isize,
+                    b.as_ptr(),
+                    b_strides.row as isize,
+                    b_strides.column as isize,
+                    0.0,
+                    c.as_mut_ptr(),
+                    1,
+                    m as isize,
                 );
-                assert!(m * n <= c.len());
-                // SAFETY: the sizes were just checked against the slices, and `c` is borrowed exclusively. Strides are
-                // below the lengths of slices, so they fit `isize`.
-                unsafe {
-                    $gemm(
-                        m,
-                        k,
-                        n,
-                        1.0,
-                        a.as_ptr(),
-                        a_strides.row as isize,
-                        a_strides.column as isize,
-                        b.as_ptr(),
-                        b_strides.row as isize,
-                        b_strides.column as isize,
-                        0.0,
-                        c.as_mut_ptr(),
-                        1,
-                        m as isize,
-                    );
-                }
             }
         }
     };
 }
 
-element!(f32, matrixmultiply::sgemm);
-element!(f64, matrixmultiply::dgemm);
+impl Accumulator for f32 {
+    fn from_f64(value: f64) -> Self {
+        value as Self
+    }
+
+    fn to_f64(self) -> f64 {
+        self.into()
+    }
+
+    fn round_to_tf32(self) -> Self {
+        const DROPPED: u32 = f32::MANTISSA_DIGITS - 1 - 10;
+        if !self.is_finite() {
+            return self;
+        }
+        // Half a step less one, and one more where the bit that stays is odd: ties go to even. A carry runs into the
+        // exponent, as it should, up to infinity.
+        let bits = self.to_bits();
+        let half = (1 << (DROPPED - 1)) - 1 + (bits >> DROPPED & 1);
+        Self::from_bits((bits + half) & !((1 << DROPPED) - 1))
+    }
+
+    multiply_with!(matrixmultiply::sgemm);
+}
+
+impl Accumulator for f64 {
+    fn from_f64(value: f64) -> Self {
+        value
+    }
+
+    fn to_f64(self) -> f64 {
+        self
+    }
+
+    multiply_with!(matrixmultiply::dgemm);
+}
+
+/// An element type of matrices.
+trait Element: Pod {
+    type Wide: Accumulator;
+    fn widen(self) -> Self::Wide;
+    /// The nearest value.
+    fn narrow(wide: Self::Wide) -> Self;
+}
+
+impl Element for f32 {
+    type Wide = Self;
+    fn widen(self) -> Self {
+        self
+    }
+    fn narrow(wide: Self) -> Self {
+        wide
+    }
+}
+
+impl Element for f64 {
+    type Wide = Self;
+    fn widen(self) -> Self {
+        self
+    }
+    fn narrow(wide: Self) -> Self {
+        wide
+    }
+}
+
+impl Element for half::f16 {
+    type Wide = f32;
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+    fn narrow(wide: f32) -> Self {
+        Self::from_f32(wide)
+    }
+}
+
+impl Element for half::bf16 {
+    type Wide = f32;
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+    fn narrow(wide: f32) -> Self {
+        Self::from_f32(wide)
+    }
+}
+
+/// Bytes of an intermediate result of elements of this type.
+pub(crate) fn intermediate_bytes(data_type: DataType) -> usize {
+    match data_type {
+        DataType::F64 => size_of::<f64>(),
+        _ => size_of::<f32>(),
+    }
+}
+
+/// Calls a method with the element type of the product.
+macro_rules! with_element {
+    ($product:ident.$method:ident($($argument:expr),*)) => {
+        match $product.shape.data_type {
+            DataType::F64 => $product.$method::<f64>($($argument),*),
+            DataType::F16 => $product.$method::<half::f16>($($argument),*),
+            DataType::Bf16 => $product.$method::<half::bf16>($($argument),*),
+            _ => $product.$method::<f32>($($argument),*),
+        }
+    };
+}
 
 impl Product {
     /// Executes the first half.
     pub(crate) fn multiply(&self, memory: &DeviceMemory, panel: Panel) {
-        match self.shape.data_type {
-            DataType::F64 => self.multiply_as::<f64>(memory, panel),
-            _ => self.multiply_as::<f32>(memory, panel),
-        }
+        with_element!(self.multiply_as(memory, panel));
     }
 
     /// Executes the second half.
     pub(crate) fn finish(&self, memory: &DeviceMemory, panel: Panel) {
-        match self.shape.data_type {
-            DataType::F64 => self.finish_as::<f64>(memory, panel),
-            _ => self.finish_as::<f32>(memory, panel),
-        }
+        with_element!(self.finish_as(memory, panel));
     }
 
     /// Executes both halves, without a workspace.
     pub(crate) fn multiply_and_finish(&self, memory: &DeviceMemory) {
-        match self.shape.data_type {
-            DataType::F64 => self.multiply_and_finish_as::<f64>(memory),
-            _ => self.multiply_and_finish_as::<f32>(memory),
-        }
+        with_element!(self.multiply_and_finish_as(memory));
     }
 
     fn multiply_as<T: Element>(&self, memory: &DeviceMemory, panel: Panel) {
-        let length = panel.rows * panel.columns;
+        let bytes = panel.rows * panel.columns * size_of::<T::Wide>();
         for index in 0..panel.batches {
             let product = self.product::<T>(memory, panel, panel.batch + index);
-            memory.write_slice(self.workspace + index * length * size_of::<T>(), &product);
+            memory.write_slice(self.workspace + index * bytes, &product);
         }
     }
 
     fn finish_as<T: Element>(&self, memory: &DeviceMemory, panel: Panel) {
-        let length = panel.rows * panel.columns;
-        let mut product = vec![T::zeroed(); length];
+        let mut product = vec![T::Wide::zeroed(); panel.rows * panel.columns];
         for index in 0..panel.batches {
-            memory.read_slice(self.workspace + index * length * size_of::<T>(), &mut product);
-            self.store(memory, panel, panel.batch + index, &product);
+            memory.read_slice(self.workspace + index * size_of_val(&product[..]), &mut product);
+            self.store::<T>(memory, panel, panel.batch + index, &product);
         }
     }
 
     fn multiply_and_finish_as<T: Element>(&self, memory: &DeviceMemory) {
         for panel in panels(&self.shape, self.shape.m * self.shape.n) {
             let product = self.product::<T>(memory, panel, panel.batch);
-            self.store(memory, panel, panel.batch, &product);
+            self.store::<T>(memory, panel, panel.batch, &product);
         }
     }
 
     /// Whether A and B have no part in the result.
-    fn ignores_factors(&self) -> bool {
+    pub(crate) fn ignores_factors(&self) -> bool {
         self.alpha == 0.0 || self.shape.k == 0
     }
 
@@ -228,35 +325,47 @@ impl Product {
     }
 
     /// `op(A) * op(B)` of one product of the batch, column-major and packed.
-    fn product<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize) -> Vec<T> {
+    fn product<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize) -> Vec<T::Wide> {
         let Panel { row, rows, column, columns, .. } = panel;
-        let mut product = vec![T::zeroed(); rows * columns];
+        let mut product = vec![T::Wide::zeroed(); rows * columns];
         if self.ignores_factors() {
             return product;
         }
         let (shape, strides, k) = (&self.shape, self.strides(), self.shape.k);
         let a = self.a + batch * strides.stride_a * size_of::<T>();
         let b = self.b + batch * strides.stride_b * size_of::<T>();
-        let (a, a_strides) = match shape.transpose_a {
-            Transpose::No => (load::<T>(memory, a, shape.lda, (row, rows), (0, k)), Strides { row: 1, column: rows }),
-            Transpose::Yes => (load::<T>(memory, a, shape.lda, (0, k), (row, rows)), Strides { row: k, column: 1 }),
+        let factor = |base, ld, rows, columns| {
+            let elements = load::<T>(memory, base, ld, rows, columns).into_iter().map(T::widen);
+            if self.tf32 { elements.map(T::Wide::round_to_tf32).collect() } else { elements.collect() }
         };
-        let (b, b_strides) = match shape.transpose_b {
-            Transpose::No => {
-                (load::<T>(memory, b, shape.ldb, (0, k), (column, columns)), Strides { row: 1, column: k })
-            }
-            Transpose::Yes => {
-                (load::<T>(memory, b, shape.ldb, (column, columns), (0, k)), Strides { row: columns, column: 1 })
-            }
+        let (a, a_strides): (Vec<_>, _) = match shape.transpose_a {
+            Transpose::No => (factor(a, shape.lda, (row, rows), (0, k)), Strides { row: 1, column: rows }),
+            Transpose::Yes => (factor(a, shape.lda, (0, k), (row, rows)), Strides { row: k, column: 1 }),
         };
-        T::multiply(rows, k, columns, &a, a_strides, &b, b_strides, &mut product);
+        let (b, b_strides): (Vec<_>, _) = match shape.transpose_b {
+            Transpose::No => (factor(b, shape.ldb, (0, k), (column, columns)), Strides { row: 1, column: k }),
+            Transpose::Yes => (factor(b, shape.ldb, (column, columns), (0, k)), Strides { row: columns, column: 1 }),
+        };
+        if !self.atomics || k < MIN_SPLIT_K {
+            T::Wide::multiply(rows, k, columns, &a, a_strides, &b, b_strides, &mut product);
+            return product;
+        }
+        let mut partial = product.clone();
+        for part in any_order() {
+            let (from, to) = (part * k / PARTS, (part + 1) * k / PARTS);
+            let (a, b) = (&a[from * a_strides.column..], &b[from * b_strides.row..]);
+            T::Wide::multiply(rows, to - from, columns, a, a_strides, b, b_strides, &mut partial);
+            for (sum, &part) in product.iter_mut().zip(&partial) {
+                *sum += part;
+            }
+        }
         product
     }
 
     /// `D = epilogue(alpha * product + beta * C)` for one product of the batch.
-    fn store<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize, product: &[T]) {
+    fn store<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize, product: &[T::Wide]) {
         let Panel { row, rows, column, columns, .. } = panel;
-        let (alpha, beta) = (T::from_f64(self.alpha), T::from_f64(self.beta));
+        let (alpha, beta) = (T::Wide::from_f64(self.alpha), T::Wide::from_f64(self.beta));
         let place = |base: usize, column: usize| {
             base + (batch * self.strides().stride_c + column * self.shape.ldc + row) * size_of::<T>()
         };
@@ -272,22 +381,55 @@ impl Product {
                 memory.read_slice(place(self.c, column + index), &mut old);
             }
             for (i, value) in result.iter_mut().enumerate() {
-                let mut sum = T::zeroed();
+                let mut sum = T::Wide::zeroed();
                 if !self.ignores_factors() {
                     sum = alpha * product[index * rows + i];
                 }
                 if self.beta != 0.0 {
-                    sum = sum + beta * old[i];
+                    sum += beta * old[i].widen();
                 }
                 if let Some(bias) = &bias {
-                    sum = sum + bias[i];
+                    sum += bias[i].widen();
                 }
-                // A NaN stays one.
-                *value = if self.epilogue == Epilogue::BiasRelu && sum < T::zeroed() { T::zeroed() } else { sum };
+                *value = T::narrow(match self.epilogue {
+                    Epilogue::Relu | Epilogue::BiasRelu => relu(sum),
+                    Epilogue::Gelu | Epilogue::BiasGelu => gelu(sum),
+                    _ => sum,
+                });
             }
             memory.write_slice(place(self.d, column + index), &result);
         }
     }
+}
+
+/// A NaN stays one.
+fn relu<W: Accumulator>(x: W) -> W {
+    if x < W::zeroed() { W::zeroed() } else { x }
+}
+
+/// In its tanh form. Where x is negative the terms cancel, so 32 bits would leave few that are right.
+fn gelu<W: Accumulator>(x: W) -> W {
+    let x = x.to_f64();
+    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+    W::from_f64(0.5 * x * (1.0 + inner.tanh()))
+}
+
+/// Into how many parts k is cut where atomics are allowed. With two of them no order would show.
+const PARTS: usize = 8;
+/// Below this k is not cut.
+const MIN_SPLIT_K: usize = 64;
+
+/// The parts in another order each time, as blocks that add with atomics come.
+fn any_order() -> [usize; PARTS] {
+    // Keys are random in each process and differ from call to call.
+    let mut random = RandomState::new().hash_one(());
+    let mut parts = std::array::from_fn(|part| part);
+    for last in (1..PARTS).rev() {
+        let choices = last as u64 + 1;
+        parts.swap(last, (random % choices) as usize);
+        random /= choices;
+    }
+    parts
 }
 
 /// Part of a matrix, packed; rows and columns are (first, how many).
@@ -313,6 +455,51 @@ fn load<T: Element>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tf32_keeps_ten_bits_and_rounds_ties_to_even() {
+        let step = 2f32.powi(-10);
+        for (value, expected) in [
+            (1.0, 1.0),
+            (1.0 + step, 1.0 + step),
+            (1.0 + 0.49 * step, 1.0),
+            (1.0 + 0.5 * step, 1.0),
+            (1.0 + 0.51 * step, 1.0 + step),
+            (1.0 + 1.5 * step, 1.0 + 2.0 * step),
+            (-1.0 - 2.5 * step, -1.0 - 2.0 * step),
+            (2.0 - 0.25 * step, 2.0),
+            (0.0, 0.0),
+            (f32::MAX, f32::INFINITY),
+            (f32::NEG_INFINITY, f32::NEG_INFINITY),
+        ] {
+            assert_eq!(value.round_to_tf32(), expected, "{value:e}");
+        }
+        assert!(f32::from_bits(0x7f80_0001).round_to_tf32().is_nan());
+    }
+
+    #[test]
+    fn gelu_is_itself_far_up_nothing_far_down_and_exact_between() {
+        assert_eq!((gelu(1e30f32), gelu(-1e30f32), gelu(0f64)), (1e30, 0.0, 0.0));
+        // The formula, worked out elsewhere.
+        for (x, expected) in [(1.0, 0.841_191_990_608_276_1), (-2.0, -0.045_402_305_912_224_94)] {
+            assert!((gelu::<f64>(x) - expected).abs() < 1e-15, "{x}: {}", gelu::<f64>(x));
+        }
+        assert!(relu(f32::NAN).is_nan() && gelu(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn parts_come_once_each_and_in_many_orders() {
+        let orders: std::collections::HashSet<_> = (0..50)
+            .map(|_| {
+                let order = any_order();
+                let mut sorted = order;
+                sorted.sort_unstable();
+                assert_eq!(sorted, std::array::from_fn(|part| part));
+                order
+            })
+            .collect();
+        assert!(orders.len() > 10, "{orders:?}");
+    }
 
     /// Every element of every product belongs to exactly one panel, and no panel is larger than the workspace.
     #[test]

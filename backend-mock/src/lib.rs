@@ -3,8 +3,9 @@
 //! [`MockGpu`] is a device, not a stub. Its memory is real and limited, its streams run on threads of their own and
 //! really lag behind, its products are really computed, in two stream operations each that meet in the workspace, so
 //! that code which misuses streams, events or workspaces gets wrong numbers, as on hardware. It can be made slow, be
-//! made to lack an ability, and be told to fail the n-th call of any operation ([`MockOptions`], or the environment
-//! variable `HIGHWATER_MOCK`); and it counts every call.
+//! made to lack an ability, and be told to fail the n-th call of any operation, or some by chance ([`MockOptions`], or the
+//! environment variable `HIGHWATER_MOCK`); it counts every call; and in test mode ([`MockOptions::with_checks`]) it finds
+//! memory that is freed while device work still uses it.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -42,28 +43,52 @@
 //! # Where what is
 //! - `options`: what a mock is like; `operation`: names, counts and faults of its calls
 //! - `gpu`: the `Backend`; `blas`: the handles; `host`: page-locked memory
-//! - `device`, `arena`, `device_memory`: a device, which parts of its memory are taken, and the bytes
+//! - `device`, `arena`, `device_memory`, `mapping`: a device, which parts of its memory are taken, and the bytes
+//! - `ipc`, `imports`, `shared_event`, `sealed_file`, `peers`: memory and events of other processes, and whether those live
 //! - `stream`, `event`, `kernel`: queues and workers, points in streams, and what a product computes
+//! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
+//! - `checks`: test mode
 //! - `exit`: the end of the process
 //!
 //! # How it differs from hardware
 //! It is stricter: a copy from or to memory that is not page-locked, a range that is not inside one live block, and a
-//! stream-ordered block freed without a stream are refused. It is deterministic in every mode. Stream priorities change
-//! nothing. It has no capture, no sharing between processes and no half types; its capabilities say so.
+//! stream-ordered block freed without a stream are refused. Whoever asks or waits for a stream or an event of a capture
+//! loses the capture for certain, and a capture takes neither stream-ordered memory nor the launch of a graph. Stream
+//! priorities change nothing, and a graph is executed one operation after the other.
+//!
+//! It is repeatable bit for bit, except where [`AtomicsMode::Allowed`](highwater_core::AtomicsMode) was chosen: then sums
+//! over a long k are added in another order each time, on purpose.
+//!
+//! # Sharing between processes
+//! Every process has devices of its own, with the same UUIDs: they stand for the same hardware, and each process sees its
+//! own allocations and what it opened of others. Memory and events travel by descriptor
+//! ([`Transport::Descriptor`](highwater_core::Transport)). What is shared lives in sealed memory files without a name, so
+//! it needs no room in `/dev/shm`, and ends with the last process that uses it, however that ends. Work that a process
+//! has queued ends with the process; on hardware it may go on for a while.
 
 mod arena;
 mod blas;
+mod capture;
+mod checks;
 mod device;
 mod device_memory;
 mod event;
 mod exit;
+mod foreign;
 mod gpu;
 mod host;
+mod imports;
+mod ipc;
 mod kernel;
+mod mapping;
 mod operation;
 mod options;
+mod peers;
+mod sealed_file;
+mod shared_event;
 mod stream;
 
+pub use checks::{POISON, Violation};
 pub use gpu::MockGpu;
 pub use operation::Operation;
 pub use options::{ENVIRONMENT_VARIABLE, MockOptions};

@@ -13,6 +13,8 @@ use highwater_core::fork::Generation;
 use highwater_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use crate::ipc::checksum;
+
 macro_rules! operations {
     ($($variant:ident $name:literal,)*) => {
         /// A trait method of the mock, by name. The methods of `HostAllocator` carry the prefix `host_`; all others are
@@ -56,6 +58,17 @@ operations! {
     Free "free",
     Copy "copy",
     Fill "fill",
+    BeginCapture "begin_capture",
+    EndCapture "end_capture",
+    IsCapturing "is_capturing",
+    InstantiateGraph "instantiate_graph",
+    LaunchGraph "launch_graph",
+    DestroyGraph "destroy_graph",
+    DestroyGraphExec "destroy_graph_exec",
+    RawStream "raw_stream",
+    StreamFromRaw "stream_from_raw",
+    RawEvent "raw_event",
+    EventFromRaw "event_from_raw",
     CreateBlasHandle "create_blas_handle",
     SetStream "set_stream",
     SetWorkspace "set_workspace",
@@ -71,6 +84,11 @@ operations! {
     HostRegister "host_register",
     HostUnregister "host_unregister",
     HostDeviceAddress "host_device_address",
+    ExportMemory "export_memory",
+    OpenMemory "open_memory",
+    CloseMemory "close_memory",
+    ExportEvent "export_event",
+    OpenEvent "open_event",
 }
 
 const COUNT: usize = Operation::ALL.len();
@@ -83,9 +101,15 @@ impl Operation {
     #[must_use]
     pub const fn usual_failure(self) -> ErrorKind {
         match self {
-            Self::Allocate | Self::HostAllocate | Self::CreateBlasHandle | Self::CreateStream | Self::CreateEvent => {
-                ErrorKind::OutOfMemory
-            }
+            Self::Allocate
+            | Self::HostAllocate
+            | Self::CreateBlasHandle
+            | Self::CreateStream
+            | Self::CreateEvent
+            | Self::ExportMemory
+            | Self::OpenMemory
+            | Self::ExportEvent
+            | Self::OpenEvent => ErrorKind::OutOfMemory,
             _ => ErrorKind::Vendor,
         }
     }
@@ -148,9 +172,50 @@ impl Tally {
 #[derive(Debug)]
 struct Fault {
     operation: Operation,
-    /// The fault fires when this has been counted down to 0.
-    calls_left: u64,
+    when: When,
     kind: ErrorKind,
+}
+
+#[derive(Debug)]
+enum When {
+    /// Once, when this has been counted down to 0.
+    CallsLeft(u64),
+    /// So many times in a million; `calls` have come since it was set.
+    Chance { per_million: u32, calls: u64 },
+}
+
+/// As many chances as make certain.
+pub(crate) const MILLION: u32 = 1_000_000;
+
+impl Fault {
+    /// Counts a call, and tells whether it is to fail.
+    fn is_due(&mut self, seed: u64) -> bool {
+        match &mut self.when {
+            When::CallsLeft(calls) => {
+                *calls -= 1;
+                *calls == 0
+            }
+            When::Chance { per_million, calls } => {
+                *calls += 1;
+                // By name: an operation that joins the list moves no other one's chances.
+                let operation = checksum(&[self.operation.name().as_bytes()]);
+                let draw = scramble(seed ^ scramble(operation.wrapping_add(*calls)));
+                draw % u64::from(MILLION) < u64::from(*per_million)
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.when, When::CallsLeft(0))
+    }
+}
+
+/// A bijection without pattern: the step of splitmix64.
+fn scramble(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
 }
 
 /// Counts and faults of one backend.
@@ -163,11 +228,17 @@ pub(crate) struct Calls {
     /// The operations that have a fault waiting, one bit each.
     armed: AtomicU64,
     faults: Mutex<Vec<Fault>>,
+    seed: u64,
+    /// The calls that were made to fail.
+    failed: Tally,
 }
 
 impl Calls {
-    pub(crate) fn new() -> Self {
+    /// No calls; faults by chance follow from `seed`.
+    pub(crate) fn new(seed: u64) -> Self {
         Self {
+            seed,
+            failed: Tally::new(),
             generation: Generation::current(),
             tally: Tally::new(),
             handles: Mutex::new(Vec::new()),
@@ -214,17 +285,46 @@ impl Calls {
     #[cold]
     fn count_down(&self, operation: Operation) -> Result<()> {
         let mut faults = self.faults.lock();
+        let (mut due, mut by_chance) = (None, None);
         for fault in faults.iter_mut().filter(|fault| fault.operation == operation) {
-            fault.calls_left -= 1;
+            if fault.is_due(self.seed) {
+                let first = if fault.is_over() { &mut due } else { &mut by_chance };
+                first.get_or_insert(fault.kind);
+            }
         }
-        let due = faults.iter().find(|fault| fault.calls_left == 0).map(|fault| fault.kind);
-        faults.retain(|fault| fault.calls_left > 0);
+        faults.retain(|fault| !fault.is_over());
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
-        match due {
-            None => Ok(()),
-            Some(kind) => Err(Error::new(kind, operation.name(), "the mock was told to fail this call")
-                .with_hint("the fault was set by `with_fault`, `fail_call` or HIGHWATER_MOCK")),
+        let Some(kind) = due.or(by_chance) else { return Ok(()) };
+        self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
+        Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
+            "the fault was set by `with_fault`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
+        ))
+    }
+
+    /// Makes calls from now on fail by chance; 0 ends it.
+    pub(crate) fn fail_by_chance(&self, operation: Operation, per_million: u32, kind: ErrorKind) -> Result<()> {
+        if per_million > MILLION {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "fail_by_chance",
+                format!("{per_million} in a million calls of `{operation}` were to fail; a million are all of them"),
+            ));
         }
+        if !self.is_own_process() {
+            return Err(Generation::error("fail_by_chance"));
+        }
+        let mut faults = self.faults.lock();
+        faults.retain(|fault| fault.operation != operation || !matches!(fault.when, When::Chance { .. }));
+        if per_million > 0 {
+            faults.push(Fault { operation, when: When::Chance { per_million, calls: 0 }, kind });
+        }
+        self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// How many calls of an operation were made to fail.
+    pub(crate) fn faults(&self, operation: Operation) -> u64 {
+        self.failed.get(operation)
     }
 
     /// Makes the `nth` call from now (1 is the next one) fail.
@@ -240,7 +340,7 @@ impl Calls {
             return Err(Generation::error("fail_call"));
         }
         let mut faults = self.faults.lock();
-        faults.push(Fault { operation, calls_left: nth, kind });
+        faults.push(Fault { operation, when: When::CallsLeft(nth), kind });
         self.armed.fetch_or(operation.bit(), Ordering::Relaxed);
         Ok(())
     }
@@ -286,7 +386,7 @@ mod tests {
 
     #[test]
     fn the_nth_call_fails_and_only_that_one() {
-        let calls = Calls::new();
+        let calls = Calls::new(0);
         calls.fail(Operation::Copy, 2, ErrorKind::Vendor).unwrap();
         calls.fail(Operation::Copy, 4, ErrorKind::DeviceLost).unwrap();
         let kinds: Vec<_> = (0..6).map(|_| calls.enter(Operation::Copy).err().map(|error| error.kind())).collect();
@@ -296,9 +396,43 @@ mod tests {
         assert!(calls.fail(Operation::Copy, 0, ErrorKind::Vendor).is_err());
     }
 
+    /// Which of 2000 calls fail.
+    fn failing(seed: u64, operation: Operation, per_million: u32) -> Vec<usize> {
+        let calls = Calls::new(seed);
+        calls.fail_by_chance(operation, per_million, ErrorKind::Vendor).unwrap();
+        let failing: Vec<_> = (0..2000).filter(|_| calls.enter(operation).is_err()).collect();
+        assert_eq!(calls.faults(operation), failing.len() as u64);
+        failing
+    }
+
+    #[test]
+    fn chance_follows_from_the_seed_and_from_nothing_else() {
+        let some = failing(7, Operation::Copy, 100_000);
+        assert!((100..300).contains(&some.len()), "{} of 2000 at one in ten", some.len());
+        assert_eq!(some, failing(7, Operation::Copy, 100_000));
+        assert_ne!(some, failing(8, Operation::Copy, 100_000));
+        assert_ne!(some, failing(7, Operation::Fill, 100_000));
+        assert!(failing(7, Operation::Copy, 0).is_empty());
+        assert_eq!(failing(7, Operation::Copy, MILLION).len(), 2000);
+    }
+
+    #[test]
+    fn chance_can_be_changed_ended_and_joined_by_a_single_fault() {
+        let calls = Calls::new(0);
+        assert!(calls.fail_by_chance(Operation::Copy, MILLION + 1, ErrorKind::Vendor).is_err());
+        calls.fail_by_chance(Operation::Copy, 10, ErrorKind::Vendor).unwrap();
+        calls.fail_by_chance(Operation::Copy, MILLION, ErrorKind::Vendor).unwrap();
+        calls.fail(Operation::Copy, 2, ErrorKind::DeviceLost).unwrap();
+        let kinds = [(); 3].map(|()| calls.enter(Operation::Copy).unwrap_err().kind());
+        assert_eq!(kinds, [ErrorKind::Vendor, ErrorKind::DeviceLost, ErrorKind::Vendor]);
+        calls.fail_by_chance(Operation::Copy, 0, ErrorKind::Vendor).unwrap();
+        assert!(calls.enter(Operation::Copy).is_ok());
+        assert_eq!((calls.count(Operation::Copy), calls.faults(Operation::Copy)), (4, 3));
+    }
+
     #[test]
     fn counts_of_a_handle_outlive_it() {
-        let calls = Calls::new();
+        let calls = Calls::new(0);
         let tally = calls.open_tally();
         calls.enter_handle(&tally, Operation::Gemm).unwrap();
         assert_eq!(calls.count(Operation::Gemm), 1);

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use highwater_core::{Capabilities, Error, ErrorKind, Result};
+use highwater_core::{Capabilities, Error, ErrorKind, Result, Transport, Transports};
 
-use crate::operation::Operation;
+use crate::arena::Quarantine;
+use crate::operation::{MILLION, Operation};
 
 /// The environment variable that [`MockOptions::from_environment`] reads.
 pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
@@ -42,6 +43,10 @@ pub struct MockOptions {
     pub(crate) gemm_gap: Duration,
     pub(crate) capabilities: Capabilities,
     faults: Vec<(String, u64, ErrorKind)>,
+    chances: Vec<(String, u32, ErrorKind)>,
+    pub(crate) seed: u64,
+    pub(crate) quarantine: Quarantine,
+    pub(crate) checks: bool,
 }
 
 impl Default for MockOptions {
@@ -64,6 +69,10 @@ impl MockOptions {
             gemm_gap: Duration::ZERO,
             capabilities: default_capabilities(),
             faults: Vec::new(),
+            chances: Vec::new(),
+            seed: 0,
+            quarantine: Quarantine::default(),
+            checks: false,
         }
     }
 
@@ -110,7 +119,7 @@ impl MockOptions {
         self
     }
 
-    /// The same with changed capabilities. Abilities can be taken away, facts be changed; an ability that the mock does
+    /// The same with changed capabilities. Abilities can be taken away, facts be changed; a way to share that the mock does
     /// not have makes [`MockGpu::open`](crate::MockGpu::open) fail.
     #[must_use]
     pub fn with_capabilities(mut self, change: impl FnOnce(&mut Capabilities)) -> Self {
@@ -123,6 +132,49 @@ impl MockOptions {
     #[must_use]
     pub fn with_fault(mut self, operation: impl AsRef<str>, nth: u64, kind: ErrorKind) -> Self {
         self.faults.push((operation.as_ref().to_owned(), nth, kind));
+        self
+    }
+
+    /// The same with calls of an operation failing by chance, `per_million` of a million on average. Which ones follows
+    /// from the seed; see [`MockGpu::fail_by_chance`](crate::MockGpu::fail_by_chance). A name that does not exist, and more
+    /// than a million, make [`MockGpu::open`](crate::MockGpu::open) fail.
+    #[must_use]
+    pub fn with_chance(mut self, operation: impl AsRef<str>, per_million: u32, kind: ErrorKind) -> Self {
+        self.chances.push((operation.as_ref().to_owned(), per_million, kind));
+        self
+    }
+
+    /// The same with another seed of all chances; 0 by default.
+    #[must_use]
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// The same with freed device memory kept from being handed out again while it and what was freed after it come to at
+    /// most `bytes` bytes, so that work which uses it too late spoils nobody else's memory. It counts as free, and is
+    /// handed out after all when nothing else is left.
+    #[must_use]
+    pub fn with_quarantine_bytes(mut self, bytes: u64) -> Self {
+        self.quarantine.bytes = Some(bytes);
+        self
+    }
+
+    /// As [`MockOptions::with_quarantine_bytes`], until `frees` further blocks were freed. With both, what comes first
+    /// counts.
+    #[must_use]
+    pub fn with_quarantine_frees(mut self, frees: usize) -> Self {
+        self.quarantine.frees = Some(frees);
+        self
+    }
+
+    /// The same in test mode: device memory and page-locked memory are filled with [`POISON`](crate::POISON) when they are
+    /// freed, and memory that is freed, closed or handed out while a stream still has work on it is found; ask
+    /// [`MockGpu::violations`](crate::MockGpu::violations). Some freed page-locked blocks stay mapped for a while. Costs
+    /// time and memory.
+    #[must_use]
+    pub fn with_checks(mut self) -> Self {
+        self.checks = true;
         self
     }
 
@@ -156,12 +208,17 @@ impl MockOptions {
     /// |---|---|
     /// | `devices` | a number |
     /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
+    /// | `ipc-transports` | `descriptor` or `none` |
     /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
     /// | `create-handle-latency` | `DEVICE:TIME` |
     /// | `fail` | `OPERATION:NTH` or `OPERATION:NTH:KIND`, the kind in words with dashes (`out-of-memory`) |
+    /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
+    /// | `seed`, `quarantine-frees` | a number |
+    /// | `quarantine-bytes` | bytes |
+    /// | `checks` | `on` or `off` |
     /// | an ability or a fact by the name of its field, `lt` for short | `on` or `off` |
     ///
-    /// `-` and `_` mean the same in keys; `fail` and `create-handle-latency` may stand several times.
+    /// `-` and `_` mean the same in keys; `fail`, `chance` and `create-handle-latency` may stand several times.
     ///
     /// ```
     /// use highwater_mock::MockOptions;
@@ -196,6 +253,13 @@ impl MockOptions {
             "blas-workspace-bytes" => self.capabilities.blas_workspace_bytes = size()?,
             "lt-workspace-bytes" => self.capabilities.lt_workspace_bytes = size()?,
             "workspace-alignment" => self.capabilities.workspace_alignment = size()?,
+            "ipc-transports" => {
+                self.capabilities.ipc_transports = match value {
+                    "descriptor" => TRANSPORTS,
+                    "none" => Transports::NONE,
+                    _ => return Err(bad("`descriptor` or `none`")),
+                }
+            }
             "latency" => self.latency = time(value)?,
             "gemm-gap" => self.gemm_gap = time(value)?,
             "create-handle-latency" => {
@@ -205,23 +269,21 @@ impl MockOptions {
                 self.create_handle_latency.insert(device, time(latency)?);
             }
             "fail" => {
-                let expected = || bad("OPERATION:NTH or OPERATION:NTH:KIND, such as allocate:3 or copy:1:device-lost");
-                let mut parts = value.split(':');
-                let (name, nth) = parts.next().zip(parts.next()).ok_or_else(expected)?;
-                let operation: Operation = name.parse()?;
-                let nth = nth.parse().ok().filter(|&nth| nth > 0).ok_or_else(expected)?;
-                let kind = match parts.next() {
-                    None => operation.usual_failure(),
-                    Some(words) => parse_kind(words).ok_or_else(|| {
-                        let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
-                        bad(&format!("a kind of error out of {}", known.join(", ")))
-                    })?,
-                };
-                if parts.next().is_some() {
-                    return Err(expected());
-                }
+                let expected = "OPERATION:NTH or OPERATION:NTH:KIND, such as allocate:3 or copy:1:device-lost";
+                let (operation, nth, kind) = parse_fault(value, expected, &bad)?;
+                let nth = Some(nth).filter(|&nth| nth > 0).ok_or_else(|| bad(expected))?;
                 self.faults.push((operation.name().to_owned(), nth, kind));
             }
+            "chance" => {
+                let expected = "OPERATION:PER-MILLION or OPERATION:PER-MILLION:KIND, such as allocate:100";
+                let (operation, per_million, kind) = parse_fault(value, expected, &bad)?;
+                let per_million = u32::try_from(per_million).map_err(|_| bad(expected))?;
+                self.chances.push((operation.name().to_owned(), per_million, kind));
+            }
+            "checks" => self.checks = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
+            "seed" => self.seed = value.parse().map_err(|_| bad("a number"))?,
+            "quarantine-bytes" => self.quarantine.bytes = Some(bytes()?),
+            "quarantine-frees" => self.quarantine.frees = Some(value.parse().map_err(|_| bad("a number of blocks"))?),
             switch => {
                 let field = if switch == "lt" { "lt_plans".to_owned() } else { switch.replace('-', "_") };
                 let (_, access) = SWITCHES.iter().find(|(name, _)| *name == field).ok_or_else(|| {
@@ -231,11 +293,7 @@ impl MockOptions {
                         &format!("expected one of {}, {}", KEYS.join(", "), switches.join(", ")),
                     )
                 })?;
-                *access(&mut self.capabilities) = match value {
-                    "on" => true,
-                    "off" => false,
-                    _ => return Err(bad("`on` or `off`")),
-                };
+                *access(&mut self.capabilities) = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?;
             }
         }
         Ok(())
@@ -264,25 +322,16 @@ impl MockOptions {
                 "expected a power of two",
             ));
         }
-        let mut capabilities = self.capabilities;
-        if let Some((name, _)) =
-            SWITCHES.iter().find(|(name, access)| NOT_IMPLEMENTED.contains(name) && *access(&mut capabilities))
-        {
+        let capabilities = self.capabilities;
+        if ![Transports::NONE, TRANSPORTS].contains(&capabilities.ipc_transports) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "open",
-                format!("the mock does not have the ability `{name}`"),
+                format!("the mock does not share memory by every one of {:?}", capabilities.ipc_transports),
             )
-            .with_hint("leave it off"));
+            .with_hint("it shares by `Transport::Descriptor` or not at all"));
         }
-        if !capabilities.ipc_transports.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "open",
-                "the mock does not share memory with other processes",
-            )
-            .with_hint("leave `ipc_transports` empty"));
-        }
+        self.check_chances()?;
         self.faults
             .iter()
             .map(|(name, nth, kind)| match name.parse() {
@@ -294,6 +343,42 @@ impl MockOptions {
     }
 }
 
+impl MockOptions {
+    /// The faults by chance, with their operations.
+    pub(crate) fn check_chances(&self) -> Result<Vec<(Operation, u32, ErrorKind)>> {
+        self.chances
+            .iter()
+            .map(|(name, per_million, kind)| match name.parse() {
+                Ok(operation) if *per_million <= MILLION => Ok((operation, *per_million, *kind)),
+                Ok(_) => Err(invalid(
+                    format!("{per_million} in a million calls of `{name}` were to fail"),
+                    "a million are all of them",
+                )),
+                Err(error) => Err(error),
+            })
+            .collect()
+    }
+}
+
+/// Reads `OPERATION:NUMBER` or `OPERATION:NUMBER:KIND`; `bad` makes the error of what is expected instead.
+fn parse_fault(value: &str, expected: &str, bad: &dyn Fn(&str) -> Error) -> Result<(Operation, u64, ErrorKind)> {
+    let mut parts = value.split(':');
+    let (name, number) = parts.next().zip(parts.next()).ok_or_else(|| bad(expected))?;
+    let operation: Operation = name.parse()?;
+    let number = number.parse().map_err(|_| bad(expected))?;
+    let kind = match parts.next() {
+        None => operation.usual_failure(),
+        Some(words) => parse_kind(words).ok_or_else(|| {
+            let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
+            bad(&format!("a kind of error out of {}", known.join(", ")))
+        })?,
+    };
+    if parts.next().is_some() {
+        return Err(bad(expected));
+    }
+    Ok((operation, number, kind))
+}
+
 fn invalid(message: String, hint: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, "mock_options", message).with_hint(hint)
 }
@@ -301,8 +386,9 @@ fn invalid(message: String, hint: &str) -> Error {
 fn default_capabilities() -> Capabilities {
     let mut capabilities = Capabilities::none();
     for (name, access) in SWITCHES {
-        *access(&mut capabilities) = !NOT_IMPLEMENTED.contains(name) && *name != "handle_per_stream";
+        *access(&mut capabilities) = *name != "handle_per_stream";
     }
+    capabilities.ipc_transports = TRANSPORTS;
     capabilities.workspace_alignment = 256;
     capabilities.blas_workspace_bytes = 32 << 20;
     capabilities.lt_workspace_bytes = 1 << 20;
@@ -327,17 +413,8 @@ switches! {
     pinned_cached_by_device,
 }
 
-/// What the mock cannot do.
-const NOT_IMPLEMENTED: &[&str] = &[
-    "gemm_f16",
-    "gemm_bf16",
-    "tf32",
-    "capture",
-    "shareable_memory",
-    "interprocess_events",
-    "per_thread_default_stream",
-    "foreign_objects",
-];
+/// How the mock shares memory.
+const TRANSPORTS: Transports = Transports::NONE.with(Transport::Descriptor);
 
 const KEYS: &[&str] = &[
     "devices",
@@ -346,10 +423,16 @@ const KEYS: &[&str] = &[
     "blas-workspace-bytes",
     "lt-workspace-bytes",
     "workspace-alignment",
+    "ipc-transports",
     "latency",
     "gemm-gap",
     "create-handle-latency",
     "fail",
+    "chance",
+    "seed",
+    "quarantine-bytes",
+    "quarantine-frees",
+    "checks",
     "lt",
 ];
 
@@ -376,6 +459,14 @@ fn dashed(kind: ErrorKind) -> String {
 
 fn parse_kind(words: &str) -> Option<ErrorKind> {
     KINDS.iter().copied().find(|&kind| dashed(kind) == words)
+}
+
+fn on_or_off(text: &str) -> Option<bool> {
+    match text {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }
 }
 
 fn parse_bytes(text: &str) -> Option<u64> {
@@ -422,7 +513,9 @@ mod tests {
         let options = MockOptions::parse(
             "devices=2, memory=64MiB,host_memory=1GiB,latency=1ms,gemm-gap=20us,create-handle-latency=0:200ms,\
              fail=allocate:3,fail=copy:1:device-lost,lt=off,peer-copy=off,write_combined=off,handle-per-stream=on,\
-             blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,",
+             blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,ipc-transports=none,\
+             chance=fill:1000,chance=open_memory:5:permission-denied,seed=42,quarantine-bytes=1MiB,\
+             quarantine_frees=10,checks=on,",
         )
         .unwrap();
         assert_eq!((options.devices, options.memory_bytes, options.host_memory_bytes), (2, 64 << 20, 1 << 30));
@@ -433,6 +526,13 @@ mod tests {
         assert!(capabilities.handle_per_stream && capabilities.gemm_f32);
         assert_eq!((capabilities.blas_workspace_bytes, capabilities.lt_workspace_bytes), (65536, 4096));
         assert_eq!(capabilities.workspace_alignment, 512);
+        assert!(capabilities.ipc_transports.is_empty());
+        assert!(options.checks);
+        assert_eq!((options.seed, options.quarantine), (42, Quarantine { bytes: Some(1 << 20), frees: Some(10) }));
+        assert_eq!(
+            options.check_chances().unwrap(),
+            [(Operation::Fill, 1000, ErrorKind::Vendor), (Operation::OpenMemory, 5, ErrorKind::PermissionDenied)]
+        );
         assert_eq!(
             options.check().unwrap(),
             [(Operation::Allocate, 3, ErrorKind::OutOfMemory), (Operation::Copy, 1, ErrorKind::DeviceLost)]
@@ -457,6 +557,10 @@ mod tests {
             ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:NTH"]),
             ("fail=allocate:1:sad", ["`fail`", "sad", "out-of-memory"]),
             ("fail=alocate:1", ["`alocate`", "no operation", "allocate, free"]),
+            ("ipc-transports=fabric", ["`ipc-transports`", "`fabric`", "`descriptor` or `none`"]),
+            ("chance=fill:often", ["`chance`", "`fill:often`", "OPERATION:PER-MILLION"]),
+            ("chance=fill:4294967296", ["`chance`", "`fill:4294967296`", "OPERATION:PER-MILLION"]),
+            ("seed=x", ["`seed`", "`x`", "a number"]),
             ("lt=maybe", ["`lt`", "`maybe`", "`on` or `off`"]),
             ("colour=red", ["`colour`", "`red`", "peer_copy"]),
             ("devices", ["`devices`", "no `=`", "key=value"]),
@@ -482,7 +586,15 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_the_variable_names_it_and_keeps_the_hint() {
-        for text in ["memory=lots", "colour=red", "fail=alocate:1", "devices", "devices=0", "memory=100", "tf32=on"] {
+        for text in [
+            "memory=lots",
+            "colour=red",
+            "fail=alocate:1",
+            "devices",
+            "devices=0",
+            "memory=100",
+            "ipc-transports=fabric",
+        ] {
             let plain = MockOptions::parse(text).and_then(|options| options.check()).unwrap_err();
             let error = MockOptions::from_variable(text).unwrap_err();
             assert_eq!(error.message(), format!("in HIGHWATER_MOCK, {}", plain.message()));
@@ -500,11 +612,15 @@ mod tests {
         assert_eq!(kind(MockOptions::new().with_create_handle_latency(1, Duration::ZERO)), ErrorKind::InvalidArgument);
         assert_eq!(kind(MockOptions::new().with_fault("alloc", 1, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
         assert_eq!(kind(MockOptions::new().with_fault("copy", 0, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
+        assert_eq!(kind(MockOptions::new().with_chance("coppy", 1, ErrorKind::Vendor)), ErrorKind::InvalidArgument);
+        assert_eq!(
+            kind(MockOptions::new().with_chance("copy", 1_000_001, ErrorKind::Vendor)),
+            ErrorKind::InvalidArgument
+        );
         assert_eq!(
             kind(MockOptions::new().with_capabilities(|c| c.workspace_alignment = 3)),
             ErrorKind::InvalidArgument
         );
-        assert_eq!(kind(MockOptions::new().with_capabilities(|c| c.capture = true)), ErrorKind::Unsupported);
         let transports = highwater_core::Transports::NONE.with(highwater_core::Transport::Legacy);
         assert_eq!(
             kind(MockOptions::new().with_capabilities(|c| c.ipc_transports = transports)),

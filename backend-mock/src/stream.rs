@@ -9,21 +9,23 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Completion, DevicePtr, ErrorKind, HostPtr, Result};
+use highwater_core::{Completion, DevicePtr, ErrorKind, HostPtr, Result, StreamId};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use crate::capture::Part;
+use crate::checks::Noted;
 use crate::device::{self, Device};
 use crate::event::{Point, Progress};
 use crate::kernel::{Panel, Product};
 use crate::operation::Operation;
 
 /// One operation of a stream. Offsets are bytes from the start of a device's memory.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Command {
     CopyToDevice {
         src: HostPtr,
@@ -45,6 +47,7 @@ pub(crate) enum Command {
         bytes: usize,
     },
     Fill {
+        device: u32,
         dst: usize,
         bytes: usize,
         pattern: u64,
@@ -81,7 +84,7 @@ impl Command {
             Self::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
                 memory(dst_device).copy_from(dst, memory(src_device), src, bytes);
             }
-            Self::Fill { dst, bytes, pattern } => device.memory.fill(dst, bytes, pattern),
+            Self::Fill { device, dst, bytes, pattern } => memory(device).fill(dst, bytes, pattern),
             Self::Record(point) => return Some((point, Progress::Reached(Instant::now()))),
             Self::Wait(point) => {
                 if point.wait().is_none() {
@@ -90,9 +93,9 @@ impl Command {
                 }
             }
             Self::Release { ptr, bytes } => device.release(ptr, bytes),
-            Self::Multiply(product, panel) => product.multiply(&device.memory, panel),
-            Self::Finish(product, panel) => product.finish(&device.memory, panel),
-            Self::MultiplyAndFinish(product) => product.multiply_and_finish(&device.memory),
+            Self::Multiply(product, panel) => product.multiply(memory(product.device), panel),
+            Self::Finish(product, panel) => product.finish(memory(product.device), panel),
+            Self::MultiplyAndFinish(product) => product.multiply_and_finish(memory(product.device)),
             #[cfg(test)]
             Self::Panic => panic!("a command that panics, as the test asked"),
         }
@@ -185,8 +188,12 @@ pub(crate) fn nanoseconds(duration: Duration) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) device: u32,
+    /// Its name in messages; the legacy default stream has none.
+    pub(crate) id: OnceLock<StreamId>,
+    /// Whether it is the device's legacy default stream.
+    pub(crate) is_legacy: bool,
     engine: Arc<Engine>,
-    queue: Mutex<Queue>,
+    pub(crate) queue: Mutex<Queue>,
     /// Told when a command arrives, when the stream is closed, and when the engine stops.
     arrived: Condvar,
     /// Told when a command has been executed.
@@ -194,19 +201,33 @@ pub(crate) struct Stream {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    commands: VecDeque<Command>,
+pub(crate) struct Queue {
+    /// With the note that test mode took of each.
+    commands: VecDeque<(Command, Option<Noted>)>,
     enqueued: u64,
     completed: u64,
     has_worker: bool,
     closed: bool,
+    /// The capture that the stream takes part in; it may have ended since.
+    pub(crate) part: Option<Part>,
 }
 
 impl Stream {
     /// A stream of the engine's device `ordinal`, without a worker yet.
     pub(crate) fn new(engine: &Arc<Engine>, ordinal: u32) -> Arc<Self> {
+        Self::with_kind(engine, ordinal, false)
+    }
+
+    /// The legacy default stream of the device.
+    pub(crate) fn legacy(engine: &Arc<Engine>, ordinal: u32) -> Arc<Self> {
+        Self::with_kind(engine, ordinal, true)
+    }
+
+    fn with_kind(engine: &Arc<Engine>, ordinal: u32, is_legacy: bool) -> Arc<Self> {
         let stream = Arc::new(Self {
             device: ordinal,
+            id: OnceLock::new(),
+            is_legacy,
             engine: Arc::clone(engine),
             queue: Mutex::new(Queue::default()),
             arrived: Condvar::new(),
@@ -218,48 +239,87 @@ impl Stream {
         stream
     }
 
-    fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         &self.engine.devices[self.device as usize]
     }
 
-    /// Appends a command; waits for nothing.
+    /// Appends a command, or has the capture record it; waits for nothing.
     pub(crate) fn enqueue(self: &Arc<Self>, operation: Operation, command: Command) -> Result<()> {
         // Memory is given back on a lost device too.
         if !matches!(command, Command::Release { .. }) {
             self.device().check_not_lost(operation)?;
         }
-        let mut queue = self.queue.lock();
+        let mut queue = self.open_queue(operation)?;
+        if let Some(recorder) = queue.recording() {
+            return recorder.record(operation, command);
+        }
+        self.push(operation, &mut queue, [command])
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.queue.lock().closed
+    }
+
+    /// Whether a capture records what is enqueued.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.queue.lock().recording().is_some()
+    }
+
+    /// The queue of a stream that takes commands.
+    pub(crate) fn open_queue(&self, operation: Operation) -> Result<MutexGuard<'_, Queue>> {
+        let queue = self.queue.lock();
         if queue.closed {
             return Err(operation
                 .error(ErrorKind::InvalidHandle, "the stream was destroyed")
                 .with_hint("bind or pass a stream that is alive"));
         }
+        Ok(queue)
+    }
+
+    /// Hands commands to the worker, which it starts with the first.
+    pub(crate) fn push(
+        self: &Arc<Self>,
+        operation: Operation,
+        queue: &mut Queue,
+        commands: impl IntoIterator<Item = Command>,
+    ) -> Result<()> {
         if !queue.has_worker {
             self.engine.start_worker(operation, self)?;
             queue.has_worker = true;
         }
-        queue.commands.push_back(command);
-        queue.enqueued += 1;
-        drop(queue);
+        let checks = self.device().checks.as_ref();
+        let before = queue.commands.len();
+        queue.commands.extend(commands.into_iter().map(|command| {
+            let id = self.id.get().copied();
+            let noted = checks.and_then(|checks| checks.note(operation, &command, &self.engine, self.device, id));
+            (command, noted)
+        }));
+        queue.enqueued += (queue.commands.len() - before) as u64;
         self.arrived.notify_one();
         Ok(())
     }
 
     /// Takes no more commands; those in the queue are still executed.
     pub(crate) fn close(&self) {
-        self.queue.lock().closed = true;
+        let mut queue = self.queue.lock();
+        queue.closed = true;
+        let recorded = queue.leave_capture();
+        drop(queue);
         self.arrived.notify_one();
+        drop(recorded);
     }
 
     pub(crate) fn query(&self, operation: Operation) -> Result<Completion> {
         self.device().check_not_lost(operation)?;
         let queue = self.queue.lock();
+        queue.refuse_to_answer(operation)?;
         Ok(if queue.completed == queue.enqueued { Completion::Complete } else { Completion::Pending })
     }
 
     /// Waits for what has been enqueued before the call.
     pub(crate) fn synchronize(&self, operation: Operation) -> Result<()> {
         let mut queue = self.queue.lock();
+        queue.refuse_to_answer(operation)?;
         let target = queue.enqueued;
         while queue.completed < target {
             self.passed.wait(&mut queue);
@@ -271,9 +331,14 @@ impl Stream {
     fn work(&self) {
         let mut queue = self.queue.lock();
         loop {
-            if let Some(command) = queue.commands.pop_front() {
+            if let Some((command, noted)) = queue.commands.pop_front() {
                 self.take_time(&mut queue);
-                let settled = MutexGuard::unlocked(&mut queue, || self.run(command));
+                let settled = MutexGuard::unlocked(&mut queue, || {
+                    let settled = self.run(command);
+                    // Before anybody can see that the command has been executed.
+                    drop(noted);
+                    settled
+                });
                 // Both under the lock: who sees the point reached finds the stream as far, and the other way round.
                 queue.completed += 1;
                 if let Some((point, progress)) = settled {
@@ -347,7 +412,8 @@ mod tests {
         }
         let error = broken.synchronize(Operation::SynchronizeStream).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceLost);
-        let error = broken.enqueue(Operation::Fill, Command::Fill { dst: 0, bytes: 8, pattern: 0 }).unwrap_err();
+        let error =
+            broken.enqueue(Operation::Fill, Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 0 }).unwrap_err();
         assert_eq!((error.kind(), error.operation()), (ErrorKind::DeviceLost, "fill"));
         engine.stop();
     }
@@ -357,7 +423,7 @@ mod tests {
         let engine = engine();
         for _ in 0..20 {
             let stream = Stream::new(&engine, 0);
-            stream.enqueue(Operation::Fill, Command::Fill { dst: 0, bytes: 8, pattern: 1 }).unwrap();
+            stream.enqueue(Operation::Fill, Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 }).unwrap();
             stream.close();
             while Arc::strong_count(&stream) > 1 {
                 std::thread::yield_now();
@@ -365,7 +431,7 @@ mod tests {
         }
         std::thread::sleep(Duration::from_millis(20));
         let last = Stream::new(&engine, 0);
-        last.enqueue(Operation::Fill, Command::Fill { dst: 0, bytes: 8, pattern: 1 }).unwrap();
+        last.enqueue(Operation::Fill, Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 }).unwrap();
         assert!(engine.workers.lock().len() <= 2, "{} workers are kept", engine.workers.lock().len());
         assert!(engine.devices[0].streams.lock().len() <= 2);
         engine.stop();

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::panic::Location;
 
-use highwater_core::{Backend, Capabilities, Error};
+use highwater_core::{Backend, Capabilities, Error, Transport};
+
+use crate::peer::Launcher;
 
 /// One promise of the traits, or a few that belong together, as a function that asks a backend to keep it.
 ///
@@ -20,7 +22,16 @@ pub struct Case {
     /// What a backend must have, or lack, for the case to say anything.
     pub needs: &'static [Need],
     /// The case itself.
-    pub(crate) run: fn(&dyn Backend) -> CaseResult,
+    pub(crate) run: Run,
+}
+
+/// The function of a case.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Run {
+    /// Needs the backend only.
+    Alone(fn(&dyn Backend) -> CaseResult),
+    /// Starts a second process with the same backend.
+    WithPeer(fn(&dyn Backend, &Launcher) -> CaseResult),
 }
 
 impl Case {
@@ -28,6 +39,12 @@ impl Case {
     #[must_use]
     pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
         self.needs.iter().find_map(|need| need.unmet(capabilities, device_count))
+    }
+
+    /// Whether the case starts a second process, for which the suite has to be given a [`Launcher`].
+    #[must_use]
+    pub fn needs_launcher(&self) -> bool {
+        matches!(self.run, Run::WithPeer(_))
     }
 }
 
@@ -51,6 +68,8 @@ pub enum Need {
     },
     /// At least two devices.
     TwoDevices,
+    /// Memory of device 0 can be shared by this transport.
+    Transport(Transport),
 }
 
 impl Need {
@@ -60,6 +79,9 @@ impl Need {
         match *self {
             Self::Capability { name, get } if !get(capabilities) => Some(format!("the capability `{name}` is false")),
             Self::Denied { name, get } if get(capabilities) => Some(format!("the capability `{name}` is true")),
+            Self::Transport(transport) if !capabilities.ipc_transports.contains(transport) => {
+                Some(format!("memory cannot be shared by {transport:?}"))
+            }
             Self::TwoDevices if device_count < 2 => Some("the backend has one device".to_owned()),
             _ => None,
         }
@@ -71,6 +93,7 @@ pub(crate) mod needs {
     use super::Need;
 
     pub(crate) const TWO_DEVICES: Need = Need::TwoDevices;
+    pub(crate) const DESCRIPTORS: Need = Need::Transport(highwater_core::Transport::Descriptor);
 
     macro_rules! capability_needs {
         ($($name:ident),* $(,)?) => {
@@ -115,6 +138,7 @@ pub(crate) mod needs {
         foreign_objects,
         set_stream_resets_workspace,
         handle_per_stream,
+        create_during_capture,
         host_address_is_device_address,
     );
 }
@@ -196,9 +220,17 @@ macro_rules! check_error {
     };
 }
 
-/// Lists the cases of a file: function, clauses, and needs in brackets where there are some.
+/// Lists the cases of a file: function, clauses, and needs in brackets where there are some. Those of a group
+/// `with a second process` are given the launcher.
 macro_rules! cases {
-    (group $group:literal; $($run:ident: [$($clause:literal),+ $(,)?] $(needs [$($need:expr),+ $(,)?])?;)+) => {
+    (group $group:literal; $($cases:tt)+) => {
+        $crate::case::cases! { of Alone; group $group; $($cases)+ }
+    };
+    (group $group:literal with a second process; $($cases:tt)+) => {
+        $crate::case::cases! { of WithPeer; group $group; $($cases)+ }
+    };
+    (of $kind:ident; group $group:literal;
+        $($run:ident: [$($clause:literal),+ $(,)?] $(needs [$($need:expr),+ $(,)?])?;)+) => {
         /// The cases of this group.
         pub(crate) const CASES: &[$crate::case::Case] = &[$(
             $crate::case::Case {
@@ -206,7 +238,7 @@ macro_rules! cases {
                 group: $group,
                 clauses: &[$($clause),+],
                 needs: &[$($($need),+)?],
-                run: $run,
+                run: $crate::case::Run::$kind($run),
             },
         )+];
     };

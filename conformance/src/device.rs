@@ -7,14 +7,16 @@
 //! What remains is trust in the backend: one that writes outside the ranges it is handed, or says "done" too early, can
 //! harm the process that tests it.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, EventId,
-    EventOptions, FillPattern, Gemm, GemmShape, HostAllocator, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
-    PlanArguments, PlanId, Result, StreamId, StreamOptions, Workspace,
+    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DeviceMemoryKind, DevicePtr,
+    Error, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, HostAllocator,
+    HostOptions, HostPtr, IpcSharing, Location, MemoryCopy, MemoryFill, MemoryHandle, PlanArguments, PlanId, Result,
+    StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// The device that cases use unless they are about several.
@@ -197,6 +199,20 @@ impl<'b> Event<'b> {
         Self { backend, id, owned: true }
     }
 
+    /// An event that other processes can open.
+    pub(crate) fn interprocess(backend: &'b dyn Backend) -> Result<Self> {
+        Self::with_options(backend, DEVICE, &EventOptions::new().with_interprocess())
+    }
+
+    /// An event of another process.
+    pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &EventHandle) -> Result<Self> {
+        Ok(Self::adopted(backend, sharing(backend, "open_event")?.open_event(device, handle)?))
+    }
+
+    pub(crate) fn export(&self) -> Result<EventHandle> {
+        sharing(self.backend, "export_event")?.export_event(self.id)
+    }
+
     pub(crate) fn id(&self) -> EventId {
         self.id
     }
@@ -310,10 +326,14 @@ impl<'b> Block<'b> {
             return Ok(());
         }
         self.users.settle(self.backend)?;
-        let pinned = Pinned::holding(self.backend, bytes)?;
-        let stream = Stream::on(self.backend, self.device)?;
-        stream.copy(self.span(offset..offset + bytes.len()), pinned.all())?;
-        stream.synchronize()
+        write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
+    }
+
+    /// Makes a handle of the block for other processes.
+    pub(crate) fn export(&self, transport: Transport) -> Result<MemoryHandle> {
+        let sharing = sharing(self.backend, "export_memory")?;
+        // SAFETY: the block came from `allocate` for this device and is freed when this value is dropped only.
+        unsafe { sharing.export_memory(self.device, self.ptr, transport) }
     }
 
     /// Reads everything, after everything that was enqueued on the block.
@@ -338,6 +358,28 @@ impl Drop for Block<'_> {
         // done all that was enqueued.
         let _ = unsafe { self.backend.free(self.device, self.ptr, self.ordered_on) };
     }
+}
+
+/// Sharing with other processes; `Unsupported` where the backend has none.
+pub(crate) fn sharing(backend: &dyn Backend, operation: &'static str) -> Result<Arc<dyn IpcSharing>> {
+    backend.ipc_sharing().ok_or_else(|| Error::lacks(operation, "shareable_memory"))
+}
+
+/// Writes bytes of the CPU to a span of device memory, and waits.
+pub(crate) fn write_span(backend: &dyn Backend, device: u32, span: Span<'_>, bytes: &[u8]) -> Result<()> {
+    let pinned = Pinned::holding(backend, bytes)?;
+    let stream = Stream::on(backend, device)?;
+    stream.copy(span, pinned.all())?;
+    stream.synchronize()
+}
+
+/// Reads a span of device memory, and waits.
+pub(crate) fn read_span(backend: &dyn Backend, device: u32, span: Span<'_>) -> Result<Vec<u8>> {
+    let pinned = Pinned::new(backend, span.bytes)?;
+    let stream = Stream::on(backend, device)?;
+    stream.copy(pinned.all(), span)?;
+    stream.synchronize()?;
+    pinned.read()
 }
 
 /// Reads several blocks of one device, after everything that was enqueued on them, by way of one pinned block: a
@@ -377,6 +419,202 @@ pub(crate) fn holding_all<'b, const N: usize>(
     }
     stream.synchronize()?;
     Ok(blocks.try_into().expect("one block for each content"))
+}
+
+// ------------------------------------------------------------------------------------------ other processes' memory
+
+/// Device memory of another process, closed when dropped.
+#[derive(Debug)]
+pub(crate) struct Mapping<'b> {
+    backend: &'b dyn Backend,
+    sharing: Arc<dyn IpcSharing>,
+    device: u32,
+    ptr: DevicePtr,
+    bytes: usize,
+    open: bool,
+    users: Users,
+}
+
+impl<'b> Mapping<'b> {
+    pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
+        let sharing = sharing(backend, "open_memory")?;
+        let ptr = sharing.open_memory(device, handle)?;
+        Ok(Self { backend, sharing, device, ptr, bytes: handle.bytes as usize, open: true, users: Users::default() })
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn all(&self) -> Span<'_> {
+        self.span(0..self.bytes)
+    }
+
+    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
+        assert!(range.start <= range.end && range.end <= self.bytes, "a case cuts {range:?} from {} bytes", self.bytes);
+        let location = Location::Device { device: self.device, ptr: self.ptr.offset(range.start) };
+        Span { location, bytes: range.len(), users: &self.users }
+    }
+
+    /// Reads everything, after everything that this process enqueued on it.
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        self.users.settle(self.backend)?;
+        read_span(self.backend, self.device, self.all())
+    }
+
+    /// Writes bytes from the CPU, after everything that this process enqueued on it, and waits.
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.users.settle(self.backend)?;
+        write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
+    }
+
+    /// Closes now, and gives the answer.
+    pub(crate) fn close(mut self) -> Result<()> {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> Result<()> {
+        self.open = false;
+        self.users.settle(self.backend)?;
+        // SAFETY: the address came from `open_memory` and is closed here only, once; the devices that were handed the
+        // memory have done all that was enqueued.
+        unsafe { self.sharing.close_memory(self.device, self.ptr) }
+    }
+
+    /// Closes an address that is not open, which the backend has to refuse.
+    pub(crate) fn close_unknown(backend: &dyn Backend, device: u32, ptr: DevicePtr) -> Result<()> {
+        let sharing = sharing(backend, "close_memory")?;
+        // SAFETY: no mapping begins at that address, so no work can use one.
+        unsafe { sharing.close_memory(device, ptr) }
+    }
+}
+
+impl Drop for Mapping<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            let _ = self.give_back();
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------- captures and graphs
+
+/// Memory that a graph may have recorded.
+pub(crate) trait Memory {}
+
+impl Memory for Block<'_> {}
+impl Memory for Pinned<'_> {}
+
+/// A capture that is open on a stream; dropped, it is ended and what it recorded is thrown away.
+#[derive(Debug)]
+pub(crate) struct Capture<'s, 'b> {
+    stream: &'s Stream<'b>,
+    open: bool,
+}
+
+impl<'s, 'b> Capture<'s, 'b> {
+    pub(crate) fn begin(stream: &'s Stream<'b>, mode: CaptureMode) -> Result<Self> {
+        stream.backend.begin_capture(stream.id, mode)?;
+        Ok(Self { stream, open: true })
+    }
+
+    /// Ends the capture. `memory` is all the memory that was recorded: it lives longer than the graph.
+    pub(crate) fn end<'m>(mut self, memory: &[&'m dyn Memory]) -> Result<Graph<'m>>
+    where
+        'b: 'm,
+    {
+        let _ = memory;
+        self.open = false;
+        let backend = self.stream.backend;
+        Ok(Graph { backend, id: end_capture(backend, self.stream.id)?, owned: true, recorded: PhantomData })
+    }
+}
+
+impl Drop for Capture<'_, '_> {
+    fn drop(&mut self) {
+        if self.open
+            && let Ok(graph) = end_capture(self.stream.backend, self.stream.id)
+        {
+            let _ = self.stream.backend.destroy_graph(graph);
+        }
+    }
+}
+
+/// A graph, destroyed when dropped.
+#[derive(Debug)]
+pub(crate) struct Graph<'m> {
+    backend: &'m dyn Backend,
+    id: GraphId,
+    owned: bool,
+    recorded: PhantomData<&'m ()>,
+}
+
+impl<'m> Graph<'m> {
+    pub(crate) fn instantiate(&self) -> Result<Executable<'m>> {
+        let id = self.backend.instantiate_graph(self.id)?;
+        Ok(Executable { backend: self.backend, id, owned: true, recorded: PhantomData })
+    }
+
+    pub(crate) fn id(&self) -> GraphId {
+        self.id
+    }
+
+    /// Destroys the graph now and gives the id that is stale from here on.
+    pub(crate) fn destroy(mut self) -> Result<GraphId> {
+        self.owned = false;
+        self.backend.destroy_graph(self.id)?;
+        Ok(self.id)
+    }
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        if self.owned {
+            let _ = self.backend.destroy_graph(self.id);
+        }
+    }
+}
+
+/// An executable graph, destroyed when dropped, without waiting.
+#[derive(Debug)]
+pub(crate) struct Executable<'m> {
+    backend: &'m dyn Backend,
+    id: GraphExecId,
+    owned: bool,
+    recorded: PhantomData<&'m ()>,
+}
+
+impl Executable<'_> {
+    /// Enqueues one execution. Cases launch a graph on another stream only when the launches before are done.
+    pub(crate) fn launch(&self, stream: &Stream<'_>) -> Result<()> {
+        // SAFETY: what was recorded lives longer than this value, as `Capture::end` was handed all of it, and settles
+        // the device, which it was handed when it was recorded, before it is freed. Launches on one stream run one after
+        // the other.
+        unsafe { self.backend.launch_graph(self.id, stream.id) }
+    }
+
+    pub(crate) fn id(&self) -> GraphExecId {
+        self.id
+    }
+
+    /// Destroys it now, without waiting, and gives the id that is stale from here on.
+    pub(crate) fn destroy(mut self) -> Result<GraphExecId> {
+        self.owned = false;
+        self.backend.destroy_graph_exec(self.id)?;
+        Ok(self.id)
+    }
+}
+
+impl Drop for Executable<'_> {
+    fn drop(&mut self) {
+        if self.owned {
+            let _ = self.backend.destroy_graph_exec(self.id);
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------- pinned memory
@@ -664,4 +902,10 @@ impl Drop for Handle<'_> {
         // Destroyed already in some cases; then the answer is an error that means nothing.
         let _ = self.handle.destroy();
     }
+}
+
+/// Ends a capture of a case.
+pub(crate) fn end_capture(backend: &dyn Backend, stream: StreamId) -> Result<GraphId> {
+    // SAFETY: cases make their own streams, and no runtime uses the backend meanwhile: every capture is the case's own.
+    unsafe { backend.end_capture(stream) }
 }

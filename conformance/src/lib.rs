@@ -24,6 +24,10 @@
 //! # Ok::<(), highwater_core::Error>(())
 //! ```
 //!
+//! Cases about what two processes share start a second one that opens the same backend, by the [`Launcher`] of the
+//! options. Its process calls [`serve_peer`]; mostly it is the same executable once more, see [`Launcher`] for how that
+//! reads in a test. Without a launcher these cases are skipped.
+//!
 //! [`run_observed`] tells how far the run is; [`Options::with_filter`] runs a part, by name or by clause. A case that
 //! fails for a reason that you know goes into [`Options::with_expected_failure`] with that reason: it is reported
 //! apart, and as a failure once it passes.
@@ -36,24 +40,29 @@
 //! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
 //!   was measured first, and is tried again with up to 128 times as many before the case fails. On a machine that is
 //!   busy with other things it is tried more often than on a quiet one, and a failure says so.
+//! - A second process has one stream and does what the case tells it, over a socket. One that does not answer within half
+//!   a minute is killed and the case fails; none is left behind, whatever happens.
 //! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
 //!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
 //!   for one that hangs.
 //!
 //! # Adding a case
 //! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
-//! stands in the traits: a test of this crate refuses ids that the documentation does not have, and lists those that no
-//! case names yet. Objects are made through guards, so that a case that fails leaves nothing behind.
+//! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
+//! each that it has. What a new case is good for shows in `tests/wrong_backends.rs`. Objects are made through guards, so that a case that fails leaves nothing behind.
 
 mod attempts;
 mod busy;
+mod bystander;
 mod case;
 mod cases;
 mod device;
 mod matrix;
+mod peer;
 mod random;
 mod run;
 
 pub use case::{Case, Need};
 pub use cases::cases;
+pub use peer::{Launcher, serve_peer};
 pub use run::{CaseReport, Expectation, Options, Progress, Report, Status, run, run_observed};

@@ -7,7 +7,7 @@
 //! operations), plus one rounding of the result where it is stored in a half type. This is the usual a-priori bound of
 //! an inner product and holds for any order of the additions.
 
-use highwater_core::{Backend, DataType, Gemm, GemmShape, Transpose};
+use highwater_core::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
 
 use crate::case::{CaseResult, Failure, check};
 use crate::device::{Block, Handle, Stream, holding_all, read_all};
@@ -28,8 +28,8 @@ pub(crate) struct Product {
     a: Vec<f64>,
     b: Vec<f64>,
     c: Vec<f64>,
+    epilogue: Epilogue,
     bias: Option<Vec<f64>>,
-    relu: bool,
     tf32: bool,
 }
 
@@ -47,7 +47,7 @@ impl Product {
             (0..count).map(|_| element()).collect()
         };
         let (a, b, c) = (elements(extents.a), elements(extents.b), elements(extents.c));
-        Self { shape, alpha: 1.0, beta: 0.0, seed, a, b, c, bias: None, relu: false, tf32: false }
+        Self { shape, alpha: 1.0, beta: 0.0, seed, a, b, c, epilogue: Epilogue::None, bias: None, tf32: false }
     }
 
     pub(crate) fn with_scale(mut self, alpha: f64, beta: f64) -> Self {
@@ -66,18 +66,28 @@ impl Product {
         self
     }
 
+    pub(crate) fn with_ones_in_factors(mut self) -> Self {
+        self.a.fill(1.0);
+        self.b.fill(1.0);
+        self
+    }
+
     /// The same with the bound of products whose factors are rounded to TF32 first.
     pub(crate) fn with_tf32(mut self) -> Self {
         self.tf32 = true;
         self
     }
 
-    /// The same with an epilogue that adds a bias, and then perhaps takes `max(x, 0)`.
-    pub(crate) fn with_bias(mut self, relu: bool) -> Self {
+    /// The same with an epilogue, and a bias where it has one.
+    pub(crate) fn with_epilogue(mut self, epilogue: Epilogue) -> Self {
         let mut random = Random::new(self.seed ^ 0xb1a5);
-        self.bias = Some((0..self.shape.m).map(|_| random.coarse()).collect());
-        self.relu = relu;
+        self.epilogue = epilogue;
+        self.bias = epilogue.has_bias().then(|| (0..self.shape.m).map(|_| random.coarse()).collect());
         self
+    }
+
+    pub(crate) fn epilogue(&self) -> Epilogue {
+        self.epilogue
     }
 
     /// Puts the matrices on a device.
@@ -130,14 +140,17 @@ impl Product {
             value += bias[row];
             scale += bias[row].abs();
         }
-        if self.relu {
-            value = value.max(0.0);
-        }
-        let (computed, stored) = precision(data_type);
+        let Precision { computed, stored, smallest } = Precision::of(data_type);
         // Each factor is off by up to half a step of a mantissa of 10 bits.
         let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
-        // An `f32` subnormal step covers a device that flushes subnormal numbers to zero.
-        (value, 2.0 * (k + 4) as f64 * computed * scale + factors + stored * value.abs() + f64::from(f32::MIN_POSITIVE))
+        let off = 2.0 * (k + 4) as f64 * computed * scale + factors;
+        let (value, off) = match self.epilogue {
+            Epilogue::None | Epilogue::Bias => (value, off),
+            Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),
+            // The slope of GELU is nowhere above 1.13; its terms are of the size of its argument, or smaller.
+            _ => (gelu(value), 1.13 * off + 16.0 * computed * value.abs()),
+        };
+        (value, off + stored * value.abs() + smallest)
     }
 
     fn index_c(&self, product: usize, row: usize, column: usize) -> usize {
@@ -147,11 +160,12 @@ impl Product {
 
     fn describe(&self) -> String {
         let GemmShape { data_type, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, batch, .. } = self.shape;
-        let Self { alpha, beta, seed, .. } = self;
+        let Self { alpha, beta, seed, epilogue, .. } = self;
         let batch = batch.map_or(String::new(), |batch| format!(", {batch:?}"));
+        let epilogue = if *epilogue == Epilogue::None { String::new() } else { format!(", then {epilogue:?}") };
         format!(
             "{data_type:?} product {m}x{n}x{k}, transposed A {transpose_a:?} B {transpose_b:?}, leading dimensions \
-             {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}, seed {seed}"
+             {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}{epilogue}, seed {seed}"
         )
     }
 }
@@ -231,15 +245,32 @@ impl Placed<'_> {
     }
 }
 
-/// Relative error of one operation, and of storing a result.
-fn precision(data_type: DataType) -> (f64, f64) {
-    let single = f64::from(f32::EPSILON);
-    match data_type {
-        DataType::F64 => (f64::EPSILON, 0.0),
-        DataType::F16 => (single, 2.0_f64.powi(-10)),
-        DataType::Bf16 => (single, 2.0_f64.powi(-7)),
-        _ => (single, 0.0),
+/// How exact a type is.
+struct Precision {
+    /// Relative error of one operation.
+    computed: f64,
+    /// Relative error of storing a result.
+    stored: f64,
+    /// Absolute error of storing a result: covers a device that flushes subnormal numbers to zero.
+    smallest: f64,
+}
+
+impl Precision {
+    fn of(data_type: DataType) -> Self {
+        let (single, smallest) = (f64::from(f32::EPSILON), f64::from(f32::MIN_POSITIVE));
+        match data_type {
+            DataType::F64 => Self { computed: f64::EPSILON, stored: 0.0, smallest },
+            DataType::F16 => Self { computed: single, stored: 2.0_f64.powi(-10), smallest: 2.0_f64.powi(-14) },
+            DataType::Bf16 => Self { computed: single, stored: 2.0_f64.powi(-7), smallest },
+            _ => Self { computed: single, stored: 0.0, smallest },
+        }
     }
+}
+
+/// GELU in its tanh form.
+fn gelu(x: f64) -> f64 {
+    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+    x / 2.0 * (1.0 + inner.tanh())
 }
 
 fn guarded(bytes: &[u8]) -> Vec<u8> {
@@ -326,6 +357,21 @@ mod tests {
         assert_eq!(product.reference(0, 1, 0).0, 2.0 * 39.0 + 24.0);
         product.shape = product.shape.with_transposed_a();
         assert_eq!(product.reference(0, 0, 0).0, 2.0 * 23.0 + 21.0);
+    }
+
+    #[test]
+    fn epilogues_change_the_reference_as_they_are_defined() {
+        let mut product = Product::new(GemmShape::new(DataType::F64, 1, 1, 1), 1);
+        (product.a, product.b) = (vec![-1.5], vec![1.0]);
+        let value = |product: &Product, epilogue| product.clone().with_epilogue(epilogue).reference(0, 0, 0).0;
+        assert_eq!(value(&product, Epilogue::Relu), 0.0);
+        // From a table of the function.
+        assert!((value(&product, Epilogue::Gelu) + 0.100_428_4).abs() < 1e-6, "{}", value(&product, Epilogue::Gelu));
+        product.a = vec![2.0];
+        assert!((value(&product, Epilogue::Gelu) - 1.954_597_7).abs() < 1e-6, "{}", value(&product, Epilogue::Gelu));
+        let bias = product.clone().with_epilogue(Epilogue::Bias).bias.unwrap()[0];
+        assert_eq!(value(&product, Epilogue::Bias), 2.0 + bias);
+        assert_eq!(value(&product, Epilogue::BiasGelu), gelu(2.0 + bias));
     }
 
     #[test]

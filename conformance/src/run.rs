@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use highwater_core::{Backend, Identity};
 
-use crate::case::Case;
+use crate::case::{Case, CaseResult, Run};
 use crate::cases::cases;
+use crate::peer::Launcher;
 
 /// Which cases to run, and which are known to fail.
 #[derive(Debug, Clone, Default)]
@@ -19,10 +20,12 @@ pub struct Options {
     /// Cases that are known to fail on this backend. One that passes nevertheless counts as failed, so that the list
     /// does not grow old.
     pub expected_failures: Vec<Expectation>,
+    /// How a second process with the same backend is started; without one, the cases that need it are skipped.
+    pub launcher: Option<Launcher>,
 }
 
 impl Options {
-    /// Every case, none expected to fail.
+    /// Every case, none expected to fail, without a second process.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -39,6 +42,13 @@ impl Options {
     #[must_use]
     pub fn with_expected_failure(mut self, case: impl Into<String>, reason: impl Into<String>) -> Self {
         self.expected_failures.push(Expectation { case: case.into(), reason: reason.into() });
+        self
+    }
+
+    /// The same with a launcher of second processes.
+    #[must_use]
+    pub fn with_launcher(mut self, launcher: Launcher) -> Self {
+        self.launcher = Some(launcher);
         self
     }
 
@@ -220,7 +230,7 @@ pub fn run_observed(backend: &dyn Backend, options: &Options, observer: &mut dyn
     for (index, case) in selected.into_iter().enumerate() {
         observer(Progress::Started { case, index, total });
         let started = Instant::now();
-        let status = expected(run_case(backend, case), options.expectation(case));
+        let status = expected(run_case(backend, case, options.launcher.as_ref()), options.expectation(case));
         let report = CaseReport { case, status, duration: started.elapsed() };
         observer(Progress::Finished { report: &report, index, total });
         reports.push(report);
@@ -242,7 +252,10 @@ fn expected(status: Status, expectation: Option<&Expectation>) -> Status {
     }
 }
 
-fn run_case(backend: &dyn Backend, case: &Case) -> Status {
+/// Why cases about two processes are skipped where the suite was given no launcher.
+const NO_LAUNCHER: &str = "no launcher for a second process was given";
+
+fn run_case(backend: &dyn Backend, case: &Case, launcher: Option<&Launcher>) -> Status {
     let body = || {
         let capabilities = match backend.capabilities(0) {
             Ok(capabilities) => capabilities,
@@ -251,8 +264,13 @@ fn run_case(backend: &dyn Backend, case: &Case) -> Status {
         if let Some(reason) = case.unmet(&capabilities, backend.device_count()) {
             return Status::Skipped(reason);
         }
+        let case = match (case.run, launcher) {
+            (Run::Alone(case), _) => Box::new(move || case(backend)) as Box<dyn Fn() -> CaseResult>,
+            (Run::WithPeer(case), Some(launcher)) => Box::new(move || case(backend, launcher)),
+            (Run::WithPeer(_), None) => return Status::Skipped(NO_LAUNCHER.to_owned()),
+        };
         let before = backend.live_objects();
-        let status = match catch_unwind(AssertUnwindSafe(|| (case.run)(backend))) {
+        let status = match catch_unwind(AssertUnwindSafe(case)) {
             Ok(Ok(())) => Status::Passed,
             Ok(Err(failure)) => Status::Failed(failure.to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use highwater_conformance::{CaseReport, Options, Progress, Status, run, run_observed};
+use highwater_conformance::{CaseReport, Launcher, Options, Progress, Status, run, run_observed, serve_peer};
 use highwater_core::{Backend, Capabilities};
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -11,19 +11,35 @@ fn open(options: MockOptions) -> Arc<MockGpu> {
     MockGpu::open(options).unwrap()
 }
 
-/// Capabilities that the mock does not have in this version: the cases that need them are skipped.
-const NOT_IN_THE_MOCK: [&str; 7] =
-    ["gemm_f16", "gemm_bf16", "tf32", "capture", "shareable_memory", "per_thread_default_stream", "foreign_objects"];
+/// The variable by which a second process learns how many devices its mock has.
+const DEVICES: &str = "HIGHWATER_TEST_DEVICES";
+
+/// Options with a launcher that starts this test binary for [`peer`].
+fn options(devices: u32) -> Options {
+    let launcher = Launcher::current_executable().unwrap();
+    let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
+    Options::new().with_launcher(launcher.with_environment(DEVICES, devices.to_string()))
+}
+
+#[test]
+#[ignore = "the second process of cases about sharing, which start it themselves"]
+fn peer() {
+    let opened = || -> highwater_core::Result<Arc<dyn Backend>> {
+        let devices = std::env::var(DEVICES).unwrap().parse().unwrap();
+        Ok(MockGpu::open(MockOptions::new().with_devices(devices))?)
+    };
+    if let Some(served) = serve_peer(opened) {
+        served.unwrap();
+    }
+}
 
 #[test]
 fn every_case_passes_on_a_mock_with_one_device() {
-    let report = run(&*open(MockOptions::new()), &Options::new());
+    let report = run(&*open(MockOptions::new()), &options(1));
     assert!(report.is_success(), "{report}");
-    assert!(report.passed() >= 100, "{report}");
+    assert!(report.passed() >= 200, "{report}");
     let expected = |case: &CaseReport, reason: &str| {
-        reason == "the backend has one device"
-            || case.case.group == "lacking" && reason.ends_with("is true")
-            || NOT_IN_THE_MOCK.iter().any(|name| reason == format!("the capability `{name}` is false"))
+        reason == "the backend has one device" || case.case.group == "lacking" && reason.ends_with("is true")
     };
     let unexpected: Vec<String> = report
         .cases()
@@ -38,7 +54,7 @@ fn every_case_passes_on_a_mock_with_one_device() {
 
 #[test]
 fn every_case_passes_on_a_mock_with_two_devices() {
-    let report = run(&*open(MockOptions::new().with_devices(2)), &Options::new());
+    let report = run(&*open(MockOptions::new().with_devices(2)), &options(2));
     assert!(report.is_success(), "{report}");
     let about_two =
         report.cases().iter().filter(|case| case.status == Status::Skipped("the backend has one device".into()));
@@ -65,6 +81,32 @@ fn every_ability_can_be_lacking() {
         .collect();
     // These ask for one thing on a device that has another.
     assert_eq!(skipped, BTreeSet::from(["lacking.strided_batch", "lacking.what_the_other_kind_of_handle_does"]));
+}
+
+#[test]
+fn without_a_launcher_only_the_cases_about_two_processes_are_skipped() {
+    let options = Options::new().with_filter("devices.uuid");
+    let report = run(&*open(MockOptions::new().with_devices(2)), &options);
+    assert!(report.is_success(), "{report}");
+    for case in report.cases() {
+        let skipped = case.status == Status::Skipped("no launcher for a second process was given".into());
+        assert_eq!(skipped, case.case.needs_launcher(), "{}", case.case.name);
+    }
+    assert_eq!((report.passed(), report.skipped()), (2, 1), "{report}");
+}
+
+#[test]
+fn a_launcher_that_starts_something_else_is_told_so() {
+    let options = Options::new().with_filter("sharing.devices_have_one_uuid_in_every_process");
+    let case = |launcher| run(&*open(MockOptions::new()), &options.clone().with_launcher(launcher)).to_string();
+    let missing = case(Launcher::new("/nowhere/at/all"));
+    assert!(missing.contains("`/nowhere/at/all`") && missing.contains("cannot be started"), "{missing}");
+    let other = case(Launcher::new("/bin/false"));
+    assert!(other.contains("the second process ended"), "{other}");
+    // The test that serves is there, but its mock has another number of devices than it says.
+    let failing = Launcher::current_executable().unwrap().with_arguments(["peer", "--exact", "--ignored"]);
+    let failing = case(failing.with_environment(DEVICES, "0"));
+    assert!(failing.contains("0 devices were asked for"), "{failing}");
 }
 
 #[test]

@@ -3,15 +3,16 @@
 //! A suite that passes a right backend says little before it has failed a wrong one. The wrapper that breaks nothing
 //! passes everything, so that what the others fail is their own mistake.
 
-use std::sync::{Arc, RwLock};
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use highwater_conformance::{Options, Report, Status, run};
+use highwater_conformance::{Launcher, Options, Report, Status, run, serve_peer};
 use highwater_core::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
-    DeviceInfo, DevicePtr, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator, Identity, IpcSharing,
-    LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId,
-    StreamOptions, Workspace,
+    DeviceInfo, DeviceMemoryKind, DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId,
+    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle,
+    MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -34,19 +35,88 @@ enum Mistake {
     HalvesTimes,
     /// Leaves handles out of its counts.
     ForgetsToCountHandles,
+    /// Opens a private copy of another process's memory.
+    SharesByCopying,
+    /// Takes waits for events of other processes and forgets them.
+    ForgetsOpenedEvents,
+    /// Records during a capture, and executes as well.
+    ExecutesWhileCapturing,
+    /// Executes the first launch of an executable graph and no other.
+    ReplaysOnce,
+    /// Frees stream-ordered memory at once.
+    FreesEarly,
+    /// Destroys an executable graph together with its pending launches.
+    DropsPendingLaunches,
 }
+
+impl Mistake {
+    const ALL: [Self; 14] = [
+        Self::None,
+        Self::RunsAtEnqueue,
+        Self::ForgetsWaits,
+        Self::IgnoresBeta,
+        Self::CreatesUnderALock,
+        Self::AlwaysComplete,
+        Self::HalvesTimes,
+        Self::ForgetsToCountHandles,
+        Self::SharesByCopying,
+        Self::ForgetsOpenedEvents,
+        Self::ExecutesWhileCapturing,
+        Self::ReplaysOnce,
+        Self::FreesEarly,
+        Self::DropsPendingLaunches,
+    ];
+
+    fn name(self) -> String {
+        format!("{self:?}")
+    }
+}
+
+/// The variable by which a second process learns which mistake to make.
+const VARIABLE: &str = "HIGHWATER_TEST_MISTAKE";
 
 #[derive(Debug)]
 struct Wrapper {
     inner: Arc<dyn Backend>,
     mistake: Mistake,
     lock: RwLock<()>,
+    opened_events: Arc<Mutex<HashSet<EventId>>>,
+    launched: Mutex<HashSet<GraphExecId>>,
+    /// Launches that wait for their stream to be waited for.
+    held_back: Mutex<Vec<(GraphExecId, StreamId)>>,
+    /// Executes what is being recorded.
+    side: StreamId,
 }
 
 impl Wrapper {
     fn new(mistake: Mistake) -> Self {
         let inner = MockGpu::open(MockOptions::new()).unwrap();
-        Self { inner, mistake, lock: RwLock::new(()) }
+        let side = inner.create_stream(0, &StreamOptions::new()).unwrap();
+        Self {
+            inner,
+            mistake,
+            lock: RwLock::new(()),
+            opened_events: Arc::default(),
+            launched: Mutex::default(),
+            held_back: Mutex::default(),
+            side,
+        }
+    }
+
+    /// Where an operation that is enqueued on the stream is executed too.
+    fn also_on(&self, stream: StreamId) -> Option<StreamId> {
+        let executes = self.mistake == Mistake::ExecutesWhileCapturing;
+        (executes && self.inner.is_capturing(stream).unwrap_or(false)).then_some(self.side)
+    }
+
+    /// Launches what was held back on the stream.
+    fn let_go(&self, stream: StreamId) -> Result<()> {
+        let mut held_back = self.held_back.lock().unwrap_or_else(PoisonError::into_inner);
+        for (graph, _) in held_back.extract_if(.., |(_, on)| *on == stream) {
+            // SAFETY: the caller's promise when the launch was asked for; it has not waited since.
+            unsafe { self.inner.launch_graph(graph, stream)? };
+        }
+        Ok(())
     }
 
     fn enqueued(&self, stream: StreamId, result: Result<()>) -> Result<()> {
@@ -105,6 +175,7 @@ unsafe impl Backend for Wrapper {
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
+        self.let_go(stream)?;
         self.inner.synchronize_stream(stream)
     }
 
@@ -113,7 +184,8 @@ unsafe impl Backend for Wrapper {
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        if self.mistake == Mistake::ForgetsWaits {
+        let opened = || self.opened_events.lock().unwrap_or_else(PoisonError::into_inner).contains(&event);
+        if self.mistake == Mistake::ForgetsWaits || self.mistake == Mistake::ForgetsOpenedEvents && opened() {
             // The ids are still looked at.
             self.inner.query_stream(stream)?;
             return self.inner.query_event(event).map(drop);
@@ -165,20 +237,37 @@ unsafe impl Backend for Wrapper {
     }
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        self.inner.allocate(device, options)
+        match options.kind {
+            // So that it can be freed without the stream.
+            DeviceMemoryKind::StreamOrdered(_) if self.mistake == Mistake::FreesEarly => {
+                self.inner.allocate(device, &AllocateOptions::new(options.bytes))
+            }
+            _ => self.inner.allocate(device, options),
+        }
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        // SAFETY: handed on as it came.
+        let stream = if self.mistake == Mistake::FreesEarly { None } else { stream };
+        // SAFETY: handed on as it came, or too early: the mock's memory stays mapped, so only its bytes suffer.
         unsafe { self.inner.free(device, ptr, stream) }
     }
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
+        if let Some(side) = self.also_on(stream) {
+            // SAFETY: the memory lives until the wait, and nobody else uses what a case records.
+            unsafe { self.inner.copy(copy, side)? };
+            self.inner.synchronize_stream(side)?;
+        }
         // SAFETY: handed on as it came.
         self.enqueued(stream, unsafe { self.inner.copy(copy, stream) })
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
+        if let Some(side) = self.also_on(stream) {
+            // SAFETY: as above.
+            unsafe { self.inner.fill(fill, side)? };
+            self.inner.synchronize_stream(side)?;
+        }
         // SAFETY: handed on as it came.
         self.enqueued(stream, unsafe { self.inner.fill(fill, stream) })
     }
@@ -187,8 +276,9 @@ unsafe impl Backend for Wrapper {
         self.inner.begin_capture(stream, mode)
     }
 
-    fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
-        self.inner.end_capture(stream)
+    unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
+        // SAFETY: passed on as promised.
+        unsafe { self.inner.end_capture(stream) }
     }
 
     fn is_capturing(&self, stream: StreamId) -> Result<bool> {
@@ -200,6 +290,15 @@ unsafe impl Backend for Wrapper {
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
+        if self.mistake == Mistake::ReplaysOnce
+            && !self.launched.lock().unwrap_or_else(PoisonError::into_inner).insert(graph)
+        {
+            return Ok(());
+        }
+        if self.mistake == Mistake::DropsPendingLaunches && self.inner.query_stream(stream)? == Completion::Pending {
+            self.held_back.lock().unwrap_or_else(PoisonError::into_inner).push((graph, stream));
+            return Ok(());
+        }
         // SAFETY: handed on as it came.
         self.enqueued(stream, unsafe { self.inner.launch_graph(graph, stream) })
     }
@@ -209,6 +308,7 @@ unsafe impl Backend for Wrapper {
     }
 
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
+        self.held_back.lock().unwrap_or_else(PoisonError::into_inner).retain(|(held, _)| *held != graph);
         self.inner.destroy_graph_exec(graph)
     }
 
@@ -229,7 +329,67 @@ unsafe impl Backend for Wrapper {
     }
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
-        self.inner.ipc_sharing()
+        let inner = self.inner.ipc_sharing()?;
+        let (backend, opened_events) = (Arc::clone(&self.inner), Arc::clone(&self.opened_events));
+        Some(Arc::new(WrappedSharing { inner, backend, mistake: self.mistake, opened_events }))
+    }
+}
+
+#[derive(Debug)]
+struct WrappedSharing {
+    inner: Arc<dyn IpcSharing>,
+    backend: Arc<dyn Backend>,
+    mistake: Mistake,
+    opened_events: Arc<Mutex<HashSet<EventId>>>,
+}
+
+impl WrappedSharing {
+    /// The bytes of the memory that the handle names, in memory of this process.
+    fn copied(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        let opened = self.inner.open_memory(device, handle)?;
+        let copy = self.backend.allocate(device, &AllocateOptions::new(handle.bytes as usize))?;
+        let stream = self.backend.create_stream(device, &StreamOptions::new())?;
+        let at = |ptr| Location::Device { device, ptr };
+        // SAFETY: both are as large as the handle says, and live until the stream has been waited for.
+        unsafe { self.backend.copy(&MemoryCopy::new(at(copy), at(opened), handle.bytes as usize), stream)? };
+        self.backend.synchronize_stream(stream)?;
+        self.backend.destroy_stream(stream)?;
+        // SAFETY: nothing uses the mapping any more.
+        unsafe { self.inner.close_memory(device, opened)? };
+        Ok(copy)
+    }
+}
+
+impl IpcSharing for WrappedSharing {
+    unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
+        // SAFETY: handed on as it came.
+        unsafe { self.inner.export_memory(device, ptr, transport) }
+    }
+
+    fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        match self.mistake {
+            Mistake::SharesByCopying => self.copied(device, handle),
+            _ => self.inner.open_memory(device, handle),
+        }
+    }
+
+    unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        match self.mistake {
+            // SAFETY: `open_memory` allocated it, and nothing uses it, as the caller promises.
+            Mistake::SharesByCopying => unsafe { self.backend.free(device, ptr, None) },
+            // SAFETY: handed on as it came.
+            _ => unsafe { self.inner.close_memory(device, ptr) },
+        }
+    }
+
+    fn export_event(&self, event: EventId) -> Result<EventHandle> {
+        self.inner.export_event(event)
+    }
+
+    fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
+        let event = self.inner.open_event(device, handle)?;
+        self.opened_events.lock().unwrap_or_else(PoisonError::into_inner).insert(event);
+        Ok(event)
     }
 }
 
@@ -312,9 +472,29 @@ impl BlasHandle for WrappedHandle {
     }
 }
 
+/// Options with a launcher of second processes that make the same mistake.
+fn options(mistake: Mistake) -> Options {
+    let launcher = Launcher::current_executable().unwrap();
+    let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
+    Options::new().with_launcher(launcher.with_environment(VARIABLE, mistake.name()))
+}
+
+#[test]
+#[ignore = "the second process of cases about sharing, which start it themselves"]
+fn peer() {
+    let opened = || -> Result<Arc<dyn Backend>> {
+        let name = std::env::var(VARIABLE).unwrap();
+        let mistake = Mistake::ALL.into_iter().find(|mistake| mistake.name() == name);
+        Ok(Arc::new(Wrapper::new(mistake.unwrap())))
+    };
+    if let Some(served) = serve_peer(opened) {
+        served.unwrap();
+    }
+}
+
 /// Runs the cases that prove a clause and says which failed.
 fn failures(mistake: Mistake, filter: &str) -> (Report, Vec<&'static str>) {
-    let report = run(&Wrapper::new(mistake), &Options::new().with_filter(filter));
+    let report = run(&Wrapper::new(mistake), &options(mistake).with_filter(filter));
     let failed = report.cases().iter().filter(|case| matches!(case.status, Status::Failed(_)));
     let names = failed.map(|case| case.case.name).collect();
     (report, names)
@@ -322,7 +502,7 @@ fn failures(mistake: Mistake, filter: &str) -> (Report, Vec<&'static str>) {
 
 #[test]
 fn a_wrapper_that_does_nothing_wrong_passes() {
-    let report = run(&Wrapper::new(Mistake::None), &Options::new());
+    let report = run(&Wrapper::new(Mistake::None), &options(Mistake::None));
     assert!(report.is_success(), "{report}");
 }
 
@@ -354,7 +534,7 @@ fn a_backend_that_ignores_beta_fails() {
     }
     // Beta 0 is what it does, so that it may.
     let (report, failed) = failures(Mistake::IgnoresBeta, "gemm.ignores_the_old_c_with_beta_zero");
-    assert!(failed.is_empty() && report.passed() == 2, "{report}");
+    assert!(failed.is_empty() && report.passed() == 4, "{report}");
 }
 
 #[test]
@@ -379,4 +559,60 @@ fn a_backend_that_halves_times_fails() {
 fn a_backend_that_does_not_count_handles_fails() {
     let (report, failed) = failures(Mistake::ForgetsToCountHandles, "blas.destroyed");
     assert_eq!(failed, ["ids.handles_count"], "{report}");
+}
+
+/// Checks that the case fails, or every case of a list.
+#[track_caller]
+fn assert_fails(mistake: Mistake, filter: &str, cases: &[&str]) {
+    let (report, failed) = failures(mistake, filter);
+    for case in cases {
+        assert!(failed.contains(case), "{case} does not notice {mistake:?}: {report}");
+    }
+}
+
+#[test]
+fn a_backend_that_shares_by_copying_fails() {
+    let cases = [
+        "sharing.importers_see_what_the_exporter_writes",
+        "sharing.exporters_see_what_the_importer_writes",
+        "sharing.mappings_of_memory_made_elsewhere_are_shared",
+    ];
+    assert_fails(Mistake::SharesByCopying, "ipc.shared-bytes", &cases);
+}
+
+#[test]
+fn a_backend_whose_opened_events_order_nothing_fails() {
+    let cases = ["sharing.opened_events_order_the_importer", "sharing.opened_events_order_the_exporter"];
+    assert_fails(Mistake::ForgetsOpenedEvents, "ipc.event-orders", &cases);
+}
+
+#[test]
+fn a_backend_that_executes_while_capturing_fails() {
+    let cases = ["capture.records_instead_of_executing", "capture.streams_join_by_events"];
+    assert_fails(Mistake::ExecutesWhileCapturing, "capture.not-executed", &cases);
+}
+
+#[test]
+fn a_backend_that_replays_once_fails() {
+    let cases = [
+        "capture.replays_execute_everything_each_time",
+        "capture.two_replays_add_a_product_twice",
+        "capture.many_replays_run_one_after_the_other",
+    ];
+    assert_fails(Mistake::ReplaysOnce, "capture.replay", &cases);
+}
+
+#[test]
+fn a_backend_that_frees_stream_ordered_memory_at_once_fails() {
+    let case = "memory.stream_ordered_bytes_are_given_to_nobody_too_early";
+    assert_fails(Mistake::FreesEarly, case, &[case]);
+}
+
+#[test]
+fn a_backend_that_drops_pending_launches_with_their_graph_fails() {
+    let cases = [
+        "capture.pending_launches_finish_when_all_is_destroyed",
+        "capture.pending_products_finish_when_all_is_destroyed",
+    ];
+    assert_fails(Mistake::DropsPendingLaunches, "capture.pending_", &cases);
 }

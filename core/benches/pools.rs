@@ -6,8 +6,8 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use highwater_core::{
-    Backend, BlasKind, BlasOptions, GemmShape, HandlePool, HostOptions, PoolKey, Runtime, StreamOptions,
-    fork::Generation,
+    Backend, BlasKind, BlasOptions, GemmShape, HandlePool, HostOptions, PoolKey, Runtime, RuntimeOptions,
+    StreamOptions, fork::Generation,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -68,6 +68,16 @@ fn pinned(criterion: &mut Criterion) {
             b.iter(|| drop(black_box(runtime.pinned::<u8>(bytes).unwrap())));
         });
     }
+    let capped = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_host_cache_bytes(1 << 20)).unwrap();
+    drop(capped.pinned::<u8>(4096).unwrap());
+    group.bench_function("allocate_and_free_hit_4KiB_under_a_cap", |b| {
+        b.iter(|| drop(black_box(capped.pinned::<u8>(4096).unwrap())));
+    });
+    let held = capped.pinned::<u8>(2 << 20).unwrap();
+    group.bench_function("allocate_and_free_hit_4KiB_with_more_than_the_cap_held", |b| {
+        b.iter(|| drop(black_box(capped.pinned::<u8>(4096).unwrap())));
+    });
+    drop(held);
     let buffer = device.allocate::<u8>(4096).unwrap();
     group.bench_function("allocate_copy_and_free_4KiB", |b| {
         b.iter_batched(

@@ -438,6 +438,14 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Starts to record what is enqueued on the stream instead of executing it. Needs `capture`.
     ///
     /// - `capture.not-executed`: nothing enqueued during the capture is executed.
+    /// - `capture.begin-again`: beginning on a stream that takes part in a capture gives `Capture`.
+    /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
+    /// - `capture.undisturbed`: allocating and freeing plain memory and page-locked memory, exporting, opening and closing
+    ///   memory that processes share, creating and destroying events, asking and waiting for events that were recorded
+    ///   outside and for streams that take no part, and making handles (where `create_during_capture` holds) neither fail
+    ///   nor disturb the capture, from whichever thread and in whichever mode.
+    /// - `capture.no-answer`: asking or waiting for a stream that takes part, or an event recorded in the capture, gives
+    ///   `Capture`; the capture may be lost by it.
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
         let _ = (stream, mode);
         Err(Error::lacks("begin_capture", "capture"))
@@ -446,7 +454,14 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Ends the capture and gives what it recorded.
     ///
     /// - `capture.lost`: a capture that was lost gives `Capture`; afterwards the stream works as before.
-    fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
+    /// - `capture.unjoined`: where a stream that joined was not waited for by the first one, `Capture`, and the capture is
+    ///   lost.
+    /// - `capture.end-without`: a stream without a capture gives `Capture`, and nothing changes.
+    ///
+    /// # Safety
+    /// Whoever ends a capture takes what it recorded out of the hands of who began it. So the caller began it, or has a right
+    /// to end it: a capture of core's (`Stream::capture`) is ended by core alone, which frees memory by what it recorded.
+    unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
         let _ = stream;
         Err(Error::lacks("end_capture", "capture"))
     }
@@ -465,7 +480,9 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Enqueues one execution of the graph.
     ///
-    /// - `capture.replay`: every launch executes all recorded operations once, in the order of the stream.
+    /// - `capture.replay`: every launch executes all recorded operations once, in the order of the stream, also those of
+    ///   the streams that joined, in the order that their events gave.
+    /// - `capture.by-value`: addresses and scalars are those of the time of recording.
     ///
     /// # Safety
     /// All memory that the graph recorded stays allocated until the launch has completed, and no other launch of the

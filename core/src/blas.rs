@@ -47,7 +47,7 @@ pub enum MathMode {
 }
 
 /// Whether kernels may add with atomics, which is faster and not repeatable bit for bit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum AtomicsMode {
     /// Repeatable.
@@ -347,13 +347,19 @@ pub enum Epilogue {
     Bias,
     /// Bias, then `max(x, 0)`.
     BiasRelu,
+    /// `max(x, 0)`.
+    Relu,
+    /// GELU in its tanh form, which is the vendors': `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`.
+    Gelu,
+    /// Bias, then GELU as in [`Epilogue::Gelu`].
+    BiasGelu,
 }
 
 impl Epilogue {
     /// Whether the epilogue reads a bias vector.
     #[must_use]
     pub const fn has_bias(self) -> bool {
-        matches!(self, Self::Bias | Self::BiasRelu)
+        matches!(self, Self::Bias | Self::BiasRelu | Self::BiasGelu)
     }
 }
 
@@ -371,14 +377,18 @@ pub struct PlanOptions {
     pub alignment: usize,
     /// Precision of 32-bit products, which a plan fixes. Needs `tf32` for [`MathMode::Tf32`].
     pub math_mode: MathMode,
+    /// Whether its kernels may add with atomics, which a plan fixes too: it is its algorithm that does. Needs
+    /// `atomics_mode` for [`AtomicsMode::Allowed`].
+    pub atomics_mode: AtomicsMode,
 }
 
 impl PlanOptions {
-    /// A plan for `shape`, with operands aligned to their elements, and full precision.
+    /// A plan for `shape`, with operands aligned to their elements, in full precision and repeatable.
     #[must_use]
     pub const fn new(shape: GemmShape, epilogue: Epilogue, workspace_bytes: usize) -> Self {
         let alignment = shape.data_type.bytes();
-        Self { shape, epilogue, workspace_bytes, alignment, math_mode: MathMode::Default }
+        let (math_mode, atomics_mode) = (MathMode::Default, AtomicsMode::NotAllowed);
+        Self { shape, epilogue, workspace_bytes, alignment, math_mode, atomics_mode }
     }
 
     /// The same for operands that are aligned to more than their elements.
@@ -392,6 +402,13 @@ impl PlanOptions {
     #[must_use]
     pub const fn with_math_mode(mut self, mode: MathMode) -> Self {
         self.math_mode = mode;
+        self
+    }
+
+    /// The same with or without atomics.
+    #[must_use]
+    pub const fn with_atomics_mode(mut self, mode: AtomicsMode) -> Self {
+        self.atomics_mode = mode;
         self
     }
 }
@@ -481,10 +498,11 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// turns.
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()>;
 
-    /// Chooses the precision of 32-bit products. Needs `tf32` for [`MathMode::Tf32`].
+    /// Chooses the precision of 32-bit products. Needs `tf32` for [`MathMode::Tf32`]. A plan has its own.
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()>;
 
-    /// Chooses whether kernels may add with atomics. Needs `atomics_mode` for [`AtomicsMode::Allowed`].
+    /// Chooses whether kernels may add with atomics. Needs `atomics_mode` for [`AtomicsMode::Allowed`]. A plan has its
+    /// own.
     ///
     /// - `blas.deterministic`: with `NotAllowed`, equal calls give equal bits.
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()>;

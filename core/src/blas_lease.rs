@@ -4,14 +4,16 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::blas::{
-    BlasHandle, BlasKind, Epilogue, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
+    Workspace,
 };
 use crate::buffer::DeviceSlice;
 use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
+use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
 use crate::scalar::Scalar;
-use crate::stream::Stream;
+use crate::stream::{Stream, Turn};
 
 /// Plans that a handle keeps; past this it starts over, so that ever-changing shapes do not fill memory.
 const MOST_PLANS: usize = 256;
@@ -23,13 +25,15 @@ pub(crate) struct PooledHandle {
     pub(crate) kind: BlasKind,
     /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
     bound: u64,
-    math_mode: Option<MathMode>,
+    /// The modes that are set on the handle. Plans have modes of their own.
+    modes: Modes,
+    /// Plans belong to the handle that made them, so every handle has its own.
     plans: HashMap<PlanOptions, PlanId>,
 }
 
 impl PooledHandle {
     pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
-        Self { handle, kind, bound: 0, math_mode: None, plans: HashMap::new() }
+        Self { handle, kind, bound: 0, modes: Modes::default(), plans: HashMap::new() }
     }
 
     /// The handle of a stream that has ended, for any stream.
@@ -38,10 +42,11 @@ impl PooledHandle {
         self
     }
 
-    /// Binds the stream and its workspace. A key is never used twice, so an equal key means an equal workspace.
+    /// Binds the stream and its workspace, or that of the capture that it takes part in. A key is never used twice, so an
+    /// equal key means an equal workspace.
     #[inline]
     fn bind(&mut self, stream: &Stream) -> Result<()> {
-        if self.bound == stream.core().key {
+        if self.bound == stream.core().bound_as() {
             return Ok(());
         }
         self.bind_anew(stream)
@@ -50,19 +55,28 @@ impl PooledHandle {
     #[cold]
     #[inline(never)]
     fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
-        let workspace = stream.core().workspace(&stream.runtime().inner, self.kind)?;
+        let (key, workspace) = stream.core().binding(&stream.runtime().inner, self.kind)?;
         // Whatever fails below leaves the handle's state unknown.
         self.bound = 0;
         self.handle.set_stream(stream.id())?;
-        // SAFETY: the workspace is the stream's own and lives until the stream has ended and passed its last use. Every
-        // product that uses it is enqueued on this stream, under the stream's turn.
+        // SAFETY: the workspace is the stream's own and lives until the stream has ended and passed its last use, or it is
+        // the capture's, which keeps it. Every product that uses it is enqueued on this stream, under the stream's turn.
         unsafe { self.handle.set_workspace(workspace)? };
-        if self.math_mode != Some(MathMode::Default) {
-            self.handle.set_math_mode(MathMode::Default)?;
-            self.math_mode = Some(MathMode::Default);
-        }
-        self.bound = stream.core().key;
+        self.bound = key;
         Ok(())
+    }
+
+    /// The stream's turn, with the handle bound to what the stream has at that moment.
+    #[inline]
+    fn bound_turn<'s>(&mut self, operation: &'static str, stream: &'s Stream) -> Result<Turn<'s>> {
+        loop {
+            self.bind(stream)?;
+            let turn = stream.core().enter(operation)?;
+            // A capture began or ended in between: bound anew, without the turn.
+            if self.bound == stream.core().bound_as() {
+                return Ok(turn);
+            }
+        }
     }
 }
 
@@ -91,6 +105,8 @@ impl PooledHandle {
 pub struct BlasLease<'s> {
     pooled: HandleLease<'s, PooledHandle>,
     stream: &'s Stream,
+    /// The lease's own policy.
+    numerics: Option<Numerics>,
 }
 
 impl fmt::Debug for BlasLease<'_> {
@@ -103,7 +119,27 @@ impl<'s> BlasLease<'s> {
     #[inline]
     pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
         pooled.bind(stream)?;
-        Ok(Self { pooled, stream })
+        Ok(Self { pooled, stream, numerics: None })
+    }
+
+    /// Sets the policy for the products of this lease, before the thread's and the runtime's.
+    pub fn set_numerics(&mut self, policy: Numerics) {
+        self.numerics = Some(policy);
+    }
+
+    /// The same lease with a policy of its own: see [`BlasLease::set_numerics`].
+    #[must_use]
+    pub fn with_numerics(mut self, policy: Numerics) -> Self {
+        self.set_numerics(policy);
+        self
+    }
+
+    #[inline]
+    fn apply_numerics(&mut self, operation: &'static str, data_type: DataType) -> Result<()> {
+        let policy = policy(self.numerics, self.stream);
+        let capabilities = &self.stream.runtime().inner.device(self.stream.device()).capabilities;
+        let PooledHandle { handle, modes, .. } = &mut *self.pooled;
+        modes.apply(&mut **handle, operation, policy, capabilities, data_type)
     }
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
@@ -111,7 +147,8 @@ impl<'s> BlasLease<'s> {
     /// # Errors
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
-    /// - `Unsupported`: the device does not multiply this type, or has no strided batches.
+    /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the policy
+    ///   asks for.
     /// - Else what the backend gives.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
@@ -124,35 +161,42 @@ impl<'s> BlasLease<'s> {
     ) -> Result<()> {
         let (a, b, c) = (a.into(), b.into(), c.into());
         check_product("gemm", self.stream, shape, a, b, c)?;
-        // A binding that failed before is made up for here.
-        self.pooled.bind(self.stream)?;
         let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr()).with_scale(alpha.to_f64(), beta.to_f64());
         [a, b, c].iter().for_each(|slice| slice.block.note_use(self.stream.core()));
-        let _turn = self.stream.core().turn();
+        // A binding that failed before is made up for here.
+        let mut turn = self.pooled.bound_turn("gemm", self.stream)?;
+        self.apply_numerics("gemm", shape.data_type)?;
+        [a, b, c].iter().for_each(|slice| turn.keep_device(slice.block));
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
-        // They are freed only after this stream has passed the product (`note_use`). The turn is held.
+        // They are freed only after this stream has passed the product (`note_use`), or after the graph that keeps them.
+        // The turn is held.
         unsafe { self.pooled.handle.gemm(&gemm) }
     }
 
     /// Lends the vendor's handle to code that calls the vendor itself.
     ///
     /// For the time of the call the handle is bound to this stream and to a workspace of its own, so foreign code needs
-    /// no turn. Afterwards the handle is bound anew, whatever was done to it; it must not be destroyed.
+    /// no turn, and is in the modes of the policy that counts here. Afterwards the handle is bound anew, whatever was done
+    /// to it; it must not be destroyed. A capture of the stream does not begin meanwhile; where one is open, the workspace
+    /// belongs to it, and it must not end meanwhile.
     ///
     /// # Errors
-    /// `OutOfMemory` where there is no room for the workspace; else what binding gives.
+    /// `OutOfMemory` where there is no room for the workspace; `Unsupported` where the policy asks for TF32 and the device
+    /// lacks it; else what binding gives.
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
         inner.check("with_raw")?;
-        let bytes = inner.device(self.stream.device()).workspace_bytes(BlasKind::Blas);
-        let lent = LentWorkspace { stream: self.stream, workspace: inner.take_workspace(self.stream.id(), bytes)? };
+        // Foreign code may multiply any type.
+        self.apply_numerics("with_raw", DataType::F32)?;
+        let lent = LentWorkspace::take(self.stream)?;
         let pooled = &mut *self.pooled;
         // What foreign code changes is not known, so all of it is set again by the next binding. The workspace goes back
         // after that binding, or where there is none: before a product uses the handle, it is bound anew.
         pooled.bound = 0;
-        pooled.math_mode = None;
+        pooled.modes = Modes::default();
         pooled.handle.set_stream(self.stream.id())?;
-        // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's.
+        // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's, or kept by the
+        // capture.
         unsafe { pooled.handle.set_workspace(lent.workspace)? };
         let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
         pooled.bind(self.stream)?;
@@ -164,16 +208,49 @@ impl<'s> BlasLease<'s> {
 struct LentWorkspace<'s> {
     stream: &'s Stream,
     workspace: Option<Workspace>,
+    /// Whether it belongs to the capture that the stream takes part in.
+    captured: bool,
+}
+
+impl<'s> LentWorkspace<'s> {
+    fn take(stream: &'s Stream) -> Result<Self> {
+        let inner = &stream.runtime().inner;
+        let core = stream.core();
+        let bytes = inner.device(stream.device()).workspace_bytes(BlasKind::Blas);
+        loop {
+            let mut turn = core.enter("with_raw")?;
+            if turn.recording.is_none() {
+                turn.lent += 1;
+                drop(turn);
+                // Counted back also where there is no workspace to be had.
+                let mut lent = Self { stream, workspace: None, captured: false };
+                lent.workspace = inner.take_workspace(core, bytes)?;
+                return Ok(lent);
+            }
+            drop(turn);
+            if bytes == 0 {
+                return Ok(Self { stream, workspace: None, captured: true });
+            }
+            // None where the capture has ended meanwhile.
+            if let Some(workspace) = core.captured_workspace(inner, bytes)? {
+                return Ok(Self { stream, workspace: Some(workspace), captured: true });
+            }
+        }
+    }
 }
 
 impl Drop for LentWorkspace<'_> {
     fn drop(&mut self) {
         let inner = &self.stream.runtime().inner;
+        if self.captured || !inner.generation.is_current() {
+            return;
+        }
         if let Some(workspace) = self.workspace
             && inner.may_release()
         {
-            inner.give_back_workspace(workspace, self.stream.id());
+            inner.give_back_workspace(workspace, self.stream.core());
         }
+        self.stream.core().turn().lent -= 1;
     }
 }
 
@@ -229,6 +306,8 @@ pub struct RawBlas {
 pub struct LtLease<'s> {
     pooled: HandleLease<'s, PooledHandle>,
     stream: &'s Stream,
+    /// The lease's own policy.
+    numerics: Option<Numerics>,
 }
 
 impl fmt::Debug for LtLease<'_> {
@@ -241,7 +320,19 @@ impl<'s> LtLease<'s> {
     #[inline]
     pub(crate) fn bind(stream: &'s Stream, mut pooled: HandleLease<'s, PooledHandle>) -> Result<Self> {
         pooled.bind(stream)?;
-        Ok(Self { pooled, stream })
+        Ok(Self { pooled, stream, numerics: None })
+    }
+
+    /// Sets the policy for the products of this lease, before the thread's and the runtime's.
+    pub fn set_numerics(&mut self, policy: Numerics) {
+        self.numerics = Some(policy);
+    }
+
+    /// The same lease with a policy of its own: see [`LtLease::set_numerics`].
+    #[must_use]
+    pub fn with_numerics(mut self, policy: Numerics) -> Self {
+        self.set_numerics(policy);
+        self
     }
 
     /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
@@ -263,19 +354,25 @@ impl<'s> LtLease<'s> {
         let (a, b, d) = (a.into(), b.into(), d.into());
         check_product("matmul", self.stream, shape, a, b, d)?;
         check_bias(self.stream, shape, epilogue, d, bias)?;
-        let device = self.stream.runtime().inner.device(self.stream.device());
+        let inner = &self.stream.runtime().inner;
+        let device = inner.device(self.stream.device());
         let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
+        let policy = policy(self.numerics, self.stream);
+        let math_mode = policy.math_mode("matmul", &device.capabilities, shape.data_type)?;
+        let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
         // The vendors' heuristics tell alignments up to 256 bytes apart.
         let operands = [a, b, d].iter().chain(&bias).fold(256, |bits, slice| bits | slice.ptr().get());
-        let options =
-            PlanOptions::new(*shape, epilogue, workspace_bytes).with_alignment(1 << operands.trailing_zeros());
+        let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
+            .with_alignment(1 << operands.trailing_zeros())
+            .with_math_mode(math_mode)
+            .with_atomics_mode(atomics_mode);
         let plan = self.plan(options)?;
-        self.pooled.bind(self.stream)?;
         let mut arguments = PlanArguments::new(a.ptr(), b.ptr(), d.ptr(), bias.map(|bias| bias.ptr()));
         arguments.alpha = alpha.to_f64();
         arguments.beta = beta.to_f64();
         [a, b, d].iter().chain(&bias).for_each(|slice| slice.block.note_use(self.stream.core()));
-        let _turn = self.stream.core().turn();
+        let mut turn = self.pooled.bound_turn("matmul", self.stream)?;
+        [a, b, d].iter().chain(&bias).for_each(|slice| turn.keep_device(slice.block));
         // SAFETY: as in `BlasLease::gemm`; D is C, and the bias is live, long enough and apart from D.
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }
     }
@@ -296,6 +393,12 @@ impl<'s> LtLease<'s> {
         pooled.plans.insert(options, plan);
         Ok(plan)
     }
+}
+
+/// The policy that counts for a product: the lease's, else the thread's, else the runtime's.
+#[inline]
+fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
+    of_lease.or_else(numerics::of_thread).unwrap_or(stream.runtime().inner.numerics)
 }
 
 /// Everything that can be wrong with a product, before the vendor is called.
@@ -331,7 +434,6 @@ fn check_product<T: Scalar>(
 }
 
 fn check_abilities(operation: &'static str, capabilities: &Capabilities, shape: &GemmShape) -> Result<()> {
-    use crate::blas::DataType;
     let (able, name) = match shape.data_type {
         DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
         DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),

@@ -3,16 +3,20 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use crate::capture::{in_capture, refuse_in_capture};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::Transport;
 use crate::memory::{AllocateOptions, DeviceMemoryKind, DevicePtr};
 use crate::pool::deferred::DeferredFree;
+use crate::pool::events::Mark;
 use crate::runtime::Runtime;
 use crate::scalar::Element;
+use crate::sharing::{ExportKey, Import, Ticket};
 use crate::stream::{StreamCore, StreamUse};
 
 /// `len` values of `T` in the memory of one device.
@@ -40,6 +44,8 @@ use crate::stream::{StreamCore, StreamUse};
 /// ```
 pub struct DeviceBuffer<T: Element> {
     block: Arc<DeviceBlock>,
+    /// First value, counted from the start of the block.
+    offset: usize,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -49,18 +55,39 @@ pub(crate) struct DeviceBlock {
     pub(crate) runtime: Runtime,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    /// The stream whose order allocation and free follow, for stream-ordered memory.
-    home: Option<Arc<StreamCore>>,
+    origin: Origin,
     /// Key of the stream noted last, 0 for none; a stream that is noted again costs one load.
     last_use: AtomicU64,
     uses: Mutex<Vec<StreamUse>>,
+    /// Streams that use the block in a capture that is open.
+    recording: AtomicU32,
+}
+
+/// Where a block comes from, and so what is done with it in the end.
+enum Origin {
+    /// Allocated here.
+    Own {
+        /// The stream whose order allocation and free follow, for stream-ordered memory.
+        home: Option<Arc<StreamCore>>,
+        /// How other processes can open it; with where it stands in the exporter's books, once it was shared.
+        shareable: Option<(Transport, OnceLock<ExportKey>)>,
+        bytes: usize,
+    },
+    /// Memory of another process, counted there.
+    Imported(Arc<Import>),
+}
+
+impl fmt::Debug for DeviceBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBlock").field("device", &self.device).field("ptr", &self.ptr).finish_non_exhaustive()
+    }
 }
 
 impl<T: Element> fmt::Debug for DeviceBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceBuffer")
             .field("device", &self.block.device)
-            .field("ptr", &self.block.ptr)
+            .field("ptr", &self.ptr())
             .field("len", &self.len)
             .finish_non_exhaustive()
     }
@@ -106,10 +133,27 @@ impl<T: Element> DeviceBuffer<T> {
         home: Option<Arc<StreamCore>>,
     ) -> Result<Self> {
         runtime.inner.check("allocate")?;
+        refuse_in_capture("allocate")?;
         let bytes = size_in_bytes::<T>("allocate", len)?;
-        let ptr = runtime.inner.allocate_device(device, &AllocateOptions::new(bytes).with_kind(kind))?;
-        let block = DeviceBlock { runtime, device, ptr, home, last_use: AtomicU64::new(0), uses: Mutex::default() };
-        Ok(Self { block: Arc::new(block), len, elements: PhantomData })
+        let options = AllocateOptions::new(bytes).with_kind(kind);
+        let ptr = runtime.inner.allocate_device(device, &options, home.as_deref())?;
+        let shareable = match kind {
+            DeviceMemoryKind::Shareable(transport) => Some((transport, OnceLock::new())),
+            _ => None,
+        };
+        let block = DeviceBlock::new(runtime, device, ptr, Origin::Own { home, shareable, bytes });
+        Ok(Self { block: Arc::new(block), offset: 0, len, elements: PhantomData })
+    }
+
+    /// The range of a ticket in an import, which is counted for it.
+    pub(crate) fn imported(runtime: Runtime, import: Arc<Import>, range: Range<usize>) -> Self {
+        let block = DeviceBlock::new(runtime, import.device, import.ptr, Origin::Imported(import));
+        Self::part(Arc::new(block), range)
+    }
+
+    /// A range of a block that is there already.
+    pub(crate) fn part(block: Arc<DeviceBlock>, range: Range<usize>) -> Self {
+        Self { block, offset: range.start, len: range.len(), elements: PhantomData }
     }
 
     /// Number of values.
@@ -133,7 +177,36 @@ impl<T: Element> DeviceBuffer<T> {
     /// Address of the first value, for calls of the vendor itself.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
-        self.block.ptr
+        self.block.ptr.offset(self.offset * size_of::<T>())
+    }
+
+    /// A ticket by which other processes can open the buffer, see [`Ticket`]. What was enqueued on the buffer before is
+    /// done when they have opened it. Sharing again costs little; all tickets of one allocation open the same memory.
+    ///
+    /// ```
+    /// use highwater_core::{Runtime, Ticket};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// let stream = device.create_stream()?;
+    /// let weights = device.allocate_shared::<f32>(1000)?;
+    /// stream.fill(&weights, 0.5_f32)?;
+    /// let ticket = weights.share()?.to_bytes(); // send these bytes to another process
+    ///
+    /// // There (and here too, where it is the original):
+    /// let opened = runtime.open_shared::<f32>(&Ticket::from_bytes(&ticket)?)?;
+    /// assert_eq!(stream.download(&opened)?, vec![0.5; 1000]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared).
+    /// - `Capture`: this thread is inside a capture, or one that is open uses the buffer.
+    /// - `OperatingSystem`: no descriptor, thread or shared memory is left.
+    /// - Else what the backend gives.
+    pub fn share(&self) -> Result<Ticket> {
+        DeviceSlice::from(self).share()
     }
 
     /// A view of some of the values.
@@ -142,7 +215,8 @@ impl<T: Element> DeviceBuffer<T> {
     /// `InvalidArgument` where the range does not lie in the buffer.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         check_range(&range, self.len)?;
-        Ok(DeviceSlice { block: &self.block, offset: range.start, len: range.len(), elements: PhantomData })
+        let offset = self.offset + range.start;
+        Ok(DeviceSlice { block: &self.block, offset, len: range.len(), elements: PhantomData })
     }
 }
 
@@ -184,7 +258,7 @@ impl<T: Element> fmt::Debug for DeviceSlice<'_, T> {
 
 impl<'b, T: Element> From<&'b DeviceBuffer<T>> for DeviceSlice<'b, T> {
     fn from(buffer: &'b DeviceBuffer<T>) -> Self {
-        Self { block: &buffer.block, offset: 0, len: buffer.len, elements: PhantomData }
+        Self { block: &buffer.block, offset: buffer.offset, len: buffer.len, elements: PhantomData }
     }
 }
 
@@ -217,17 +291,44 @@ impl<T: Element> DeviceSlice<'_, T> {
         self.len * size_of::<T>()
     }
 
-    /// Whether the first `len` values of this view and the first `other_len` of the other share a byte.
+    /// Whether the first `len` values of this view and the first `other_len` of the other share a byte. By address: memory
+    /// of another process that was opened twice is two blocks.
     pub(crate) fn overlaps(&self, len: usize, other: &Self, other_len: usize) -> bool {
-        Arc::ptr_eq(self.block, other.block)
+        let end = |slice: &Self, len: usize| slice.ptr().offset(len * size_of::<T>());
+        self.device() == other.device()
             && len > 0
             && other_len > 0
-            && self.offset < other.offset + other_len
-            && other.offset < self.offset + len
+            && self.ptr() < end(other, other_len)
+            && other.ptr() < end(self, len)
+    }
+
+    /// A ticket of these values, as [`DeviceBuffer::share`].
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::share`].
+    pub fn share(&self) -> Result<Ticket> {
+        let mut ticket = self.block.share()?;
+        ticket.offset = (self.offset * size_of::<T>()) as u64;
+        ticket.length = self.bytes() as u64;
+        Ok(ticket)
     }
 }
 
 impl DeviceBlock {
+    fn new(runtime: Runtime, device: u32, ptr: DevicePtr, origin: Origin) -> Self {
+        let (last_use, uses, recording) = (AtomicU64::new(0), Mutex::default(), AtomicU32::new(0));
+        Self { runtime, device, ptr, origin, last_use, uses, recording }
+    }
+
+    /// Counts a stream that uses the block in a capture, until the capture ends.
+    pub(crate) fn recording_began(&self) {
+        self.recording.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn recording_ended(&self) {
+        self.recording.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Notes that work on `stream` uses the block.
     #[inline]
     pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) {
@@ -260,6 +361,66 @@ impl DeviceBlock {
             }
         }
     }
+
+    /// Marks of the work on the block that is not known to be done. The second value: whether some could not be marked.
+    fn outstanding(&self) -> (Vec<Arc<Mark>>, bool) {
+        let inner = &self.runtime.inner;
+        let uses: Vec<StreamUse> = self.uses.lock().iter().map(StreamUse::clone).collect();
+        let mut unmarked = false;
+        let mut outstanding = Vec::new();
+        for use_ in uses.iter().filter(|use_| !use_.is_over(inner)) {
+            match use_.mark(inner) {
+                Some(mark) if inner.is_passed(&mark, false).unwrap_or(false) => {}
+                Some(mark) => outstanding.push(mark),
+                None => unmarked = true,
+            }
+        }
+        (outstanding, unmarked)
+    }
+
+    /// The ticket of the whole block.
+    fn share(self: &Arc<Self>) -> Result<Ticket> {
+        let inner = &self.runtime.inner;
+        inner.check("share")?;
+        refuse_in_capture("share")?;
+        if self.recording.load(Ordering::Relaxed) > 0 {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                "share",
+                "a capture that is open uses the buffer: what it recorded is not executed, and nobody can wait for it",
+            )
+            .with_hint("share it before the capture, or after it and a launch of its graph; the capture goes on"));
+        }
+        let refused = |message: &str, hint: &str| {
+            Err(Error::new(ErrorKind::InvalidArgument, "share", message.to_owned()).with_hint(hint.to_owned()))
+        };
+        let (after, unmarked) = self.outstanding();
+        if unmarked {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "share",
+                "the device work on the buffer cannot be waited for",
+            )
+            .with_hint("an earlier error of the device says why"));
+        }
+        match &self.origin {
+            // The exporter's other importers cannot know of work here, so it is waited for.
+            Origin::Imported(import) => {
+                after.iter().try_for_each(|mark| inner.is_passed(mark, true).map(drop))?;
+                Ok(import.ticket.clone())
+            }
+            Origin::Own { shareable: Some((transport, export)), bytes, .. } => {
+                let uuid = inner.device(self.device).info.uuid;
+                inner.sharing()?.share(self, export, *transport, *bytes as u64, uuid, after)
+            }
+            Origin::Own { home: Some(_), .. } => {
+                refused("stream-ordered memory cannot be shared", "allocate it by `Device::allocate_shared`")
+            }
+            Origin::Own { .. } => {
+                refused("the buffer was not allocated to be shared", "allocate it by `Device::allocate_shared`")
+            }
+        }
+    }
 }
 
 impl Drop for DeviceBlock {
@@ -268,6 +429,16 @@ impl Drop for DeviceBlock {
         if !inner.may_release() {
             return;
         }
+        let (home, export) = match &mut self.origin {
+            Origin::Imported(import) => {
+                let import = Arc::clone(import);
+                let (after, unmarked) = self.outstanding();
+                return inner.release_import(import, after, unmarked);
+            }
+            Origin::Own { home, shareable, .. } => {
+                (home.take(), shareable.as_ref().and_then(|(_, export)| export.get().copied()))
+            }
+        };
         let mut after = Vec::new();
         let mut unmarked = false;
         for use_ in self.uses.get_mut() {
@@ -276,23 +447,22 @@ impl Drop for DeviceBlock {
                 None => unmarked = true,
             }
         }
-        let free = DeferredFree { device: self.device, ptr: self.ptr, home: self.home.take(), after };
-        if unmarked {
-            return inner.strand(free);
-        }
-        let Some(home) = free.home.as_ref().map(|home| home.id) else {
+        let free = DeferredFree { device: self.device, ptr: self.ptr, home, after, unmarked };
+        // Other processes may have it open: then it waits in limbo.
+        let Some(free) = inner.close_export(export, free) else { return };
+        if free.home.is_none() || free.unmarked || in_capture() {
             return inner.defer_free(free);
-        };
+        }
         // Freed in the order of its own stream, which first waits, on the device, for the others.
-        let waits = free.after.iter().try_for_each(|mark| inner.backend.stream_wait_event(home, mark.event()));
-        let freed = waits.and_then(|()| {
-            // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the free on the home
-            // stream.
-            unsafe { inner.free_device(self.device, self.ptr, Some(home)) }
-        });
-        if let Err(error) = freed {
-            inner.count_failed_release(&error);
-            inner.strand(free);
+        //
+        // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the marks.
+        match unsafe { inner.free_deferred(&free) } {
+            Ok(true) => {}
+            Ok(false) => inner.defer_free(free),
+            Err(error) => {
+                inner.count_failed_release(&error);
+                inner.strand(free);
+            }
         }
     }
 }

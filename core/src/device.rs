@@ -3,7 +3,9 @@
 use crate::backend::{DeviceInfo, StreamOptions};
 use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
-use crate::error::{Error, Result};
+use crate::capture::refuse_in_capture;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::Transport;
 use crate::memory::{DeviceMemoryKind, MemoryInfo};
 use crate::runtime::Runtime;
 use crate::scalar::Element;
@@ -65,10 +67,12 @@ impl Device {
     /// Makes a stream.
     ///
     /// # Errors
-    /// `Unsupported` for another priority than normal where `stream_priority` is false; else what the backend gives.
+    /// `Unsupported` for another priority than normal where `stream_priority` is false; `Capture` in a thread that is inside
+    /// a capture; else what the backend gives.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
         let inner = &self.runtime.inner;
         inner.check("create_stream")?;
+        refuse_in_capture("create_stream")?;
         if options.priority != crate::backend::StreamPriority::Normal && !self.capabilities().stream_priority {
             return Err(Error::lacks("create_stream", "stream_priority"));
         }
@@ -101,24 +105,62 @@ impl Device {
         }
         // SAFETY: the caller's promise is the one that the backend asks for.
         let id = unsafe { self.runtime.inner.backend.stream_from_raw(self.ordinal, raw)? };
-        Ok(Stream::new(self.runtime.clone(), id, true))
+        Ok(Stream::foreign(self.runtime.clone(), id))
     }
 
     /// Allocates device memory for `len` values of `T`, usable from every stream. The contents are unspecified.
     ///
     /// # Errors
     /// `OutOfMemory` when the device has no more, also after what the pools keep was given back; `InvalidArgument` when
-    /// the size does not fit the address space.
+    /// the size does not fit the address space; `Capture` in a thread that is inside a capture.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Plain)
+    }
+
+    /// Allocates device memory for `len` values of `T` that other processes can open, by the best transport that the device
+    /// has. The contents are unspecified.
+    ///
+    /// # Errors
+    /// `Unsupported` where the device shares no memory; else as [`Device::allocate`].
+    pub fn allocate_shared<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
+        let transports = self.capabilities().ipc_transports;
+        let best = [Transport::Descriptor, Transport::Legacy, Transport::Fabric];
+        let best = best.into_iter().find(|transport| transports.contains(*transport));
+        let best = best.ok_or_else(|| Error::lacks("allocate_shared", "ipc_transports"))?;
+        self.allocate_shared_by(len, best)
+    }
+
+    /// Allocates device memory that other processes can open by this transport.
+    ///
+    /// # Errors
+    /// `Unsupported` where the device does not have the transport; else as [`Device::allocate`].
+    pub fn allocate_shared_by<T: Element>(&self, len: usize, transport: Transport) -> Result<DeviceBuffer<T>> {
+        let capabilities = self.capabilities();
+        if !capabilities.shareable_memory {
+            return Err(Error::lacks("allocate_shared", "shareable_memory"));
+        }
+        if !capabilities.ipc_transports.contains(transport) {
+            return Err(Error::lacks("allocate_shared", "ipc_transports"));
+        }
+        DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Shareable(transport))
     }
 
     /// Waits for every stream of the device.
     ///
     /// # Errors
-    /// What the backend gives; an error of earlier work may show up here.
+    /// `Capture` where a stream of the device takes part in a capture; else what the backend gives, and an error of earlier
+    /// work may show up here.
     pub fn synchronize(&self) -> Result<()> {
-        self.runtime.inner.check("synchronize_device")?;
-        self.runtime.inner.backend.synchronize_device(self.ordinal)
+        let inner = &self.runtime.inner;
+        inner.check("synchronize_device")?;
+        let Some(_quiet) = inner.device(self.ordinal).capture_gate.quiet() else {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                "synchronize_device",
+                "a stream of the device takes part in a capture, which waiting for the device would lose",
+            )
+            .with_hint("wait for the streams that matter, or after the capture; the capture goes on"));
+        };
+        inner.backend.synchronize_device(self.ordinal)
     }
 }

@@ -42,6 +42,10 @@ pub enum ErrorKind {
     Forked,
     /// The process at the other end of a share has ended.
     PeerLost,
+    /// What a ticket names is no longer shared: its exporter has freed it or has ended.
+    Expired,
+    /// A call of the operating system failed; the code is its `errno`.
+    OperatingSystem,
     /// The operating system or the driver refused permission.
     PermissionDenied,
     /// Any other vendor error; the vendor's code says which.
@@ -69,6 +73,8 @@ impl ErrorKind {
             Self::ShuttingDown => "shutting down",
             Self::Forked => "forked process",
             Self::PeerLost => "peer lost",
+            Self::Expired => "expired",
+            Self::OperatingSystem => "operating system",
             Self::PermissionDenied => "permission denied",
             Self::Vendor => "vendor error",
         }

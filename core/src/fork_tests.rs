@@ -47,6 +47,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     stream.copy_to_device(&pinned, &buffer).unwrap();
     let event = stream.record().unwrap();
     let mut blas = stream.blas().unwrap();
+    let mut graph = stream.capture(|stream| stream.copy_to_device(&pinned, &buffer)).unwrap();
+    graph.launch(&stream).unwrap();
 
     let (held, is_held) = mpsc::channel();
     let (release, released) = mpsc::channel::<()>();
@@ -72,6 +74,12 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(blas.with_raw(|_| ()))
                 && forked(stream.copy_to_device(&pinned, &buffer))
                 && forked(pinned.write().map(|_| ()))
+                && forked(pinned.read_with(|_| ()))
+                && forked(graph.launch(&stream))
+                && forked(stream.capture(|_| Ok(())).map(|_| ()))
+                && forked(stream.wait(&event))
+                && forked(stream.is_complete().map(|_| ()))
+                && forked(device.synchronize())
                 && forked(pool.lease(PoolKey::device(0), || Ok(3)).map(|_| ()))
                 && forked(runtime.trim())
                 && runtime.statistics() == crate::Statistics::default()
@@ -81,6 +89,7 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
             unsafe {
                 drop(std::ptr::read(&raw const lease));
                 drop(std::ptr::read(&raw const blas));
+                drop(std::ptr::read(&raw const graph));
                 drop(std::ptr::read(&raw const pinned));
                 drop(std::ptr::read(&raw const buffer));
                 drop(std::ptr::read(&raw const event));
@@ -97,6 +106,8 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
     });
     // The parent was not disturbed.
     stream.synchronize().unwrap();
+    graph.launch(&stream).unwrap();
+    drop(graph);
     pinned.write().unwrap().fill(1);
     assert_eq!(*lease, 1);
     blas.with_raw(|_| ()).unwrap();

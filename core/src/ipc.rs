@@ -71,20 +71,29 @@ impl MemoryHandle {
 }
 
 /// A handle of an event that another process can open.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EventHandle {
     /// UUID of the event's device.
     pub device_uuid: [u8; 16],
     /// The vendor's handle.
     pub payload: [u8; 64],
+    /// What travels beside the payload, where the vendor's handle alone is not enough.
+    pub descriptor: Option<Descriptor>,
 }
 
 impl EventHandle {
     /// A handle of an event of that device.
     #[must_use]
     pub const fn new(device_uuid: [u8; 16], payload: [u8; 64]) -> Self {
-        Self { device_uuid, payload }
+        Self { device_uuid, payload, descriptor: None }
+    }
+
+    /// The same with a descriptor.
+    #[must_use]
+    pub fn with_descriptor(mut self, descriptor: Descriptor) -> Self {
+        self.descriptor = Some(descriptor);
+        self
     }
 }
 
@@ -105,6 +114,9 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// Maps memory of another process for `device`, which is the one that will touch it.
     ///
     /// - `ipc.open-again`: a second open for the same device gives the same address and is counted.
+    /// - `ipc.open-outlives`: with [`Transport::Descriptor`] the mapping keeps the memory when its exporter has ended.
+    /// - `ipc.open-checked`: a handle that no exporter made, of another device's UUID or without the descriptor that its
+    ///   transport needs, gives `InvalidArgument`, and nothing is mapped.
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
 
     /// Undoes one `open_memory`.
@@ -116,8 +128,13 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()>;
 
     /// Makes a handle of an event that was made with `interprocess`.
+    ///
+    /// - `ipc.export-event`: an event made without `interprocess` gives `InvalidArgument`.
     fn export_event(&self, event: EventId) -> Result<EventHandle>;
 
     /// Opens an event of another process; `destroy_event` closes it.
+    ///
+    /// - `ipc.event-orders`: work that waits for the opened event runs after the other process's work before the record.
+    /// - `ipc.event-peer-ends`: when the recording process ends before the record is reached, waits for it end as well.
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId>;
 }

@@ -6,11 +6,13 @@
 //! the vendor's allocator is, not on the pools' hit paths.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DevicePtr, HostPtr};
+use crate::pool::block_uses::BlockUses;
 
 /// A block of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,10 +26,28 @@ pub struct DeviceBlockInfo {
     pub bytes: usize,
 }
 
+/// A block of page-locked memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HostBlockInfo {
+    /// First byte.
+    pub base: HostPtr,
+    /// Size in bytes: of the whole block, which may be more than the buffer that owns it asked for.
+    pub bytes: usize,
+}
+
+/// A block of page-locked memory with what the host cache knows of it.
+#[derive(Debug, Clone)]
+pub(crate) struct HostBlock {
+    pub(crate) info: HostBlockInfo,
+    pub(crate) class: usize,
+    pub(crate) uses: Arc<BlockUses>,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     device: Mutex<BTreeMap<u64, DeviceBlockInfo>>,
-    host: Mutex<BTreeMap<usize, usize>>,
+    host: Mutex<BTreeMap<usize, HostBlock>>,
 }
 
 impl Ledger {
@@ -79,15 +99,22 @@ impl Ledger {
     }
 
     /// Takes in a block of page-locked memory.
-    pub(crate) fn insert_host(&self, ptr: HostPtr, bytes: usize) {
-        self.host.lock().insert(ptr.address(), bytes);
+    pub(crate) fn insert_host(&self, block: HostBlock) {
+        self.host.lock().insert(block.info.base.address(), block);
     }
 
     /// Strikes out a block of page-locked memory.
-    pub(crate) fn remove_host(&self, ptr: HostPtr) -> Result<usize> {
+    pub(crate) fn remove_host(&self, ptr: HostPtr) -> Result<HostBlock> {
         self.host.lock().remove(&ptr.address()).ok_or_else(|| {
             Error::new(ErrorKind::InvalidPointer, "host_free", format!("{ptr:?} is not the start of a live block"))
         })
+    }
+
+    /// The block of page-locked memory that `ptr` points into, whether a buffer owns it or not.
+    pub(crate) fn find_host(&self, ptr: HostPtr) -> Option<HostBlock> {
+        let blocks = self.host.lock();
+        let (start, block) = blocks.range(..=ptr.address()).next_back()?;
+        (ptr.address() - start < block.info.bytes).then(|| block.clone())
     }
 }
 
@@ -105,6 +132,13 @@ fn unknown(ptr: DevicePtr) -> Error {
 impl Ledger {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((self.device.lock(), self.host.lock()))
+    }
+
+    /// Whether one of the locks is held, those of the blocks' uses included.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.device.is_locked()
+            || self.host.is_locked()
+            || self.host.lock().values().any(|block| block.uses.is_locked())
     }
 }
 
@@ -142,12 +176,18 @@ mod tests {
     }
 
     #[test]
-    fn host_blocks_are_known_by_their_start() {
+    fn host_blocks_are_freed_by_their_start_and_found_by_any_address() {
         let ledger = Ledger::default();
         let mut bytes = [0_u8; 64];
-        let ptr = HostPtr::new(std::ptr::NonNull::from(&mut bytes).cast());
-        assert!(ledger.remove_host(ptr).is_err());
-        ledger.insert_host(ptr, 64);
-        assert_eq!(ledger.remove_host(ptr).unwrap(), 64);
+        let base = HostPtr::new(std::ptr::NonNull::from(&mut bytes).cast());
+        assert!(ledger.remove_host(base).is_err());
+        let info = HostBlockInfo { base, bytes: 64 };
+        ledger.insert_host(HostBlock { info, class: 0, uses: BlockUses::new() });
+        let found = |ptr| ledger.find_host(ptr).map(|block| block.info);
+        assert_eq!((found(base), found(base.offset(63))), (Some(info), Some(info)));
+        assert_eq!(found(base.offset(64)), None);
+        assert!(ledger.remove_host(base.offset(8)).is_err());
+        assert_eq!(ledger.remove_host(base).unwrap().info, info);
+        assert_eq!(found(base), None);
     }
 }

@@ -3,8 +3,10 @@
 //! - The four traits that a backend implements: [`Backend`], [`BlasHandle`], [`HostAllocator`], [`IpcSharing`]. Each
 //!   method's contract is a list of clauses with ids; the conformance suite proves them by name.
 //! - The safe owning types that programs use: [`Runtime`], [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`],
-//!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`].
+//!   [`PinnedBuffer`], [`BlasLease`], [`LtLease`], [`Graph`].
+//! - [`Ticket`]: device memory shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
+//! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
 //! - [`driver`]: what vendors' drivers do alike, written once; [`fork`]: noticing a fork for the price of two loads.
 //!
 //! Core knows no vendor: what differs between them is data ([`Capabilities`]).
@@ -17,6 +19,9 @@ mod blas;
 mod blas_lease;
 mod buffer;
 mod capability;
+mod capture;
+#[cfg(test)]
+mod capture_tests;
 mod device;
 pub mod driver;
 mod error;
@@ -25,15 +30,20 @@ pub mod fork;
 #[cfg(test)]
 mod fork_tests;
 mod host;
+mod host_use;
 mod id;
 mod ipc;
 mod ledger;
 mod memory;
+pub mod numerics;
+#[cfg(test)]
+mod numerics_tests;
 mod pinned;
 mod pool;
 mod primitive;
 mod runtime;
 mod scalar;
+mod sharing;
 mod stream;
 #[cfg(test)]
 mod testing;
@@ -44,16 +54,21 @@ pub use blas::*;
 pub use blas_lease::{BlasLease, LtLease, RawBlas};
 pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capability::*;
+pub use capture::{Graph, GraphStatistics};
 pub use device::Device;
 pub use error::*;
 pub use event::Event;
+/// Half-precision numbers, for buffers and products: [`half::f16`], [`half::bf16`].
+pub use half;
 pub use host::*;
 pub use id::*;
 pub use ipc::*;
-pub use ledger::DeviceBlockInfo;
+pub use ledger::{DeviceBlockInfo, HostBlockInfo};
 pub use memory::*;
+pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey};
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use scalar::{Element, Scalar};
+pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};

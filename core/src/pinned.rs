@@ -18,6 +18,9 @@ use crate::scalar::Element;
 /// first, so a race between CPU and device cannot be written. Dropping a buffer does not wait: its memory is used
 /// again once the streams are done.
 ///
+/// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive, so
+/// while the graph lives, [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] take the place of slices.
+///
 /// A buffer that the CPU is writing cannot be copied from or to:
 ///
 /// ```compile_fail,E0502
@@ -129,23 +132,50 @@ impl<T: Element> PinnedBuffer<T> {
     /// The values, once every stream that writes them is done.
     ///
     /// # Errors
-    /// What the backend gives when it is waited for; the error of a failed copy shows up here.
+    /// `Capture` where a capture that is open uses the buffer; `InvalidState` where a graph that is alive writes it: use
+    /// [`PinnedBuffer::read_with`]. Else what the backend gives when it is waited for; the error of a failed copy shows up
+    /// here.
     pub fn read(&self) -> Result<&[T]> {
         self.runtime.inner.wait_for_uses(self.block(), true)?;
         // SAFETY: the block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
-        // pattern is a `T`. No device writes it: those that did are done, and enqueuing another write needs `&mut self`.
+        // pattern is a `T`. No device writes it: those that did are done, no graph does, and enqueuing or recording another
+        // write needs `&mut self`.
         Ok(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) })
     }
 
     /// The values for writing, once every stream that uses them is done.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::read`].
+    /// As [`PinnedBuffer::read`]; `InvalidState` also where a graph that is alive reads it: use
+    /// [`PinnedBuffer::write_with`].
     pub fn write(&mut self) -> Result<&mut [T]> {
         self.runtime.inner.wait_for_uses(self.block(), false)?;
-        // SAFETY: as in `read`; no device reads or writes the block, and enqueuing either needs a borrow of `self`, which
-        // is borrowed exclusively while the slice lives.
+        // SAFETY: as in `read`; no device and no graph reads or writes the block, and enqueuing or recording either needs a
+        // borrow of `self`, which is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
+    }
+
+    /// Passes the values to `access`, once every stream that writes them is done, launches of graphs included. A launch that
+    /// would write them meanwhile is refused.
+    ///
+    /// # Errors
+    /// `Capture` where a capture that is open uses the buffer; else what the backend gives when it is waited for.
+    pub fn read_with<R>(&self, access: impl FnOnce(&[T]) -> R) -> Result<R> {
+        let _access = self.runtime.inner.access_pinned(self.block(), false)?;
+        // SAFETY: as in `read`; launches of graphs that write the block are refused until `_access` is dropped.
+        Ok(access(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) }))
+    }
+
+    /// Passes the values for writing to `access`, once every stream that uses them is done, launches of graphs included. A
+    /// launch that would use them meanwhile is refused. The next launch of a graph that copies from the buffer sees
+    /// what was written.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::read_with`].
+    pub fn write_with<R>(&mut self, access: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+        let _access = self.runtime.inner.access_pinned(self.block(), true)?;
+        // SAFETY: as in `write`; launches of graphs that use the block are refused until `_access` is dropped.
+        Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
 }
 

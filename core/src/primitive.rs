@@ -1,11 +1,12 @@
-//! The synchronisation types of this crate, in one place, so that the model checker can replace them.
+//! The synchronisation types of this crate, in one place, so that the model checkers can replace them.
 //!
-//! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types.
+//! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types, and
+//! `tests/shuttle.rs` those of the host cache over shuttle's.
 
 pub(crate) use std::sync::Arc;
-pub(crate) use std::sync::atomic::{AtomicU32, Ordering};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
-pub(crate) use parking_lot::Mutex;
+pub(crate) use parking_lot::{Condvar, Mutex};
 
 /// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.
 #[derive(Debug, Default)]

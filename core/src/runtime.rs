@@ -1,31 +1,38 @@
 //! The runtime: one open backend with its pools, and what they need from each other.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
 use crate::backend::{Backend, Completion, DeviceInfo, Identity, LiveObjects};
-use crate::blas::{AtomicsMode, BlasKind, BlasOptions, Workspace};
+use crate::blas::{BlasKind, BlasOptions, Workspace};
 use crate::blas_lease::PooledHandle;
+use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
+use crate::capture::{DeviceGate, GraphStatistics, Graphs, Quiet, in_capture, refuse_in_capture, warm_up_first};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
 use crate::host::{HostAllocator, HostOptions};
 use crate::id::StreamId;
-use crate::ledger::{DeviceBlockInfo, Ledger};
+use crate::ipc::{IpcSharing, MemoryHandle};
+use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
 use crate::memory::{AllocateOptions, DevicePtr};
+use crate::numerics::Numerics;
 use crate::pinned::PinnedBuffer;
+use crate::pool::block_uses::{BlockUses, CpuAccess};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::events::{EventPool, Mark};
-use crate::pool::host::{Found, HostCache, OwnedBlock, PinnedBlock, PinnedUse};
+use crate::pool::host::{Found, HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
 use crate::pool::{HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey, size_class};
 use crate::scalar::Element;
-use crate::stream::StreamCore;
+use crate::sharing::{ExportKey, Import, Sharing, SharingStatistics, Ticket};
+use crate::stream::{StreamCore, TurnState};
 use crate::workspace_config;
 
 /// How to make a [`Runtime`].
@@ -37,13 +44,17 @@ pub struct RuntimeOptions {
     pub blas_workspace_bytes: Option<usize>,
     /// Bytes that an Lt plan may use; else the backend's environment variables or its default.
     pub lt_workspace_bytes: Option<usize>,
+    /// The policy for products of threads and leases that have none of their own.
+    pub numerics: Numerics,
+    /// Bytes of page-locked memory that may be cached while no buffer owns them; as many as there are by default.
+    pub host_cache_bytes: Option<u64>,
 }
 
 impl RuntimeOptions {
     /// Everything by default.
     #[must_use]
     pub const fn new() -> Self {
-        Self { blas_workspace_bytes: None, lt_workspace_bytes: None }
+        Self { blas_workspace_bytes: None, lt_workspace_bytes: None, numerics: Numerics::new(), host_cache_bytes: None }
     }
 
     /// The same with another BLAS workspace.
@@ -57,6 +68,22 @@ impl RuntimeOptions {
     #[must_use]
     pub const fn with_lt_workspace_bytes(mut self, bytes: usize) -> Self {
         self.lt_workspace_bytes = Some(bytes);
+        self
+    }
+
+    /// The same with another policy for products: see [`numerics`](crate::numerics).
+    #[must_use]
+    pub const fn with_numerics(mut self, policy: Numerics) -> Self {
+        self.numerics = policy;
+        self
+    }
+
+    /// The same with a cap on the page-locked memory that is cached and that no buffer owns. What is more is given back to
+    /// the backend, unused longest first, once no stream uses it: by whoever drops a buffer, asks for one or synchronises a
+    /// stream, who then pays for the backend's call. 0 caches nothing. A buffer is never refused for it.
+    #[must_use]
+    pub const fn with_host_cache_bytes(mut self, cap: u64) -> Self {
+        self.host_cache_bytes = Some(cap);
         self
     }
 }
@@ -82,28 +109,69 @@ impl RuntimeOptions {
 /// ```
 #[derive(Clone)]
 pub struct Runtime {
-    pub(crate) inner: Arc<RuntimeInner>,
+    pub(crate) inner: Arc<Users>,
+}
+
+/// What everybody who uses a runtime refers to; the thread that serves its shares refers to what is inside. The last user
+/// ends that thread, so that the runtime ends where it was dropped last, and before that drop has returned.
+pub(crate) struct Users(pub(crate) Arc<RuntimeInner>);
+
+impl Deref for Users {
+    type Target = RuntimeInner;
+
+    #[inline]
+    fn deref(&self) -> &RuntimeInner {
+        &self.0
+    }
+}
+
+impl Users {
+    /// What is shared, with the thread that serves it.
+    pub(crate) fn sharing(&self) -> Result<&Arc<Sharing>> {
+        let sharing = match self.sharing.get() {
+            Some(sharing) => sharing,
+            None => {
+                let fresh = Arc::new(Sharing::new(self.generation)?);
+                self.sharing.get_or_init(|| fresh)
+            }
+        };
+        sharing.start(&self.0)?;
+        Ok(sharing)
+    }
+}
+
+impl Drop for Users {
+    fn drop(&mut self) {
+        if self.0.generation.is_current()
+            && let Some(sharing) = self.0.sharing.get()
+            && !self.0.backend.is_exiting()
+        {
+            sharing.stop();
+        }
+    }
 }
 
 pub(crate) struct RuntimeInner {
     pub(crate) backend: Arc<dyn Backend>,
     host: Arc<dyn HostAllocator>,
     pub(crate) generation: Generation,
+    pub(crate) numerics: Numerics,
     pub(crate) devices: Box<[DeviceState]>,
-    ledger: Ledger,
+    pub(crate) ledger: Ledger,
     pub(crate) blas_handles: HandlePool<PooledHandle>,
     pub(crate) lt_handles: HandlePool<PooledHandle>,
-    host_cache: HostCache,
+    pub(crate) host_cache: HostCache,
     deferred: DeferredFrees,
     /// Blocks of device memory whose last use could not be marked: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
     rounds: Rounds,
+    /// Made with the first share or open.
+    sharing: OnceLock<Arc<Sharing>>,
     /// Handles whose one stream has ended, for devices that want one handle for each stream.
     spare_handles: Mutex<Vec<SpareHandle>>,
-    /// Blocks whose last use could not be marked: freed when the runtime ends.
-    unmarked: Mutex<Vec<OwnedBlock>>,
     /// Releases that the backend refused.
     failed_releases: AtomicU64,
+    pub(crate) graphs: Graphs,
     /// Objects left on purpose because the process is exiting.
     left_at_exit: AtomicU64,
     closed: AtomicBool,
@@ -123,6 +191,7 @@ pub(crate) struct DeviceState {
     pub(crate) capabilities: Capabilities,
     pub(crate) events: Arc<EventPool>,
     pub(crate) workspaces: WorkspacePool,
+    pub(crate) capture_gate: DeviceGate,
     /// The vendor's legacy default stream: one for all who ask, so that its calls take turns.
     pub(crate) legacy_default: Mutex<Weak<StreamCore>>,
     /// Bytes of workspace for the BLAS calls of a stream; 0 for none.
@@ -161,6 +230,10 @@ pub struct Statistics {
     pub workspace_bytes: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
+    /// What is shared with other processes.
+    pub sharing: SharingStatistics,
+    /// What captures and graphs hold.
+    pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
@@ -200,6 +273,7 @@ impl Runtime {
                 capabilities,
                 events: EventPool::new(ordinal, generation),
                 workspaces: WorkspacePool::default(),
+                capture_gate: DeviceGate::default(),
                 legacy_default: Mutex::default(),
                 blas_workspace_bytes: if capabilities.blas_workspace { align(blas) } else { 0 },
                 lt_workspace_bytes: if capabilities.blas_workspace { align(lt) } else { 0 },
@@ -210,21 +284,23 @@ impl Runtime {
             host: backend.host_allocator(),
             backend,
             generation,
+            numerics: options.numerics,
             devices,
             ledger: Ledger::default(),
             blas_handles: HandlePool::new(),
             lt_handles: HandlePool::new(),
-            host_cache: HostCache::new(),
+            host_cache: HostCache::new(options.host_cache_bytes),
             deferred: DeferredFrees::default(),
             stranded: Mutex::default(),
             rounds: Rounds::default(),
+            sharing: OnceLock::new(),
             spare_handles: Mutex::default(),
-            unmarked: Mutex::default(),
+            graphs: Graphs::default(),
             failed_releases: AtomicU64::new(0),
             left_at_exit: AtomicU64::new(0),
             closed: AtomicBool::new(false),
         };
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(Users(Arc::new(inner))) })
     }
 
     /// Who the backend is.
@@ -272,7 +348,7 @@ impl Runtime {
     }
 
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
-    /// a stream is synchronised.
+    /// a stream is synchronised. In a thread that is inside a capture it does nothing.
     ///
     /// # Errors
     /// What the backend gives when it is asked about an event; nothing is lost.
@@ -281,12 +357,18 @@ impl Runtime {
         self.inner.reclaim(false)
     }
 
-    /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks.
+    /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
+    /// mappings of other processes' memory that nobody has open.
     ///
     /// # Errors
-    /// The first refusal of the backend; the rest is given back all the same.
+    /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
+    /// capture. Handles stay while any capture is open.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
+        refuse_in_capture("trim")?;
+        if let Some(sharing) = self.inner.sharing.get() {
+            sharing.unmap_idle(&self.inner);
+        }
         let handles = self.inner.destroy_idle_handles();
         handles.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
     }
@@ -309,9 +391,80 @@ impl Runtime {
             workspaces,
             workspace_bytes,
             host: inner.host_cache.statistics(),
+            sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
+            graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases.load(Ordering::Relaxed),
             left_at_exit: inner.left_at_exit.load(Ordering::Relaxed),
         }
+    }
+
+    /// Opens a buffer that another process shares, or the original where it is this runtime's own. Returns when the device
+    /// work that was enqueued before the share is done.
+    ///
+    /// The first open of an allocation asks its exporter and maps the memory; the mapping is kept for further opens. The
+    /// buffer is used like any other and keeps the memory in the exporter; dropping it does not wait.
+    ///
+    /// # Errors
+    /// - `Expired`: the exporter has ended or freed the buffer, or the ticket is of another boot or machine.
+    /// - `InvalidArgument`: the range is no whole number of values of `T`, or starts between two.
+    /// - `DeviceMissing`: this process does not see the ticket's device.
+    /// - `PermissionDenied`: the exporter belongs to another user.
+    /// - `Unsupported`: the device here does not have the ticket's transport.
+    /// - `OperatingSystem`: no descriptor, thread or address is left, here or in the exporter.
+    /// - `Capture`: this thread is inside a capture.
+    pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
+        const OPERATION: &str = "open_shared";
+        let inner = &self.inner;
+        inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        let size = size_of::<T>() as u64;
+        if size == 0 || !ticket.offset.is_multiple_of(size) || !ticket.length.is_multiple_of(size) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("{} bytes at offset {} are no values of {} bytes each", ticket.length, ticket.offset, size),
+            )
+            .with_hint("open the ticket with the type that was shared"));
+        }
+        let start = usize::try_from(ticket.offset / size).unwrap_or(usize::MAX);
+        let range = start..start.saturating_add(usize::try_from(ticket.length / size).unwrap_or(usize::MAX));
+        let uuid = ticket.device_uuid();
+        let device = inner.devices.iter().find(|device| device.info.uuid == uuid).ok_or_else(|| {
+            Error::new(
+                ErrorKind::DeviceMissing,
+                OPERATION,
+                format!(
+                    "none of the {} devices here has the UUID {:032x}",
+                    inner.devices.len(),
+                    u128::from_be_bytes(uuid)
+                ),
+            )
+            .with_hint("make the exporter's device visible to this process")
+        })?;
+        let sharing = inner.sharing()?;
+        if sharing.is_own(ticket) {
+            return Ok(DeviceBuffer::part(sharing.original(ticket, inner)?, range));
+        }
+        if !device.capabilities.ipc_transports.contains(ticket.transport) {
+            return Err(Error::lacks(OPERATION, "ipc_transports"));
+        }
+        let import = sharing.open(ticket, device.info.ordinal, inner)?;
+        Ok(DeviceBuffer::imported(self.clone(), import, range))
+    }
+
+    /// Looks after what other processes have let go of, and gives back what was only kept for them. This also happens by
+    /// itself, as soon as they let go or die. Returns the bytes that nobody else holds any more. In a thread that is inside a
+    /// capture it does nothing.
+    ///
+    /// # Errors
+    /// `Forked` or `ShuttingDown`.
+    pub fn collect(&self) -> Result<u64> {
+        self.inner.check("collect")?;
+        let Some(sharing) = self.inner.sharing.get().filter(|_| !in_capture()) else { return Ok(0) };
+        let (_, before) = sharing.limbo();
+        sharing.collect(&self.inner);
+        let (_, after) = sharing.limbo();
+        Ok(before.saturating_sub(after))
     }
 
     /// The block of device memory that an address points into, if this runtime gave it out.
@@ -324,18 +477,47 @@ impl Runtime {
     /// (nothing, unless something else uses the same backend).
     ///
     /// # Errors
-    /// `InvalidState` while a device, stream, event, buffer or clone of the runtime is alive: nothing is closed then.
-    /// Otherwise the first refusal of the backend; the rest is given back all the same.
+    /// `InvalidState` while a device, stream, event, buffer or clone of the runtime is alive, or another process has a
+    /// buffer of it open: nothing is closed then. Otherwise the first refusal of the backend; the rest is given back all
+    /// the same. `Capture` in a thread that is inside a capture.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
+        refuse_in_capture("close")?;
         let backend = Arc::clone(&self.inner.backend);
-        let mut inner = Arc::try_unwrap(self.inner).map_err(|shared| {
+        if let Some(sharing) = self.inner.sharing.get() {
+            // The service refers to the runtime now and then.
+            sharing.stop();
+            sharing.collect(&self.inner);
+            let (blocks, bytes) = sharing.limbo();
+            if blocks > 0 {
+                let holders = sharing.holders_of_limbo();
+                sharing.start(&self.inner.0)?;
+                return Err(Error::new(
+                    ErrorKind::InvalidState,
+                    "close",
+                    format!("other processes ({holders:?}) have {blocks} buffers of this runtime open, {bytes} bytes"),
+                )
+                .with_hint("let them drop what they have opened, or end, first"));
+            }
+        }
+        let users = Arc::try_unwrap(self.inner).map_err(|shared| {
+            if let Some(sharing) = shared.sharing.get()
+                && let Err(error) = sharing.start(&shared.0)
+            {
+                tracing::warn!("shares are not served any more: {error}");
+            }
             Error::new(
                 ErrorKind::InvalidState,
                 "close",
                 format!("{} other objects of the runtime are alive", Arc::strong_count(&shared) - 1),
             )
             .with_hint("drop its devices, streams, events, buffers and clones first")
+        })?;
+        let inner = Arc::clone(&users.0);
+        drop(users);
+        let mut inner = Arc::try_unwrap(inner).map_err(|_| {
+            Error::new(ErrorKind::InvalidState, "close", "a stream of the runtime is being dropped by another thread")
+                .with_hint("wait for the threads that use the runtime; it ends with that stream")
         })?;
         inner.give_everything_back()?;
         drop(inner);
@@ -389,7 +571,7 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- marks
 
-    /// Marks the point that `stream` has reached.
+    /// Marks the point that `stream` has reached. It takes part in no capture: its end sees to that.
     pub(crate) fn mark(&self, stream: StreamId) -> Result<Mark> {
         let mark = self.device(stream.device()).events.take(&*self.backend)?;
         self.backend.record_event(mark.event(), stream)?;
@@ -410,8 +592,12 @@ impl RuntimeInner {
     fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>) -> Result<T> {
         self.reclaim_in_passing();
         match make() {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+            // In a capture nothing is given back.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.rounds.begin();
+                if let Some(sharing) = self.sharing.get() {
+                    sharing.collect(self);
+                }
                 // A release that is refused is counted, and keeps nobody from trying with what the others gave.
                 for given_back in [self.reclaim(true), self.free_idle_workspaces(true), self.destroy_idle_handles()] {
                     if let Err(error) = given_back {
@@ -428,8 +614,18 @@ impl RuntimeInner {
     }
 
     /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
-    pub(crate) fn allocate_device(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        let ptr = self.with_reclaim(|| self.backend.allocate(device, options))?;
+    ///
+    /// `home` is the stream in whose order stream-ordered memory is allocated.
+    pub(crate) fn allocate_device(
+        &self,
+        device: u32,
+        options: &AllocateOptions,
+        home: Option<&StreamCore>,
+    ) -> Result<DevicePtr> {
+        let ptr = self.with_reclaim(|| {
+            let _turn = home.map(|home| home.enter_outside("allocate")).transpose()?;
+            self.backend.allocate(device, options)
+        })?;
         self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })?;
         Ok(ptr)
     }
@@ -450,6 +646,9 @@ impl RuntimeInner {
 
     /// Frees a block once its marks are passed.
     pub(crate) fn defer_free(&self, free: DeferredFree) {
+        if free.unmarked {
+            return self.strand(free);
+        }
         self.deferred.push(free);
     }
 
@@ -461,9 +660,13 @@ impl RuntimeInner {
     /// Frees deferred blocks on the way to something else, which does not fail because a release did: those are counted.
     pub(crate) fn reclaim_in_passing(&self) {
         if self.deferred.len() > 0
+            && !in_capture()
             && let Err(error) = self.reclaim(false)
         {
             tracing::debug!("memory could not be reclaimed in passing: {error}");
+        }
+        if self.host_cache.may_exceed_cap() {
+            self.keep_host_cache_to_cap();
         }
     }
 
@@ -471,7 +674,10 @@ impl RuntimeInner {
     /// every one of a long list on a busy device: those that were not asked after come first the next time.
     pub(crate) fn reclaim(&self, wait: bool) -> Result<()> {
         const ENOUGH_PENDING: usize = 16;
-        let mut result = Ok(());
+        if in_capture() {
+            return Ok(());
+        }
+        let mut result = self.destroy_dropped();
         let mut pending = 0;
         for _ in 0..self.deferred.len() {
             if pending == ENOUGH_PENDING {
@@ -494,41 +700,131 @@ impl RuntimeInner {
                 continue;
             }
             // SAFETY: every stream that used the block has passed its last use, and its owner is gone.
-            let freed = self.note(unsafe { self.free_deferred(&free) });
-            if freed.is_err() {
-                // The end of the runtime tries once more.
-                self.strand(free);
+            match unsafe { self.free_deferred(&free) } {
+                Ok(true) => {}
+                Ok(false) => {
+                    pending += 1;
+                    self.deferred.push(free);
+                }
+                Err(error) => {
+                    // The end of the runtime tries once more.
+                    self.strand(free);
+                    result = result.and(self.note(Err(error)));
+                }
             }
-            result = result.and(freed);
         }
         result
     }
 
+    /// Frees a block, stream-ordered memory in the order of its home stream; false where that takes part in a capture.
+    ///
     /// # Safety
-    /// Nobody uses the block any more, outstanding device work included.
-    unsafe fn free_deferred(&self, free: &DeferredFree) -> Result<()> {
-        // SAFETY: as promised by the caller.
-        unsafe { self.free_device(free.device, free.ptr, free.home.as_ref().map(|home| home.id)) }
+    /// The owner is gone, and every use by a stream is passed or, for stream-ordered memory, precedes a mark of the block.
+    pub(crate) unsafe fn free_deferred(&self, free: &DeferredFree) -> Result<bool> {
+        let Some(home) = &free.home else {
+            // SAFETY: as promised by the caller.
+            return unsafe { self.free_device(free.device, free.ptr, None) }.map(|()| true);
+        };
+        let in_order = || {
+            // Where other code captures the stream, that ends too.
+            let Ok(turn) = home.enter("free") else { return Ok(false) };
+            if turn.recording.is_some() {
+                return Ok(false);
+            }
+            free.after.iter().try_for_each(|mark| self.backend.stream_wait_event(home.id, mark.event()))?;
+            // SAFETY: the ledger, which is asked below, says that the block came from `allocate` for this device and was not
+            // freed. The home stream waits for every use.
+            unsafe { self.backend.free(free.device, free.ptr, Some(home.id)) }.map(|()| true)
+        };
+        let block = self.ledger.remove_device(free.device, free.ptr)?;
+        let freed = in_order();
+        if !matches!(freed, Ok(true)) {
+            // Still allocated as far as anyone knows. The range is free in the ledger, so this cannot fail.
+            let _ = self.ledger.insert_device(block);
+        }
+        freed
+    }
+
+    // ---------------------------------------------------------------- sharing
+
+    pub(crate) fn ipc(&self, operation: &'static str) -> Result<Arc<dyn IpcSharing>> {
+        self.backend.ipc_sharing().ok_or_else(|| Error::lacks(operation, "ipc_transports"))
+    }
+
+    /// The owner of a block drops it. Gives back what is to be freed now: nothing where other processes have it open.
+    pub(crate) fn close_export(&self, export: Option<ExportKey>, free: DeferredFree) -> Option<DeferredFree> {
+        match (export, self.sharing.get()) {
+            (Some(export), Some(sharing)) => sharing.close(export, free),
+            _ => Some(free),
+        }
+    }
+
+    /// Lets go of memory of another process once the streams have passed their marks.
+    pub(crate) fn release_import(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool) {
+        if let Some(sharing) = self.sharing.get() {
+            sharing.release_after(import, after, unmarked);
+        }
+    }
+
+    /// Maps memory of another process.
+    pub(crate) fn map_shared(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        let ipc = self.ipc("open_shared")?;
+        let ptr = self.with_reclaim(|| ipc.open_memory(device, handle))?;
+        let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
+        self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
+            // SAFETY: just opened, and nobody was told of it.
+            let closed = unsafe { ipc.close_memory(device, ptr) };
+            let _ = self.note(closed);
+        })?;
+        Ok(ptr)
+    }
+
+    /// Undoes [`RuntimeInner::map_shared`].
+    ///
+    /// # Safety
+    /// Nobody uses the mapping any more, outstanding device work included.
+    pub(crate) unsafe fn unmap_shared(&self, device: u32, ptr: DevicePtr) {
+        let closed = self.ipc("close_memory").and_then(|ipc| {
+            self.ledger.remove_device(device, ptr)?;
+            // SAFETY: the ledger says that it is mapped; the caller promises that nobody uses it.
+            unsafe { ipc.close_memory(device, ptr) }
+        });
+        // Refusals are counted and logged.
+        let _ = self.note(closed);
     }
 
     // ---------------------------------------------------------------- workspaces
 
     /// A workspace of `bytes` for work that is enqueued on `stream` from here on; `None` for 0 bytes.
-    pub(crate) fn take_workspace(&self, stream: StreamId, bytes: usize) -> Result<Option<Workspace>> {
-        let device = self.device(stream.device());
+    ///
+    /// # Errors
+    /// `Capture` where the stream takes part in a capture, which cannot wait for earlier work of the workspace.
+    pub(crate) fn take_workspace(&self, stream: &StreamCore, bytes: usize) -> Result<Option<Workspace>> {
+        let device = self.device(stream.id.device());
         if bytes == 0 {
             return Ok(None);
         }
         if let Some(idle) = device.workspaces.take(bytes) {
-            if let Some(mark) = &idle.after
-                && let Err(error) = self.backend.stream_wait_event(stream, mark.event())
-            {
+            let wait = |mark: &Arc<Mark>| {
+                let _turn = stream.enter_outside("stream_wait_event")?;
+                self.backend.stream_wait_event(stream.id, mark.event())
+            };
+            if let Some(Err(error)) = idle.after.as_ref().map(wait) {
                 device.workspaces.give_back(idle);
                 return Err(error);
             }
             return Ok(Some(idle.workspace));
         }
-        let ptr = self.allocate_device(stream.device(), &AllocateOptions::new(bytes))?;
+        self.allocate_workspace(stream.id.device(), bytes).map(Some)
+    }
+
+    /// A new workspace.
+    pub(crate) fn allocate_workspace(&self, ordinal: u32, bytes: usize) -> Result<Workspace> {
+        let device = self.device(ordinal);
+        if in_capture() && !device.capabilities.create_during_capture {
+            return Err(warm_up_first("allocate", "a workspace"));
+        }
+        let ptr = self.allocate_device(ordinal, &AllocateOptions::new(bytes), None)?;
         let workspace = Workspace { ptr, bytes };
         device.workspaces.add(workspace);
         if !ptr.is_aligned_to(device.capabilities.workspace_alignment) {
@@ -540,13 +836,13 @@ impl RuntimeInner {
             )
             .with_hint("the backend breaks clause memory.aligned"));
         }
-        Ok(Some(workspace))
+        Ok(workspace)
     }
 
     /// Takes a workspace back after the work enqueued on `stream` so far.
-    pub(crate) fn give_back_workspace(&self, workspace: Workspace, stream: StreamId) {
-        match self.mark(stream) {
-            Ok(mark) => self.give_back_workspace_after(workspace, stream.device(), Arc::new(mark)),
+    pub(crate) fn give_back_workspace(&self, workspace: Workspace, stream: &StreamCore) {
+        match stream.mark(self) {
+            Ok(mark) => self.give_back_workspace_after(workspace, stream.id.device(), mark),
             // It stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
             Err(error) => self.count_failed_release(&error),
         }
@@ -593,17 +889,26 @@ impl RuntimeInner {
         if let Some(pooled) = self.take_spare_handle(device, kind) {
             return Ok(pooled);
         }
+        // What a thread may do in a capture does not depend on the device.
+        let _quiet = match capabilities.create_during_capture {
+            true => None,
+            false => Some(self.quiet().ok_or_else(|| warm_up_first("create_blas_handle", "a handle"))?),
+        };
         let options = BlasOptions::new(kind);
-        let mut handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options))?;
-        // Vendors start from different defaults, so the mode is always set where there is one.
-        if capabilities.atomics_mode {
-            handle.set_atomics_mode(AtomicsMode::NotAllowed)?;
-        }
+        // Vendors start from different defaults: the handle's modes are unknown until the first product sets them.
+        let handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options))?;
         Ok(PooledHandle::new(handle, kind))
     }
 
-    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory.
+    /// Keeps captures on all devices from beginning; `None` where one is open.
+    fn quiet(&self) -> Option<Vec<Quiet<'_>>> {
+        self.devices.iter().map(|device| device.capture_gate.quiet()).collect()
+    }
+
+    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. They
+    /// stay while a capture is open: to destroy one waits for the device, which would lose the capture.
     fn destroy_idle_handles(&self) -> Result<()> {
+        let Some(_quiet) = self.quiet() else { return Ok(()) };
         let idle = [&self.blas_handles, &self.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
         let spare = std::mem::take(&mut *self.spare_handles.lock()).into_iter().map(|spare| spare.pooled);
         let mut result = Ok(());
@@ -664,52 +969,71 @@ impl RuntimeInner {
     #[cold]
     fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize, waiting: usize) -> Result<OwnedBlock> {
         self.check("pinned")?;
-        for _ in 0..waiting {
-            let Some(mut block) = self.host_cache.pop_waiting(class) else { break };
-            if self.uses_are_over(&mut block) {
-                self.host_cache.count_given(&block, bytes, false);
-                return Ok(block);
-            }
-            self.host_cache.put_back(block);
+        if let Some(block) = self.host_cache.take_waiting(class, waiting, bytes, |mark| self.is_surely_passed(mark)) {
+            return Ok(block);
+        }
+        // While blocks were in hand, others may have found less cached than there is.
+        if self.host_cache.may_exceed_cap() {
+            self.keep_host_cache_to_cap();
         }
         let options = HostOptions::new();
         let ptr = match self.host.allocate(block_bytes, &options) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.rounds.begin();
-                self.trim_host()?;
+                // A release that is refused is counted, and keeps nobody from trying with what the others gave.
+                if let Err(error) = self.trim_host() {
+                    tracing::debug!("not everything could be given back: {error}");
+                }
                 drop(round);
                 self.rounds.wait();
                 self.host.allocate(block_bytes, &options)?
             }
             result => result?,
         };
-        self.ledger.insert_host(ptr, block_bytes);
-        let (uses, unmarked) = (Mutex::default(), AtomicBool::new(false));
-        let block = Box::new(PinnedBlock { ptr, bytes: block_bytes, class, uses, unmarked });
+        let block = PinnedBlock::new(ptr, block_bytes, class);
+        let info = HostBlockInfo { base: ptr, bytes: block_bytes };
+        self.ledger.insert_host(HostBlock { info, class, uses: Arc::clone(&block.uses) });
         self.host_cache.count_given(&block, bytes, true);
         Ok(block)
     }
 
-    /// Whether every stream has passed its last use of a block; forgets those that have.
-    fn uses_are_over(&self, block: &mut PinnedBlock) -> bool {
-        // An error says nothing about the work: the block keeps waiting, and the end of the runtime frees it.
-        block.uses.get_mut().retain(|use_| !self.is_passed(&use_.after, false).unwrap_or(false));
-        block.uses.get_mut().is_empty()
+    /// Whether the mark is passed, as far as the backend can tell. An error says nothing about the work: the block keeps
+    /// waiting, and the end of the runtime frees it.
+    fn is_surely_passed(&self, mark: &Mark) -> bool {
+        self.is_passed(mark, false).unwrap_or(false)
     }
 
     #[inline]
-    pub(crate) fn give_back_pinned(&self, mut block: OwnedBlock, requested: usize) {
-        if *block.unmarked.get_mut() {
-            self.host_cache.count_unmarked(block.class, requested);
-            self.unmarked.lock().push(block);
-        } else {
-            self.host_cache.give_back(block, requested);
+    pub(crate) fn give_back_pinned(&self, block: OwnedBlock, requested: usize) {
+        if self.host_cache.give_back(block, requested) {
+            self.keep_host_cache_to_cap();
         }
     }
 
+    /// Lets go of a block that a capture, a graph or a note by address has kept.
+    pub(crate) fn let_go_pinned(&self, kept: KeptBlock) {
+        if self.host_cache.let_go(kept) {
+            self.keep_host_cache_to_cap();
+        }
+    }
+
+    /// In a capture nothing is given back; its end makes up for that.
+    #[cold]
+    #[inline(never)]
+    fn keep_host_cache_to_cap(&self) {
+        if in_capture() || self.backend.is_exiting() {
+            return;
+        }
+        self.host_cache.keep_to_cap(
+            |mark| self.is_surely_passed(mark),
+            // SAFETY: the block is in nobody's hands and no stream uses it any more.
+            |block| self.note(unsafe { self.free_pinned(block) }).is_ok(),
+        );
+    }
+
     /// Refuses a block of which nobody can tell whether a device still uses it.
-    fn check_marked(block: &PinnedBlock) -> Result<()> {
-        if block.unmarked.load(Ordering::Relaxed) {
+    pub(crate) fn check_marked(uses: &BlockUses) -> Result<()> {
+        if uses.unmarked.load(Ordering::Relaxed) {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 "pinned",
@@ -722,103 +1046,121 @@ impl RuntimeInner {
 
     /// Waits until no stream uses the block any more; with `writes_only`, until none writes it any more.
     pub(crate) fn wait_for_uses(&self, block: &PinnedBlock, writes_only: bool) -> Result<()> {
+        self.check_access(block)?;
+        if block.uses.is_recorded(!writes_only) {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "pinned",
+                "a graph has recorded this memory, and its launches could race with a slice of the values",
+            )
+            .with_hint("use `read_with` or `write_with`, or drop the graph first"));
+        }
+        self.wait_for_marks(block, block.uses.marks(writes_only))
+    }
+
+    fn check_access(&self, block: &PinnedBlock) -> Result<()> {
         self.check("pinned")?;
-        Self::check_marked(block)?;
-        let awaited: Vec<Arc<Mark>> = {
-            let uses = block.uses.lock();
-            if uses.is_empty() {
-                return Ok(());
-            }
-            uses.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
-        };
-        for mark in awaited {
-            self.backend.synchronize_event(mark.event())?;
-            // By the mark and not by its event: the mark in hand keeps its event from being recorded for anybody else.
-            block.uses.lock().retain(|use_| !Arc::ptr_eq(&use_.after, &mark));
+        Self::check_marked(&block.uses)?;
+        if block.uses.is_recording() {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                "pinned",
+                "a capture that is open uses this memory: what it recorded is not executed",
+            )
+            .with_hint("read and write before the capture, or between launches of the graph; the capture goes on"));
         }
         Ok(())
+    }
+
+    fn wait_for_marks(&self, block: &PinnedBlock, marks: Vec<Arc<Mark>>) -> Result<()> {
+        for mark in marks {
+            self.backend.synchronize_event(mark.event())?;
+            block.uses.forget(&mark);
+        }
+        Ok(())
+    }
+
+    /// Access by the CPU that launches of graphs are kept from, once the streams that use the block are done.
+    pub(crate) fn access_pinned<'b>(&self, block: &'b PinnedBlock, writes: bool) -> Result<CpuAccess<'b>> {
+        self.check_access(block)?;
+        loop {
+            match block.uses.begin_cpu(writes, self.generation) {
+                // What was being enqueued when it began may have failed since.
+                Ok(access) => return Self::check_marked(&block.uses).map(|()| access),
+                Err(marks) => self.wait_for_marks(block, marks)?,
+            }
+        }
     }
 
     /// Frees the page-locked blocks that nobody uses.
     fn trim_host(&self) -> Result<()> {
         let mut result = Ok(());
-        for class in 0..size_class::COUNT {
-            let (_, waiting) = self.host_cache.cached(class);
-            for _ in 0..waiting {
-                let Some(mut block) = self.host_cache.pop_waiting(class) else { break };
-                self.uses_are_over(&mut block);
-                self.host_cache.put_back(block);
-            }
-            let (free, _) = self.host_cache.cached(class);
-            let mut refused = Vec::new();
-            for _ in 0..free {
-                let Some(block) = self.host_cache.pop_free(class) else { break };
+        self.host_cache.trim(
+            |mark| self.is_surely_passed(mark),
+            |block| {
                 // SAFETY: the block is in nobody's hands and no stream uses it any more.
-                let freed = self.note(unsafe { self.free_pinned(&block) });
-                if freed.is_err() {
-                    refused.push(block);
-                }
-                result = result.and(freed);
-            }
-            refused.into_iter().for_each(|block| self.host_cache.put_back(block));
-        }
+                let freed = self.note(unsafe { self.free_pinned(block) });
+                let taken = freed.is_ok();
+                result = std::mem::replace(&mut result, Ok(())).and(freed);
+                taken
+            },
+        );
         result
     }
 
     /// # Safety
     /// Nobody uses the block any more, outstanding device work included.
     unsafe fn free_pinned(&self, block: &PinnedBlock) -> Result<()> {
-        let bytes = self.ledger.remove_host(block.ptr)?;
+        let known = self.ledger.remove_host(block.ptr)?;
         // SAFETY: the block came from this allocator (the ledger knows it); nobody uses it (the caller's promise).
-        unsafe { self.host.free(block.ptr) }.inspect_err(|_| self.ledger.insert_host(block.ptr, bytes))?;
-        self.host_cache.count_freed(bytes);
+        unsafe { self.host.free(block.ptr) }.inspect_err(|_| self.ledger.insert_host(known))?;
+        self.host_cache.count_freed(block);
         Ok(())
     }
 
     /// Records that `stream` uses a block, in an operation that is enqueued by `enqueue`.
     ///
-    /// Uses of other streams that would race with it on the host memory are waited for first, on the device.
+    /// Uses of other streams that would race with it on the host memory are waited for first, on the device. Where the
+    /// operation is recorded in a capture, each launch does that instead; it is refused there unless `recordable`.
     pub(crate) fn use_pinned(
         &self,
+        operation: &'static str,
         block: &PinnedBlock,
         stream: &StreamCore,
         writes: bool,
-        enqueue: impl FnOnce() -> Result<()>,
+        recordable: bool,
+        enqueue: impl FnOnce(&mut TurnState) -> Result<()>,
     ) -> Result<()> {
-        Self::check_marked(block)?;
-        let (racing, before) = {
-            let uses = block.uses.lock();
-            let races = |use_: &&PinnedUse| use_.stream != stream.key && (writes || use_.writes);
-            let racing: Vec<Arc<Mark>> = uses.iter().filter(races).map(|use_| Arc::clone(&use_.after)).collect();
-            let before = uses.iter().find(|use_| use_.stream == stream.key).map(|use_| Arc::clone(&use_.after));
-            (racing, before)
-        };
-        for mark in &racing {
-            self.backend.stream_wait_event(stream.id, mark.event())?;
-        }
+        let begun = block.uses.begin(stream.key, writes).map_err(|_| {
+            // The borrow of the buffer keeps such access and copies apart.
+            Error::new(ErrorKind::InvalidState, operation, "the CPU is accessing the page-locked memory")
+        })?;
+        // Not before: an operation that this one has waited for may have failed.
+        Self::check_marked(&block.uses)?;
         // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
         let mark = self.device(stream.id.device()).events.take(&*self.backend)?;
-        enqueue()?;
+        let mut turn = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
+        if let Some(recording) = &mut turn.recording {
+            let surplus = recording.keep_pinned(block.keep(), writes);
+            let enqueued = enqueue(&mut turn);
+            drop(turn);
+            surplus.into_iter().for_each(|kept| self.let_go_pinned(kept));
+            return enqueued;
+        }
+        for mark in &begun.racing {
+            self.backend.stream_wait_event(stream.id, mark.event())?;
+        }
+        enqueue(&mut turn)?;
         if let Err(error) = self.backend.record_event(mark.event(), stream.id) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
             // with the block: it is never touched or given out again, and freed when the runtime ends.
-            return self.backend.synchronize_stream(stream.id).map_err(|_| {
-                block.unmarked.store(true, Ordering::Relaxed);
+            return stream.wait_for_all(turn).map_err(|_| {
+                block.uses.unmarked.store(true, Ordering::Relaxed);
                 error
             });
         }
-        let after = Arc::new(mark);
-        let mut uses = block.uses.lock();
-        // The mark that stood before this call was recorded before this one, on the same stream: this one covers it. Marks
-        // that other threads have set meanwhile may be earlier or later, and stay.
-        let covered = before.and_then(|before| uses.iter_mut().find(|use_| Arc::ptr_eq(&use_.after, &before)));
-        match covered {
-            Some(use_) => {
-                use_.writes |= writes;
-                use_.after = after;
-            }
-            None => uses.push(PinnedUse { stream: stream.key, after, writes }),
-        }
+        drop(turn);
+        begun.settle(Arc::new(mark));
         Ok(())
     }
 
@@ -829,7 +1171,11 @@ impl RuntimeInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let mut result = Ok(());
+        if let Some(sharing) = self.sharing.get() {
+            sharing.stop();
+            sharing.hang_up();
+        }
+        let mut result = self.destroy_dropped();
         let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
         let spare = std::mem::take(self.spare_handles.get_mut()).into_iter().map(|spare| spare.pooled);
         for mut pooled in pooled.chain(spare).collect::<Vec<_>>() {
@@ -846,17 +1192,28 @@ impl RuntimeInner {
             return Err(error);
         }
         // From here on nothing is outstanding: every block can be freed and every event is passed.
+        if let Some(sharing) = self.sharing.get().map(Arc::clone) {
+            sharing.end_imports(self);
+            sharing.collect(self);
+            let (blocks, bytes) = sharing.limbo();
+            if blocks > 0 {
+                let holders = sharing.holders_of_limbo();
+                tracing::warn!("{blocks} buffers ({bytes} bytes) stay allocated: processes {holders:?} have them open");
+            }
+        }
         let stranded = std::mem::take(self.stranded.get_mut());
         for free in std::iter::from_fn(|| self.deferred.pop()).chain(stranded).collect::<Vec<_>>() {
             // SAFETY: the devices have executed everything, and the owner of the block is gone.
-            result = result.and(self.note(unsafe { self.free_deferred(&free) }));
+            result = result.and(self.note(unsafe { self.free_deferred(&free) }.map(|_| ())));
         }
-        let unmarked = std::mem::take(self.unmarked.get_mut());
-        let cached = (0..size_class::COUNT).flat_map(|class| {
+        let blocks = (0..size_class::COUNT).flat_map(|class| {
             let cache = &self.host_cache;
-            std::iter::from_fn(move || cache.pop_free(class).or_else(|| cache.pop_waiting(class)))
+            let any = move || cache.pop_free(class).or_else(|| cache.pop_waiting(class));
+            std::iter::from_fn(move || any().or_else(|| cache.pop_unmarked(class)))
         });
-        for block in cached.chain(unmarked) {
+        for block in blocks {
+            // Its marks go back to their pools, also where the free is refused.
+            block.uses.are_over(|_| true);
             // SAFETY: the devices have executed everything, and no buffer owns the block.
             result = result.and(self.note(unsafe { self.free_pinned(&block) }));
         }
@@ -881,9 +1238,33 @@ impl RuntimeInner {
             self.devices.iter().map(|device| (device.events.hold_lock(), device.workspaces.hold_lock())).collect();
         let handles = (self.blas_handles.hold_locks(), self.lt_handles.hold_locks());
         let memory = (self.ledger.hold_locks(), self.host_cache.hold_locks(), self.deferred.hold_lock());
-        let lists = (self.unmarked.lock(), self.stranded.lock(), self.spare_handles.lock());
+        let lists = (self.stranded.lock(), self.spare_handles.lock());
+        let sharing = self.sharing.get().map(|sharing| sharing.hold_locks());
         let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
-        crate::testing::Held((devices, handles, memory, lists, places, self.rounds.hold_lock()))
+        let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
+        let graphs = (captures, self.graphs.hold_lock());
+        crate::testing::Held((devices, handles, memory, lists, places, graphs, self.rounds.hold_lock(), sharing))
+    }
+
+    /// Whether any lock of the runtime's pools is held: where only one thread is at work, by that thread.
+    pub(crate) fn is_locked(&self) -> bool {
+        let of_device = |device: &DeviceState| {
+            device.events.is_locked()
+                || device.workspaces.is_locked()
+                || device.legacy_default.is_locked()
+                || device.capture_gate.is_locked()
+        };
+        self.devices.iter().any(of_device)
+            || self.graphs.is_locked()
+            || self.blas_handles.is_locked()
+            || self.lt_handles.is_locked()
+            || self.ledger.is_locked()
+            || self.host_cache.is_locked()
+            || self.deferred.is_locked()
+            || self.stranded.is_locked()
+            || self.spare_handles.is_locked()
+            || self.rounds.is_locked()
+            || self.sharing.get().is_some_and(|sharing| sharing.is_locked())
     }
 }
 
@@ -893,6 +1274,9 @@ impl Drop for RuntimeInner {
             // Refusals were counted and logged; a destructor has nobody to tell.
             let _ = self.give_everything_back();
         } else if self.generation.is_current() {
+            if let Some(sharing) = self.sharing.get() {
+                sharing.abandon();
+            }
             // The process is exiting: the driver may be gone before the handles are, so they are left on purpose.
             for pooled in [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten()
             {

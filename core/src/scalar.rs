@@ -13,6 +13,8 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
+    impl Sealed for half::f16 {}
+    impl Sealed for half::bf16 {}
 }
 
 /// Numbers that BLAS multiplies.
@@ -34,6 +36,22 @@ impl Scalar for f64 {
     const DATA_TYPE: DataType = DataType::F64;
     fn to_f64(self) -> f64 {
         self
+    }
+}
+
+/// IEEE half precision, as the [`half`] crate has it; products are accumulated in 32 bits.
+impl Scalar for half::f16 {
+    const DATA_TYPE: DataType = DataType::F16;
+    fn to_f64(self) -> f64 {
+        Self::to_f64(self)
+    }
+}
+
+/// bfloat16, as the [`half`] crate has it; products are accumulated in 32 bits.
+impl Scalar for half::bf16 {
+    const DATA_TYPE: DataType = DataType::Bf16;
+    fn to_f64(self) -> f64 {
+        Self::to_f64(self)
     }
 }
 

@@ -4,7 +4,8 @@
 //! with handles of their own, bound to one stream and its one workspace, would interleave those kernels and read each
 //! other's intermediate results. So a call takes the stream's turn for as long as the vendor takes to enqueue it. The turn
 //! is the one lock that is held over a vendor call, and no other lock of this crate is taken inside it. BLAS and Lt calls
-//! share it, as they share the workspace.
+//! share it, as they share the workspace. Every other call that enqueues takes it too, because the turn also decides
+//! whether a call comes before, in or after a capture of the stream (see `capture.rs`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,10 +13,11 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::backend::{Backend, EventOptions};
+use crate::backend::{Backend, Completion, EventOptions};
 use crate::blas::{BlasKind, Workspace};
 use crate::blas_lease::{BlasLease, LtLease};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
+use crate::capture::{self, Dropped, Recording};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::Generation;
@@ -64,7 +66,13 @@ pub(crate) struct StreamCore {
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
-    turn: Mutex<()>,
+    turn: Mutex<TurnState>,
+    /// Wakes a capture that waits for those who wait for the stream.
+    settled: Condvar,
+    /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
+    bound_as: AtomicU64,
+    /// Whether other code may capture the stream, so that the backend has to be asked.
+    ask_capture: bool,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
     blas_workspace: OnceLock<Option<Workspace>>,
     /// Set by the first Lt call that finds no BLAS workspace that is large enough.
@@ -73,6 +81,20 @@ pub(crate) struct StreamCore {
     making_workspace: Mutex<bool>,
     workspace_made: Condvar,
 }
+
+/// What the turn decides on.
+#[derive(Default)]
+pub(crate) struct TurnState {
+    /// Threads that wait for the stream; no capture begins meanwhile.
+    pub(crate) waiting: u32,
+    /// Raw handles of the stream that are lent to foreign code; no capture begins meanwhile.
+    pub(crate) lent: u32,
+    /// The stream's part in a capture.
+    pub(crate) recording: Option<Box<Recording>>,
+}
+
+/// The turn of a stream, in the caller's hands.
+pub(crate) type Turn<'s> = MutexGuard<'s, TurnState>;
 
 /// What is left of a stream when it has ended: the mark of its last work.
 #[derive(Debug, Default)]
@@ -83,7 +105,7 @@ struct StreamEnd {
 }
 
 /// What a buffer remembers of a stream that used it. It does not keep the stream alive.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct StreamUse {
     key: u64,
     stream: Weak<StreamCore>,
@@ -100,12 +122,27 @@ impl StreamUse {
         self.end.last.lock().clone().flatten().map(|mark| (self.key, mark))
     }
 
+    /// Whether the stream has executed everything, captures left out, so that its use needs no mark. One call of the backend,
+    /// and no event.
+    pub(crate) fn is_over(&self, runtime: &RuntimeInner) -> bool {
+        let Some(stream) = self.stream.upgrade() else { return false };
+        let Ok(turn) = stream.enter("query_stream") else { return false };
+        match &turn.recording {
+            Some(recording) => {
+                let before = Arc::clone(&recording.before);
+                drop(turn);
+                runtime.is_passed(&before, false).unwrap_or(false)
+            }
+            None => runtime.backend.query_stream(stream.id).is_ok_and(Completion::is_complete),
+        }
+    }
+
     /// A mark after everything that was enqueued on the stream so far; `None` where it could not be recorded.
     pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Option<Arc<Mark>> {
         if let Some(stream) = self.stream.upgrade() {
             // The reference keeps the stream from being destroyed meanwhile.
-            let marked = runtime.mark(stream.id);
-            return marked.inspect_err(|error| runtime.count_failed_release(error)).ok().map(Arc::new);
+            let marked = stream.mark(runtime);
+            return marked.inspect_err(|error| runtime.count_failed_release(error)).ok();
         }
         // The last user is gone: its thread has set the last mark, or is about to.
         let mut last = self.end.last.lock();
@@ -130,9 +167,76 @@ impl StreamCore {
         StreamUse { key: self.key, stream: Arc::downgrade(self), end: Arc::clone(&self.end) }
     }
 
+    /// A key that no stream and no capture had before.
+    pub(crate) fn next_key() -> u64 {
+        static KEYS: AtomicU64 = AtomicU64::new(1);
+        // Relaxed: only that no two are equal matters.
+        KEYS.fetch_add(1, Ordering::Relaxed)
+    }
+
     /// Waits for the stream's turn and holds it until the guard is dropped.
-    pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
+    pub(crate) fn turn(&self) -> Turn<'_> {
         self.turn.lock()
+    }
+
+    /// The turn, for a call that enqueues. Refused where other code captures the stream: nobody would keep what is used.
+    pub(crate) fn enter(&self, operation: &'static str) -> Result<Turn<'_>> {
+        let turn = self.turn();
+        if self.ask_capture && turn.recording.is_none() && self.backend.is_capturing(self.id)? {
+            return Err(Error::new(ErrorKind::Capture, operation, "the stream is being captured by other code")
+                .with_hint("capture it with `Stream::capture`, so that the graph keeps the memory it uses"));
+        }
+        Ok(turn)
+    }
+
+    /// The turn, for a call that makes no sense in a capture or would lose it.
+    pub(crate) fn enter_outside(&self, operation: &'static str) -> Result<Turn<'_>> {
+        let turn = self.enter(operation)?;
+        if turn.recording.is_some() { Err(capture::nothing_is_executed(operation)) } else { Ok(turn) }
+    }
+
+    /// Waits until nobody waits for the stream.
+    pub(crate) fn wait_settled(&self, turn: &mut Turn<'_>) {
+        self.settled.wait(turn);
+    }
+
+    /// Waits for everything enqueued on the stream. No capture begins meanwhile.
+    pub(crate) fn wait_for_all(&self, mut turn: Turn<'_>) -> Result<()> {
+        struct Waiting<'s>(&'s StreamCore);
+        impl Drop for Waiting<'_> {
+            fn drop(&mut self) {
+                self.0.turn().waiting -= 1;
+                self.0.settled.notify_all();
+            }
+        }
+        turn.waiting += 1;
+        drop(turn);
+        let _waiting = Waiting(self);
+        self.backend.synchronize_stream(self.id)
+    }
+
+    /// A mark after everything that was enqueued on the stream so far, captures left out.
+    pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Result<Arc<Mark>> {
+        let mark = runtime.device(self.id.device()).events.take(&*self.backend)?;
+        let turn = self.enter("record_event")?;
+        if let Some(recording) = &turn.recording {
+            return Ok(Arc::clone(&recording.before));
+        }
+        self.backend.record_event(mark.event(), self.id)?;
+        drop(turn);
+        Ok(Arc::new(mark))
+    }
+
+    /// Under which handles are bound to the stream now.
+    #[inline]
+    pub(crate) fn bound_as(&self) -> u64 {
+        // Relaxed: whoever enqueues looks again when it has the turn, under which the key changes.
+        self.bound_as.load(Ordering::Relaxed)
+    }
+
+    /// Binds handles under another key from here on. The caller has the turn.
+    pub(crate) fn bind_to(&self, key: u64) {
+        self.bound_as.store(key, Ordering::Relaxed);
     }
 
     /// The workspace for the stream's calls of one kind, allocated by the first of them.
@@ -152,13 +256,13 @@ impl StreamCore {
         *making = true;
         drop(making);
         let _made = Made(self);
-        let workspace = runtime.take_workspace(self.id, bytes)?;
+        let workspace = runtime.take_workspace(self, bytes)?;
         let cell = if kind == BlasKind::Lt { &self.lt_workspace } else { &self.blas_workspace };
         Ok(*cell.get_or_init(|| workspace))
     }
 
     /// Lt calls use the BLAS workspace where there is one: all calls of the stream take turns.
-    fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
+    pub(crate) fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         let blas = self.blas_workspace.get().copied();
         if kind != BlasKind::Lt {
             return blas;
@@ -187,8 +291,9 @@ impl Drop for StreamCore {
         let runtime = self.runtime.upgrade();
         let may_release = runtime.as_ref().map_or_else(|| !self.backend.is_exiting(), |runtime| runtime.may_release());
         let last = runtime.as_ref().filter(|_| may_release).and_then(|runtime| {
-            let marked = runtime.mark(self.id).inspect_err(|error| runtime.count_failed_release(error));
-            marked.ok().map(Arc::new)
+            // Refused where other code captures the stream. The turn itself is of no use to the last user.
+            let marked = self.enter("record_event").map(drop).and_then(|()| runtime.mark(self.id));
+            marked.inspect_err(|error| runtime.count_failed_release(error)).ok().map(Arc::new)
         });
         // Whatever happened: who waits for the end goes on.
         *self.end.last.lock() = Some(last.clone());
@@ -207,34 +312,57 @@ impl Drop for StreamCore {
                 runtime.spare_handles_of(self.pool_key, last.as_ref());
             }
         }
-        if self.owned
-            && let Err(error) = self.backend.destroy_stream(self.id)
-        {
-            match runtime {
-                Some(runtime) => runtime.count_failed_release(&error),
-                None => tracing::warn!("a stream could not be destroyed: {error}"),
+        if !self.owned {
+            return;
+        }
+        match runtime {
+            Some(runtime) => runtime.destroy_or_defer(Dropped::Stream(self.id)),
+            None => {
+                if let Err(error) = self.backend.destroy_stream(self.id) {
+                    tracing::warn!("a stream could not be destroyed: {error}");
+                }
             }
         }
     }
 }
 
+/// A copy of page-locked memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum CopyKind {
+    ToDevice,
+    ToHost,
+    /// To the host, for values that are waited for: not to be recorded in a capture.
+    Awaited,
+}
+
 impl Stream {
     pub(crate) fn new(runtime: Runtime, id: StreamId, owned: bool) -> Self {
-        static KEYS: AtomicU64 = AtomicU64::new(1);
+        Self::with_owner(runtime, id, owned, false)
+    }
+
+    /// A stream that other code made and may capture.
+    pub(crate) fn foreign(runtime: Runtime, id: StreamId) -> Self {
+        Self::with_owner(runtime, id, true, true)
+    }
+
+    fn with_owner(runtime: Runtime, id: StreamId, owned: bool, foreign: bool) -> Self {
         let device = id.device();
-        // Relaxed: only that no two are equal matters.
-        let key = KEYS.fetch_add(1, Ordering::Relaxed);
-        let handle_per_stream = runtime.inner.device(device).capabilities.handle_per_stream;
+        let key = StreamCore::next_key();
+        let capabilities = &runtime.inner.device(device).capabilities;
+        let handle_per_stream = capabilities.handle_per_stream;
         let core = StreamCore {
             id,
             key,
             backend: Arc::clone(&runtime.inner.backend),
-            runtime: Arc::downgrade(&runtime.inner),
+            runtime: Arc::downgrade(&runtime.inner.0),
             generation: runtime.inner.generation,
             pool_key: PoolKey { device, affinity: if handle_per_stream { key } else { 0 } },
             owned,
             end: Arc::default(),
-            turn: Mutex::new(()),
+            turn: Mutex::default(),
+            settled: Condvar::new(),
+            bound_as: AtomicU64::new(key),
+            ask_capture: foreign && capabilities.capture,
             blas_workspace: OnceLock::new(),
             lt_workspace: OnceLock::new(),
             making_workspace: Mutex::new(false),
@@ -297,9 +425,12 @@ impl Stream {
     /// Whether everything enqueued so far has been executed; does not wait.
     ///
     /// # Errors
-    /// What the backend gives; an error of earlier work may show up here.
+    /// `Capture` where the stream takes part in a capture; else what the backend gives, and an error of earlier work may
+    /// show up here.
     pub fn is_complete(&self) -> Result<bool> {
-        Ok(self.backend("query_stream")?.query_stream(self.core.id)?.is_complete())
+        let backend = self.backend("query_stream")?;
+        let _turn = self.core.enter_outside("query_stream")?;
+        Ok(backend.query_stream(self.core.id)?.is_complete())
     }
 
     /// Waits until everything enqueued so far has been executed.
@@ -307,25 +438,32 @@ impl Stream {
     /// # Errors
     /// As [`Stream::is_complete`].
     pub fn synchronize(&self) -> Result<()> {
-        self.backend("synchronize_stream")?.synchronize_stream(self.core.id)?;
+        self.backend("synchronize_stream")?;
+        self.core.wait_for_all(self.core.enter_outside("synchronize_stream")?)?;
         self.runtime.inner.reclaim_in_passing();
         Ok(())
     }
 
-    /// Marks the point that the stream has reached.
+    /// Marks the point that the stream has reached. In a capture, the mark is a point of the graph: it is good for
+    /// [`Stream::wait`] until the capture ends.
     ///
     /// # Errors
     /// What the backend gives.
     pub fn record(&self) -> Result<Event> {
-        self.runtime.inner.check("record_event")?;
-        let mark = self.runtime.inner.mark(self.core.id)?;
-        Ok(Event::pooled(self.runtime.clone(), mark))
+        let backend = self.backend("record_event")?;
+        let mark = self.runtime.inner.device(self.device()).events.take(backend)?;
+        let turn = self.core.enter("record_event")?;
+        backend.record_event(mark.event(), self.core.id)?;
+        let capture = turn.recording.as_ref().map(|recording| Arc::clone(&recording.capture));
+        drop(turn);
+        Ok(Event::pooled(self.runtime.clone(), mark, capture))
     }
 
     /// Marks the point that the stream has reached, with the time.
     ///
     /// # Errors
-    /// `Unsupported` where `event_timing` is false; else what the backend gives.
+    /// `Unsupported` where `event_timing` is false; `Capture` where the stream takes part in a capture; else what the
+    /// backend gives.
     pub fn record_timed(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
         if !self.runtime.inner.device(self.device()).capabilities.event_timing {
@@ -334,16 +472,33 @@ impl Stream {
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, also where the record fails.
         let event = Event::timed(self.runtime.clone(), id);
+        let turn = self.core.enter_outside("record_event")?;
         backend.record_event(id, self.core.id)?;
+        drop(turn);
         Ok(event)
     }
 
-    /// Makes what is enqueued from here on wait, on the device, for a mark of any stream of the same runtime.
+    /// Makes what is enqueued from here on wait, on the device, for a mark of any stream of the same runtime. Where the
+    /// mark was made in a capture that is open, this stream joins the capture.
     ///
     /// # Errors
-    /// What the backend gives.
+    /// `Capture` where this stream takes part in a capture that the mark was not made in, or the mark's capture has ended;
+    /// else what the backend gives.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        self.backend("stream_wait_event")?.stream_wait_event(self.core.id, event.id)
+        let backend = self.backend("stream_wait_event")?;
+        if let Some(capture) = event.capture() {
+            return capture::join(self, event, capture);
+        }
+        let turn = self.core.enter("stream_wait_event")?;
+        if turn.recording.is_some() {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                "stream_wait_event",
+                "the stream takes part in a capture, and the event was recorded outside it",
+            )
+            .with_hint("wait for it before the capture, or before each launch of the graph; the capture goes on"));
+        }
+        backend.stream_wait_event(self.core.id, event.id)
     }
 
     // ---------------------------------------------------------------- memory
@@ -352,7 +507,8 @@ impl Stream {
     /// it after a [`Stream::wait`] for a mark of this one. The contents are unspecified.
     ///
     /// # Errors
-    /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false.
+    /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false; `Capture`
+    /// also where the stream takes part in a capture of another thread.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         if !self.runtime.inner.device(self.device()).capabilities.stream_ordered_memory {
             return Err(Error::lacks("allocate", "stream_ordered_memory"));
@@ -408,7 +564,7 @@ impl Stream {
         src: impl Into<PinnedSlice<'h, T>>,
         dst: impl Into<DeviceSlice<'d, T>>,
     ) -> Result<()> {
-        self.copy_pinned("copy_to_device", &src.into(), dst.into(), false)
+        self.copy_pinned("copy_to_device", &src.into(), dst.into(), CopyKind::ToDevice)
     }
 
     /// Enqueues a copy of device memory to page-locked memory. Returns at once; the buffer remembers that it is in use,
@@ -421,7 +577,7 @@ impl Stream {
         src: impl Into<DeviceSlice<'d, T>>,
         dst: impl Into<PinnedSliceMut<'h, T>>,
     ) -> Result<()> {
-        self.copy_pinned("copy_to_host", &dst.into().0, src.into(), true)
+        self.copy_pinned("copy_to_host", &dst.into().0, src.into(), CopyKind::ToHost)
     }
 
     fn copy_pinned<T: Element>(
@@ -429,9 +585,10 @@ impl Stream {
         operation: &'static str,
         host: &PinnedSlice<'_, T>,
         device: DeviceSlice<'_, T>,
-        to_host: bool,
+        kind: CopyKind,
     ) -> Result<()> {
         let backend = self.backend(operation)?;
+        let to_host = kind != CopyKind::ToDevice;
         let inner = &self.runtime.inner;
         if !Arc::ptr_eq(&host.runtime().inner, inner) {
             return Err(Error::new(
@@ -452,10 +609,13 @@ impl Stream {
             MemoryCopy::new(on_device, on_host, device.bytes())
         };
         device.block.note_use(&self.core);
-        inner.use_pinned(host.block(), &self.core, to_host, || {
+        let recordable = kind != CopyKind::Awaited;
+        inner.use_pinned(operation, host.block(), &self.core, to_host, recordable, |turn| {
+            turn.keep_device(device.block);
             // SAFETY: both ranges lie in one live block each. The device block is freed, and the host block used again or
             // touched by the CPU, only after this stream has passed the copy: `note_use` and `use_pinned` see to that, and
-            // the latter has made this stream wait for every other stream whose use would race with the copy.
+            // the latter has made this stream wait for every other stream whose use would race with the copy. Where the
+            // copy is recorded, the graph keeps both, and each launch does the same.
             unsafe { backend.copy(&copy, self.core.id) }
         })
     }
@@ -490,8 +650,11 @@ impl Stream {
         let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
         src.block.note_use(&self.core);
         dst.block.note_use(&self.core);
+        let mut turn = self.core.enter(OPERATION)?;
+        turn.keep_device(src.block);
+        turn.keep_device(dst.block);
         // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
-        // has passed the copy (`note_use`). The CPU cannot reach either.
+        // has passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot reach either.
         unsafe { backend.copy(&copy, self.core.id) }
     }
 
@@ -532,7 +695,10 @@ impl Stream {
         self.check_here("fill", &dst)?;
         dst.block.note_use(&self.core);
         let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
-        // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill. Its start is
+        let mut turn = self.core.enter("fill")?;
+        turn.keep_device(dst.block);
+        // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill, or after the
+        // graph that keeps it. Its start is
         // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.
         unsafe { backend.fill(&fill, self.core.id) }
     }
@@ -565,11 +731,12 @@ impl Stream {
     /// The values of a device buffer, once the work enqueued before has been executed. Waits.
     ///
     /// # Errors
-    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`].
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`]; `Capture` where the stream takes part in a capture.
     pub fn download<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>) -> Result<Vec<T>> {
         let src = src.into();
+        self.refuse_where_recorded("download")?;
         let mut staging = self.runtime.pinned::<T>(src.len())?;
-        self.copy_to_host(src, &mut staging)?;
+        self.copy_pinned("copy_to_host", &PinnedSliceMut::from(&mut staging).0, src, CopyKind::Awaited)?;
         Ok(staging.read()?.to_vec())
     }
 
@@ -622,14 +789,23 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// What `enqueue` gives, or what waiting for the copies gives; then nothing is delivered.
+    /// What `enqueue` gives, or what waiting for the copies gives; then nothing is delivered. `Capture` where the stream
+    /// takes part in a capture.
     pub fn scope<'env, R>(&self, enqueue: impl FnOnce(&mut Scope<'_, 'env>) -> Result<R>) -> Result<R> {
+        self.refuse_where_recorded("scope")?;
         let mut scope = Scope { stream: self, deliveries: Vec::new() };
         let value = enqueue(&mut scope)?;
         // All are waited for before the first is delivered: a copy that failed delivers nothing of the others either.
         scope.deliveries.iter().try_for_each(|delivery| delivery.wait())?;
         scope.deliveries.iter_mut().try_for_each(|delivery| delivery.deliver())?;
         Ok(value)
+    }
+
+    /// Refuses what waits for values where they are recorded and not made. A capture that begins after this is noticed by
+    /// the copies.
+    fn refuse_where_recorded(&self, operation: &'static str) -> Result<()> {
+        self.backend(operation)?;
+        self.core.enter_outside(operation).map(|_| ())
     }
 
     // ---------------------------------------------------------------- products
@@ -722,7 +898,7 @@ impl<'env> Scope<'_, 'env> {
         let src = src.into();
         Stream::check_len("copy_to_host", src.len(), dst.len())?;
         let mut staging = self.stream.runtime.pinned::<T>(src.len())?;
-        self.stream.copy_to_host(src, &mut staging)?;
+        self.stream.copy_pinned("copy_to_host", &PinnedSliceMut::from(&mut staging).0, src, CopyKind::Awaited)?;
         self.deliveries.push(Box::new(Delivered { staging, dst }));
         Ok(())
     }

@@ -1,13 +1,15 @@
 //! A backend for core's own unit tests whose streams move only when the test says so. It computes nothing; it checks that
-//! core keeps its promises: nothing is freed while a stream may use it, and everything is freed in the end.
+//! core keeps its promises: nothing is freed while a stream may use it or a graph that is alive has recorded it, nothing
+//! is called that would lose a capture, and everything is freed in the end.
 
 use std::alloc::Layout;
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use crate::runtime::RuntimeInner;
 use crate::*;
 
 /// Alignment of device and host blocks.
@@ -23,8 +25,47 @@ impl<T> Drop for Held<T> {
 #[derive(Debug)]
 pub(crate) struct ManualBackend {
     identity: Identity,
+    capabilities: Capabilities,
     host: Arc<ManualHost>,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
+    watched: Arc<Watched>,
+    /// What was called on the handles, in order.
+    handle_calls: Arc<Mutex<Vec<HandleCall>>>,
+    /// How many of the next calls that set a mode fail.
+    refuse_modes: Arc<Mutex<usize>>,
+    intruder: Intruder,
+}
+
+type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// What happens in the middle of a call, once; its error is the call's.
+#[derive(Default)]
+struct Intruder(Mutex<Option<(&'static str, Intrusion)>>);
+
+impl std::fmt::Debug for Intruder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Intruder")
+    }
+}
+
+impl Intruder {
+    fn enter(&self, operation: &'static str) -> Result<()> {
+        let intruder = self.0.lock().take_if(|(at, _)| *at == operation);
+        intruder.map_or(Ok(()), |(_, intrude)| intrude())
+    }
+}
+
+/// A call on a handle of any kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandleCall {
+    SetStream,
+    SetWorkspace,
+    SetMathMode(MathMode),
+    SetAtomicsMode(AtomicsMode),
+    Gemm(DataType),
+    CreatePlan(MathMode, AtomicsMode),
+    RunPlan(PlanId),
+    DestroyPlan(PlanId),
 }
 
 #[derive(Debug, Default)]
@@ -39,17 +80,134 @@ struct State {
     /// Where each stream last used an address.
     last_use: HashMap<(StreamId, u64), u64>,
     fail_record: bool,
+    lose_capture: bool,
+    /// Streams that take part in a capture, by the stream that began it.
+    capturing: HashMap<StreamId, StreamId>,
+    /// Events recorded in captures.
+    captured_events: HashMap<EventId, StreamId>,
+    /// Addresses that are recorded, by the stream that began the capture.
+    recorded: HashMap<StreamId, Vec<u64>>,
+    graphs: HashMap<GraphId, Vec<u64>>,
+    executables: HashMap<GraphExecId, Vec<u64>>,
 }
 
-#[derive(Debug, Default)]
-struct ManualHost(Mutex<BTreeMap<usize, Layout>>);
+/// The runtime whose locks must be free at every call, where the test has only one thread.
+#[derive(Default)]
+struct Watched(Mutex<Option<Weak<RuntimeInner>>>);
+
+impl std::fmt::Debug for Watched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Watched")
+    }
+}
+
+impl Watched {
+    fn check(&self) {
+        if let Some(runtime) = self.0.lock().as_ref().and_then(Weak::upgrade) {
+            assert!(!runtime.is_locked(), "the backend is called under a lock");
+        }
+    }
+}
+
+#[derive(Debug)]
+struct ManualHost {
+    live: Mutex<BTreeMap<usize, Layout>>,
+    /// Freed blocks, kept so that no address comes twice.
+    freed: Mutex<Vec<(usize, Layout)>>,
+    state: Arc<Mutex<State>>,
+    watched: Arc<Watched>,
+}
+
+impl Drop for ManualHost {
+    fn drop(&mut self) {
+        let live = std::mem::take(self.live.get_mut());
+        for (address, layout) in live.into_iter().chain(self.freed.get_mut().drain(..)) {
+            // SAFETY: allocated with this layout, given back once, and nobody has the allocator any more. The address was
+            // exposed when the block was made.
+            unsafe { std::alloc::dealloc(std::ptr::with_exposed_provenance_mut(address), layout) };
+        }
+    }
+}
+
+impl State {
+    fn is_in_use(&self, address: u64) -> bool {
+        self.last_use.iter().any(|((stream, used), at)| {
+            *used == address && self.streams.get(stream).is_some_and(|(_, executed)| executed < at)
+        })
+    }
+
+    /// Enqueues or records an operation on these addresses.
+    fn enqueue_use(&mut self, operation: &'static str, stream: StreamId, addresses: &[u64]) -> Result<()> {
+        if let Some(capture) = self.capturing.get(&stream).copied() {
+            self.recorded.entry(capture).or_default().extend(addresses);
+            return Ok(());
+        }
+        let enqueued = &mut self.streams.get_mut(&stream).ok_or_else(|| unknown(operation))?.0;
+        *enqueued += 1;
+        let at = *enqueued;
+        self.last_use.extend(addresses.iter().map(|address| ((stream, *address), at)));
+        Ok(())
+    }
+
+    /// Whether a graph that is alive has recorded this host or device address.
+    fn is_recorded(&self, address: u64) -> bool {
+        self.executables.values().any(|addresses| addresses.contains(&address))
+    }
+
+    fn assert_outside(&self, stream: StreamId) {
+        assert!(!self.capturing.contains_key(&stream), "{stream:?} is asked or waited for in a capture");
+    }
+
+    fn assert_event_outside(&self, event: EventId) {
+        assert!(!self.captured_events.contains_key(&event), "{event:?} belongs to a capture");
+    }
+}
 
 impl ManualBackend {
     pub(crate) fn new() -> Arc<Self> {
+        Self::with_capabilities(|_| ())
+    }
+
+    pub(crate) fn with_capabilities(change: impl FnOnce(&mut Capabilities)) -> Arc<Self> {
+        let mut capabilities = Capabilities::none();
+        capabilities.gemm_f32 = true;
+        capabilities.blas_workspace = true;
+        capabilities.stream_ordered_memory = true;
+        capabilities.capture = true;
+        capabilities.create_during_capture = true;
+        capabilities.workspace_alignment = ALIGNMENT;
+        capabilities.blas_workspace_bytes = 1 << 20;
+        change(&mut capabilities);
         let mut identity = Identity::new("manual", "streams moved by hand", BackendTag::next());
         identity.real_device = false;
-        let state = State { next_address: 0x10_0000, ..State::default() };
-        Arc::new(Self { identity, host: Arc::default(), state: Mutex::new(state) })
+        let state = Arc::new(Mutex::new(State { next_address: 0x10_0000, ..State::default() }));
+        let watched = Arc::<Watched>::default();
+        let host = ManualHost {
+            live: Mutex::default(),
+            freed: Mutex::default(),
+            state: Arc::clone(&state),
+            watched: Arc::clone(&watched),
+        };
+        Arc::new(Self {
+            identity,
+            capabilities,
+            host: Arc::new(host),
+            state,
+            watched,
+            handle_calls: Arc::default(),
+            refuse_modes: Arc::default(),
+            intruder: Intruder::default(),
+        })
+    }
+
+    /// The calls on handles since this was asked last.
+    pub(crate) fn take_handle_calls(&self) -> Vec<HandleCall> {
+        std::mem::take(&mut *self.handle_calls.lock())
+    }
+
+    /// Lets the next calls that set a mode fail.
+    pub(crate) fn refuse_modes(&self, calls: usize) {
+        *self.refuse_modes.lock() = calls;
     }
 
     /// Executes everything that is enqueued on the stream.
@@ -64,12 +222,44 @@ impl ManualBackend {
         self.state.lock().fail_record = fail;
     }
 
+    /// Panics from here on when the runtime calls while it holds one of its locks. For tests of one thread.
+    pub(crate) fn watch_locks_of(&self, runtime: &Runtime) {
+        *self.watched.0.lock() = Some(Arc::downgrade(&runtime.inner.0));
+    }
+
+    /// Does this in the next `synchronize_stream` or `end_capture`.
+    pub(crate) fn intrude(&self, operation: &'static str, intrude: impl FnOnce() -> Result<()> + Send + 'static) {
+        *self.intruder.0.lock() = Some((operation, Box::new(intrude)));
+    }
+
+    /// Lets every capture be lost at its end, or none.
+    pub(crate) fn lose_capture(&self, lose: bool) {
+        self.state.lock().lose_capture = lose;
+    }
+
     /// Whether some stream has not executed its last operation on this host or device address.
     pub(crate) fn is_in_use(&self, address: u64) -> bool {
-        let state = self.state.lock();
-        state.last_use.iter().any(|((stream, used), at)| {
-            *used == address && state.streams.get(stream).is_some_and(|(_, executed)| executed < at)
-        })
+        self.state.lock().is_in_use(address)
+    }
+
+    /// Enqueues an operation on the block that starts at `address`, behind the runtime's back.
+    pub(crate) fn enqueue_use(&self, stream: StreamId, address: u64) {
+        self.state.lock().enqueue_use("enqueue_use", stream, &[address]).unwrap();
+    }
+
+    /// How many blocks of page-locked memory there are.
+    pub(crate) fn live_host_blocks(&self) -> u64 {
+        self.host.live.lock().len() as u64
+    }
+
+    /// Whether a block of page-locked memory starts at `address`.
+    pub(crate) fn has_host_block(&self, address: u64) -> bool {
+        self.host.live.lock().contains_key(&(address as usize))
+    }
+
+    /// Whether a graph that is alive has recorded this host or device address.
+    pub(crate) fn is_recorded(&self, address: u64) -> bool {
+        self.state.lock().is_recorded(address)
     }
 
     fn id<I: ObjectId>(&self, state: &mut State, device: u32) -> I {
@@ -96,24 +286,20 @@ unsafe impl Backend for ManualBackend {
         Ok(DeviceInfo::new(device, "manual", [0; 16], 1 << 40))
     }
     fn capabilities(&self, _: u32) -> Result<Capabilities> {
-        let mut capabilities = Capabilities::none();
-        capabilities.gemm_f32 = true;
-        capabilities.blas_workspace = true;
-        capabilities.stream_ordered_memory = true;
-        capabilities.workspace_alignment = ALIGNMENT;
-        capabilities.blas_workspace_bytes = 1 << 20;
-        Ok(capabilities)
+        Ok(self.capabilities)
     }
     fn memory_info(&self, _: u32) -> Result<MemoryInfo> {
         Ok(MemoryInfo { free: 1 << 40, total: 1 << 40 })
     }
     fn live_objects(&self) -> LiveObjects {
+        self.watched.check();
         let state = self.state.lock();
         LiveObjects {
             streams: state.streams.len() as u64,
             events: state.events.len() as u64,
             allocations: state.blocks.len() as u64,
-            host_allocations: self.host.0.lock().len() as u64,
+            host_allocations: self.host.live.lock().len() as u64,
+            graphs: (state.graphs.len() + state.executables.len()) as u64,
             ..LiveObjects::default()
         }
     }
@@ -121,13 +307,16 @@ unsafe impl Backend for ManualBackend {
         false
     }
     fn create_stream(&self, device: u32, _: &StreamOptions) -> Result<StreamId> {
+        self.watched.check();
         let mut state = self.state.lock();
         let id = self.id(&mut state, device);
         state.streams.insert(id, (0, 0));
         Ok(id)
     }
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
+        self.watched.check();
         let mut state = self.state.lock();
+        state.assert_outside(stream);
         // What was enqueued is executed all the same; the test has no way to look at it any more.
         state.last_use.retain(|(other, _), _| *other != stream);
         for at in state.events.values_mut() {
@@ -138,49 +327,77 @@ unsafe impl Backend for ManualBackend {
         state.streams.remove(&stream).map(|_| ()).ok_or_else(|| unknown("destroy_stream"))
     }
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
+        self.watched.check();
         let state = self.state.lock();
+        state.assert_outside(stream);
         let (enqueued, executed) = state.streams.get(&stream).ok_or_else(|| unknown("query_stream"))?;
         Ok(if enqueued == executed { Completion::Complete } else { Completion::Pending })
     }
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
+        self.watched.check();
+        self.intruder.enter("synchronize_stream")?;
+        self.state.lock().assert_outside(stream);
         self.advance(stream);
         Ok(())
     }
     fn synchronize_device(&self, _: u32) -> Result<()> {
+        self.watched.check();
+        assert!(self.state.lock().capturing.is_empty(), "the device is waited for in a capture");
         self.state.lock().streams.values_mut().for_each(|(enqueued, executed)| *executed = *enqueued);
         Ok(())
     }
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let state = self.state.lock();
-        let known = state.streams.contains_key(&stream) && state.events.contains_key(&event);
-        if known { Ok(()) } else { Err(unknown("stream_wait_event")) }
+        self.watched.check();
+        let mut state = self.state.lock();
+        if !state.streams.contains_key(&stream) || !state.events.contains_key(&event) {
+            return Err(unknown("stream_wait_event"));
+        }
+        match (state.capturing.get(&stream).copied(), state.captured_events.get(&event).copied()) {
+            (None, Some(capture)) => drop(state.capturing.insert(stream, capture)),
+            (stream_in, event_in) => assert_eq!(stream_in, event_in, "a wait across the border of a capture"),
+        }
+        Ok(())
     }
     fn create_event(&self, device: u32, _: &EventOptions) -> Result<EventId> {
+        self.watched.check();
         let mut state = self.state.lock();
         let id = self.id(&mut state, device);
         state.events.insert(id, None);
         Ok(id)
     }
     fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.state.lock().events.remove(&event).map(|_| ()).ok_or_else(|| unknown("destroy_event"))
+        self.watched.check();
+        let mut state = self.state.lock();
+        state.assert_event_outside(event);
+        state.events.remove(&event).map(|_| ()).ok_or_else(|| unknown("destroy_event"))
     }
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
+        self.watched.check();
         let mut state = self.state.lock();
         if state.fail_record {
             return Err(Error::new(ErrorKind::Vendor, "record_event", "told to fail"));
         }
+        state.assert_event_outside(event);
         let at = state.streams.get(&stream).ok_or_else(|| unknown("record_event"))?.0;
+        if let Some(capture) = state.capturing.get(&stream).copied() {
+            state.captured_events.insert(event, capture);
+            return Ok(());
+        }
         *state.events.get_mut(&event).ok_or_else(|| unknown("record_event"))? = Some((stream, at));
         Ok(())
     }
     fn query_event(&self, event: EventId) -> Result<Completion> {
+        self.watched.check();
         let state = self.state.lock();
+        state.assert_event_outside(event);
         let at = state.events.get(&event).ok_or_else(|| unknown("query_event"))?;
         let executed = |stream: &StreamId| state.streams.get(stream).map_or(u64::MAX, |(_, executed)| *executed);
         let passed = at.as_ref().is_none_or(|(stream, at)| executed(stream) >= *at);
         Ok(if passed { Completion::Complete } else { Completion::Pending })
     }
     fn synchronize_event(&self, event: EventId) -> Result<()> {
+        self.watched.check();
+        self.state.lock().assert_event_outside(event);
         let at = *self.state.lock().events.get(&event).ok_or_else(|| unknown("synchronize_event"))?;
         if let Some((stream, _)) = at {
             self.advance(stream);
@@ -188,6 +405,7 @@ unsafe impl Backend for ManualBackend {
         Ok(())
     }
     fn allocate(&self, _: u32, options: &AllocateOptions) -> Result<DevicePtr> {
+        self.watched.check();
         let mut state = self.state.lock();
         let ptr = state.next_address;
         state.next_address += options.bytes.next_multiple_of(ALIGNMENT) as u64;
@@ -195,61 +413,143 @@ unsafe impl Backend for ManualBackend {
         Ok(DevicePtr::new(ptr))
     }
     unsafe fn free(&self, _: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
+        self.watched.check();
         assert!(stream.is_some() || !self.is_in_use(ptr.get()), "{ptr:?} is freed while a stream uses it");
+        assert!(!self.is_recorded(ptr.get()), "{ptr:?} is freed while a graph has recorded it");
         let mut state = self.state.lock();
+        if let Some(stream) = stream {
+            state.assert_outside(stream);
+        }
         assert!(state.blocks.remove(&ptr.get()).is_some(), "{ptr:?} is freed twice");
         Ok(())
     }
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
+        self.watched.check();
+        let addresses = [copy.src, copy.dst].map(|location| match location {
+            Location::Host(ptr) => ptr.address() as u64,
+            Location::Device { ptr, .. } => ptr.get(),
+        });
+        self.state.lock().enqueue_use("copy", stream, &addresses)
+    }
+    fn begin_capture(&self, stream: StreamId, _: CaptureMode) -> Result<()> {
+        self.watched.check();
         let mut state = self.state.lock();
-        let enqueued = &mut state.streams.get_mut(&stream).ok_or_else(|| unknown("copy"))?.0;
-        *enqueued += 1;
-        let at = *enqueued;
-        for location in [copy.src, copy.dst] {
-            let address = match location {
-                Location::Host(ptr) => ptr.address() as u64,
-                Location::Device { ptr, .. } => ptr.get(),
-            };
-            state.last_use.insert((stream, address), at);
-        }
+        assert!(state.capturing.insert(stream, stream).is_none(), "a capture begins in a capture");
         Ok(())
+    }
+    unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
+        self.watched.check();
+        self.intruder.enter("end_capture")?;
+        let mut state = self.state.lock();
+        assert_eq!(state.capturing.get(&stream), Some(&stream), "no capture began here");
+        state.capturing.retain(|_, capture| *capture != stream);
+        state.captured_events.retain(|_, capture| *capture != stream);
+        let recorded = state.recorded.remove(&stream).unwrap_or_default();
+        if state.lose_capture {
+            return Err(Error::new(ErrorKind::Capture, "end_capture", "told to lose it"));
+        }
+        let id = self.id(&mut state, 0);
+        state.graphs.insert(id, recorded);
+        Ok(id)
+    }
+    fn is_capturing(&self, stream: StreamId) -> Result<bool> {
+        self.watched.check();
+        Ok(self.state.lock().capturing.contains_key(&stream))
+    }
+    fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
+        self.watched.check();
+        let mut state = self.state.lock();
+        let recorded = state.graphs.get(&graph).ok_or_else(|| unknown("instantiate_graph"))?.clone();
+        let id = self.id(&mut state, 0);
+        state.executables.insert(id, recorded);
+        Ok(id)
+    }
+    unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
+        self.watched.check();
+        let mut state = self.state.lock();
+        state.assert_outside(stream);
+        let addresses = state.executables.get(&graph).ok_or_else(|| unknown("launch_graph"))?.clone();
+        state.enqueue_use("launch_graph", stream, &addresses)
+    }
+    fn destroy_graph(&self, graph: GraphId) -> Result<()> {
+        self.watched.check();
+        self.state.lock().graphs.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph"))
+    }
+    fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
+        self.watched.check();
+        self.state.lock().executables.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph_exec"))
     }
     unsafe fn fill(&self, _: &MemoryFill, _: StreamId) -> Result<()> {
         Err(Error::lacks("fill", "fill"))
     }
-    fn create_blas_handle(&self, _: u32, _: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        Ok(Box::new(ManualHandle))
+    fn create_blas_handle(&self, _: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
+        self.watched.check();
+        let (calls, refuse_modes) = (Arc::clone(&self.handle_calls), Arc::clone(&self.refuse_modes));
+        Ok(Box::new(ManualHandle { kind: options.kind, calls, refuse_modes, plans: 0 }))
     }
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
         Arc::clone(&self.host) as _
     }
 }
 
-/// A handle that takes every setting and computes nothing.
+/// A handle that notes every call and computes nothing.
 #[derive(Debug)]
-struct ManualHandle;
+struct ManualHandle {
+    kind: BlasKind,
+    calls: Arc<Mutex<Vec<HandleCall>>>,
+    refuse_modes: Arc<Mutex<usize>>,
+    plans: u64,
+}
+
+impl ManualHandle {
+    fn note(&self, call: HandleCall) -> Result<()> {
+        self.calls.lock().push(call);
+        Ok(())
+    }
+
+    fn note_mode(&self, call: HandleCall) -> Result<()> {
+        self.note(call)?;
+        let mut refuse = self.refuse_modes.lock();
+        if *refuse > 0 {
+            *refuse -= 1;
+            return Err(Error::new(ErrorKind::Vendor, "set_mode", "told to fail"));
+        }
+        Ok(())
+    }
+}
 
 impl BlasHandle for ManualHandle {
     fn kind(&self) -> BlasKind {
-        BlasKind::Blas
+        self.kind
     }
     fn device(&self) -> u32 {
         0
     }
     fn set_stream(&mut self, _: StreamId) -> Result<()> {
-        Ok(())
+        self.note(HandleCall::SetStream)
     }
     unsafe fn set_workspace(&mut self, _: Option<Workspace>) -> Result<()> {
-        Ok(())
+        self.note(HandleCall::SetWorkspace)
     }
-    fn set_math_mode(&mut self, _: MathMode) -> Result<()> {
-        Ok(())
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        self.note_mode(HandleCall::SetMathMode(mode))
     }
-    fn set_atomics_mode(&mut self, _: AtomicsMode) -> Result<()> {
-        Ok(())
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        self.note_mode(HandleCall::SetAtomicsMode(mode))
     }
-    unsafe fn gemm(&mut self, _: &Gemm) -> Result<()> {
-        Err(Error::lacks("gemm", "gemm_f32"))
+    unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
+        self.note(HandleCall::Gemm(gemm.shape.data_type))
+    }
+    fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
+        self.plans += 1;
+        self.note(HandleCall::CreatePlan(options.math_mode, options.atomics_mode))?;
+        Ok(PlanId::new(self.plans))
+    }
+    unsafe fn run_plan(&mut self, plan: PlanId, _: &PlanArguments) -> Result<()> {
+        self.note(HandleCall::RunPlan(plan))
+    }
+    fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
+        self.note(HandleCall::DestroyPlan(plan))
     }
     fn raw(&self) -> u64 {
         0
@@ -259,22 +559,29 @@ impl BlasHandle for ManualHandle {
     }
 }
 
-// SAFETY: blocks come zeroed from the global allocator in the size and alignment asked for, and go back in `free`.
+// SAFETY: blocks come zeroed from the global allocator in the size and alignment asked for, and stay until the end.
 unsafe impl HostAllocator for ManualHost {
     fn allocate(&self, bytes: usize, _: &HostOptions) -> Result<HostPtr> {
+        self.watched.check();
         let layout = Layout::from_size_align(bytes, ALIGNMENT)
             .map_err(|error| Error::new(ErrorKind::OutOfMemory, "host_allocate", error.to_string()))?;
         // SAFETY: the layout has a size: core never asks for 0 bytes.
         let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })
             .ok_or_else(|| Error::new(ErrorKind::OutOfMemory, "host_allocate", "the allocator has no more"))?;
         let ptr = HostPtr::new(ptr);
-        self.0.lock().insert(ptr.address(), layout);
+        ptr.as_ptr().expose_provenance();
+        self.live.lock().insert(ptr.address(), layout);
         Ok(ptr)
     }
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        let layout = self.0.lock().remove(&ptr.address()).expect("a live block");
-        // SAFETY: allocated with this layout and taken out of the table just now.
-        unsafe { std::alloc::dealloc(ptr.as_ptr(), layout) };
+        self.watched.check();
+        let address = ptr.address();
+        let state = self.state.lock();
+        assert!(!state.is_in_use(address as u64), "{ptr:?} is freed while a stream uses it");
+        assert!(!state.is_recorded(address as u64), "{ptr:?} is freed while a graph has recorded it");
+        drop(state);
+        let layout = self.live.lock().remove(&address).expect("a live block");
+        self.freed.lock().push((address, layout));
         Ok(())
     }
     fn device_address(&self, ptr: HostPtr, _: u32) -> Result<DevicePtr> {

@@ -1,13 +1,19 @@
 //! The command line.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
+use super::control::DieAt;
+
 /// Far more than pays, and few enough that their buffers fit.
 const MOST_THREADS: usize = 1024;
+
+/// Far more than pays, and few enough that their sockets fit.
+pub(super) const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:
   HIGHWATER_MOCK  describes the mock device, as key=value pairs with commas between: memory=64MiB for its size,
@@ -18,12 +24,13 @@ command could not do its work, the object is {"error": {"message": ..., "hint": 
 line leaves standard output empty.
 
 Exit codes: 0 all went well; 1 the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2 the
-command line is wrong or the command could not do its work"#;
+command line is wrong or the command could not do its work; 3 a worker died"#;
 
 /// Classifies handwritten digits on a GPU, or on a mock of one, and says what the resource pools did.
 ///
-/// Several threads each take a pooled handle, stage images through pinned memory, run the layers of a small network on
-/// the device, and copy the results back.
+/// This process loads the weights of a small network into device memory once and shares them with its child processes,
+/// the workers. Their threads each take a pooled handle, stage images through pinned memory, run the layers on the device,
+/// and copy the results back.
 #[derive(Debug, Parser)]
 #[command(name = "highwater", version, after_help = AFTER_HELP)]
 pub(super) struct Arguments {
@@ -44,21 +51,44 @@ pub(super) enum Command {
     Doctor,
     /// Run the conformance suite against a backend
     Conformance(ConformanceArguments),
+    /// Run for long under random faults, and check that nothing is lost
+    Soak(SoakArguments),
+    /// A worker of the main job, started by it
+    #[command(hide = true)]
+    Worker(ChildArguments),
+    /// A consumer of `soak ipc`, started by it
+    #[command(hide = true)]
+    SoakConsumer(ConsumerArguments),
+    /// What a consumer of `soak ipc` leaves behind, started by it
+    #[command(hide = true)]
+    SoakHeir,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub(super) struct DigitsArguments {
     /// Backend to use, and no other in its place [default: a usable real device, else the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 
-    /// Threads that classify, each with a stream, buffers and a pooled handle
-    #[arg(long, value_name = "N", default_value = "4", value_parser = threads)]
+    /// Child processes that classify, with the weights that this process owns; 0: this process does it alone
+    #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = workers)]
+    pub(super) workers: usize,
+
+    /// Threads of each worker, each with a stream, buffers and a pooled handle
+    #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = threads)]
     pub(super) threads: usize,
 
-    /// Classify the test set so many times, in the same threads
-    #[arg(long, value_name = "N", default_value = "1", value_parser = repeat)]
-    pub(super) repeat: usize,
+    /// Classify the test set so many times, in the same threads [default: 1, with --scale 100]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = repeat)]
+    pub(super) repeat: Option<usize>,
+
+    /// Measure the speed of 1, 2 and 4 workers
+    #[arg(long, conflicts_with_all = ["workers", "die_at"])]
+    pub(super) scale: bool,
+
+    /// Let a worker kill itself, when it is told to open the weights (`ticket`) or before it finishes image N; for tests
+    #[arg(long, value_name = "N", hide = true, value_parser = die_at)]
+    pub(super) die_at: Option<DieAt>,
 
     /// Folder with `weights.safetensors` and `test.safetensors`, instead of the built-in ones
     #[arg(long, value_name = "DIR")]
@@ -76,23 +106,83 @@ pub(super) struct ConformanceArguments {
     pub(super) filter: Option<String>,
 }
 
-fn number(text: &str, what: &str, most: usize) -> Result<usize, String> {
-    text.parse().ok().filter(|number| (1..=most).contains(number)).ok_or_else(|| {
-        if most == usize::MAX {
-            format!("expected a number of {what}, at least 1")
-        } else {
-            format!("expected a number of {what} from 1 to {most}")
-        }
-    })
+#[derive(Debug, Args)]
+pub(super) struct SoakArguments {
+    #[command(subcommand)]
+    pub(super) what: Soak,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Soak {
+    /// Share memory of the mock device with processes that are killed at random moments, and check that nothing is lost
+    /// and nothing is freed early
+    Ipc(SoakIpcArguments),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct SoakIpcArguments {
+    /// Processes to kill
+    #[arg(long, value_name = "N", default_value = "1000", allow_negative_numbers = true, value_parser = kills)]
+    pub(super) kills: u64,
+
+    /// Where the random choices start from [default: another one each time]
+    #[arg(long, value_name = "S")]
+    pub(super) seed: Option<u64>,
+
+    /// Processes that use the memory at the same time
+    #[arg(long, value_name = "N", default_value = "6", allow_negative_numbers = true, value_parser = consumers)]
+    pub(super) consumers: usize,
+}
+
+/// Of every process that this program starts.
+#[derive(Debug, Args)]
+pub(super) struct ChildArguments {
+    /// Process that started this one
+    #[arg(long)]
+    pub(super) parent: u32,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ConsumerArguments {
+    #[command(flatten)]
+    pub(super) child: ChildArguments,
+
+    /// Where its random choices start from
+    #[arg(long)]
+    pub(super) seed: u64,
+}
+
+fn number(text: &str, what: &str, range: RangeInclusive<usize>) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| range.contains(number));
+    number.ok_or_else(|| format!("expected a number of {what} from {} to {}", range.start(), range.end()))
+}
+
+fn workers(text: &str) -> Result<usize, String> {
+    number(text, "workers", 0..=MOST_WORKERS)
 }
 
 fn threads(text: &str) -> Result<usize, String> {
-    number(text, "threads", MOST_THREADS)
+    number(text, "threads", 1..=MOST_THREADS)
 }
 
 fn repeat(text: &str) -> Result<usize, String> {
     // A total of images that fits a u32 times the size of any test set.
-    number(text, "passes", u32::MAX as usize)
+    number(text, "passes", 1..=u32::MAX as usize)
+}
+
+fn kills(text: &str) -> Result<u64, String> {
+    Ok(number(text, "kills", 1..=1_000_000)? as u64)
+}
+
+fn consumers(text: &str) -> Result<usize, String> {
+    number(text, "consumers", 1..=32)
+}
+
+fn die_at(text: &str) -> Result<DieAt, String> {
+    match text {
+        "ticket" => Ok(DieAt::Ticket),
+        image => image.parse().map(DieAt::Image).map_err(|_| "expected the number of an image, or `ticket`".into()),
+    }
 }
 
 /// The arguments of this process.
@@ -107,8 +197,9 @@ fn parse_from<T: Into<std::ffi::OsString> + Clone>(
     let matches = command.try_get_matches_from_mut(arguments)?;
     if let Some((name, _)) = matches.subcommand() {
         // Options of the main job in front of a command would have no effect.
-        for option in ["backend", "threads", "repeat", "data"] {
+        for option in ["backend", "workers", "threads", "repeat", "scale", "die_at", "data"] {
             if matches.value_source(option) == Some(ValueSource::CommandLine) {
+                let option = option.replace('_', "-");
                 let message = format!("`--{option}` in front of `{name}` has no effect; see `highwater {name} --help`");
                 return Err(command.error(ErrorKind::ArgumentConflict, message));
             }
@@ -157,5 +248,16 @@ mod tests {
         assert_eq!(threads("1024"), Ok(1024));
         assert!(parsed("highwater --threads 0").unwrap_err().contains("from 1 to 1024"));
         assert!(parsed("highwater --repeat 0").unwrap_err().contains("number of passes"));
+        assert_eq!((workers("0"), workers("64")), (Ok(0), Ok(64)));
+        assert!(parsed("highwater --workers 65").unwrap_err().contains("number of workers from 0 to 64"));
+        assert!(parsed("highwater soak ipc --kills 0").unwrap_err().contains("number of kills from 1"));
+    }
+
+    #[test]
+    fn a_worker_dies_at_an_image_or_with_the_ticket() {
+        let at = |text| parsed(&format!("highwater --die-at {text}")).map(|arguments| arguments.digits.die_at);
+        assert_eq!((at("7").unwrap(), at("ticket").unwrap()), (Some(DieAt::Image(7)), Some(DieAt::Ticket)));
+        assert!(at("dawn").unwrap_err().contains("or `ticket`"));
+        assert!(parsed("highwater --scale --die-at 7").is_err());
     }
 }

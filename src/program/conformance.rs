@@ -1,11 +1,15 @@
-//! `highwater conformance`: the suite of promises against one backend.
+//! `highwater conformance`: the suite of promises against one backend. Cases about two processes start the program again,
+//! with the same backend.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
-use highwater::ErrorKind;
-use highwater_conformance::{CaseReport, Options, Progress as Step, Report, Status, cases, run_observed};
+use highwater::{Backend, ErrorKind};
+use highwater_conformance::{
+    CaseReport, Launcher, Options, Progress as Step, Report, Status, cases, run_observed, serve_peer,
+};
 use serde_json::{Value, json};
 
 use super::args::ConformanceArguments;
@@ -17,8 +21,13 @@ use super::{Verdict, output};
 const WIDTH: u16 = 110;
 
 pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
-    let backend = highwater::open(&arguments.backend).map_err(highwater::Error::from)?.backend;
-    let mut options = Options::new();
+    let open = || -> highwater::Result<Arc<dyn Backend>> { Ok(highwater::open(&arguments.backend)?.backend) };
+    if let Some(served) = serve_peer(open) {
+        served?;
+        return Ok(Verdict::Good);
+    }
+    let backend = open()?;
+    let mut options = Options::new().with_launcher(launcher(&arguments.backend)?);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
@@ -49,6 +58,16 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
         print(&report)?;
     }
     Ok(if report.is_success() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// Starts this program again, for a case.
+fn launcher(backend: &str) -> Result<Launcher> {
+    let executable = Launcher::current_executable().map_err(|error| {
+        let hint = "check that `/proc` is mounted";
+        let kind = ErrorKind::OperatingSystem;
+        Failure::new(kind, "the system does not say where this program is", hint).because_of(error)
+    })?;
+    Ok(executable.with_arguments(["conformance", "--backend", backend]))
 }
 
 /// Case, clauses and text of every case whose status gives a text.

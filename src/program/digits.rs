@@ -1,163 +1,132 @@
-//! The main job: threads that classify handwritten digits and share one device.
+//! The main job: threads that classify handwritten digits and share one copy of the weights on the device.
 //!
-//! The weights are uploaded once and used by all threads. Each thread has a stream and buffers of its own and leases an Lt
-//! handle from the pool for every batch. It keeps two batches in flight: while the device works on one, the CPU stages the
-//! next.
-//!
-//! *Layout.* BLAS matrices are column-major, safetensors row-major. A row-major weight, inputs x outputs, is a
-//! column-major matrix, outputs x inputs, and a batch of images is a matrix with one image in each column. So a layer is
-//! `weight * images + bias` without a transposition, and the bias has one value for each row, as Lt's epilogues want it.
-//!
-//! *Failure.* The first error stops all threads and is the one that is reported. No thread waits for another that may be
-//! gone: the start waits for each to be ready *or* ended.
+//! With workers, this process is the owner of the weights (`owner`) and its children do the work (`worker`); without, or
+//! where the device's memory cannot be shared, it does everything itself. The work itself is the same (`classifier`).
 
-use std::convert::Infallible;
-use std::ops::Range;
-use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, mpsc};
-use std::thread;
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::{
-    DeviceBuffer, Epilogue, ErrorKind, Event, GemmShape, Opened, PinnedBuffer, Runtime, Statistics, Stream,
-};
+use highwater::{Backend, ErrorKind, Opened, Runtime};
 
 use super::args::DigitsArguments;
+use super::classifier::{self, Batch, Next, Work};
 use super::failure::Failure;
-use super::model::{self, CLASSES, Network, PIXELS, TestSet, largest};
+use super::owner::{self, Spread};
 use super::progress::Progress;
-use super::report::Report;
+use super::report::{Outcome, Place, Report};
+use super::scale::{self, Scale};
+use super::task::{Tally, Task};
+use super::weights::{self, Weights};
 use super::{Verdict, output};
-
-/// Images that go through the layers at once. The last batch of a pass is filled up with black images.
-const BATCH: usize = 32;
-
-/// The least part of the test digits that a sound run classifies rightly.
-pub(super) const LEAST_ACCURACY: f64 = 0.96;
 
 /// Runs the job and prints what came out.
 pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict> {
-    let (network, test) = model::load(arguments.data.as_deref())?;
-    let Opened { backend, report: load_report, .. } = match &arguments.backend {
-        Some(name) => highwater::open(name),
-        None => highwater::open_auto(true),
-    }
-    .map_err(highwater::Error::from)?;
-    let reason = load_report.taken().map_or_else(String::new, |taken| taken.reason.clone());
-    output::line(format_args!("backend {}: {reason}", backend.identity().name));
-    if arguments.backend.is_none() {
-        for other in load_report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
-            output::line(format_args!("not {}: {}: {}", other.name, other.outcome, other.reason));
+    let passes = arguments.repeat.unwrap_or(if arguments.scale { scale::PASSES } else { 1 });
+    let task = Task::load(arguments.data.as_deref(), passes)?;
+    check_die_at(arguments, &task)?;
+    let (backend, reason) = open(arguments.backend.as_deref())?;
+    let runtime = Runtime::new(Arc::clone(&backend))?;
+    let device = runtime.device(0)?;
+    let place = Place { backend: runtime.identity().name.clone(), reason, device: device.info().name.clone() };
+    let shareable = weights::can_be_shared(&device);
+    drop(device);
+    let threads = arguments.threads;
+    let spread = |workers| Spread { workers, threads, die_at: arguments.die_at };
+    if arguments.scale {
+        drop(runtime);
+        if !shareable {
+            return Err(cannot_share(&place).into());
         }
+        let progress = Progress::new("images", task.images() * scale::WORKERS.len() as u64, json);
+        let run = |workers| Ok((workers, run(Runtime::new(Arc::clone(&backend))?, &task, spread(workers), &progress)?));
+        let runs = scale::WORKERS.into_iter().map(run).collect::<Result<_>>()?;
+        drop(progress);
+        let scale = Scale { place: &place, threads, repeat: task.repeat, runs };
+        return if json { finish(scale.to_json(), scale.faults()) } else { finish(scale.to_table(), scale.faults()) };
     }
-
-    let task = Task { network, test, threads: arguments.threads, repeat: arguments.repeat };
-    let runtime = Runtime::new(backend)?;
-    let backend = runtime.identity().name.clone();
-    let device = runtime.device(0)?.info().name.clone();
-    let progress = Progress::new("images", task.images() as u64, json);
-    let outcome = run(runtime, &task, &progress);
+    let mut workers = arguments.workers;
+    if workers > 0 && !shareable {
+        let what = cannot_share(&place);
+        output::line(format_args!("note: {what}; everything runs in this process, with {threads} threads"));
+        workers = 0;
+    }
+    let progress = Progress::new("images", task.images(), json);
+    let outcome = run(runtime, &task, spread(workers), &progress);
     drop(progress);
-    let Outcome { tally, elapsed, statistics, leaks, refused } = outcome?;
-    let report = Report {
-        backend,
-        reason,
-        device,
-        threads: task.threads,
-        repeat: task.repeat,
-        tally,
-        elapsed,
-        statistics,
-        leaks,
-        refused,
-    };
-    if json {
-        output::result(report.to_json())?
-    } else {
-        output::result(report.to_table())?
-    }
-    let faults = report.faults();
+    let report = Report { place: &place, workers, threads, repeat: task.repeat, outcome: outcome? };
+    let faults = report.outcome.faults();
+    if json { finish(report.to_json(), faults) } else { finish(report.to_table(), faults) }
+}
+
+/// Prints a result and what is wrong with it.
+fn finish(result: impl std::fmt::Display, faults: Vec<String>) -> Result<Verdict> {
+    output::result(result)?;
     faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// What is to be done.
-#[derive(Debug)]
-struct Task {
-    network: Network,
-    test: TestSet,
-    threads: usize,
-    repeat: usize,
+/// Opens the backend of that name, or the best, and says why that one.
+fn open(name: Option<&str>) -> Result<(Arc<dyn Backend>, String)> {
+    let opened = name.map_or_else(|| highwater::open_auto(true), highwater::open);
+    let Opened { backend, report, .. } = opened.map_err(highwater::Error::from)?;
+    let reason = report.taken().map_or_else(String::new, |taken| taken.reason.clone());
+    output::line(format_args!("backend {}: {reason}", backend.identity().name));
+    if name.is_none() {
+        for other in report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
+            output::line(format_args!("not {}: {}: {}", other.name, other.outcome, other.reason));
+        }
+    }
+    Ok((backend, reason))
 }
 
-impl Task {
-    fn images(&self) -> usize {
-        self.test.len() * self.repeat
-    }
-
-    fn batches_per_pass(&self) -> usize {
-        self.test.len().div_ceil(BATCH)
-    }
-
-    /// The images of a batch; batches count on from pass to pass.
-    fn batch(&self, number: usize) -> Option<Range<usize>> {
-        let per_pass = self.batches_per_pass();
-        let start = number % per_pass * BATCH;
-        (number / per_pass < self.repeat).then(|| start..(start + BATCH).min(self.test.len()))
-    }
+fn cannot_share(place: &Place) -> Failure {
+    let what = format!(
+        "the memory of `{}` ({}) cannot be shared with other processes: no IPC transport",
+        place.device, place.backend
+    );
+    Failure::new(ErrorKind::Unsupported, what, "use another `--backend`, or one process (`--workers 0`)")
 }
 
-/// Predictions, counted.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Tally {
-    pub(super) images: usize,
-    pub(super) correct: usize,
-    /// Predictions that differ from those of the CPU.
-    pub(super) differing: usize,
-}
-
-impl std::iter::Sum for Tally {
-    fn sum<I: Iterator<Item = Self>>(tallies: I) -> Self {
-        tallies.fold(Self::default(), |a, b| Self {
-            images: a.images + b.images,
-            correct: a.correct + b.correct,
-            differing: a.differing + b.differing,
-        })
+/// A worker that is to die at an image that does not exist would not die.
+fn check_die_at(arguments: &DigitsArguments, task: &Task) -> Result<()> {
+    match arguments.die_at {
+        Some(super::control::DieAt::Image(image)) if image >= task.images() => {
+            let what = format!("`--die-at {image}`: there are {} images", task.images());
+            Err(Failure::new(ErrorKind::InvalidArgument, what, "images count from 0, over all passes").into())
+        }
+        _ => Ok(()),
     }
-}
-
-#[derive(Debug)]
-struct Outcome {
-    tally: Tally,
-    /// From the moment that all threads are ready to the end of the last.
-    elapsed: Duration,
-    /// What the pools held while every thread still had its buffers.
-    statistics: Statistics,
-    /// What the backend counts as alive after everything was given back.
-    leaks: u64,
-    /// Why something was not given back.
-    refused: Option<highwater::Error>,
 }
 
 /// Classifies, then closes the runtime, whatever became of it.
-fn run(runtime: Runtime, task: &Task, progress: &Progress) -> Result<Outcome> {
-    let classified = classify(&runtime, task, progress).map_err(with_advice);
+fn run(runtime: Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
+    let lt_plans = runtime.device(0).map(|device| device.capabilities().lt_plans);
+    let classified = match lt_plans {
+        Ok(true) if spread.workers == 0 => classify_here(&runtime, task, spread.threads, progress),
+        Ok(true) => owner::classify(&runtime, task, spread, progress),
+        Ok(false) => Err(highwater::Error::lacks("digits", "lt_plans").into()),
+        Err(error) => Err(error.into()),
+    }
+    .map_err(with_advice);
     let backend = Arc::clone(runtime.backend());
     let refused = runtime.close().err();
     // The backend counts, also where giving everything back was refused half-way.
     let leaks = backend.live_objects().total();
-    let (tally, elapsed, statistics) = classified.inspect_err(|_| {
+    let mut outcome = classified.inspect_err(|_| {
         if leaks > 0 {
             progress.say(&format!("note: objects left on the device after the error: {leaks}"));
         }
     })?;
-    Ok(Outcome { tally, elapsed, statistics, leaks, refused })
+    outcome.leaks += leaks;
+    outcome.refused.extend(refused.map(|error| error.to_string()));
+    Ok(outcome)
 }
 
 /// Adds what the user of this program can do to what the library says.
-fn with_advice(error: anyhow::Error) -> anyhow::Error {
+pub(super) fn with_advice(error: anyhow::Error) -> anyhow::Error {
     let error = match error.downcast::<highwater::Error>() {
         Ok(error) => error,
         Err(other) => return other,
@@ -179,219 +148,61 @@ fn with_advice(error: anyhow::Error) -> anyhow::Error {
 }
 
 /// Everything that this makes on the device is dropped when it returns.
-fn classify(runtime: &Runtime, task: &Task, progress: &Progress) -> Result<(Tally, Duration, Statistics)> {
-    let device = runtime.device(0)?;
-    if !device.capabilities().lt_plans {
-        return Err(highwater::Error::lacks("digits", "lt_plans").into());
-    }
-    let image = |index| task.test.image(index).collect::<Vec<_>>();
-    let expected = (0..task.test.len()).map(|index| task.network.classify(&image(index))).collect();
-    let stream = device.create_stream()?;
-    let network = DeviceNetwork::upload(&stream, &task.network)?;
-    let shared = Shared {
-        runtime,
+fn classify_here(runtime: &Runtime, task: &Task, threads: usize, progress: &Progress) -> Result<Outcome> {
+    let stream = runtime.device(0)?.create_stream()?;
+    let weights = Weights::upload(&stream, &task.network, false)?;
+    let here = Here {
         task,
         progress,
-        expected,
-        network,
-        uploaded: stream.record()?,
         started: OnceLock::new(),
-        next_batch: AtomicUsize::new(0),
-        stop: AtomicBool::new(false),
-        failure: OnceLock::new(),
+        next_batch: AtomicU64::new(0),
+        stopped: AtomicBool::new(false),
+        tally: Mutex::default(),
     };
-    let workers = shared.run_threads();
-    let elapsed = shared.started.get().map_or(Duration::ZERO, Instant::elapsed);
-    if let Some(error) = shared.failure.into_inner() {
-        return Err(error);
-    }
-    // The workers still hold what they took: this is what the job needs at once.
-    let statistics = runtime.statistics();
-    Ok((workers.iter().map(|worker| worker.tally).sum(), elapsed, statistics))
+    let statistics = classifier::run(runtime, &weights, threads, &here)?;
+    let elapsed = here.started.get().map_or(Duration::ZERO, Instant::elapsed);
+    let tally = here.tally.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(Outcome { tally, elapsed, holdings: statistics.into(), ..Outcome::default() })
 }
 
-/// The network in the memory of the device.
-struct DeviceNetwork {
-    layers: Vec<DeviceLayer>,
-}
-
-struct DeviceLayer {
-    shape: GemmShape,
-    epilogue: Epilogue,
-    weight: DeviceBuffer<f32>,
-    bias: DeviceBuffer<f32>,
-}
-
-impl DeviceNetwork {
-    fn upload(stream: &Stream, network: &Network) -> highwater::Result<Self> {
-        let last = network.layers.len() - 1;
-        let upload = |(index, layer): (usize, &model::Layer)| {
-            Ok(DeviceLayer {
-                shape: GemmShape::of::<f32>(layer.outputs, BATCH, layer.inputs),
-                epilogue: if index == last { Epilogue::Bias } else { Epilogue::BiasRelu },
-                weight: stream.upload(&layer.weight)?,
-                bias: stream.upload(&layer.bias)?,
-            })
-        };
-        Ok(Self { layers: network.layers.iter().enumerate().map(upload).collect::<highwater::Result<_>>()? })
-    }
-}
-
-/// What the threads share.
-struct Shared<'a> {
-    runtime: &'a Runtime,
+/// The task as the threads of this process take it.
+struct Here<'a> {
     task: &'a Task,
     progress: &'a Progress,
-    /// The CPU's predictions.
-    expected: Vec<usize>,
-    network: DeviceNetwork,
-    /// Passed once the weights are on the device.
-    uploaded: Event,
-    /// Set when every thread is ready.
+    /// When the threads were ready.
     started: OnceLock<Instant>,
-    next_batch: AtomicUsize,
-    stop: AtomicBool,
-    failure: OnceLock<anyhow::Error>,
+    next_batch: AtomicU64,
+    stopped: AtomicBool,
+    tally: Mutex<Tally>,
 }
 
-impl Shared<'_> {
-    /// Runs the threads and gives what they still hold.
-    fn run_threads(&self) -> Vec<Worker> {
-        // Nothing is ever sent: a thread drops its end when it is ready, or when it ends for any reason.
-        let (ready, all_ready) = mpsc::channel::<Infallible>();
-        thread::scope(|scope| {
-            let mut threads = Vec::new();
-            for index in 0..self.task.threads {
-                let ready = ready.clone();
-                match thread::Builder::new().spawn_scoped(scope, move || self.serve(ready)) {
-                    Ok(thread) => threads.push(thread),
-                    Err(error) => {
-                        let what = format!("thread {} of {} could not be started", index + 1, self.task.threads);
-                        let failure = Failure::new(
-                            ErrorKind::OutOfMemory,
-                            what,
-                            "use fewer `--threads`, or raise the limit on threads (ulimit -u)",
-                        );
-                        self.fail(failure.because_of(error).into());
-                        break;
-                    }
-                }
-            }
-            drop(ready);
-            let _ = all_ready.recv();
-            self.started.get_or_init(Instant::now);
-            // A panic is a bug, and goes on in this thread once all have ended.
-            let joined: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
-            joined.into_iter().filter_map(|joined| joined.unwrap_or_else(|panic| resume_unwind(panic))).collect()
-        })
+impl Work for Here<'_> {
+    fn ready(&self) -> Result<()> {
+        self.started.get_or_init(Instant::now);
+        Ok(())
     }
 
-    /// Keeps the first error and stops the threads.
-    fn fail(&self, error: anyhow::Error) {
-        let _ = self.failure.set(error);
+    fn next(&self, _: bool) -> Next<'_> {
         // Relaxed: threads that see it later do some batches more.
-        self.stop.store(true, Ordering::Relaxed);
-    }
-
-    /// What a thread does. The worker is its result, so that its buffers live until all threads have ended.
-    fn serve(&self, ready: mpsc::Sender<Infallible>) -> Option<Worker> {
-        let mut worker = Worker::new(self).map_err(|error| self.fail(error.into())).ok()?;
-        drop(ready);
-        self.started.wait();
-        worker.work(self).map_err(|error| self.fail(error.into())).ok()?;
-        Some(worker)
-    }
-
-    fn take_batch(&self) -> Option<Range<usize>> {
-        if self.stop.load(Ordering::Relaxed) {
-            return None;
+        if self.stopped.load(Ordering::Relaxed) {
+            return Next::End;
         }
-        self.task.batch(self.next_batch.fetch_add(1, Ordering::Relaxed))
-    }
-}
-
-/// What a thread holds.
-struct Worker {
-    stream: Stream,
-    /// The images, then what each layer makes of them. One set is enough: batches follow each other in the stream.
-    activations: Vec<DeviceBuffer<f32>>,
-    lanes: [Lane; 2],
-    tally: Tally,
-}
-
-/// Page-locked memory of one batch, and which images are in flight in it.
-struct Lane {
-    images: PinnedBuffer<f32>,
-    logits: PinnedBuffer<f32>,
-    in_flight: Range<usize>,
-}
-
-impl Worker {
-    /// Takes what the thread needs, and sends black images through the layers: so the handle is taken and its plans are
-    /// made before the clock starts.
-    fn new(shared: &Shared<'_>) -> highwater::Result<Self> {
-        let device = shared.runtime.device(0)?;
-        let stream = device.create_stream()?;
-        stream.wait(&shared.uploaded)?;
-        let widths = [PIXELS].into_iter().chain(shared.network.layers.iter().map(|layer| layer.shape.m));
-        let activations = widths.map(|width| device.allocate(width * BATCH)).collect::<highwater::Result<_>>()?;
-        let lane = || {
-            Ok::<_, highwater::Error>(Lane {
-                images: shared.runtime.pinned(PIXELS * BATCH)?,
-                logits: shared.runtime.pinned(CLASSES * BATCH)?,
-                in_flight: 0..0,
-            })
-        };
-        let mut worker = Self { stream, activations, lanes: [lane()?, lane()?], tally: Tally::default() };
-        worker.submit(shared, 0, 0..0)?;
-        worker.collect(shared, 0)?;
-        Ok(worker)
-    }
-
-    /// Classifies batches until there are none left, two in flight at a time.
-    fn work(&mut self, shared: &Shared<'_>) -> highwater::Result<()> {
-        let mut lane = 0;
-        while let Some(batch) = shared.take_batch() {
-            self.collect(shared, lane)?;
-            self.submit(shared, lane, batch)?;
-            lane = 1 - lane;
+        let number = self.next_batch.fetch_add(1, Ordering::Relaxed);
+        if number >= self.task.batches() {
+            return Next::End;
         }
-        self.collect(shared, lane)?;
-        self.collect(shared, 1 - lane)
+        let first_image = self.task.images_of(number).start;
+        Next::Batch(Batch { number, first_image, pixels: Cow::Borrowed(self.task.pixels(number)) })
     }
 
-    /// Stages the images of a batch and enqueues everything up to the copy back. Does not wait for the device.
-    fn submit(&mut self, shared: &Shared<'_>, lane: usize, batch: Range<usize>) -> highwater::Result<()> {
-        let Self { stream, activations, lanes, .. } = self;
-        let Lane { images, logits, in_flight } = &mut lanes[lane];
-        let pixels = batch.clone().flat_map(|image| shared.task.test.image(image)).chain(std::iter::repeat(0.0));
-        images.write()?.iter_mut().zip(pixels).for_each(|(staged, pixel)| *staged = pixel);
-        stream.copy_to_device(&*images, &activations[0])?;
-        {
-            let mut handle = stream.lt()?;
-            for (layer, values) in shared.network.layers.iter().zip(activations.windows(2)) {
-                let DeviceLayer { shape, epilogue, weight, bias } = layer;
-                let [input, output] = values else { unreachable!("windows of two") };
-                handle.matmul(shape, *epilogue, 1.0, weight, input, 0.0, output, Some(bias.into()))?;
-            }
-        }
-        stream.copy_to_host(&activations[activations.len() - 1], logits)?;
-        *in_flight = batch;
+    fn answer(&self, batch: Batch<'_>, digits: &[u8]) -> Result<()> {
+        *self.tally.lock().unwrap_or_else(PoisonError::into_inner) += self.task.count(batch.number, digits);
+        self.progress.advance(digits.len() as u64);
         Ok(())
     }
 
-    /// Waits for the batch of a lane and counts its predictions.
-    fn collect(&mut self, shared: &Shared<'_>, lane: usize) -> highwater::Result<()> {
-        let Lane { logits, in_flight, .. } = &mut self.lanes[lane];
-        let batch = std::mem::take(in_flight);
-        for (image, logits) in batch.clone().zip(logits.read()?.chunks_exact(CLASSES)) {
-            let digit = largest(logits);
-            self.tally.correct += usize::from(digit == usize::from(shared.task.test.labels[image]));
-            self.tally.differing += usize::from(digit != shared.expected[image]);
-        }
-        self.tally.images += batch.len();
-        shared.progress.advance(batch.len() as u64);
-        Ok(())
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
     }
 }
 
@@ -400,55 +211,46 @@ mod tests {
     use highwater::Backend as _;
     use highwater::mock::{MockGpu, MockOptions, Operation};
 
+    use super::super::control::DieAt;
+    use super::super::model::{self, CLASSES, PIXELS};
+    use super::super::task::BATCH;
     use super::*;
-
-    fn task(threads: usize, repeat: usize) -> Task {
-        let (network, test) = model::load(None).unwrap();
-        Task { network, test, threads, repeat }
-    }
 
     fn quiet(task: &Task) -> Progress {
         // A total that is never reached, so that no line is printed.
-        Progress::new("images", task.images() as u64 * 100, true)
+        Progress::new("images", task.images() * 100, true)
     }
 
-    #[test]
-    fn every_image_of_every_pass_is_in_one_batch() {
-        let task = task(1, 3);
-        let mut seen = vec![0; task.test.len()];
-        let batches = (0..).map_while(|number| task.batch(number));
-        batches.flatten().for_each(|image| seen[image] += 1);
-        assert_eq!(seen, vec![3; 540]);
+    fn run_here(gpu: Arc<MockGpu>, task: &Task, threads: usize) -> Result<Outcome> {
+        run(Runtime::new(gpu)?, task, Spread { workers: 0, threads, die_at: None }, &quiet(task))
     }
 
     #[test]
     fn the_pools_grow_to_the_threads_and_not_with_the_work() {
         let run = |repeat| {
-            let task = task(3, repeat);
-            let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
-            run(runtime, &task, &quiet(&task)).unwrap()
+            let task = Task::load(None, repeat).unwrap();
+            run_here(MockGpu::open(MockOptions::new()).unwrap(), &task, 3).unwrap()
         };
         let (once, often) = (run(1), run(4));
         for outcome in [&once, &often] {
-            assert_eq!(outcome.leaks, 0);
-            assert_eq!(outcome.tally.differing, 0);
-            assert_eq!(outcome.statistics.lt_handles.created, 3);
-            assert_eq!(outcome.statistics.lt_handles.threads_served, 3);
-            assert_eq!(outcome.statistics.workspaces, 3);
+            assert_eq!((outcome.leaks, outcome.tally.differing), (0, 0));
+            let holdings = outcome.holdings;
+            assert_eq!((holdings.handles_created, holdings.threads_served, holdings.workspaces), (3, 3, 3));
+            assert_eq!(holdings.mapped_bytes, 0);
         }
         assert_eq!(often.tally.correct, 4 * once.tally.correct);
         assert_eq!(often.tally.images, 4 * 540);
         let buffers_of_a_thread = 2 * (PIXELS + CLASSES) * BATCH * size_of::<f32>();
-        assert_eq!(once.statistics.host.requested_bytes, 3 * buffers_of_a_thread as u64);
-        assert_eq!(often.statistics.host.requested_bytes, once.statistics.host.requested_bytes);
+        assert_eq!(once.holdings.pinned_requested_bytes, 3 * buffers_of_a_thread as u64);
+        assert_eq!(often.holdings.pinned_requested_bytes, once.holdings.pinned_requested_bytes);
     }
 
     /// Whichever call fails, and whenever: one error that names it, or a run that was not hurt. No thread hangs, and
     /// nothing is left, apart from what the backend itself refuses to release; and that is reported.
     #[test]
     fn a_fault_anywhere_ends_the_job_cleanly() {
-        let mut task = task(3, 2);
-        task.test = task.test.first(40);
+        let (network, test) = model::load(None).unwrap();
+        let task = Task::new(network, test.first(40), 2);
         let releases = ["destroy", "free", "synchronize_device"];
         let mut failed = 0;
         for &operation in Operation::ALL {
@@ -456,8 +258,10 @@ mod tests {
                 let fault = format!("{operation}:{nth}");
                 let options = MockOptions::new().with_fault(operation, nth, operation.usual_failure());
                 let gpu = MockGpu::open(options).unwrap();
-                let Ok(runtime) = Runtime::new(gpu.clone()) else { continue };
-                let outcome = run(runtime, &task, &quiet(&task));
+                if Runtime::new(gpu.clone()).is_err() {
+                    continue;
+                }
+                let outcome = run_here(gpu.clone(), &task, 3);
                 let left = gpu.live_objects().total();
                 if !releases.iter().any(|release| operation.name().contains(release)) {
                     assert_eq!(left, 0, "{fault}");
@@ -493,8 +297,18 @@ mod tests {
     #[test]
     fn a_device_without_lt_plans_is_refused_with_the_capability() {
         let gpu = MockGpu::open(MockOptions::parse("lt=off").unwrap()).unwrap();
-        let task = task(1, 1);
-        let error = run(Runtime::new(gpu).unwrap(), &task, &quiet(&task)).unwrap_err();
+        let error = run_here(gpu, &Task::load(None, 1).unwrap(), 1).unwrap_err();
         assert!(format!("{error:#}").contains("`lt_plans` is false"), "{error:#}");
+    }
+
+    #[test]
+    fn a_worker_cannot_be_told_to_die_at_an_image_that_does_not_exist() {
+        let task = Task::load(None, 2).unwrap();
+        let check = |image| {
+            let arguments = DigitsArguments { die_at: Some(DieAt::Image(image)), ..DigitsArguments::default() };
+            check_die_at(&arguments, &task)
+        };
+        assert!(check(1079).is_ok());
+        assert!(check(1080).unwrap_err().to_string().contains("there are 1080 images"));
     }
 }

@@ -1,5 +1,6 @@
 //! Errors of the program: what, why, and what to do; on two lines for people, as an object for programs.
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 
@@ -8,10 +9,17 @@ use serde_json::{Value, json};
 
 use super::output;
 
+/// Exit code of a command that could not do its work.
+const CANNOT: u8 = 2;
+/// Exit code of a job that lost a worker.
+const LOST_WORKER: u8 = 3;
+
 /// What a person can do about an error, kept apart from what went wrong.
 #[derive(Debug)]
 pub(super) struct Failure {
-    kind: ErrorKind,
+    /// What a program can act on: a kind of error of the library, or `worker`.
+    kind: Cow<'static, str>,
+    exit_code: u8,
     message: String,
     hint: String,
     cause: Option<Box<dyn Error + Send + Sync>>,
@@ -20,7 +28,17 @@ pub(super) struct Failure {
 impl Failure {
     /// `kind` is what a program can act on; where an error of the library is behind it, give that one's.
     pub(super) fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), hint: hint.into(), cause: None }
+        Self { kind: kind.as_str().into(), exit_code: CANNOT, message: message.into(), hint: hint.into(), cause: None }
+    }
+
+    /// The error of a worker, which told the kind.
+    pub(super) fn of_worker(kind: String, message: String, hint: String) -> Self {
+        Self { kind: kind.into(), exit_code: CANNOT, message, hint, cause: None }
+    }
+
+    /// A worker has died.
+    pub(super) fn lost_worker(message: String, hint: &str) -> Self {
+        Self { kind: "worker".into(), exit_code: LOST_WORKER, message, hint: hint.into(), cause: None }
     }
 
     #[cfg(test)]
@@ -47,20 +65,25 @@ impl Error for Failure {
     }
 }
 
+/// With which code the program exits because of an error.
+pub(super) fn exit_code(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(|cause| cause.downcast_ref::<Failure>()).map_or(CANNOT, |failure| failure.exit_code)
+}
+
 /// An error as it is told.
 #[derive(Debug, PartialEq, Eq)]
-struct Explanation {
+pub(super) struct Explanation {
     /// One line, the outermost cause first.
-    message: String,
+    pub(super) message: String,
     /// The outermost hint: the program's own, which speaks to its user, before the library's, which speaks to
     /// programmers.
-    hint: String,
+    pub(super) hint: String,
     /// The outermost kind; none where neither the program nor the library made the error.
-    kind: Option<ErrorKind>,
+    pub(super) kind: Option<String>,
 }
 
 impl Explanation {
-    fn of(error: &anyhow::Error) -> Self {
+    pub(super) fn of(error: &anyhow::Error) -> Self {
         let mut messages = Vec::new();
         let mut hints = Vec::new();
         let mut kinds = Vec::new();
@@ -69,22 +92,21 @@ impl Explanation {
                 let code = error.code().map_or_else(String::new, |code| format!(" (vendor code {code})"));
                 messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
                 hints.push(error.hint());
-                kinds.push(error.kind());
+                kinds.push(error.kind().as_str());
             } else {
                 messages.push(cause.to_string());
                 if let Some(Failure { kind, hint, .. }) = cause.downcast_ref() {
                     hints.push(hint);
-                    kinds.push(*kind);
+                    kinds.push(kind);
                 }
             }
         }
         let hint = hints.into_iter().find(|hint| !hint.is_empty()).unwrap_or_default();
-        Self { message: messages.join(": "), hint: hint.to_owned(), kind: kinds.first().copied() }
+        Self { message: messages.join(": "), hint: hint.to_owned(), kind: kinds.first().map(|&kind| kind.to_owned()) }
     }
 
     fn to_json(&self) -> Value {
-        let kind = self.kind.map(ErrorKind::as_str);
-        json!({ "error": { "message": self.message, "hint": self.hint, "kind": kind } })
+        json!({ "error": { "message": self.message, "hint": self.hint, "kind": self.kind } })
     }
 }
 
@@ -126,9 +148,18 @@ mod tests {
         let expected = Explanation {
             message: "copy: vendor error: it failed".into(),
             hint: "try again".into(),
-            kind: Some(ErrorKind::Vendor),
+            kind: Some("vendor error".into()),
         };
         assert_eq!(Explanation::of(&error.into()), expected);
+    }
+
+    #[test]
+    fn a_lost_worker_has_a_kind_and_a_code_of_its_own() {
+        let lost: anyhow::Error = Failure::lost_worker("worker 7 is gone".into(), "look for it").into();
+        assert_eq!((Explanation::of(&lost).kind.as_deref(), exit_code(&lost)), (Some("worker"), 3));
+        let failed = Failure::of_worker("expired".into(), "worker 7: it is gone".into(), String::new()).into();
+        assert_eq!((Explanation::of(&failed).kind.as_deref(), exit_code(&failed)), (Some("expired"), 2));
+        assert_eq!(exit_code(&std::io::Error::other("broken").into()), 2);
     }
 
     #[test]

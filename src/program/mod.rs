@@ -1,27 +1,43 @@
 //! The program, command by command.
 //!
-//! - `digits`: the main job, over `model` (weights and images) and `report` (what it prints)
+//! - `digits`: the main job; `model`, `task`: weights and images, and what is to be done with them; `weights`: the weights
+//!   in device memory, and in that of other processes; `classifier`: the threads that do the work; `report`, `scale`: what
+//!   is printed
+//! - `owner`, `worker`: the main job in several processes, over `control` (what they say to each other), `frame` (how) and
+//!   `child` (a process that is started, watched and stopped)
+//! - `soak`: sharing under random kills
 //! - `doctor`: which backends can be used here; `conformance`: the suite against one of them
 //! - `args`: the command line; `output`: the two output streams; `progress`: a bar or plain lines; `failure`: errors with
 //!   a hint; `warnings`: what the library warns about
 //!
 //! Results go to standard output, everything else to standard error. Exit code 0: all went well; 1: the command did its
-//! work and the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2: it could not do its work.
+//! work and the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2: it could not do its work; 3:
+//! a worker died.
 
 mod args;
+mod child;
+mod classifier;
 mod conformance;
+mod control;
 mod digits;
 mod doctor;
 mod failure;
+mod frame;
 mod model;
 mod output;
+mod owner;
 mod progress;
 mod report;
+mod scale;
+mod soak;
+mod task;
 mod warnings;
+mod weights;
+mod worker;
 
 use std::process::ExitCode;
 
-use self::args::Command;
+use self::args::{Command, Soak};
 
 /// How a command that did its work ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,13 +58,19 @@ pub(crate) fn main() -> ExitCode {
         None => digits::command(&arguments.digits, json),
         Some(Command::Doctor) => doctor::command(json),
         Some(Command::Conformance(arguments)) => conformance::command(arguments, json),
+        Some(Command::Soak(arguments)) => match &arguments.what {
+            Soak::Ipc(arguments) => soak::command(arguments, json),
+        },
+        Some(Command::Worker(arguments)) => worker::command(arguments),
+        Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
+        Some(Command::SoakHeir) => soak::heir::command(),
     };
     match verdict {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(1),
         Err(error) => {
             failure::print(&error, json);
-            ExitCode::from(2)
+            ExitCode::from(failure::exit_code(&error))
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Read as _};
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::Result;
@@ -19,7 +20,7 @@ const WHITE: u8 = 16;
 /// Bytes of a file that is still read: far more than any such network has, and no danger to the machine's memory.
 const LARGEST_FILE: u64 = 16 << 20;
 /// Inputs and outputs of each layer.
-const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
+pub(super) const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
 
 const WEIGHTS_FILE: &str = "weights.safetensors";
 const TEST_FILE: &str = "test.safetensors";
@@ -29,7 +30,6 @@ static TEST: &[u8] = include_bytes!("../../examples/digits/test.safetensors");
 /// A fully connected layer: `x @ weight + bias`, with ReLU after all layers but the last.
 #[derive(Debug)]
 pub(super) struct Layer {
-    pub(super) inputs: usize,
     pub(super) outputs: usize,
     /// Row-major, inputs x outputs; which is column-major, outputs x inputs.
     pub(super) weight: Vec<f32>,
@@ -164,7 +164,6 @@ impl Network {
         let file = File::parse(bytes, name)?;
         let layer = |(index, &(inputs, outputs)): (usize, &(usize, usize))| {
             Ok(Layer {
-                inputs,
                 outputs,
                 weight: file.floats(&format!("layer{index}.weight"), &[Some(inputs), Some(outputs)])?,
                 bias: file.floats(&format!("layer{index}.bias"), &[Some(outputs)])?,
@@ -212,10 +211,20 @@ impl TestSet {
         self.labels.len()
     }
 
+    /// The pixels of some images, as they stand in the file.
+    pub(super) fn pixels(&self, images: Range<usize>) -> &[u8] {
+        &self.pixels[images.start * PIXELS..images.end * PIXELS]
+    }
+
     /// One image as the network takes it: pixels from 0 to 1.
     pub(super) fn image(&self, index: usize) -> impl Iterator<Item = f32> {
-        self.pixels[index * PIXELS..][..PIXELS].iter().map(|&pixel| f32::from(pixel) / f32::from(WHITE))
+        self.pixels(index..index + 1).iter().copied().map(brightness)
     }
+}
+
+/// A pixel as the network takes it: from 0 to 1.
+pub(super) fn brightness(pixel: u8) -> f32 {
+    f32::from(pixel) / f32::from(WHITE)
 }
 
 /// Index of the largest value; the first of several.

@@ -1,35 +1,121 @@
 //! What the main job came to: as a table for people, as an object for programs.
 
+use std::ops::AddAssign;
 use std::time::Duration;
 
 use comfy_table::{Table, presets};
 use highwater::Statistics;
 use serde_json::{Value, json};
 
-use super::digits::{LEAST_ACCURACY, Tally};
+use super::task::Tally;
 
-#[derive(Debug)]
-pub(super) struct Report {
-    pub(super) backend: String,
-    /// Why that backend.
-    pub(super) reason: String,
-    pub(super) device: String,
-    pub(super) threads: usize,
-    pub(super) repeat: usize,
-    pub(super) tally: Tally,
-    pub(super) elapsed: Duration,
-    pub(super) statistics: Statistics,
-    pub(super) leaks: u64,
-    /// Why something was not given back.
-    pub(super) refused: Option<highwater::Error>,
+/// The least part of the test digits that a sound run classifies rightly.
+const LEAST_ACCURACY: f64 = 0.96;
+
+/// What the pools of a process hold and did; added up over processes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Holdings {
+    pub(super) handles_created: u64,
+    pub(super) threads_served: u64,
+    pub(super) workspaces: u64,
+    pub(super) workspace_bytes: u64,
+    pub(super) pinned_requested_bytes: u64,
+    pub(super) pinned_held_bytes: u64,
+    /// Memory of another process that is mapped.
+    pub(super) mapped_bytes: u64,
 }
 
-impl Report {
+impl Holdings {
+    /// How many numbers they are.
+    pub(super) const NUMBERS: usize = 7;
+
+    pub(super) fn to_numbers(self) -> [u64; Self::NUMBERS] {
+        let Self {
+            handles_created,
+            threads_served,
+            workspaces,
+            workspace_bytes,
+            pinned_requested_bytes,
+            pinned_held_bytes,
+            mapped_bytes,
+        } = self;
+        [
+            handles_created,
+            threads_served,
+            workspaces,
+            workspace_bytes,
+            pinned_requested_bytes,
+            pinned_held_bytes,
+            mapped_bytes,
+        ]
+    }
+
+    pub(super) fn from_numbers(numbers: [u64; Self::NUMBERS]) -> Self {
+        let [
+            handles_created,
+            threads_served,
+            workspaces,
+            workspace_bytes,
+            pinned_requested_bytes,
+            pinned_held_bytes,
+            mapped_bytes,
+        ] = numbers;
+        Self {
+            handles_created,
+            threads_served,
+            workspaces,
+            workspace_bytes,
+            pinned_requested_bytes,
+            pinned_held_bytes,
+            mapped_bytes,
+        }
+    }
+}
+
+impl From<Statistics> for Holdings {
+    fn from(statistics: Statistics) -> Self {
+        let Statistics { lt_handles, workspaces, workspace_bytes, host, sharing, .. } = statistics;
+        Self {
+            handles_created: lt_handles.created,
+            threads_served: lt_handles.threads_served,
+            workspaces,
+            workspace_bytes,
+            pinned_requested_bytes: host.requested_bytes,
+            pinned_held_bytes: host.held_bytes,
+            mapped_bytes: sharing.mapped_bytes,
+        }
+    }
+}
+
+impl AddAssign for Holdings {
+    fn add_assign(&mut self, other: Self) {
+        let (mut sums, others) = (self.to_numbers(), other.to_numbers());
+        // They come from other processes, so nothing is assumed of their size.
+        sums.iter_mut().zip(others).for_each(|(sum, number)| *sum = sum.saturating_add(number));
+        *self = Self::from_numbers(sums);
+    }
+}
+
+/// What a run of the job came to, over all of its processes.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    pub(super) tally: Tally,
+    /// From the moment that all threads are ready to the last answer.
+    pub(super) elapsed: Duration,
+    /// What the pools held while every thread still had its buffers.
+    pub(super) holdings: Holdings,
+    /// What the backends count as alive after everything was given back.
+    pub(super) leaks: u64,
+    /// Why something was not given back.
+    pub(super) refused: Vec<String>,
+}
+
+impl Outcome {
     fn accuracy(&self) -> f64 {
         self.tally.correct as f64 / self.tally.images.max(1) as f64
     }
 
-    fn images_per_second(&self) -> f64 {
+    pub(super) fn images_per_second(&self) -> f64 {
         self.tally.images as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
 
@@ -43,99 +129,157 @@ impl Report {
             let Tally { images, differing, .. } = self.tally;
             faults.push(format!("{differing} of {images} predictions differ from those of the CPU"));
         }
-        if let Some(error) = &self.refused {
-            faults.push(format!("not everything could be given back: {error}"));
-        }
+        faults.extend(self.refused.iter().map(|reason| format!("not everything could be given back: {reason}")));
         if self.leaks > 0 {
             faults.push(format!("objects still alive at the end: {}", self.leaks));
         }
         faults
     }
+}
 
+/// Where a run took place.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) backend: String,
+    /// Why that backend.
+    pub(super) reason: String,
+    pub(super) device: String,
+}
+
+#[derive(Debug)]
+pub(super) struct Report<'a> {
+    pub(super) place: &'a Place,
+    /// 0 where the owner of the weights did all by itself.
+    pub(super) workers: usize,
+    /// Of each process that classifies.
+    pub(super) threads: usize,
+    pub(super) repeat: usize,
+    pub(super) outcome: Outcome,
+}
+
+impl Report<'_> {
     pub(super) fn to_json(&self) -> Value {
-        let Statistics { lt_handles, workspaces, workspace_bytes, host, .. } = self.statistics;
+        let Outcome { tally, elapsed, holdings, leaks, .. } = &self.outcome;
         json!({
-            "backend": self.backend,
-            "backend_reason": self.reason,
-            "device": self.device,
-            "processes": 1,
-            "threads": self.threads,
+            "backend": self.place.backend,
+            "backend_reason": self.place.reason,
+            "device": self.place.device,
+            "processes": 1 + self.workers,
+            // As every count, the sum over all processes.
+            "threads": self.threads * self.workers.max(1),
             "repeat": self.repeat,
-            "images": self.tally.images,
-            "correct": self.tally.correct,
-            "accuracy": self.accuracy(),
-            "predictions_equal_cpu": self.tally.differing == 0,
-            "seconds": self.elapsed.as_secs_f64(),
-            "images_per_second": self.images_per_second(),
-            "handles_created": lt_handles.created,
-            "threads_served": lt_handles.threads_served,
-            "workspaces": workspaces,
-            "workspace_bytes": workspace_bytes,
-            "pinned_requested_bytes": host.requested_bytes,
-            "pinned_held_bytes": host.held_bytes,
-            "weights_shared_bytes": 0,
-            "leaks": self.leaks,
+            "images": tally.images,
+            "correct": tally.correct,
+            "accuracy": self.outcome.accuracy(),
+            "predictions_equal_cpu": tally.differing == 0,
+            "seconds": elapsed.as_secs_f64(),
+            "images_per_second": self.outcome.images_per_second(),
+            "handles_created": holdings.handles_created,
+            "threads_served": holdings.threads_served,
+            "workspaces": holdings.workspaces,
+            "workspace_bytes": holdings.workspace_bytes,
+            "pinned_requested_bytes": holdings.pinned_requested_bytes,
+            "pinned_held_bytes": holdings.pinned_held_bytes,
+            "weights_shared_bytes": holdings.mapped_bytes,
+            "leaks": leaks,
         })
     }
 
     pub(super) fn to_table(&self) -> Table {
-        let Tally { images, correct, differing } = self.tally;
-        let Statistics { lt_handles, workspaces, workspace_bytes, host, .. } = self.statistics;
+        let Place { backend, reason, device } = self.place;
+        let Outcome { tally, elapsed, holdings, leaks, .. } = &self.outcome;
+        let Tally { images, correct, differing } = tally;
         let agreement = match differing {
             0 => "equal to those of a plain CPU forward pass".to_owned(),
             differing => format!("{differing} differ from those of a plain CPU forward pass"),
         };
-        let speed = format!("{:.0} images per second ({images} in {:.2?})", self.images_per_second(), self.elapsed);
+        let processes = match self.workers {
+            0 => format!("1, with {}", counted(self.threads, "thread")),
+            workers => {
+                let (workers, threads) = (counted(workers, "worker"), counted(self.threads, "thread"));
+                format!("{}: the owner of the weights, and {workers} with {threads} each", 1 + self.workers)
+            }
+        };
+        let weights = match self.workers {
+            0 => "loaded once, shared with no other process".to_owned(),
+            workers => format!(
+                "loaded once; {} of the owner's memory mapped in {}",
+                counted(holdings.mapped_bytes as usize, "byte"),
+                if workers == 1 { "another process".to_owned() } else { format!("{workers} other processes") }
+            ),
+        };
+        let Holdings { handles_created, threads_served, workspaces, workspace_bytes, .. } = holdings;
+        let Holdings { pinned_requested_bytes, pinned_held_bytes, .. } = holdings;
+        let speed = format!("{:.0} images per second ({images} in {elapsed:.2?})", self.outcome.images_per_second());
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
-        table.add_row(["backend", &format!("{} ({})", self.backend, self.reason)]);
-        table.add_row(["device", &self.device]);
-        table.add_row(["accuracy", &format!("{:.4} ({correct} of {images} images)", self.accuracy())]);
+        table.add_row(["backend", &format!("{backend} ({reason})")]);
+        table.add_row(["device", device]);
+        table.add_row(["processes", &processes]);
+        table.add_row(["weights", &weights]);
+        table.add_row(["accuracy", &format!("{:.4} ({correct} of {images} images)", self.outcome.accuracy())]);
         table.add_row(["predictions", &agreement]);
         table.add_row(["speed", &speed]);
-        table.add_row([
-            "handles",
-            &format!("{} created, {} threads served", lt_handles.created, lt_handles.threads_served),
-        ]);
+        table.add_row(["handles", &format!("{handles_created} created, {threads_served} threads served")]);
         table.add_row(["workspaces", &format!("{workspace_bytes} bytes in {workspaces}, one for each stream")]);
-        table.add_row(["pinned", &format!("{} bytes requested, {} held", host.requested_bytes, host.held_bytes)]);
-        table.add_row(["leaks", &self.leaks.to_string()]);
+        table.add_row(["pinned", &format!("{pinned_requested_bytes} bytes requested, {pinned_held_bytes} held")]);
+        table.add_row(["leaks", &leaks.to_string()]);
         table
     }
+}
+
+/// A number with its noun.
+pub(super) fn counted(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn report(correct: usize, differing: usize, leaks: u64) -> Report {
-        Report {
-            backend: "mock".into(),
-            reason: "asked for".into(),
-            device: "mock device".into(),
-            threads: 4,
-            repeat: 1,
+    fn outcome(correct: u64, differing: u64, leaks: u64) -> Outcome {
+        let numbers = [4, 4, 4, 1024, 100, 200, 300];
+        Outcome {
             tally: Tally { images: 100, correct, differing },
             elapsed: Duration::from_millis(50),
-            statistics: Statistics::default(),
+            holdings: Holdings::from_numbers(numbers),
             leaks,
-            refused: None,
+            refused: Vec::new(),
         }
+    }
+
+    fn report(workers: usize) -> Value {
+        let place = Place { backend: "mock".into(), reason: "asked for".into(), device: "mock device".into() };
+        Report { place: &place, workers, threads: 2, repeat: 1, outcome: outcome(98, 0, 0) }.to_json()
     }
 
     #[test]
     fn each_fault_is_named() {
-        assert_eq!(report(96, 0, 0).faults(), Vec::<String>::new());
-        assert_eq!(report(95, 0, 0).faults(), ["the accuracy is 0.9500, expected at least 0.96"]);
-        assert_eq!(report(96, 3, 0).faults(), ["3 of 100 predictions differ from those of the CPU"]);
-        assert_eq!(report(96, 0, 2).faults(), ["objects still alive at the end: 2"]);
+        assert_eq!(outcome(96, 0, 0).faults(), Vec::<String>::new());
+        assert_eq!(outcome(95, 0, 0).faults(), ["the accuracy is 0.9500, expected at least 0.96"]);
+        assert_eq!(outcome(96, 3, 0).faults(), ["3 of 100 predictions differ from those of the CPU"]);
+        assert_eq!(outcome(96, 0, 2).faults(), ["objects still alive at the end: 2"]);
+        let refused = Outcome { refused: vec!["worker 7: free: no".into()], ..outcome(96, 0, 0) };
+        assert_eq!(refused.faults(), ["not everything could be given back: worker 7: free: no"]);
     }
 
     #[test]
-    fn the_object_has_rates_and_counts() {
-        let object = report(98, 0, 0).to_json();
+    fn the_object_has_rates_and_sums_over_all_processes() {
+        let object = report(3);
         assert_eq!(object["accuracy"], 0.98);
         assert_eq!(object["images_per_second"], 2000.0);
-        assert_eq!((&object["processes"], &object["weights_shared_bytes"]), (&json!(1), &json!(0)));
+        assert_eq!((&object["processes"], &object["threads"]), (&json!(4), &json!(6)));
+        assert_eq!(object["weights_shared_bytes"], 300);
+        let alone = report(0);
+        assert_eq!((&alone["processes"], &alone["threads"]), (&json!(1), &json!(2)));
+    }
+
+    #[test]
+    fn holdings_add_up() {
+        let numbers: [u64; Holdings::NUMBERS] = std::array::from_fn(|index| index as u64 + 1);
+        let mut sum = Holdings::from_numbers(numbers);
+        sum += Holdings::from_numbers(numbers);
+        assert_eq!(sum.to_numbers(), numbers.map(|number| 2 * number));
+        assert_eq!((sum.handles_created, sum.mapped_bytes), (2, 14));
     }
 }

@@ -10,7 +10,7 @@ use highwater_mock::{MockGpu, Operation};
 use crate::rig::{Rig, kind, millis, small};
 
 /// How many threads of this process work for the backend with this tag.
-fn workers(tag: u32) -> usize {
+pub(crate) fn workers(tag: u32) -> usize {
     let name = format!("hw-mock-{tag}\n");
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks

@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, Capabilities, ErrorKind, EventOptions, FillPattern, HostOptions,
-    StreamOptions,
+    StreamOptions, Transport, Transports,
 };
 use highwater_mock::{ENVIRONMENT_VARIABLE, MockGpu, MockOptions, Operation};
 
@@ -103,8 +103,11 @@ fn what_the_mock_says_it_can_do() {
     assert!(can.stream_ordered_memory && can.event_timing && can.stream_priority && can.peer_copy);
     assert!(can.host_register && can.write_combined && can.legacy_default_stream);
     assert!(can.set_stream_resets_workspace && !can.handle_per_stream && can.host_address_is_device_address);
-    assert!(!can.capture && !can.gemm_f16 && !can.tf32 && !can.foreign_objects && can.ipc_transports.is_empty());
-    assert!(rig.gpu.ipc_sharing().is_none());
+    assert!(can.capture && can.create_during_capture);
+    assert!(can.gemm_f16 && can.gemm_bf16 && can.tf32);
+    assert!(can.foreign_objects && can.per_thread_default_stream);
+    assert!(can.shareable_memory && can.ipc_transports == Transports::NONE.with(Transport::Descriptor));
+    assert!(rig.gpu.ipc_sharing().is_some());
     let identity = rig.gpu.identity();
     assert_eq!((identity.name.as_str(), identity.real_device), ("mock", false));
     let uuids: std::collections::HashSet<_> = (0..3).map(|d| rig.gpu.device_info(d).unwrap().uuid).collect();
@@ -118,6 +121,7 @@ fn what_is_taken_away_is_refused() {
     let none = |can: &mut Capabilities| {
         can.event_timing = false;
         can.lt_plans = false;
+        can.interprocess_events = false;
     };
     let rig = Rig::new(small().with_capabilities(none));
     assert_eq!(kind(rig.gpu.create_event(0, &EventOptions::new().with_timing())), ErrorKind::Unsupported);

@@ -1,8 +1,17 @@
 //! The mock from outside, through the traits, one file per subject.
 
+mod capture;
+mod epilogues;
+mod foreign;
 mod life;
 mod limits;
 mod memory;
+mod peer;
+mod precision;
 mod products;
+mod reference;
 mod rig;
+mod shared_events;
+mod sharing;
 mod streams;
+mod test_mode;

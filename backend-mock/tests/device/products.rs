@@ -354,6 +354,8 @@ fn what_cannot_be_bound_is_refused() {
 fn products_that_cannot_be_are_refused() {
     let rig = Rig::new(small().with_capabilities(|c| {
         c.gemm_f64 = false;
+        c.gemm_f16 = false;
+        c.tf32 = false;
         c.strided_batch = false;
         c.atomics_mode = false;
     }));

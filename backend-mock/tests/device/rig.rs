@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 use highwater_core::{
-    AllocateOptions, Backend, DevicePtr, ErrorKind, EventId, EventOptions, FillPattern, HostAllocator, HostOptions,
-    HostPtr, Location, MemoryCopy, MemoryFill, Result, StreamId, StreamOptions,
+    AllocateOptions, Backend, DevicePtr, ErrorKind, EventId, EventOptions, FillPattern, GraphId, HostAllocator,
+    HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, Result, StreamId, StreamOptions,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -108,4 +108,10 @@ impl Rig {
         }
         values
     }
+}
+
+/// Ends a capture of a test.
+pub(crate) fn end(gpu: &MockGpu, stream: StreamId) -> Result<GraphId> {
+    // SAFETY: no runtime uses the backend, so every capture is the test's own.
+    unsafe { gpu.end_capture(stream) }
 }

@@ -31,6 +31,10 @@ cases! {
     misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [needs::has::blas_workspace];
     equal_calls_give_equal_bits: ["blas.deterministic"] needs [needs::has::gemm_f32];
     equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [needs::has::gemm_f64];
+    equal_calls_give_equal_bits_f16: ["blas.deterministic"] needs [needs::has::gemm_f16];
+    equal_calls_give_equal_bits_bf16: ["blas.deterministic"] needs [needs::has::gemm_bf16];
+    equal_calls_give_equal_bits_after_atomics: ["blas.deterministic"]
+        needs [needs::has::gemm_f32, needs::has::atomics_mode];
     tf32_products_are_close: ["gemm.value"] needs [needs::has::gemm_f32, needs::has::tf32];
     creation_delays_nobody: ["blas.create-concurrent"];
 }
@@ -246,6 +250,37 @@ fn equal_calls_give_equal_bits(backend: &dyn Backend) -> CaseResult {
 
 fn equal_calls_give_equal_bits_f64(backend: &dyn Backend) -> CaseResult {
     equal_bits(backend, DataType::F64)
+}
+
+fn equal_calls_give_equal_bits_f16(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, DataType::F16)
+}
+
+fn equal_calls_give_equal_bits_bf16(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, DataType::Bf16)
+}
+
+fn equal_calls_give_equal_bits_after_atomics(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 8, 8, 3000), 7);
+    let mut repeatable: Vec<Vec<u8>> = Vec::new();
+    for mode in [AtomicsMode::NotAllowed, AtomicsMode::Allowed, AtomicsMode::NotAllowed] {
+        handle.raw_mut().set_atomics_mode(mode)?;
+        for _ in 0..3 {
+            let placed = product.place(backend)?;
+            placed.gemm(&product, &mut handle)?;
+            stream.synchronize()?;
+            // Right in every mode, equal in one.
+            placed.check(&product)?;
+            if mode == AtomicsMode::NotAllowed {
+                repeatable.push(placed.bytes_of_c()?);
+            }
+        }
+    }
+    let same = repeatable.windows(2).all(|pair| pair[0] == pair[1]);
+    check!(same, "equal calls without atomics gave other bits before and after the handle was allowed atomics");
+    Ok(())
 }
 
 fn tf32_products_are_close(backend: &dyn Backend) -> CaseResult {

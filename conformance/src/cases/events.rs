@@ -6,6 +6,7 @@ use highwater_core::{Backend, EventOptions};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
+use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
 
@@ -35,6 +36,9 @@ cases! {
     elapsed_time_needs_timing: ["event.elapsed-invalid"] needs [needs::has::event_timing];
     elapsed_time_needs_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
     elapsed_time_needs_reached_records: ["event.elapsed-invalid"] needs [needs::has::event_timing];
+    wrapped_events_are_one_with_their_owner: ["event.wait-orders", "event.query"] needs [needs::has::foreign_objects];
+    wrapped_events_are_forgotten_not_destroyed: ["event.destroy-stale", "backend.live-objects"]
+        needs [needs::has::foreign_objects];
 }
 
 const BYTES: usize = 1 << 16;
@@ -52,31 +56,6 @@ fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
 /// Helpings of work that a producer has for each of an attempt: a consumer that does not wait for it needs the time to
 /// go ahead, or its mistake does not show.
 const PRODUCED: usize = 4;
-
-/// A stream that waits for nothing, to see how long it takes a stream to begin.
-struct Bystander<'b> {
-    stream: Stream<'b>,
-    block: Block<'b>,
-}
-
-impl<'b> Bystander<'b> {
-    /// A stream of a busy machine may begin later than another.
-    const AT_LEAST: Duration = Duration::from_millis(15);
-
-    fn on(backend: &'b dyn Backend, device: u32) -> Result<Self, Failure> {
-        Ok(Self { stream: Stream::on(backend, device)?, block: Block::on(backend, device, BYTES)? })
-    }
-
-    /// Gives streams that were given work before a good deal more time to begin than this one needs. One that was to
-    /// wait and does not has gone ahead by then.
-    fn let_others_begin(&self) -> CaseResult {
-        let called = Instant::now();
-        self.stream.set(self.block.all(), OLD)?;
-        self.stream.synchronize()?;
-        std::thread::sleep(Self::AT_LEAST.max(called.elapsed() * 3));
-        Ok(())
-    }
-}
 
 fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
     let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
@@ -504,4 +483,51 @@ fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
         }
         Ok(Attempt::seen(outstanding))
     })
+}
+
+/// A second id of the event's vendor object.
+fn wrapped<'b>(backend: &'b dyn Backend, owner: &Event<'b>) -> Result<Event<'b>, Failure> {
+    let raw = backend.raw_event(owner.id())?;
+    // SAFETY: the owner lives until its wrapper is gone: cases declare it first.
+    let id = unsafe { backend.event_from_raw(DEVICE, raw) }?;
+    let wrapper = Event::adopted(backend, id);
+    check!(wrapper.id() != owner.id(), "a wrapped event has the id of its owner");
+    Ok(wrapper)
+}
+
+fn wrapped_events_are_one_with_their_owner(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let owner = Event::new(backend)?;
+    let wrapper = wrapped(backend, &owner)?;
+    for (recorded, waited) in [(&owner, &wrapper), (&wrapper, &owner)] {
+        attempts("the producer was done before the consumer had its work", |helpings| {
+            let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+            let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
+            let bystander = Bystander::on(backend, DEVICE)?;
+            busy.enqueue(&producer, helpings * PRODUCED)?;
+            producer.set(shared.all(), NEW)?;
+            producer.record(recorded)?;
+            consumer.wait(waited)?;
+            consumer.copy(copied.all(), shared.all())?;
+            bystander.let_others_begin()?;
+            let outstanding = waited.is_pending()?;
+            consumer.synchronize()?;
+            read_new(&copied, "a stream that waits for the other id of an event")?;
+            check!(recorded.query()?.is_complete() && waited.query()?.is_complete(), "one of two ids is pending");
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
+fn wrapped_events_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseResult {
+    let (owner, stream) = (Event::new(backend)?, Stream::new(backend)?);
+    let before = backend.live_objects().events;
+    let stale = wrapped(backend, &owner)?.destroy()?;
+    check_error!(backend.query_event(stale), InvalidHandle, "query_event of a wrapper that was destroyed");
+    check!(backend.live_objects().events == before, "live events differ after an event was wrapped");
+    stream.record(&owner)?;
+    owner.synchronize()?;
+    check!(owner.query()?.is_complete(), "an event does not work after its wrapper was destroyed");
+    Ok(())
 }

@@ -4,16 +4,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, ErrorKind, EventId, EventOptions, HostAllocator,
-    HostOptions, MathMode, Result, StreamId, StreamOptions,
+    AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, DeviceMemoryKind, ErrorKind, EventId,
+    EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions, Transport,
 };
 
-use crate::case::{CaseResult, Failure, cases, check};
-use crate::device::{Block, DEVICE, Event, Stream};
+use crate::case::{CaseResult, Failure, cases, check, needs};
+use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream, sharing};
 
 cases! {
     group "fork";
     calls_in_a_forked_child_are_refused: ["backend.forked"];
+    calls_about_sharing_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::shareable_memory];
+    calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::capture];
 }
 
 /// How long the calls of a child may take in all.
@@ -53,24 +55,17 @@ const CALLS: [(&str, Call); 17] = [
     ("destroy_stream", |i| i.backend.destroy_stream(i.stream)),
 ];
 
-fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
+/// Makes the calls in a child that is forked here, and checks that each is refused.
+fn refused_in_a_child<I>(inherited: &mut I, names: &[&str], call: impl Fn(&mut I, usize) -> Result<()>) -> CaseResult {
     const PANICKED: usize = 100;
-    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    let block = Block::filled(backend, 4096, 1)?;
-    let mut handle = backend.create_blas_handle(DEVICE, &BlasOptions::new(BlasKind::Blas))?;
-    let host = backend.host_allocator();
     // SAFETY: the child calls the backend, which is to refuse before it takes a lock, and ends with `_exit`: no
     // destructor and no exit handler of the parent runs twice. What it allocates meanwhile goes through an allocator
     // that the C library makes usable in children of threaded processes.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let first_wrong = catch_unwind(AssertUnwindSafe(|| {
-            let handle = &mut *handle;
-            let mut inherited = Inherited { backend, stream: stream.id(), event: event.id(), handle, host: &*host };
-            let refused = |call: Call, inherited: &mut Inherited<'_>| {
-                call(inherited).is_err_and(|error| error.kind() == ErrorKind::Forked)
-            };
-            let wrong = CALLS.iter().position(|(_, call)| !refused(*call, &mut inherited));
+            let mut refused = |index| call(inherited, index).is_err_and(|error| error.kind() == ErrorKind::Forked);
+            let wrong = (0..names.len()).find(|&index| !refused(index));
             wrong.map_or(0, |wrong| wrong + 1)
         }));
         // SAFETY: ends the child at once.
@@ -80,19 +75,86 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
     let status = wait_for(child)?;
     check!(libc::WIFEXITED(status), "the child ended by signal {}", libc::WTERMSIG(status));
     match libc::WEXITSTATUS(status) as usize {
-        0 => {}
-        PANICKED => return Err(Failure::new("a call in a forked child panicked")),
+        0 => Ok(()),
+        PANICKED => Err(Failure::new("a call in a forked child panicked")),
         wrong => {
-            let name = CALLS.get(wrong - 1).map_or("an unknown call", |(name, _)| name);
-            return Err(Failure::new(format!("{name} in a forked child did not give `{}`", ErrorKind::Forked)));
+            let name = names.get(wrong - 1).copied().unwrap_or("an unknown call");
+            Err(Failure::new(format!("{name} in a forked child did not give `{}`", ErrorKind::Forked)))
         }
     }
+}
+
+fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
+    let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+    let block = Block::filled(backend, 4096, 1)?;
+    let mut handle = backend.create_blas_handle(DEVICE, &BlasOptions::new(BlasKind::Blas))?;
+    let host = backend.host_allocator();
+    let mut inherited =
+        Inherited { backend, stream: stream.id(), event: event.id(), handle: &mut *handle, host: &*host };
+    refused_in_a_child(&mut inherited, &CALLS.map(|(name, _)| name), |inherited, index| CALLS[index].1(inherited))?;
     // The parent goes on as before.
     stream.set(block.all(), 2)?;
     stream.record(&event)?;
     event.synchronize()?;
     check!(block.read()? == [2; 4096], "the parent's stream does not work after a fork");
     handle.destroy()?;
+    Ok(())
+}
+
+fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
+    let offered = backend.capabilities(DEVICE)?.ipc_transports;
+    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+    let transport = all.into_iter().find(|&transport| offered.contains(transport));
+    let transport =
+        transport.ok_or_else(|| Failure::new("the device has shareable memory, but no transport for it"))?;
+    let block = Block::with_kind(backend, DEVICE, 4096, DeviceMemoryKind::Shareable(transport))?;
+    block.write(0, &[1; 4096])?;
+    let (handle, sharing) = (block.export(transport)?, sharing(backend, "fork")?);
+    let event = Event::new(backend)?;
+    let names = ["export_memory", "open_memory", "close_memory", "export_event"];
+    let call = |(): &mut (), index| match names[index] {
+        "export_memory" => block.export(transport).map(drop),
+        "open_memory" => sharing.open_memory(DEVICE, &handle).map(drop),
+        "close_memory" => Mapping::close_unknown(backend, DEVICE, block.ptr()),
+        _ => sharing.export_event(event.id()).map(drop),
+    };
+    refused_in_a_child(&mut (), &names, call)?;
+    // The parent goes on as before.
+    check!(block.read()? == [1; 4096], "shareable memory lost its contents by a fork");
+    block.export(transport)?;
+    Ok(())
+}
+
+fn calls_about_captures_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, 4096, 1)?;
+    let stream = Stream::new(backend)?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    stream.set(block.all(), 2)?;
+    let graph = capture.end(&[&block])?;
+    let executable = graph.instantiate()?;
+    let names = [
+        "begin_capture",
+        "end_capture",
+        "is_capturing",
+        "instantiate_graph",
+        "launch_graph",
+        "destroy_graph",
+        "destroy_graph_exec",
+    ];
+    let call = |(): &mut (), index| match names[index] {
+        "begin_capture" => backend.begin_capture(stream.id(), CaptureMode::ThreadLocal),
+        "end_capture" => crate::device::end_capture(backend, stream.id()).map(drop),
+        "is_capturing" => backend.is_capturing(stream.id()).map(drop),
+        "instantiate_graph" => backend.instantiate_graph(graph.id()).map(drop),
+        "launch_graph" => executable.launch(&stream),
+        "destroy_graph" => backend.destroy_graph(graph.id()),
+        _ => backend.destroy_graph_exec(executable.id()),
+    };
+    refused_in_a_child(&mut (), &names, call)?;
+    // The parent goes on as before.
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    check!(block.read()? == [2; 4096], "a graph does not work in the parent after a fork");
     Ok(())
 }
 

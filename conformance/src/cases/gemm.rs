@@ -1,6 +1,6 @@
 //! Matrix products: values, shapes, factors, batches.
 
-use highwater_core::{Backend, BlasKind, DataType, GemmShape, StridedBatch};
+use highwater_core::{Backend, BlasKind, DataType, GemmShape, MathMode, StridedBatch};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
@@ -16,22 +16,41 @@ cases! {
     multiplies_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
     multiplies_larger_f32: ["gemm.value"] needs [needs::has::gemm_f32];
     multiplies_larger_f64: ["gemm.value"] needs [needs::has::gemm_f64];
+    multiplies_larger_f16: ["gemm.value"] needs [needs::has::gemm_f16];
+    multiplies_larger_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+    multiplies_tf32: ["gemm.value", "gemm.transpose"] needs [needs::has::gemm_f32, needs::has::tf32];
+    multiplies_batches_tf32: ["gemm.strided-batch"]
+        needs [needs::has::gemm_f32, needs::has::tf32, needs::has::strided_batch];
     transposes_f32: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f32];
     transposes_f64: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f64];
+    transposes_f16: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_f16];
+    transposes_bf16: ["gemm.transpose", "gemm.value"] needs [needs::has::gemm_bf16];
     keeps_the_gaps_of_leading_dimensions_f32: ["gemm.leading-dimension"] needs [needs::has::gemm_f32];
     keeps_the_gaps_of_leading_dimensions_f64: ["gemm.leading-dimension"] needs [needs::has::gemm_f64];
+    keeps_the_gaps_of_leading_dimensions_f16: ["gemm.leading-dimension"] needs [needs::has::gemm_f16];
+    keeps_the_gaps_of_leading_dimensions_bf16: ["gemm.leading-dimension"] needs [needs::has::gemm_bf16];
     scales_the_product: ["gemm.value"] needs [needs::has::gemm_f32];
     adds_the_old_c_f32: ["gemm.beta"] needs [needs::has::gemm_f32];
     adds_the_old_c_f64: ["gemm.beta"] needs [needs::has::gemm_f64];
+    adds_the_old_c_f16: ["gemm.beta"] needs [needs::has::gemm_f16];
+    adds_the_old_c_bf16: ["gemm.beta"] needs [needs::has::gemm_bf16];
     ignores_the_old_c_with_beta_zero: ["gemm.beta-zero"] needs [needs::has::gemm_f32];
     ignores_the_old_c_with_beta_zero_f64: ["gemm.beta-zero"] needs [needs::has::gemm_f64];
+    ignores_the_old_c_with_beta_zero_f16: ["gemm.beta-zero"] needs [needs::has::gemm_f16];
+    ignores_the_old_c_with_beta_zero_bf16: ["gemm.beta-zero"] needs [needs::has::gemm_bf16];
     ignores_the_factors_with_alpha_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
+    ignores_the_factors_with_alpha_zero_f16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f16];
+    ignores_the_factors_with_alpha_zero_bf16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_bf16];
     ignores_the_factors_with_k_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
     writes_zeros_with_alpha_and_beta_zero: ["gemm.alpha-zero", "gemm.beta-zero"] needs [needs::has::gemm_f32];
     writes_nothing_for_empty_products: ["gemm.empty"] needs [needs::has::gemm_f32];
     writes_nothing_for_empty_batches: ["gemm.empty"] needs [needs::has::gemm_f32, needs::has::strided_batch];
     multiplies_batches_f32: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
     multiplies_batches_f64: ["gemm.strided-batch"] needs [needs::has::gemm_f64, needs::has::strided_batch];
+    multiplies_batches_f16: ["gemm.strided-batch"] needs [needs::has::gemm_f16, needs::has::strided_batch];
+    multiplies_batches_bf16: ["gemm.strided-batch"] needs [needs::has::gemm_bf16, needs::has::strided_batch];
+    accumulates_halves_in_single_precision: ["gemm.value"] needs [needs::has::gemm_f16];
+    accumulates_bfloats_in_single_precision: ["gemm.value"] needs [needs::has::gemm_bf16];
     shares_factors_in_a_batch: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
     multiplies_transposed_batches_with_gaps: ["gemm.strided-batch", "gemm.transpose", "gemm.leading-dimension"]
         needs [needs::has::gemm_f32, needs::has::strided_batch];
@@ -102,6 +121,48 @@ fn multiplies_larger_f64(backend: &dyn Backend) -> CaseResult {
     prove(backend, [Product::new(GemmShape::new(DataType::F64, 117, 130, 150), 22).with_scale(0.7, -1.3)])
 }
 
+fn multiplies_larger_f16(backend: &dyn Backend) -> CaseResult {
+    prove(backend, [Product::new(GemmShape::new(DataType::F16, 130, 117, 150), 23).with_scale(0.75, -1.25)])
+}
+
+fn multiplies_larger_bf16(backend: &dyn Backend) -> CaseResult {
+    prove(backend, [Product::new(GemmShape::new(DataType::Bf16, 117, 130, 150), 24).with_scale(0.75, -1.25)])
+}
+
+/// Sums that a half type cannot hold in steps of one: a product that adds in the type itself gets stuck on the way.
+fn accumulates(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shape = GemmShape::new(data_type, 8, 5, 8192);
+    prove(backend, [Product::new(shape, 25).with_ones_in_factors(), Product::new(shape, 26)])
+}
+
+fn accumulates_halves_in_single_precision(backend: &dyn Backend) -> CaseResult {
+    accumulates(backend, DataType::F16)
+}
+
+fn accumulates_bfloats_in_single_precision(backend: &dyn Backend) -> CaseResult {
+    accumulates(backend, DataType::Bf16)
+}
+
+/// Runs and checks 32-bit products of factors that may be rounded to TF32.
+fn prove_tf32(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.raw_mut().set_math_mode(MathMode::Tf32)?;
+    products.into_iter().try_for_each(|product| product.with_tf32().prove(backend, &mut handle, &stream))
+}
+
+fn multiplies_tf32(backend: &dyn Backend) -> CaseResult {
+    let shapes = [(17, 9, 33), (64, 64, 8), (65, 3, 20)].map(|(m, n, k)| GemmShape::new(DataType::F32, m, n, k));
+    let transposed = shapes.into_iter().flat_map(transposed).map(padded);
+    let scaled = transposed.map(|shape| Product::new(shape, 27).with_scale(1.5, -0.5));
+    prove_tf32(backend, sizes(DataType::F32).chain(scaled))
+}
+
+fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
+    let shapes = batches(GemmShape::new(DataType::F32, 16, 20, 24));
+    prove_tf32(backend, shapes.map(|shape| Product::new(shape, 28)))
+}
+
 fn transposes(backend: &dyn Backend, data_type: DataType) -> CaseResult {
     let shapes = [(17, 9, 33), (4, 64, 8), (65, 3, 20)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
     prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
@@ -113,6 +174,14 @@ fn transposes_f32(backend: &dyn Backend) -> CaseResult {
 
 fn transposes_f64(backend: &dyn Backend) -> CaseResult {
     transposes(backend, DataType::F64)
+}
+
+fn transposes_f16(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, DataType::F16)
+}
+
+fn transposes_bf16(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, DataType::Bf16)
 }
 
 fn keeps_gaps(backend: &dyn Backend, data_type: DataType) -> CaseResult {
@@ -127,6 +196,14 @@ fn keeps_the_gaps_of_leading_dimensions_f32(backend: &dyn Backend) -> CaseResult
 
 fn keeps_the_gaps_of_leading_dimensions_f64(backend: &dyn Backend) -> CaseResult {
     keeps_gaps(backend, DataType::F64)
+}
+
+fn keeps_the_gaps_of_leading_dimensions_f16(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, DataType::F16)
+}
+
+fn keeps_the_gaps_of_leading_dimensions_bf16(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, DataType::Bf16)
 }
 
 fn scales_the_product(backend: &dyn Backend) -> CaseResult {
@@ -148,6 +225,14 @@ fn adds_the_old_c_f64(backend: &dyn Backend) -> CaseResult {
     adds_the_old_c(backend, DataType::F64)
 }
 
+fn adds_the_old_c_f16(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, DataType::F16)
+}
+
+fn adds_the_old_c_bf16(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, DataType::Bf16)
+}
+
 fn ignores_nan_in_c(backend: &dyn Backend, data_type: DataType) -> CaseResult {
     let shapes = transposed(GemmShape::new(data_type, 12, 33, 7)).map(padded);
     prove(backend, shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, 0.0).with_nan_in_c()))
@@ -161,10 +246,30 @@ fn ignores_the_old_c_with_beta_zero_f64(backend: &dyn Backend) -> CaseResult {
     ignores_nan_in_c(backend, DataType::F64)
 }
 
-fn ignores_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
-    let shape = GemmShape::new(DataType::F32, 15, 14, 13);
+fn ignores_the_old_c_with_beta_zero_f16(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, DataType::F16)
+}
+
+fn ignores_the_old_c_with_beta_zero_bf16(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, DataType::Bf16)
+}
+
+fn ignores_the_factors(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let shape = GemmShape::new(data_type, 15, 14, 13);
     let scales = [1.0, -0.5, 3.0];
     prove(backend, scales.map(|beta| Product::new(shape, 81).with_scale(0.0, beta).with_nan_in_factors()))
+}
+
+fn ignores_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, DataType::F32)
+}
+
+fn ignores_the_factors_with_alpha_zero_f16(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, DataType::F16)
+}
+
+fn ignores_the_factors_with_alpha_zero_bf16(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, DataType::Bf16)
 }
 
 fn ignores_the_factors_with_k_zero(backend: &dyn Backend) -> CaseResult {
@@ -213,6 +318,14 @@ fn multiplies_batches_f32(backend: &dyn Backend) -> CaseResult {
 
 fn multiplies_batches_f64(backend: &dyn Backend) -> CaseResult {
     multiplies_batches(backend, DataType::F64)
+}
+
+fn multiplies_batches_f16(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, DataType::F16)
+}
+
+fn multiplies_batches_bf16(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, DataType::Bf16)
 }
 
 fn shares_factors_in_a_batch(backend: &dyn Backend) -> CaseResult {

@@ -49,7 +49,7 @@ fn stream_is_refused(backend: &dyn Backend, id: StreamId, what: &str) -> CaseRes
     if capabilities.capture {
         let mode = highwater_core::CaptureMode::Relaxed;
         check_error!(backend.begin_capture(id, mode), InvalidHandle, "begin_capture of a {what} id");
-        check_error!(backend.end_capture(id), InvalidHandle, "end_capture of a {what} id");
+        check_error!(crate::device::end_capture(backend, id), InvalidHandle, "end_capture of a {what} id");
         check_error!(backend.is_capturing(id), InvalidHandle, "is_capturing of a {what} id");
     }
     check_error!(backend.destroy_stream(id), InvalidHandle, "destroy_stream of a {what} id");

@@ -159,7 +159,7 @@ fn capture(backend: &dyn Backend) -> CaseResult {
             check_error!(backend.begin_capture(stream.id(), mode), Unsupported, "begin_capture");
         }
         check_error!(backend.is_capturing(stream.id()), Unsupported, "is_capturing");
-        check_error!(backend.end_capture(stream.id()), Unsupported, "end_capture");
+        check_error!(crate::device::end_capture(backend, stream.id()), Unsupported, "end_capture");
         let parts = IdParts { slot: 1 << 30, ..stream.id().parts() };
         let (graph, exec) = (forge::<GraphId>(parts), forge::<GraphExecId>(parts));
         check_error!(backend.instantiate_graph(graph), Unsupported, "instantiate_graph");

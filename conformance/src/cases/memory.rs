@@ -5,7 +5,7 @@ use highwater_core::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Tran
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
-use crate::device::{Block, DEVICE, Stream};
+use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
 
 cases! {
@@ -19,6 +19,8 @@ cases! {
     shareable_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::shareable_memory];
     stream_ordered_memory_is_memory: ["memory.aligned", "memory.disjoint"] needs [needs::has::stream_ordered_memory];
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [needs::has::stream_ordered_memory];
+    stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"]
+        needs [needs::has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"]
         needs [needs::has::stream_ordered_memory];
 }
@@ -167,6 +169,45 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
         stream.synchronize()?;
     }
     Ok(())
+}
+
+fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    const OTHERS: usize = 8;
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the work before a stream-ordered free was over before others had their memory", |helpings| {
+        let result = Block::filled(backend, BYTES, 0)?;
+        let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
+        let ordered = || Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()));
+        // Between others, so that its bytes alone are the best place for a block of the same size.
+        let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
+        stream.set(block.all(), 1)?;
+        stream.synchronize()?;
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&there)?;
+        stream.copy(result.all(), block.all())?;
+        block.free_in_order()?;
+        // The stream has not come to the copy yet. Whoever allocates now, on no stream or on another one, and is given
+        // these bytes, changes what it will read.
+        let mut others = Vec::new();
+        for index in 0..OTHERS {
+            let kind = match index % 2 {
+                0 => DeviceMemoryKind::Plain,
+                _ => DeviceMemoryKind::StreamOrdered(other.id()),
+            };
+            let block = Block::with_kind(backend, DEVICE, BYTES, kind)?;
+            other.set(block.all(), 2)?;
+            others.push(block);
+        }
+        other.synchronize()?;
+        let not_there_yet = there.is_pending()?;
+        stream.synchronize()?;
+        check!(
+            result.read()? == [1; BYTES],
+            "stream-ordered memory was given to somebody else while work before its free was still to come"
+        );
+        Ok(Attempt::seen(not_there_yet))
+    })
 }
 
 fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {

@@ -1,6 +1,7 @@
 //! The cases, one file for each part of the traits.
 
 mod blas;
+mod capture;
 mod concurrency;
 mod copies;
 mod events;
@@ -13,6 +14,7 @@ mod ids;
 mod lacking;
 mod memory;
 mod plans;
+mod sharing;
 mod streams;
 
 use crate::case::Case;
@@ -30,6 +32,8 @@ const GROUPS: &[&[Case]] = &[
     gemm::CASES,
     blas::CASES,
     plans::CASES,
+    capture::CASES,
+    sharing::CASES,
     concurrency::CASES,
     lacking::CASES,
     fork::CASES,

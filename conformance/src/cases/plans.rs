@@ -1,7 +1,8 @@
 //! Lt plans: products with epilogues.
 
 use highwater_core::{
-    Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch,
+    AtomicsMode, Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
+    StridedBatch,
 };
 
 use crate::attempts::{Attempt, attempts};
@@ -20,6 +21,16 @@ cases! {
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
     add_a_bias: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     add_a_bias_and_clamp: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    clamp: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    apply_gelu: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    add_a_bias_and_apply_gelu: ["plan.epilogue"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    multiply_f16_with_every_epilogue: ["plan.value", "plan.epilogue"]
+        needs [needs::has::lt_plans, needs::has::gemm_f16];
+    multiply_bf16_with_every_epilogue: ["plan.value", "plan.epilogue"]
+        needs [needs::has::lt_plans, needs::has::gemm_bf16];
+    add_a_bias_to_every_product_of_a_batch: ["plan.epilogue"]
+        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
+    equal_runs_give_equal_bits: ["blas.deterministic"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     round_to_tf32_when_asked: ["plan.value"]
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::tf32];
     refuse_operands_that_are_not_aligned: ["plan.alignment"] needs [needs::has::lt_plans, needs::has::gemm_f32];
@@ -33,14 +44,14 @@ cases! {
 const WORKSPACE_BYTES: usize = 4 << 20;
 
 /// Runs products as plans, through a workspace, and checks everything.
-fn prove(backend: &dyn Backend, epilogue: Epilogue, products: impl IntoIterator<Item = Product>) -> CaseResult {
+fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> CaseResult {
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
     for product in products {
         let shape = product.shape;
-        let plan = handle.raw_mut().create_plan(&PlanOptions::new(shape, epilogue, WORKSPACE_BYTES))?;
+        let plan = handle.raw_mut().create_plan(&PlanOptions::new(shape, product.epilogue(), WORKSPACE_BYTES))?;
         let placed = product.place(backend)?;
         let scale = (product.alpha, product.beta);
         handle.run_plan(plan, &shape, scale, placed.operands(), None, placed.bias.as_ref())?;
@@ -63,16 +74,16 @@ fn shapes(data_type: DataType) -> Vec<GemmShape> {
 }
 
 fn multiply_f32(backend: &dyn Backend) -> CaseResult {
-    prove(backend, Epilogue::None, shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 1)))
+    prove(backend, shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 1)))
 }
 
 fn multiply_f64(backend: &dyn Backend) -> CaseResult {
-    prove(backend, Epilogue::None, shapes(DataType::F64).into_iter().map(|shape| Product::new(shape, 2)))
+    prove(backend, shapes(DataType::F64).into_iter().map(|shape| Product::new(shape, 2)))
 }
 
 fn add_the_old_c(backend: &dyn Backend) -> CaseResult {
     let products = shapes(DataType::F32).into_iter().map(|shape| Product::new(shape, 3).with_scale(-0.5, 1.5));
-    prove(backend, Epilogue::None, products)
+    prove(backend, products)
 }
 
 fn write_to_another_matrix_than_c(backend: &dyn Backend) -> CaseResult {
@@ -99,26 +110,83 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
     let strides = [(384, 480), (0, 480), (384, 0)];
     prove(
         backend,
-        Epilogue::None,
         strides.map(|(stride_a, stride_b)| {
             Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
         }),
     )
 }
 
-fn biased(relu: bool) -> impl Iterator<Item = Product> {
+/// Products with an epilogue, without and with the old C.
+fn followed_by(data_type: DataType, epilogue: Epilogue) -> impl Iterator<Item = Product> {
     let factors = [(1.0, 0.0), (0.5, 1.0)];
-    shapes(DataType::F32).into_iter().flat_map(move |shape| {
-        factors.map(|(alpha, beta)| Product::new(shape, 6).with_scale(alpha, beta).with_bias(relu))
+    shapes(data_type).into_iter().flat_map(move |shape| {
+        factors.map(|(alpha, beta)| Product::new(shape, 6).with_scale(alpha, beta).with_epilogue(epilogue))
     })
 }
 
 fn add_a_bias(backend: &dyn Backend) -> CaseResult {
-    prove(backend, Epilogue::Bias, biased(false))
+    prove(backend, followed_by(DataType::F32, Epilogue::Bias))
 }
 
 fn add_a_bias_and_clamp(backend: &dyn Backend) -> CaseResult {
-    prove(backend, Epilogue::BiasRelu, biased(true))
+    prove(backend, followed_by(DataType::F32, Epilogue::BiasRelu))
+}
+
+fn clamp(backend: &dyn Backend) -> CaseResult {
+    prove(backend, followed_by(DataType::F32, Epilogue::Relu))
+}
+
+fn apply_gelu(backend: &dyn Backend) -> CaseResult {
+    prove(backend, followed_by(DataType::F32, Epilogue::Gelu))
+}
+
+fn add_a_bias_and_apply_gelu(backend: &dyn Backend) -> CaseResult {
+    prove(backend, followed_by(DataType::F32, Epilogue::BiasGelu))
+}
+
+/// Every epilogue that half types have, which is all of them, on every third shape.
+fn every_epilogue(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    let epilogues =
+        [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
+    epilogues.into_iter().try_for_each(|epilogue| prove(backend, followed_by(data_type, epilogue).step_by(3)))
+}
+
+fn multiply_f16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
+    every_epilogue(backend, DataType::F16)
+}
+
+fn multiply_bf16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
+    every_epilogue(backend, DataType::Bf16)
+}
+
+fn add_a_bias_to_every_product_of_a_batch(backend: &dyn Backend) -> CaseResult {
+    let batch = StridedBatch { count: 3, stride_a: 384, stride_b: 480, stride_c: 320 };
+    let shape = GemmShape::new(DataType::F32, 16, 20, 24).with_batch(batch);
+    let epilogues = [Epilogue::Bias, Epilogue::BiasGelu];
+    prove(backend, epilogues.map(|epilogue| Product::new(shape, 11).with_epilogue(epilogue)))
+}
+
+fn equal_runs_give_equal_bits(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    for (m, n, k) in [(16, 16, 16), (8, 8, 3000), (100, 90, 80)] {
+        let product = Product::new(GemmShape::new(DataType::F32, m, n, k), 12).with_epilogue(Epilogue::BiasRelu);
+        let options = PlanOptions::new(product.shape, product.epilogue(), WORKSPACE_BYTES);
+        let plan = handle.raw_mut().create_plan(&options)?;
+        let mut first: Option<Vec<u8>> = None;
+        for round in 0..4 {
+            let placed = product.place(backend)?;
+            handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, placed.bias.as_ref())?;
+            stream.synchronize()?;
+            let got = placed.bytes_of_c()?;
+            let same = first.get_or_insert_with(|| got.clone()) == &got;
+            check!(same, "run {round} of a plan of {m}x{n}x{k} gave other bits than the first");
+        }
+    }
+    Ok(())
 }
 
 fn round_to_tf32_when_asked(backend: &dyn Backend) -> CaseResult {

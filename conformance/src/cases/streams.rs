@@ -27,6 +27,10 @@ cases! {
         needs [needs::has::legacy_default_stream];
     the_per_thread_default_stream_runs_in_order: ["stream.order", "stream.synchronize"]
         needs [needs::has::per_thread_default_stream];
+    the_per_thread_default_stream_is_another_in_each_thread: ["stream.independent", "stream.query"]
+        needs [needs::has::per_thread_default_stream];
+    the_per_thread_default_stream_waits_and_is_waited_for: ["event.wait-orders"]
+        needs [needs::has::per_thread_default_stream];
     wrapped_streams_are_forgotten_not_destroyed: ["stream.order", "stream.destroy-stale", "backend.live-objects"]
         needs [needs::has::foreign_objects];
 }
@@ -274,6 +278,52 @@ fn the_legacy_default_stream_runs_in_order(backend: &dyn Backend) -> CaseResult 
 fn the_per_thread_default_stream_runs_in_order(backend: &dyn Backend) -> CaseResult {
     let id = StreamId::per_thread_default(backend.identity().tag, DEVICE);
     in_order(backend, &Stream::borrowed(backend, id))
+}
+
+fn the_per_thread_default_stream_is_another_in_each_thread(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let here = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE));
+    attempts("one thread's default stream waits for another thread's", |helpings| {
+        // Freed when both threads are done: to free memory is to wait for the device.
+        let block = Block::new(backend, BYTES)?;
+        busy.enqueue(&here, helpings)?;
+        let there = std::thread::scope(|scope| {
+            let other = scope.spawn(|| -> CaseResult {
+                let there = Stream::borrowed(backend, here.id());
+                there.set(block.all(), 11)?;
+                there.synchronize()?;
+                check!(there.query()?.is_complete(), "a thread's default stream is pending for another thread's work");
+                Ok(())
+            });
+            other.join().map_err(|_| Failure::new("a thread panicked"))
+        });
+        let outstanding = here.is_pending()?;
+        here.synchronize()?;
+        there??;
+        check!(block.read()? == [11; BYTES], "a fill on another thread's default stream did not arrive");
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn the_per_thread_default_stream_waits_and_is_waited_for(backend: &dyn Backend) -> CaseResult {
+    let default = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE));
+    let (other, to, back) = (Stream::new(backend)?, Event::new(backend)?, Event::new(backend)?);
+    let (x, y) = (Block::filled(backend, BYTES, 0)?, Block::filled(backend, BYTES, 0)?);
+    for round in 1..20 {
+        default.set(x.all(), round)?;
+        default.record(&to)?;
+        other.wait(&to)?;
+        other.copy(y.all(), x.all())?;
+        other.record(&back)?;
+        default.wait(&back)?;
+        default.set(x.all(), 0)?;
+        default.synchronize()?;
+        check!(
+            y.read()? == [round; BYTES],
+            "a default stream and another did not wait for each other in round {round}"
+        );
+    }
+    Ok(())
 }
 
 fn wrapped_streams_are_forgotten_not_destroyed(backend: &dyn Backend) -> CaseResult {

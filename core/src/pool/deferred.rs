@@ -23,6 +23,8 @@ pub(crate) struct DeferredFree {
     pub(crate) home: Option<Arc<StreamCore>>,
     /// Marks that are not known to be passed.
     pub(crate) after: Vec<Arc<Mark>>,
+    /// Whether some stream's use could not be marked: then only the end of the runtime frees the block.
+    pub(crate) unmarked: bool,
 }
 
 #[derive(Debug, Default)]
@@ -56,5 +58,9 @@ impl DeferredFrees {
 impl DeferredFrees {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
         crate::testing::Held(self.list.lock())
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.list.is_locked()
     }
 }

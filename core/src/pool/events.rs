@@ -75,4 +75,8 @@ impl EventPool {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
         crate::testing::Held(self.idle.lock())
     }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.idle.is_locked()
+    }
 }

@@ -313,6 +313,10 @@ impl<H: Send + 'static> HandlePool<H> {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
         crate::testing::Held((self.shared.stacks.lock(), self.shared.slots.lock()))
     }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.shared.stacks.is_locked() || self.shared.slots.is_locked()
+    }
 }
 
 impl<H: Send + 'static> Drop for HandlePool<H> {

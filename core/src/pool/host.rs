@@ -2,66 +2,150 @@
 //!
 //! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits in
 //! its bin; a request that finds no free block asks each waiting block in turn, so that a stream that is stuck holds up
-//! its own blocks and no others. The vendor is never called under a lock.
+//! its own blocks and no others. The vendor is never called under a lock: what calls it is handed in and is called with
+//! the block in hand, out of its bin.
+//!
+//! | state | where | leaves by |
+//! | --- | --- | --- |
+//! | live | with a buffer | the end of the buffer |
+//! | free | in its bin, no stream uses it | a request; the cap or a trim gives it back to the backend |
+//! | waiting | in its bin, streams may use it | a request, the cap or a trim that finds them done |
+//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them letting go |
+//! | unmarked | in its bin: nobody can tell when its streams are done | the end of the runtime |
+//!
+//! *The cap* bounds what is cached, free and waiting, not what is held: a live buffer is never refused for it, and what
+//! graphs keep is not counted. A give-back that might exceed it gives the blocks that were free longest back to the
+//! backend, and where there are none, asks waiting ones, of those at most a handful that are still in use: their number does
+//! not slow down every give-back. What is still in use is the one thing that may stay above the cap. The hit path looks at
+//! held bytes only, by one relaxed load: what is cached is part of what is held. Where that is not enough, the bins' own
+//! counts are summed up.
+//!
+//! *Orderings.* Everything about a block is under its bin's lock. The counters are relaxed: each is exact once no thread is
+//! at work. Two threads that give blocks back to different bins at once must not both miss the other's count: each counts,
+//! then passes a sequentially consistent fence, then sums up, so at least one sees both. Only a give-back that races with an
+//! allocation may read the held bytes from before it and leave the excess to the next one.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::collections::{BTreeMap, VecDeque};
 
-use parking_lot::Mutex;
-
+use super::block_uses::BlockUses;
 use super::events::Mark;
 use super::size_class;
 use crate::memory::HostPtr;
+use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
 
-/// A block of page-locked memory. Owned by a buffer or by the cache.
+/// Without a cap.
+const NO_CAP: u64 = u64::MAX;
+/// Waiting blocks that are found in use before the cap is left at that.
+const ENOUGH_PENDING: usize = 16;
+const WORDS: usize = size_class::COUNT.div_ceil(64);
+
+/// A block of page-locked memory. Owned by a buffer or by the cache, also where graphs keep it.
 #[derive(Debug)]
 pub(crate) struct PinnedBlock {
     pub(crate) ptr: HostPtr,
     pub(crate) bytes: usize,
     pub(crate) class: usize,
-    /// Streams that may still use the block. Threads that use one buffer on one stream at once may leave two entries.
-    pub(crate) uses: Mutex<Vec<PinnedUse>>,
-    /// A stream may use the block and nobody can tell for how long.
-    pub(crate) unmarked: AtomicBool,
+    pub(crate) uses: Arc<BlockUses>,
+    /// When a buffer gave it back, on the cache's clock, which runs only where there is a cap.
+    idle_since: u64,
+}
+
+impl PinnedBlock {
+    pub(crate) fn new(ptr: HostPtr, bytes: usize, class: usize) -> OwnedBlock {
+        Box::new(Self { ptr, bytes, class, uses: BlockUses::new(), idle_since: 0 })
+    }
+}
+
+/// A block that is kept from being given out, until [`HostCache::let_go`].
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct KeptBlock {
+    pub(crate) ptr: HostPtr,
+    class: usize,
+    pub(crate) uses: Arc<BlockUses>,
+}
+
+impl PinnedBlock {
+    /// Keeps the block. It belongs to a buffer, which the caller borrows.
+    pub(crate) fn keep(&self) -> KeptBlock {
+        KeptBlock::new(self.ptr, self.class, &self.uses)
+    }
+}
+
+impl KeptBlock {
+    /// The caller sees to it that the block stays meanwhile.
+    fn new(ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Self {
+        uses.count_keeper();
+        Self { ptr, class, uses: Arc::clone(uses) }
+    }
+
+    /// Keeps the block once more.
+    pub(crate) fn keep(&self) -> Self {
+        Self::new(self.ptr, self.class, &self.uses)
+    }
 }
 
 /// A block as buffers and bins hand it to each other: one pointer to move.
 pub(crate) type OwnedBlock = Box<PinnedBlock>;
 
-/// Use of a block by a stream.
-#[derive(Debug)]
-pub(crate) struct PinnedUse {
-    /// Key of the stream. The stream itself need not live on: its work is done when the mark is passed.
-    pub(crate) stream: u64,
-    /// Recorded after an operation of the stream on the block. Who asks after it shares it: see `events.rs`.
-    pub(crate) after: Arc<Mark>,
-    /// Whether an operation up to there writes the block.
-    pub(crate) writes: bool,
-}
-
 #[derive(Debug, Default)]
-struct Bin {
-    free: Vec<OwnedBlock>,
+struct BinState {
+    /// Ordered by how long they are idle: the one that was given back last is at the back.
+    free: VecDeque<OwnedBlock>,
     /// The block that was put in or asked after longest ago is in front.
     waiting: VecDeque<OwnedBlock>,
     live: u64,
     requested_bytes: u64,
     hits: u64,
     misses: u64,
+    /// By address.
+    kept: BTreeMap<HostPtr, OwnedBlock>,
+    unmarked: Vec<OwnedBlock>,
+}
+
+impl BinState {
+    /// Takes in a block that must not be given out.
+    #[cold]
+    fn set_aside(&mut self, block: OwnedBlock) {
+        if block.uses.is_kept() {
+            self.kept.insert(block.ptr, block);
+        } else {
+            self.unmarked.push(block);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Bin {
+    state: Mutex<BinState>,
+    /// Bytes of the free and waiting blocks; written under the lock, read without.
+    cached_bytes: AtomicU64,
 }
 
 impl Bin {
-    fn keep(&mut self, block: OwnedBlock, unused: bool) {
-        if unused { self.free.push(block) } else { self.waiting.push_back(block) }
+    /// Changes the count of cached bytes; the caller holds the lock, so nobody else does.
+    #[inline]
+    fn count_cached(&self, more: usize, less: usize) {
+        let bytes = self.cached_bytes.load(Ordering::Relaxed);
+        self.cached_bytes.store(bytes + more as u64 - less as u64, Ordering::Relaxed);
     }
 }
 
 #[derive(Debug)]
 pub(crate) struct HostCache {
-    bins: Box<[Mutex<Bin>]>,
+    bins: Box<[Bin]>,
+    cap: u64,
+    /// A bit for each class that ever had a block.
+    used_classes: [AtomicU64; WORDS],
+    /// Counts give-backs, where there is a cap.
+    clock: AtomicU64,
+    /// The class whose waiting blocks are asked first when the cap wants some.
+    next_asked: AtomicU64,
     held_bytes: AtomicU64,
     held_blocks: AtomicU64,
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    cap_evictions: AtomicU64,
 }
 
 /// What a look into a bin found.
@@ -73,134 +157,405 @@ pub(crate) enum Found {
 }
 
 impl HostCache {
-    pub(crate) fn new() -> Self {
-        let bins = (0..size_class::COUNT).map(|_| Mutex::default()).collect();
-        Self { bins, held_bytes: AtomicU64::new(0), held_blocks: AtomicU64::new(0) }
+    pub(crate) fn new(cap_bytes: Option<u64>) -> Self {
+        let bin = |_| Bin { state: Mutex::new(BinState::default()), cached_bytes: AtomicU64::new(0) };
+        Self {
+            bins: (0..size_class::COUNT).map(bin).collect(),
+            cap: cap_bytes.unwrap_or(NO_CAP),
+            used_classes: std::array::from_fn(|_| AtomicU64::new(0)),
+            clock: AtomicU64::new(0),
+            next_asked: AtomicU64::new(0),
+            held_bytes: AtomicU64::new(0),
+            held_blocks: AtomicU64::new(0),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            cap_evictions: AtomicU64::new(0),
+        }
     }
+
+    // ---------------------------------------------------------------- requests
 
     /// Looks for a block and, where one is free, counts it as given out for `requested` bytes.
     #[inline]
     pub(crate) fn find(&self, class: usize, requested: usize) -> Found {
-        let mut bin = self.bins[class].lock();
-        match bin.free.pop() {
+        let bin = &self.bins[class];
+        let mut state = bin.state.lock();
+        match state.free.pop_back() {
             Some(block) => {
-                bin.hits += 1;
-                bin.live += 1;
-                bin.requested_bytes += requested as u64;
+                block.uses.set_live(true);
+                bin.count_cached(0, block.bytes);
+                state.hits += 1;
+                state.live += 1;
+                state.requested_bytes += requested as u64;
                 Found::Free(block)
             }
-            None => Found::Waiting(bin.waiting.len()),
+            None => Found::Waiting(state.waiting.len()),
         }
     }
 
-    /// Takes out one waiting block, for the caller to ask the backend about without a lock. One at a time: the others
-    /// that look meanwhile find the rest.
-    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
-        self.bins[class].lock().waiting.pop_front()
-    }
-
-    /// Puts back a block that nobody owns.
-    pub(crate) fn put_back(&self, mut block: OwnedBlock) {
-        let unused = block.uses.get_mut().is_empty();
-        let mut bin = self.bins[block.class].lock();
-        bin.keep(block, unused);
-    }
-
-    /// Takes out one free block.
-    pub(crate) fn pop_free(&self, class: usize) -> Option<OwnedBlock> {
-        self.bins[class].lock().free.pop()
-    }
-
-    /// How many blocks of a class are free, and how many wait.
-    pub(crate) fn cached(&self, class: usize) -> (usize, usize) {
-        let bin = self.bins[class].lock();
-        (bin.free.len(), bin.waiting.len())
+    /// Asks waiting blocks in turn, at most `waiting` of them, and gives out the first whose streams are done. Each is
+    /// taken out alone: others that look meanwhile find the rest.
+    pub(crate) fn take_waiting(
+        &self,
+        class: usize,
+        waiting: usize,
+        requested: usize,
+        is_passed: impl Fn(&Mark) -> bool,
+    ) -> Option<OwnedBlock> {
+        for _ in 0..waiting {
+            let block = self.pop_waiting(class)?;
+            if block.uses.are_over(&is_passed) {
+                self.count_given(&block, requested, false);
+                return Some(block);
+            }
+            self.put_back(block);
+        }
+        None
     }
 
     /// Counts a block that was found among the waiting (`fresh` false) or newly allocated.
     pub(crate) fn count_given(&self, block: &PinnedBlock, requested: usize, fresh: bool) {
         if fresh {
+            self.used_classes[block.class / 64].fetch_or(1 << (block.class % 64), Ordering::Relaxed);
             self.held_bytes.fetch_add(block.bytes as u64, Ordering::Relaxed);
             self.held_blocks.fetch_add(1, Ordering::Relaxed);
+            self.allocations.fetch_add(1, Ordering::Relaxed);
         }
-        let mut bin = self.bins[block.class].lock();
-        bin.live += 1;
-        bin.requested_bytes += requested as u64;
+        let mut state = self.bins[block.class].state.lock();
+        block.uses.set_live(true);
+        state.live += 1;
+        state.requested_bytes += requested as u64;
         if fresh {
-            bin.misses += 1;
+            state.misses += 1;
         } else {
-            bin.hits += 1;
+            state.hits += 1;
         }
     }
 
-    /// Takes a block back from the buffer that owned it.
+    // ---------------------------------------------------------------- give-backs
+
+    /// Takes a block back from the buffer that owned it. Says whether the cap may be exceeded now.
     #[inline]
-    pub(crate) fn give_back(&self, mut block: OwnedBlock, requested: usize) {
-        let unused = block.uses.get_mut().is_empty();
-        let mut bin = self.bins[block.class].lock();
-        bin.live -= 1;
-        bin.requested_bytes -= requested as u64;
-        bin.keep(block, unused);
+    pub(crate) fn give_back(&self, block: OwnedBlock, requested: usize) -> bool {
+        let bin = &self.bins[block.class];
+        let mut state = bin.state.lock();
+        block.uses.set_live(false);
+        state.live -= 1;
+        state.requested_bytes -= requested as u64;
+        if block.uses.is_kept() || block.uses.unmarked.load(Ordering::Relaxed) {
+            state.set_aside(block);
+            return false;
+        }
+        self.cache(bin, &mut state, block);
+        drop(state);
+        self.may_exceed_cap()
     }
 
-    /// Counts a block that its buffer gave up and that must not be given out again.
-    pub(crate) fn count_unmarked(&self, class: usize, requested: usize) {
-        let mut bin = self.bins[class].lock();
-        bin.live -= 1;
-        bin.requested_bytes -= requested as u64;
+    /// Takes in a block that neither a buffer nor a graph has from here on.
+    #[inline]
+    fn cache(&self, bin: &Bin, state: &mut BinState, mut block: OwnedBlock) {
+        if self.cap != NO_CAP {
+            block.idle_since = self.clock.fetch_add(1, Ordering::Relaxed);
+        }
+        bin.count_cached(block.bytes, 0);
+        if block.uses.is_empty() { state.free.push_back(block) } else { state.waiting.push_back(block) }
+    }
+
+    /// Keeps the block at `ptr` with these uses if a buffer owns it.
+    pub(crate) fn keep_if_live(&self, ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Option<KeptBlock> {
+        let _state = self.bins[class].state.lock();
+        uses.is_live().then(|| KeptBlock::new(ptr, class, uses))
+    }
+
+    /// Lets go of a block. Says whether the cap may be exceeded now.
+    pub(crate) fn let_go(&self, kept: KeptBlock) -> bool {
+        let bin = &self.bins[kept.class];
+        let mut state = bin.state.lock();
+        kept.uses.uncount_keeper();
+        if kept.uses.is_kept() || kept.uses.is_live() {
+            return false;
+        }
+        let Some(block) = state.kept.remove(&kept.ptr) else { return false };
+        if block.uses.unmarked.load(Ordering::Relaxed) {
+            state.set_aside(block);
+            return false;
+        }
+        self.cache(bin, &mut state, block);
+        drop(state);
+        self.may_exceed_cap()
+    }
+
+    // ---------------------------------------------------------------- the cap and trimming
+
+    /// Whether the cap may be exceeded: `false` is certain.
+    #[inline]
+    pub(crate) fn may_exceed_cap(&self) -> bool {
+        self.held_bytes.load(Ordering::Relaxed) > self.cap
+    }
+
+    /// Gives blocks back to the backend by `free`, which says whether it was taken, until what is cached is within the cap
+    /// or the rest is in use.
+    pub(crate) fn keep_to_cap(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+        fence(Ordering::SeqCst);
+        let mut pending = 0;
+        while self.cached_bytes() > self.cap {
+            let block = self.pop_longest_free().or_else(|| self.pop_passed(&mut pending, &is_passed));
+            let Some(block) = block else { return };
+            if !free(&block) {
+                self.put_back(block);
+                return;
+            }
+            self.cap_evictions.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Gives every block that no stream uses back to the backend by `free`, which says whether it was taken.
+    pub(crate) fn trim(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+        for class in self.used_classes() {
+            let (free_blocks, waiting) = self.cached(class);
+            let mut kept = Vec::new();
+            for _ in 0..waiting {
+                let Some(block) = self.pop_waiting(class) else { break };
+                if !(block.uses.are_over(&is_passed) && free(&block)) {
+                    // Put back at once: others may be looking for it.
+                    self.put_back(block);
+                }
+            }
+            for _ in 0..free_blocks {
+                let Some(block) = self.pop_free(class) else { break };
+                if !free(&block) {
+                    kept.push(block);
+                }
+            }
+            kept.into_iter().for_each(|block| self.put_back(block));
+        }
+    }
+
+    /// The classes that ever had a block.
+    fn used_classes(&self) -> impl Iterator<Item = usize> + '_ {
+        self.used_classes.iter().enumerate().flat_map(|(index, word)| {
+            let mut bits = word.load(Ordering::Relaxed);
+            std::iter::from_fn(move || {
+                let bit = bits.trailing_zeros() as usize;
+                bits &= bits.wrapping_sub(1);
+                (bit < 64).then_some(index * 64 + bit)
+            })
+        })
+    }
+
+    fn cached_bytes(&self) -> u64 {
+        self.used_classes().map(|class| self.bins[class].cached_bytes.load(Ordering::Relaxed)).sum()
+    }
+
+    /// How many blocks of a class are free, and how many wait.
+    fn cached(&self, class: usize) -> (usize, usize) {
+        let state = self.bins[class].state.lock();
+        (state.free.len(), state.waiting.len())
+    }
+
+    /// Takes out one waiting block, for the caller to ask the backend about without a lock.
+    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
+        let bin = &self.bins[class];
+        let mut state = bin.state.lock();
+        let block = state.waiting.pop_front()?;
+        bin.count_cached(0, block.bytes);
+        Some(block)
+    }
+
+    /// Takes out one unmarked block, for the end of the runtime.
+    pub(crate) fn pop_unmarked(&self, class: usize) -> Option<OwnedBlock> {
+        self.bins[class].state.lock().unmarked.pop()
+    }
+
+    /// Takes out the block of a class that is free longest.
+    pub(crate) fn pop_free(&self, class: usize) -> Option<OwnedBlock> {
+        let bin = &self.bins[class];
+        let mut state = bin.state.lock();
+        let block = state.free.pop_front()?;
+        bin.count_cached(0, block.bytes);
+        Some(block)
+    }
+
+    /// Takes out the block that is free longest, or before it one that is larger than the cap all by itself.
+    fn pop_longest_free(&self) -> Option<OwnedBlock> {
+        let front = |class: usize| {
+            let state = self.bins[class].state.lock();
+            state.free.front().map(|block| (block.bytes as u64 <= self.cap, block.idle_since, class))
+        };
+        loop {
+            let (_, _, class) = self.used_classes().filter_map(front).min()?;
+            if let Some(block) = self.pop_free(class) {
+                return Some(block);
+            }
+            // Somebody else took it meanwhile.
+        }
+    }
+
+    /// Takes out a waiting block whose streams are done. Stops where `pending` blocks that are in use come to enough; the
+    /// next time, the next class is asked first.
+    fn pop_passed(&self, pending: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
+        let first = self.next_asked.load(Ordering::Relaxed) as usize;
+        let later = self.used_classes().filter(|class| *class >= first);
+        let earlier = self.used_classes().filter(|class| *class < first);
+        for class in later.chain(earlier) {
+            let (_, waiting) = self.cached(class);
+            for _ in 0..waiting {
+                if *pending == ENOUGH_PENDING {
+                    self.next_asked.store(class as u64 + 1, Ordering::Relaxed);
+                    return None;
+                }
+                let Some(block) = self.pop_waiting(class) else { break };
+                if block.uses.are_over(&is_passed) {
+                    return Some(block);
+                }
+                *pending += 1;
+                self.put_back(block);
+            }
+        }
+        None
+    }
+
+    /// Puts back a free or waiting block that was taken out.
+    pub(crate) fn put_back(&self, block: OwnedBlock) {
+        let bin = &self.bins[block.class];
+        let mut state = bin.state.lock();
+        bin.count_cached(block.bytes, 0);
+        if block.uses.is_empty() {
+            let at = state.free.partition_point(|other| other.idle_since <= block.idle_since);
+            state.free.insert(at, block);
+        } else {
+            state.waiting.push_back(block);
+        }
     }
 
     /// Uncounts a block that was freed.
-    pub(crate) fn count_freed(&self, bytes: usize) {
-        self.held_bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+    pub(crate) fn count_freed(&self, block: &PinnedBlock) {
+        self.held_bytes.fetch_sub(block.bytes as u64, Ordering::Relaxed);
         self.held_blocks.fetch_sub(1, Ordering::Relaxed);
+        self.frees.fetch_add(1, Ordering::Relaxed);
     }
 
+    // ---------------------------------------------------------------- statistics
+
     pub(crate) fn statistics(&self) -> HostCacheStatistics {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let mut sum = HostCacheStatistics {
-            held_bytes: self.held_bytes.load(Ordering::Relaxed),
-            held_blocks: self.held_blocks.load(Ordering::Relaxed),
+            held_bytes: count(&self.held_bytes),
+            held_blocks: count(&self.held_blocks),
+            allocations: count(&self.allocations),
+            frees: count(&self.frees),
+            cap_evictions: count(&self.cap_evictions),
             ..HostCacheStatistics::default()
         };
-        for bin in &self.bins {
-            let bin = bin.lock();
-            sum.live_blocks += bin.live;
-            sum.requested_bytes += bin.requested_bytes;
-            sum.free_blocks += bin.free.len() as u64;
-            sum.waiting_blocks += bin.waiting.len() as u64;
-            sum.hits += bin.hits;
-            sum.misses += bin.misses;
+        for class in self.used_classes() {
+            let state = self.bins[class].state.lock();
+            let block_bytes = size_class::block_bytes(class) as u64;
+            let (free, waiting) = (state.free.len() as u64, state.waiting.len() as u64);
+            let (kept, unmarked) = (state.kept.len() as u64, state.unmarked.len() as u64);
+            sum.live_blocks += state.live;
+            sum.live_bytes += state.live * block_bytes;
+            sum.requested_bytes += state.requested_bytes;
+            sum.free_blocks += free;
+            sum.free_bytes += free * block_bytes;
+            sum.waiting_blocks += waiting;
+            sum.waiting_bytes += waiting * block_bytes;
+            sum.graph_blocks += kept;
+            sum.graph_bytes += kept * block_bytes;
+            sum.unmarked_blocks += unmarked;
+            sum.unmarked_bytes += unmarked * block_bytes;
+            sum.hits += state.hits;
+            sum.misses += state.misses;
         }
         sum
     }
 }
 
-/// What the host cache holds and did. When no other thread is at work, `held_blocks` is the sum of `live_blocks`,
-/// `free_blocks` and `waiting_blocks`.
+/// What the host cache holds and did.
+///
+/// When no other thread is at work, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
+///
+/// - Every block is in one state: `held_blocks = live_blocks + graph_blocks + free_blocks + waiting_blocks +
+///   unmarked_blocks`, and the same in bytes.
+/// - Nobody has more than was given: `requested_bytes <= live_bytes`.
+/// - Nothing is lost: `held_blocks = allocations - frees`.
+/// - Every allocation served a request: `allocations = misses`.
+/// - Every eviction was a free: `cap_evictions <= frees`.
+/// - Where there is a cap, `free_bytes` is within it, and so is `free_bytes + waiting_bytes`, except for blocks that streams
+///   still use and that were found in use when the cap was looked at. This one needs the cap and is not checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
     /// Bytes asked for by the buffers that are alive.
     pub requested_bytes: u64,
-    /// Bytes of page-locked memory held: by buffers, waiting, or free.
+    /// Bytes of page-locked memory held, in whichever state.
     pub held_bytes: u64,
     /// Blocks held.
     pub held_blocks: u64,
     /// Blocks that buffers own.
     pub live_blocks: u64,
+    /// Bytes of those.
+    pub live_bytes: u64,
+    /// Blocks whose buffers are gone and that captures or graphs keep.
+    pub graph_blocks: u64,
+    /// Bytes of those.
+    pub graph_bytes: u64,
     /// Blocks that can be given out at once.
     pub free_blocks: u64,
+    /// Bytes of those.
+    pub free_bytes: u64,
     /// Blocks whose streams may not have passed their last use.
     pub waiting_blocks: u64,
+    /// Bytes of those.
+    pub waiting_bytes: u64,
+    /// Blocks of which nobody can tell when their streams are done; freed when the runtime ends.
+    pub unmarked_blocks: u64,
+    /// Bytes of those.
+    pub unmarked_bytes: u64,
     /// Requests served from the cache.
     pub hits: u64,
-    /// Requests that went to the backend.
+    /// Requests that the backend served.
     pub misses: u64,
+    /// Blocks that the backend allocated.
+    pub allocations: u64,
+    /// Blocks that were given back to the backend, for whichever reason.
+    pub frees: u64,
+    /// Blocks that were given back because of the cap.
+    pub cap_evictions: u64,
+}
+
+impl HostCacheStatistics {
+    /// The first law that does not hold, in words; `None` where all hold. Threads that are at work meanwhile may have a block
+    /// in hand, which then is in no state.
+    #[must_use]
+    pub fn broken_law(&self) -> Option<&'static str> {
+        let blocks =
+            self.live_blocks + self.graph_blocks + self.free_blocks + self.waiting_blocks + self.unmarked_blocks;
+        let bytes = self.live_bytes + self.graph_bytes + self.free_bytes + self.waiting_bytes + self.unmarked_bytes;
+        let laws = [
+            (
+                self.held_blocks == blocks,
+                "held_blocks = live_blocks + graph_blocks + free_blocks + waiting_blocks + unmarked_blocks",
+            ),
+            (
+                self.held_bytes == bytes,
+                "held_bytes = live_bytes + graph_bytes + free_bytes + waiting_bytes + unmarked_bytes",
+            ),
+            (self.requested_bytes <= self.live_bytes, "requested_bytes <= live_bytes"),
+            (self.held_blocks + self.frees == self.allocations, "held_blocks = allocations - frees"),
+            (self.allocations == self.misses, "allocations = misses"),
+            (self.cap_evictions <= self.frees, "cap_evictions <= frees"),
+        ];
+        laws.into_iter().find(|(holds, _)| !holds).map(|(_, law)| law)
+    }
 }
 
 #[cfg(test)]
 impl HostCache {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.bins.iter().map(Mutex::lock).collect::<Vec<_>>())
+        crate::testing::Held(self.bins.iter().map(|bin| bin.state.lock()).collect::<Vec<_>>())
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.used_classes().any(|class| self.bins[class].state.is_locked())
     }
 }

@@ -4,11 +4,14 @@
 //! deadlocks N + 1 threads that meet at a barrier); what is expensive is made outside every lock; destructors make no
 //! vendor call that waits.
 
+pub(crate) mod block_uses;
 pub(crate) mod deferred;
 pub(crate) mod events;
 mod handles;
 mod handoff;
 pub(crate) mod host;
+#[cfg(test)]
+mod host_tests;
 #[cfg(test)]
 mod model_tests;
 pub(crate) mod rounds;

@@ -10,13 +10,12 @@ use proptest::prelude::*;
 use super::handles::{HandlePool, PoolKey};
 use super::size_class;
 use crate::testing::ManualBackend;
-use crate::{DeviceBuffer, PinnedBuffer, Runtime, Stream};
+use crate::{DeviceBuffer, PinnedBuffer, Runtime, RuntimeOptions, Stream};
 
-const SEQUENCES: u32 = 10_000;
 const OPERATIONS: usize = 50;
 
-fn config() -> ProptestConfig {
-    ProptestConfig { cases: SEQUENCES, failure_persistence: None, ..ProptestConfig::default() }
+fn sequences(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 // ------------------------------------------------------------------------------------------------ the handle pool
@@ -192,6 +191,7 @@ enum MemoryOperation {
     Take { bytes: usize },
     Drop { which: usize },
     Copy { which: usize, stream: usize, to_host: bool },
+    NoteUse { which: usize, stream: usize, at: usize, writes: bool },
     TouchByCpu { which: usize },
     Advance { stream: usize },
     Reclaim,
@@ -206,6 +206,8 @@ fn memory_operation() -> impl Strategy<Value = MemoryOperation> {
         4 => which.clone().prop_map(|which| MemoryOperation::Drop { which }),
         6 => (which.clone(), 0..STREAMS, any::<bool>())
             .prop_map(|(which, stream, to_host)| MemoryOperation::Copy { which, stream, to_host }),
+        2 => (which.clone(), 0..STREAMS, any::<usize>(), any::<bool>())
+            .prop_map(|(which, stream, at, writes)| MemoryOperation::NoteUse { which, stream, at, writes }),
         1 => which.prop_map(|which| MemoryOperation::TouchByCpu { which }),
         3 => (0..STREAMS).prop_map(|stream| MemoryOperation::Advance { stream }),
         1 => Just(MemoryOperation::Reclaim),
@@ -219,11 +221,19 @@ struct Pair {
     bytes: usize,
 }
 
+/// No cap, one that keeps nothing, and one that is often exceeded.
+fn cap() -> impl Strategy<Value = Option<u64>> {
+    prop_oneof![2 => Just(None), 1 => Just(Some(0)), 3 => (0..100_000_u64).prop_map(Some)]
+}
+
 /// Page-locked blocks and device blocks, copied between on streams that move only when told. The backend itself panics
-/// when a block is freed while a stream uses it; the model adds which requests must be served from the cache.
-fn run_memory_sequence(operations: &[MemoryOperation]) {
+/// when a block is freed while a stream uses it, and when it is called under a lock; the model adds which requests must be
+/// served from the cache, and what may stay in it.
+fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>) {
     let backend = ManualBackend::new();
-    let runtime = Runtime::new(backend.clone()).unwrap();
+    let options = RuntimeOptions { host_cache_bytes: cap, ..RuntimeOptions::new() };
+    let runtime = Runtime::with_options(backend.clone(), &options).unwrap();
+    backend.watch_locks_of(&runtime);
     let device = runtime.device(0).unwrap();
     let streams: [Stream; STREAMS] = std::array::from_fn(|_| device.create_stream().unwrap());
     let mut alive: VecDeque<Pair> = VecDeque::new();
@@ -258,6 +268,17 @@ fn run_memory_sequence(operations: &[MemoryOperation]) {
                     let pair = alive.remove(which).unwrap();
                     let class = size_class::of(pair.bytes).unwrap().0;
                     cached.entry(class).or_default().push(pair.pinned.ptr().address() as u64);
+                    drop(pair);
+                    // What is above the cap is in use, or was not reached because so much of it is.
+                    let host = runtime.statistics().host;
+                    let addresses = || cached.values().flatten().filter(|&&address| backend.has_host_block(address));
+                    let in_use = || addresses().filter(|&&address| backend.is_in_use(address)).count();
+                    assert!(
+                        host.free_bytes + host.waiting_bytes <= cap.unwrap_or(u64::MAX)
+                            || in_use() == addresses().count()
+                            || in_use() >= 16,
+                        "{host:?}"
+                    );
                 }
             }
             MemoryOperation::Copy { which, stream, to_host } => {
@@ -267,6 +288,15 @@ fn run_memory_sequence(operations: &[MemoryOperation]) {
                     } else {
                         streams[stream].copy_to_device(&pair.pinned, &pair.device).unwrap();
                     }
+                }
+            }
+            MemoryOperation::NoteUse { which, stream, at, writes } => {
+                if let Some(pair) = alive.get(which) {
+                    let (stream, base) = (&streams[stream], pair.pinned.ptr());
+                    backend.enqueue_use(stream.id(), base.address() as u64);
+                    let inside = base.offset(at % pair.bytes);
+                    assert_eq!(runtime.pinned_block_of(inside).unwrap().base, base);
+                    stream.note_host_use(inside, writes).unwrap();
                 }
             }
             MemoryOperation::TouchByCpu { which } => {
@@ -283,8 +313,11 @@ fn run_memory_sequence(operations: &[MemoryOperation]) {
             }
         }
         let host = runtime.statistics().host;
-        assert_eq!(host.held_blocks, host.live_blocks + host.free_blocks + host.waiting_blocks);
-        assert_eq!(host.live_blocks, alive.len() as u64);
+        assert_eq!(host.broken_law(), None, "{host:?}");
+        assert_eq!(host.held_blocks, backend.live_host_blocks());
+        assert_eq!((host.live_blocks, host.graph_blocks, host.unmarked_blocks), (alive.len() as u64, 0, 0));
+        assert!(cap.is_some() || host.cap_evictions == 0);
+        cached.values_mut().for_each(|blocks| blocks.retain(|&address| backend.has_host_block(address)));
         assert_eq!(host.requested_bytes, alive.iter().map(|pair| pair.bytes as u64).sum::<u64>());
         assert_eq!(host.misses, expected_misses);
         let in_cache: usize = cached.values().map(Vec::len).sum();
@@ -295,18 +328,24 @@ fn run_memory_sequence(operations: &[MemoryOperation]) {
 }
 
 proptest! {
-    #![proptest_config(config())]
+    // Each sequence starts threads.
+    #![proptest_config(sequences(2_000))]
 
     #[test]
     fn the_handle_pool_does_what_its_model_does(operations in vec(handle_operation(), OPERATIONS)) {
         run_handle_sequence(&operations);
     }
+}
+
+proptest! {
+    // Each sequence makes a runtime.
+    #![proptest_config(sequences(1_500))]
 
     #[test]
     fn memory_is_used_again_only_after_its_streams_and_given_back_in_the_end(
-        operations in vec(memory_operation(), OPERATIONS)
+        operations in vec(memory_operation(), OPERATIONS), cap in cap()
     ) {
-        run_memory_sequence(&operations);
+        run_memory_sequence(&operations, cap);
     }
 }
 

@@ -42,4 +42,8 @@ impl Rounds {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
         crate::testing::Held(self.under_way.lock())
     }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.under_way.is_locked()
+    }
 }

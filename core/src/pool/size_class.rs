@@ -22,6 +22,11 @@ pub(crate) fn of(bytes: usize) -> Option<(usize, usize)> {
     Some((class, steps << step))
 }
 
+/// The size of a class's blocks.
+pub(crate) fn block_bytes(class: usize) -> usize {
+    (8 + class % 8) << (class / 8 + SMALLEST.ilog2() as usize - 3)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -32,6 +37,7 @@ mod tests {
             let (class, block) = of(bytes).unwrap();
             assert!(class < COUNT, "{bytes}");
             assert!(block >= bytes);
+            assert_eq!(block_bytes(class), block, "{bytes}");
             assert!(bytes < SMALLEST || block - bytes <= bytes / 8, "{bytes} in {block}");
         }
         assert_eq!(of(1 << 47), None);

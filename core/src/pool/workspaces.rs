@@ -84,4 +84,8 @@ impl WorkspacePool {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
         crate::testing::Held(self.0.lock())
     }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.0.is_locked()
+    }
 }

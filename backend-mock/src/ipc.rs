@@ -1,0 +1,212 @@
+//! [`MockIpc`]: handles of device memory and events for other processes, and opening them.
+//!
+//! A memory handle names a range of the exporter's memory file and travels with a descriptor of that file. Its payload
+//! is little-endian:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..8 | [`MEMORY_MAGIC`] |
+//! | 8..16 | offset of the allocation in the file |
+//! | 16..24 | bytes of the allocation |
+//! | 24..32 | number of the allocation within its exporter |
+//! | 32..56 | zeros |
+//! | 56..64 | a checksum of the above, the device's UUID and the file's inode |
+//!
+//! so that a handle that was altered, or put together with another descriptor, is no handle. The exporter's memory file
+//! holds all of the device's memory: who was given one block is trusted with the others.
+//!
+//! An event handle has the same form with another magic number and no offset, see [`crate::shared_event`].
+//!
+//! Shared memory is not counted here. When its exporter frees a block, the bytes are given to the next one, whoever
+//! still has them mapped; keeping that from happening is what core is for.
+
+use std::fmt;
+use std::sync::Arc;
+
+use highwater_core::{DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+
+use crate::event::Event;
+use crate::gpu::{Shared, device_uuid};
+use crate::imports::Source;
+use crate::mapping::Mapping;
+use crate::operation::Operation;
+use crate::sealed_file::{self, FileId, page_bytes};
+use crate::shared_event::SharedEvent;
+
+const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"HWMKMEM1");
+
+/// The mock's sharing; it keeps the devices alive.
+pub(crate) struct MockIpc {
+    gpu: Arc<Shared>,
+}
+
+impl MockIpc {
+    pub(crate) fn new(gpu: &Arc<Shared>) -> Self {
+        Self { gpu: Arc::clone(gpu) }
+    }
+
+    fn check_transport(&self, operation: Operation, transport: Transport) -> Result<()> {
+        if self.gpu.capabilities.ipc_transports.contains(transport) {
+            return Ok(());
+        }
+        Err(unsupported(operation, transport))
+    }
+}
+
+impl fmt::Debug for MockIpc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockIpc").finish_non_exhaustive()
+    }
+}
+
+/// The error of a transport that the capabilities do not name.
+#[cold]
+pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwater_core::Error {
+    operation
+        .error(ErrorKind::Unsupported, format!("the device shares nothing by the transport {transport:?}"))
+        .with_hint("the capability `ipc_transports` says which there are")
+}
+
+/// A checksum that tells apart what was altered by accident: FNV-1a of 64 bits.
+pub(crate) fn checksum(parts: &[&[u8]]) -> u64 {
+    let bytes = parts.iter().copied().flatten();
+    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+}
+
+/// A payload of numbers, with the checksum at its end.
+pub(crate) fn seal_payload(numbers: &[u64], uuid: &[u8; 16], file: FileId) -> [u8; 64] {
+    let mut payload = [0; 64];
+    for (place, number) in payload[..56].chunks_exact_mut(8).zip(numbers) {
+        place.copy_from_slice(&number.to_le_bytes());
+    }
+    let sum = checksum(&[&payload[..56], uuid, &file.inode.to_le_bytes()]);
+    payload[56..].copy_from_slice(&sum.to_le_bytes());
+    payload
+}
+
+/// The numbers of a payload; `None` for one that [`seal_payload`] did not make for this device and file.
+pub(crate) fn open_payload(payload: &[u8; 64], magic: u64, uuid: &[u8; 16], file: FileId) -> Option<[u64; 7]> {
+    let mut numbers = [0; 7];
+    for (number, place) in numbers.iter_mut().zip(payload.chunks_exact(8)) {
+        *number = u64::from_le_bytes(place.try_into().ok()?);
+    }
+    (numbers[0] == magic && seal_payload(&numbers, uuid, file) == *payload).then_some(numbers)
+}
+
+impl IpcSharing for MockIpc {
+    unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
+        let (gpu, operation) = (&*self.gpu, Operation::ExportMemory);
+        gpu.calls.enter(operation)?;
+        let ordinal = device;
+        let device = gpu.device(operation, ordinal)?;
+        self.check_transport(operation, transport)?;
+        let (offset, block) = device.shareable(operation, ptr)?;
+        let file = device.memory.file();
+        let id = sealed_file::identify(file)
+            .map_err(|error| sealed_file::failed(operation, "cannot identify the memory file", error))?;
+        let uuid = device_uuid(ordinal);
+        let payload = seal_payload(&[MEMORY_MAGIC, offset, block.bytes, block.serial], &uuid, id);
+        let descriptor = gpu.exported.duplicate(operation, file)?;
+        Ok(MemoryHandle::new(transport, uuid, block.bytes, payload).with_descriptor(descriptor))
+    }
+
+    fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        let (gpu, operation) = (&*self.gpu, Operation::OpenMemory);
+        gpu.calls.enter(operation)?;
+        let ordinal = device;
+        let device = gpu.device(operation, ordinal)?;
+        device.check_not_lost(operation)?;
+        self.check_transport(operation, handle.transport)?;
+        let refused = |message: String| {
+            operation.error(ErrorKind::InvalidArgument, message).with_hint(
+                "pass a handle as `export_memory` gave it, with its descriptor, for the device with its UUID",
+            )
+        };
+        let uuid = device_uuid(ordinal);
+        if handle.device_uuid != uuid {
+            return Err(refused(format!(
+                "the handle is of the device with the UUID {:02x?}, device {ordinal} has {uuid:02x?}",
+                handle.device_uuid
+            )));
+        }
+        let descriptor =
+            handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
+        let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
+        let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
+            .ok_or_else(|| refused("the payload is none that was exported for this descriptor".to_owned()))?;
+        let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
+        let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
+        if bytes == 0 || bytes != handle.bytes || !offset.is_multiple_of(page_bytes()) || !fits {
+            return Err(refused(format!(
+                "the handle is of {} bytes, its payload of {bytes} bytes at {offset} of a file of {file_bytes}",
+                handle.bytes
+            )));
+        }
+        let source = Source { file, offset, bytes, serial };
+        let mut imports = device.memory.imports.write();
+        let place = match imports.open_again(&source) {
+            Some(place) => place,
+            None => {
+                // SAFETY: the file was found to be long enough and sealed against becoming shorter.
+                let mapping = unsafe { Mapping::new(descriptor, offset, length) }
+                    .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
+                imports.insert(source, mapping).ok_or_else(|| {
+                    operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
+                })?
+            }
+        };
+        Ok(DevicePtr::new(device.memory.base() + place))
+    }
+
+    unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        let (gpu, operation) = (&*self.gpu, Operation::CloseMemory);
+        gpu.calls.enter(operation)?;
+        gpu.device(operation, device)?.close_import(operation, ptr)
+    }
+
+    fn export_event(&self, event: EventId) -> Result<EventHandle> {
+        let operation = Operation::ExportEvent;
+        self.gpu.calls.enter(operation)?;
+        let object = self.gpu.event(operation, event)?;
+        let shared = object.shared.as_ref().ok_or_else(|| {
+            operation
+                .error(ErrorKind::InvalidArgument, format!("{event:?} was not made for other processes"))
+                .with_hint("make the event with `EventOptions::with_interprocess`")
+        })?;
+        shared.export(operation, device_uuid(object.device), &self.gpu.exported)
+    }
+
+    fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
+        let (gpu, operation) = (&*self.gpu, Operation::OpenEvent);
+        gpu.calls.enter(operation)?;
+        gpu.device(operation, device)?.check_not_lost(operation)?;
+        if !gpu.capabilities.interprocess_events {
+            return Err(operation.lacks("interprocess_events"));
+        }
+        let shared = SharedEvent::open(operation, handle, device_uuid(device), gpu.peers())?;
+        gpu.events.insert(operation.name(), device, Event::interprocess(device, shared))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_is_opened_as_it_was_sealed_or_not_at_all() {
+        let file = sealed_file::identify(&sealed_file::create("test", 4096).unwrap()).unwrap();
+        let other = sealed_file::identify(&sealed_file::create("test", 4096).unwrap()).unwrap();
+        let (uuid, wrong_uuid) = ([7; 16], [8; 16]);
+        let payload = seal_payload(&[MEMORY_MAGIC, 4096, 100, 3], &uuid, file);
+        assert_eq!(payload[8..16], 4096u64.to_le_bytes());
+        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &uuid, file), Some([MEMORY_MAGIC, 4096, 100, 3, 0, 0, 0]));
+        for index in 0..64 {
+            let mut altered = payload;
+            altered[index] ^= 1;
+            assert_eq!(open_payload(&altered, MEMORY_MAGIC, &uuid, file), None, "byte {index}");
+        }
+        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &wrong_uuid, file), None);
+        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &uuid, other), None, "two files made in this test");
+        assert_eq!(open_payload(&payload, MEMORY_MAGIC + 1, &uuid, file), None);
+    }
+}

@@ -1,0 +1,602 @@
+use std::time::Instant;
+
+use highwater_core::{
+    AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
+    DeviceMemoryKind, DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, IdParts,
+    Location, ObjectId, Result, StreamId,
+};
+use highwater_mock::Operation;
+
+use crate::rig::{Rig, at, end, kind, millis, small};
+
+const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+impl Rig {
+    fn begin(&self, stream: StreamId) {
+        self.gpu.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+    }
+
+    fn end(&self, stream: StreamId) -> GraphId {
+        end(&self.gpu, stream).unwrap()
+    }
+
+    /// The executable graph of what `record` enqueues.
+    fn captured(&self, stream: StreamId, record: impl FnOnce()) -> GraphExecId {
+        self.begin(stream);
+        record();
+        let graph = self.end(stream);
+        let exec = self.gpu.instantiate_graph(graph).unwrap();
+        self.gpu.destroy_graph(graph).unwrap();
+        exec
+    }
+
+    fn launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()> {
+        // SAFETY: tests keep what they recorded until the launch has completed, and launch on one stream at a time.
+        unsafe { self.gpu.launch_graph(exec, stream) }
+    }
+
+    fn bytes(&self, block: DevicePtr, count: usize) -> Vec<u8> {
+        self.download(block, count, self.stream)
+    }
+
+    fn set(&self, block: DevicePtr, value: u8, count: usize, stream: StreamId) -> Result<()> {
+        self.fill(block, FillPattern::U8(value), count, stream)
+    }
+
+    /// Whatever happened before, the stream executes, and is in no capture.
+    fn assert_works(&self, stream: StreamId) {
+        let block = self.allocate(stream.device(), 64);
+        assert!(!self.gpu.is_capturing(stream).unwrap());
+        self.set(block, 9, 64, stream).unwrap();
+        assert_eq!(self.download::<u8>(block, 64, stream), [9; 64]);
+        self.free(stream.device(), block, None).unwrap();
+    }
+
+    fn handle(&self, stream: StreamId) -> Box<dyn BlasHandle> {
+        let mut handle = self.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+        handle.set_stream(stream).unwrap();
+        handle
+    }
+}
+
+fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) {
+    // SAFETY: tests keep the blocks until the last launch has completed.
+    unsafe { handle.gemm(gemm).unwrap() };
+}
+
+#[test]
+fn nothing_is_executed_while_it_is_recorded_and_every_launch_executes_it_once() {
+    for mode in MODES {
+        let rig = Rig::new(small());
+        let (block, copy) = (rig.upload(&[1u8; 64]), rig.upload(&[1u8; 64]));
+        let (pinned, work) = (rig.pinned(64), rig.stream(0));
+        // SAFETY: the block is as long, and nobody else uses it.
+        unsafe { pinned.as_ptr().write_bytes(1, 64) };
+        rig.gpu.begin_capture(work, mode).unwrap();
+        assert!(rig.gpu.is_capturing(work).unwrap() && !rig.gpu.is_capturing(rig.stream).unwrap());
+        rig.set(block, 2, 64, work).unwrap();
+        rig.copy(at(0, copy), at(0, block), 64, work).unwrap();
+        rig.copy(Location::Host(pinned), at(0, copy), 64, work).unwrap();
+        let graph = rig.end(work);
+        assert!(!rig.gpu.is_capturing(work).unwrap());
+        let exec = rig.gpu.instantiate_graph(graph).unwrap();
+        rig.gpu.synchronize_device(0).unwrap();
+        assert_eq!((rig.bytes(block, 64), rig.bytes(copy, 64)), (vec![1; 64], vec![1; 64]));
+        // SAFETY: no copy into the block was executed.
+        assert_eq!(unsafe { *pinned.as_ptr().cast::<[u8; 64]>() }, [1; 64]);
+        for _ in 0..2 {
+            rig.launch(exec, rig.stream).unwrap();
+            rig.gpu.synchronize_stream(rig.stream).unwrap();
+            // SAFETY: the copy into the block has completed.
+            assert_eq!(unsafe { *pinned.as_ptr().cast::<[u8; 64]>() }, [2; 64]);
+            rig.write(block, &[1u8; 64]);
+        }
+        rig.assert_works(work);
+    }
+}
+
+#[test]
+fn two_replays_of_an_added_product_add_twice() {
+    let rig = Rig::new(small());
+    let (ones, c) = (rig.upload(&[1f32; 16]), rig.upload(&[10f32; 16]));
+    let mut handle = rig.handle(rig.stream);
+    let product = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), ones, ones, c).with_scale(1.0, 1.0);
+    let exec = rig.captured(rig.stream, || gemm(&mut *handle, &product));
+    assert_eq!(rig.download::<f32>(c, 16, rig.stream), [10.0; 16]);
+    rig.launch(exec, rig.stream).unwrap();
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.download::<f32>(c, 16, rig.stream), [18.0; 16]);
+    // The handle's own workspace belongs to the graph too.
+    let free = rig.gpu.memory_info(0).unwrap().free;
+    drop(handle);
+    assert_eq!(rig.gpu.memory_info(0).unwrap().free, free);
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.download::<f32>(c, 16, rig.stream), [22.0; 16]);
+    rig.gpu.destroy_graph_exec(exec).unwrap();
+    rig.gpu.synchronize_device(0).unwrap();
+    // The worker drops a command right after it has been counted as completed.
+    let start = Instant::now();
+    while rig.gpu.memory_info(0).unwrap().free == free {
+        assert!(start.elapsed() < millis(10_000), "the workspace did not come back");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn what_was_captured_is_captured_by_value() {
+    let rig = Rig::new(small());
+    let (ones, c) = (rig.upload(&[1f32; 4]), rig.upload(&[0f32; 4]));
+    let mut handle = rig.handle(rig.stream);
+    let product = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ones, ones, c);
+    let exec = rig.captured(rig.stream, || gemm(&mut *handle, &product.with_scale(3.0, 0.0)));
+    let other = rig.stream(0);
+    handle.set_stream(other).unwrap();
+    gemm(&mut *handle, &product.with_scale(100.0, 0.0));
+    rig.gpu.synchronize_stream(other).unwrap();
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.download::<f32>(c, 4, rig.stream), [6.0; 4]);
+    // Contents are those of the time of the launch.
+    rig.write(ones, &[2f32; 4]);
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.download::<f32>(c, 4, rig.stream), [24.0; 4]);
+}
+
+#[test]
+fn a_graph_runs_over_two_streams_in_the_order_of_their_events() {
+    let rig = Rig::new(small());
+    let (first, second) = (rig.stream(0), rig.stream(0));
+    let (fork, join, block) = (rig.event(0), rig.event(0), rig.upload(&[0u8; 96]));
+    let exec = rig.captured(first, || {
+        rig.set(block, 1, 32, first).unwrap();
+        rig.gpu.record_event(fork, first).unwrap();
+        assert!(!rig.gpu.is_capturing(second).unwrap());
+        rig.gpu.stream_wait_event(second, fork).unwrap();
+        assert!(rig.gpu.is_capturing(second).unwrap());
+        rig.copy(at(0, block.offset(32)), at(0, block), 32, second).unwrap();
+        rig.gpu.record_event(join, second).unwrap();
+        rig.gpu.stream_wait_event(first, join).unwrap();
+        rig.copy(at(0, block.offset(64)), at(0, block.offset(32)), 32, first).unwrap();
+    });
+    assert!(!rig.gpu.is_capturing(second).unwrap());
+    assert_eq!(rig.bytes(block, 96), [0; 96]);
+    for _ in 0..2 {
+        rig.launch(exec, rig.stream).unwrap();
+        assert_eq!(rig.bytes(block, 96), [1; 96]);
+        rig.write(block, &[0u8; 96]);
+    }
+    rig.assert_works(first);
+    rig.assert_works(second);
+}
+
+#[test]
+fn a_stream_of_another_device_may_join() {
+    let rig = Rig::new(small().with_devices(2));
+    let other = rig.stream(1);
+    let (fork, join) = (rig.event(0), rig.event(1));
+    let (block, there) = (rig.upload(&[0u8; 64]), rig.allocate(1, 64));
+    let exec = rig.captured(rig.stream, || {
+        rig.gpu.record_event(fork, rig.stream).unwrap();
+        rig.gpu.stream_wait_event(other, fork).unwrap();
+        rig.set(there, 5, 64, other).unwrap();
+        rig.gpu.record_event(join, other).unwrap();
+        rig.gpu.stream_wait_event(rig.stream, join).unwrap();
+        rig.copy(at(0, block), at(1, there), 64, rig.stream).unwrap();
+    });
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.bytes(block, 64), [5; 64]);
+    assert_eq!(kind(rig.launch(exec, other)), ErrorKind::WrongDevice);
+}
+
+#[test]
+fn streams_may_be_joined_by_way_of_others_and_all_of_them_must() {
+    let rig = Rig::new(small());
+    let streams = [(); 3].map(|()| rig.stream(0));
+    let (block, event) = (rig.allocate(0, 64), rig.event(0));
+    let hand_over = |from: usize, to: usize| {
+        rig.gpu.record_event(event, streams[from]).unwrap();
+        rig.gpu.stream_wait_event(streams[to], event).unwrap();
+    };
+    // The second is waited for by the third, which the first waits for.
+    rig.begin(streams[0]);
+    hand_over(0, 1);
+    rig.set(block, 1, 64, streams[1]).unwrap();
+    hand_over(1, 2);
+    rig.set(block, 2, 64, streams[2]).unwrap();
+    hand_over(2, 0);
+    rig.gpu.destroy_graph(rig.end(streams[0])).unwrap();
+    // The same, and one more command that nobody waits for.
+    rig.begin(streams[0]);
+    hand_over(0, 1);
+    hand_over(1, 2);
+    hand_over(2, 0);
+    rig.set(block, 3, 64, streams[1]).unwrap();
+    assert_eq!(kind(end(&rig.gpu, streams[0])), ErrorKind::Capture);
+    // One that joined and did nothing is to be waited for as well.
+    rig.begin(streams[0]);
+    hand_over(0, 1);
+    assert_eq!(kind(end(&rig.gpu, streams[0])), ErrorKind::Capture);
+    for stream in streams {
+        rig.assert_works(stream);
+    }
+    assert_eq!(rig.gpu.live_objects().graphs, 0);
+}
+
+#[test]
+fn a_capture_begins_once_and_ends_where_it_began() {
+    let rig = Rig::new(small());
+    let (second, event) = (rig.stream(0), rig.event(0));
+    assert_eq!(kind(end(&rig.gpu, rig.stream)), ErrorKind::Capture);
+    rig.begin(rig.stream);
+    rig.gpu.record_event(event, rig.stream).unwrap();
+    rig.gpu.stream_wait_event(second, event).unwrap();
+    for stream in [rig.stream, second] {
+        assert_eq!(kind(rig.gpu.begin_capture(stream, CaptureMode::Relaxed)), ErrorKind::Capture);
+    }
+    assert_eq!(kind(end(&rig.gpu, second)), ErrorKind::Capture);
+    rig.gpu.record_event(event, second).unwrap();
+    rig.gpu.stream_wait_event(rig.stream, event).unwrap();
+    // None of that has lost it.
+    rig.end(rig.stream);
+    assert_eq!(kind(end(&rig.gpu, rig.stream)), ErrorKind::Capture);
+    let legacy = StreamId::legacy_default(rig.gpu.identity().tag, 0);
+    assert_eq!(kind(rig.gpu.begin_capture(legacy, CaptureMode::Relaxed)), ErrorKind::Capture);
+    assert!(!rig.gpu.is_capturing(legacy).unwrap());
+    rig.assert_works(rig.stream);
+}
+
+/// What has nothing to do with the capture, from the capturing thread and from another one.
+#[test]
+fn other_work_neither_fails_nor_disturbs() {
+    for mode in MODES {
+        let rig = Rig::new(small());
+        let (block, outside) = (rig.allocate(0, 64), rig.event(0));
+        rig.gpu.record_event(outside, rig.stream).unwrap();
+        let work = rig.stream(0);
+        let disturb = || {
+            let (memory, pinned) = (rig.allocate(0, 4096), rig.pinned(4096));
+            let (event, stream) = (rig.event(0), rig.stream(0));
+            rig.gpu.query_event(outside).unwrap();
+            rig.gpu.synchronize_event(outside).unwrap();
+            rig.gpu.query_event(event).unwrap();
+            let mut handle = rig.handle(stream);
+            gemm(&mut *handle, &Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), memory, memory, memory.offset(64)));
+            rig.gpu.record_event(event, stream).unwrap();
+            rig.gpu.synchronize_event(event).unwrap();
+            rig.gpu.synchronize_stream(stream).unwrap();
+            drop(handle);
+            rig.gpu.destroy_event(event).unwrap();
+            rig.gpu.destroy_stream(stream).unwrap();
+            rig.free(0, memory, None).unwrap();
+            // SAFETY: nobody uses the block.
+            unsafe { rig.host.free(pinned).unwrap() };
+        };
+        rig.gpu.begin_capture(work, mode).unwrap();
+        rig.set(block, 1, 32, work).unwrap();
+        disturb();
+        std::thread::scope(|scope| scope.spawn(disturb).join().unwrap());
+        rig.set(block.offset(32), 2, 32, work).unwrap();
+        let exec = rig.gpu.instantiate_graph(rig.end(work)).unwrap();
+        rig.launch(exec, work).unwrap();
+        assert_eq!(rig.download::<u8>(block, 64, work), [[1; 32], [2; 32]].concat());
+    }
+}
+
+#[test]
+fn handles_cannot_be_made_during_a_capture_where_the_device_says_so() {
+    let rig = Rig::new(small().with_capabilities(|c| c.create_during_capture = false));
+    let make = || rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).map(|_| ());
+    let elsewhere = || std::thread::scope(|scope| scope.spawn(make).join().unwrap());
+    for (mode, here, there) in [
+        (CaptureMode::Global, false, false),
+        (CaptureMode::ThreadLocal, false, true),
+        (CaptureMode::Relaxed, true, true),
+    ] {
+        for (made, allowed) in [(&make as &dyn Fn() -> Result<()>, here), (&elsewhere, there)] {
+            rig.gpu.begin_capture(rig.stream, mode).unwrap();
+            let (made, graph) = (made(), end(&rig.gpu, rig.stream));
+            for error in [made.err(), graph.err()] {
+                assert_eq!(error.map(|error| error.kind()), (!allowed).then_some(ErrorKind::Capture), "{mode:?}");
+            }
+            rig.assert_works(rig.stream);
+        }
+    }
+    make().unwrap();
+    assert_eq!(rig.gpu.live_objects().handles, 0);
+}
+
+/// Each of these is refused and loses the capture, also for streams that joined; afterwards all of them work.
+#[test]
+fn what_loses_a_capture_is_refused_and_leaves_the_streams_working() {
+    type Offence = fn(&Rig, StreamId, StreamId) -> Result<()>;
+    let offences: [(&str, Offence); 9] = [
+        ("asking for the stream", |rig, first, _| rig.gpu.query_stream(first).map(|_| ())),
+        ("waiting for the stream", |rig, first, _| rig.gpu.synchronize_stream(first)),
+        ("asking for a stream that joined", |rig, _, second| rig.gpu.query_stream(second).map(|_| ())),
+        ("waiting for a stream that joined", |rig, _, second| rig.gpu.synchronize_stream(second)),
+        ("waiting for the device", |rig, _, _| rig.gpu.synchronize_device(0)),
+        ("asking for an event of the capture", |rig, first, _| {
+            let event = rig.event(0);
+            rig.gpu.record_event(event, first)?;
+            rig.gpu.query_event(event).map(|_| ())
+        }),
+        ("waiting for an event of the capture", |rig, _, second| {
+            let event = rig.event(0);
+            rig.gpu.record_event(event, second)?;
+            rig.gpu.synchronize_event(event)
+        }),
+        ("the time of an event of the capture", |rig, first, _| {
+            let event = rig.gpu.create_event(0, &EventOptions::new().with_timing())?;
+            rig.gpu.record_event(event, first)?;
+            rig.gpu.event_elapsed_ns(event, event).map(|_| ())
+        }),
+        ("waiting for an event recorded outside", |rig, first, _| {
+            let event = rig.event(0);
+            rig.gpu.record_event(event, rig.stream)?;
+            rig.gpu.synchronize_event(event)?;
+            rig.gpu.stream_wait_event(first, event)
+        }),
+    ];
+    for mode in MODES {
+        for (what, offence) in offences {
+            let rig = Rig::new(small());
+            let (first, second, fork) = (rig.stream(0), rig.stream(0), rig.event(0));
+            let block = rig.upload(&[7u8; 64]);
+            rig.gpu.begin_capture(first, mode).unwrap();
+            rig.set(block, 1, 64, first).unwrap();
+            rig.gpu.record_event(fork, first).unwrap();
+            rig.gpu.stream_wait_event(second, fork).unwrap();
+            assert_eq!(kind(offence(&rig, first, second)), ErrorKind::Capture, "{what}");
+            assert!(rig.gpu.is_capturing(first).unwrap() && rig.gpu.is_capturing(second).unwrap(), "{what}");
+            for refused in [
+                rig.set(block, 2, 64, first),
+                rig.set(block, 2, 64, second),
+                rig.gpu.record_event(fork, first),
+                rig.gpu.stream_wait_event(second, fork),
+            ] {
+                assert_eq!(kind(refused), ErrorKind::Capture, "{what}");
+            }
+            let error = end(&rig.gpu, first).unwrap_err();
+            assert_eq!((error.kind(), error.operation()), (ErrorKind::Capture, "end_capture"), "{what}");
+            rig.assert_works(first);
+            rig.assert_works(second);
+            assert_eq!(rig.bytes(block, 64), [7; 64], "{what}: something recorded was executed");
+            assert_eq!(rig.gpu.live_objects().graphs, 0);
+        }
+    }
+}
+
+#[test]
+fn waiting_for_an_event_that_was_never_recorded_changes_nothing() {
+    let rig = Rig::new(small());
+    rig.begin(rig.stream);
+    rig.gpu.stream_wait_event(rig.stream, rig.event(0)).unwrap();
+    rig.end(rig.stream);
+}
+
+#[test]
+fn two_captures_live_side_by_side_and_are_both_lost_when_they_meet() {
+    let rig = Rig::new(small());
+    let (first, second) = (rig.stream(0), rig.stream(0));
+    let (block, event) = (rig.allocate(0, 64), rig.event(0));
+    rig.begin(first);
+    rig.begin(second);
+    rig.set(block, 1, 32, first).unwrap();
+    rig.set(block.offset(32), 2, 32, second).unwrap();
+    for graph in [rig.end(first), rig.end(second)] {
+        let exec = rig.gpu.instantiate_graph(graph).unwrap();
+        rig.launch(exec, rig.stream).unwrap();
+    }
+    assert_eq!(rig.bytes(block, 64), [[1; 32], [2; 32]].concat());
+    rig.begin(first);
+    rig.begin(second);
+    rig.gpu.record_event(event, first).unwrap();
+    assert_eq!(kind(rig.gpu.stream_wait_event(second, event)), ErrorKind::Capture);
+    assert_eq!(kind(end(&rig.gpu, first)), ErrorKind::Capture);
+    assert_eq!(kind(end(&rig.gpu, second)), ErrorKind::Capture);
+    rig.assert_works(first);
+    rig.assert_works(second);
+}
+
+#[test]
+fn an_event_of_a_capture_is_never_reached_until_it_is_recorded_outside() {
+    let rig = Rig::new(small());
+    let (event, other) = (rig.event(0), rig.stream(0));
+    let exec = rig.captured(rig.stream, || rig.gpu.record_event(event, rig.stream).unwrap());
+    rig.launch(exec, rig.stream).unwrap();
+    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    assert_eq!(kind(rig.gpu.query_event(event)), ErrorKind::Capture);
+    assert_eq!(kind(rig.gpu.synchronize_event(event)), ErrorKind::Capture);
+    assert_eq!(kind(rig.gpu.stream_wait_event(other, event)), ErrorKind::Capture);
+    rig.assert_works(other);
+    rig.gpu.record_event(event, rig.stream).unwrap();
+    rig.gpu.stream_wait_event(other, event).unwrap();
+    rig.gpu.synchronize_stream(other).unwrap();
+    rig.gpu.synchronize_event(event).unwrap();
+    assert_eq!(rig.gpu.query_event(event).unwrap(), Completion::Complete);
+    // A record in a capture that takes place after one outside moves the event too.
+    rig.captured(rig.stream, || rig.gpu.record_event(event, rig.stream).unwrap());
+    assert_eq!(kind(rig.gpu.query_event(event)), ErrorKind::Capture);
+    rig.gpu.destroy_event(event).unwrap();
+}
+
+#[test]
+fn memory_in_stream_order_is_refused_on_a_capturing_stream_and_loses_nothing() {
+    let rig = Rig::new(small());
+    let ordered = |stream| AllocateOptions::new(4096).with_kind(DeviceMemoryKind::StreamOrdered(stream));
+    let block = rig.gpu.allocate(0, &ordered(rig.stream)).unwrap();
+    let before = (rig.gpu.live_objects(), rig.gpu.memory_info(0).unwrap().free);
+    rig.begin(rig.stream);
+    rig.set(block, 4, 64, rig.stream).unwrap();
+    assert_eq!(kind(rig.gpu.allocate(0, &ordered(rig.stream))), ErrorKind::Capture);
+    assert_eq!(kind(rig.free(0, block, Some(rig.stream))), ErrorKind::Capture);
+    assert_eq!((rig.gpu.live_objects(), rig.gpu.memory_info(0).unwrap().free), before);
+    let other = rig.stream(0);
+    let elsewhere = rig.gpu.allocate(0, &ordered(other)).unwrap();
+    rig.free(0, elsewhere, Some(other)).unwrap();
+    let exec = rig.gpu.instantiate_graph(rig.end(rig.stream)).unwrap();
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.bytes(block, 64), [4; 64]);
+    rig.free(0, block, Some(rig.stream)).unwrap();
+}
+
+#[test]
+fn a_launch_that_is_enqueued_outlives_its_graph() {
+    let rig = Rig::new(small().with_latency(millis(2)));
+    let block = rig.upload(&[0u8; 64]);
+    let exec = rig.captured(rig.stream, || {
+        for index in 0..16 {
+            rig.set(block.offset(index * 4), 3, 4, rig.stream).unwrap();
+        }
+    });
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.gpu.live_objects().graphs, 1);
+    rig.gpu.destroy_graph_exec(exec).unwrap();
+    assert_eq!(rig.gpu.live_objects().graphs, 0);
+    assert_eq!(rig.bytes(block, 64), [3; 64]);
+}
+
+#[test]
+fn graphs_are_counted_and_their_ids_are_checked() {
+    let rig = Rig::new(small());
+    rig.begin(rig.stream);
+    let graph = rig.end(rig.stream);
+    let execs = [(); 2].map(|()| rig.gpu.instantiate_graph(graph).unwrap());
+    assert_eq!(rig.gpu.live_objects().graphs, 3);
+    rig.gpu.destroy_graph(graph).unwrap();
+    assert_eq!(kind(rig.gpu.destroy_graph(graph)), ErrorKind::InvalidHandle);
+    assert_eq!(kind(rig.gpu.instantiate_graph(graph)), ErrorKind::InvalidHandle);
+    // Of nothing, and still executable.
+    rig.launch(execs[1], rig.stream).unwrap();
+    rig.gpu.destroy_graph_exec(execs[0]).unwrap();
+    assert_eq!(kind(rig.launch(execs[0], rig.stream)), ErrorKind::InvalidHandle);
+    assert_eq!(kind(rig.gpu.destroy_graph_exec(execs[0])), ErrorKind::InvalidHandle);
+    // SAFETY: the ids are given to a backend that no runtime uses.
+    let foreign = unsafe { GraphExecId::from_parts(IdParts { tag: BackendTag::next(), ..execs[1].parts() }) };
+    assert_eq!(kind(rig.launch(foreign, rig.stream)), ErrorKind::InvalidHandle);
+    rig.gpu.destroy_graph_exec(execs[1]).unwrap();
+    assert_eq!(rig.gpu.live_objects().graphs, 0);
+}
+
+#[test]
+fn a_launch_on_a_capturing_stream_is_refused_and_loses_nothing() {
+    let rig = Rig::new(small());
+    let (block, other) = (rig.upload(&[0u8; 64]), rig.stream(0));
+    let inner = rig.captured(other, || rig.set(block, 1, 32, other).unwrap());
+    let outer = rig.captured(rig.stream, || {
+        assert_eq!(kind(rig.launch(inner, rig.stream)), ErrorKind::Capture);
+        rig.set(block.offset(32), 2, 32, rig.stream).unwrap();
+        rig.launch(inner, other).unwrap();
+        rig.gpu.synchronize_stream(other).unwrap();
+    });
+    assert_eq!(rig.bytes(block, 64), [[1; 32], [0; 32]].concat());
+    rig.launch(outer, rig.stream).unwrap();
+    assert_eq!(rig.bytes(block, 64), [[1; 32], [2; 32]].concat());
+}
+
+#[test]
+fn only_a_relaxed_capture_ends_on_another_thread() {
+    let rig = Rig::new(small());
+    for mode in MODES {
+        rig.gpu.begin_capture(rig.stream, mode).unwrap();
+        let end = || end(&rig.gpu, rig.stream);
+        let graph = std::thread::scope(|scope| scope.spawn(end).join().unwrap());
+        if mode == CaptureMode::Relaxed {
+            graph.unwrap();
+        } else {
+            assert_eq!(kind(graph), ErrorKind::Capture);
+            assert!(rig.gpu.is_capturing(rig.stream).unwrap());
+            end().unwrap();
+        }
+        rig.assert_works(rig.stream);
+    }
+}
+
+#[test]
+fn destroying_a_stream_ends_or_loses_its_capture() {
+    let rig = Rig::new(small());
+    let (event, block) = (rig.event(0), rig.upload(&[7u8; 64]));
+    let fork = |first, second| {
+        rig.begin(first);
+        rig.set(block, 1, 64, first).unwrap();
+        rig.gpu.record_event(event, first).unwrap();
+        rig.gpu.stream_wait_event(second, event).unwrap();
+    };
+    // The first one: the others are free again.
+    let (first, second) = (rig.stream(0), rig.stream(0));
+    fork(first, second);
+    rig.gpu.destroy_stream(first).unwrap();
+    rig.assert_works(second);
+    assert_eq!(kind(rig.gpu.query_event(event)), ErrorKind::Capture);
+    assert_eq!(kind(end(&rig.gpu, first)), ErrorKind::InvalidHandle);
+    // Another one: the first still has to end it.
+    fork(rig.stream, second);
+    rig.gpu.destroy_stream(second).unwrap();
+    assert!(rig.gpu.is_capturing(rig.stream).unwrap());
+    assert_eq!(kind(end(&rig.gpu, rig.stream)), ErrorKind::Capture);
+    rig.assert_works(rig.stream);
+    rig.gpu.synchronize_device(0).unwrap();
+    assert_eq!(rig.bytes(block, 64), [7; 64]);
+    // And the backend, with captures open.
+    rig.begin(rig.stream);
+    let product = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), block, block, block.offset(32));
+    gemm(&mut *rig.handle(rig.stream), &product);
+    drop(rig);
+}
+
+/// Streams of their own captured by several threads at once, and a hundred graphs that leave nothing behind.
+#[test]
+fn captures_of_several_threads_do_not_disturb_each_other() {
+    let rig = Rig::new(small());
+    let free = rig.gpu.memory_info(0).unwrap().free;
+    std::thread::scope(|scope| {
+        for thread in 0..4u8 {
+            let rig = &rig;
+            scope.spawn(move || {
+                for round in 0..25u8 {
+                    let (stream, block) = (rig.stream(0), rig.allocate(0, 256));
+                    let exec = rig.captured(stream, || {
+                        rig.set(block, thread, 256, stream).unwrap();
+                        rig.set(block, round, 128, stream).unwrap();
+                    });
+                    rig.launch(exec, stream).unwrap();
+                    rig.gpu.destroy_graph_exec(exec).unwrap();
+                    let expected = [[round; 128], [thread; 128]].concat();
+                    assert_eq!(rig.download::<u8>(block, 256, stream), expected);
+                    rig.free(0, block, None).unwrap();
+                    rig.gpu.destroy_stream(stream).unwrap();
+                }
+            });
+        }
+    });
+    let live = rig.gpu.live_objects();
+    assert_eq!((live.graphs, live.allocations, live.streams), (0, 0, 1));
+    assert_eq!(rig.gpu.memory_info(0).unwrap().free, free);
+    assert_eq!(rig.gpu.calls(Operation::LaunchGraph), 100);
+}
+
+#[test]
+fn a_refused_call_leaves_the_capture_as_it_was() {
+    let rig = Rig::new(small());
+    let block = rig.upload(&[0u8; 64]);
+    rig.begin(rig.stream);
+    rig.set(block, 1, 64, rig.stream).unwrap();
+    rig.gpu.fail_call(Operation::Fill, 1, ErrorKind::Vendor).unwrap();
+    assert_eq!(kind(rig.set(block, 2, 64, rig.stream)), ErrorKind::Vendor);
+    assert_eq!(kind(rig.set(block, 2, 65, rig.stream)), ErrorKind::InvalidPointer);
+    rig.gpu.fail_call(Operation::EndCapture, 1, ErrorKind::Vendor).unwrap();
+    assert_eq!(kind(end(&rig.gpu, rig.stream)), ErrorKind::Vendor);
+    let exec = rig.gpu.instantiate_graph(rig.end(rig.stream)).unwrap();
+    rig.launch(exec, rig.stream).unwrap();
+    assert_eq!(rig.bytes(block, 64), [1; 64]);
+}
+
+#[test]
+fn a_device_without_captures_refuses_them() {
+    let rig = Rig::new(small().with_capabilities(|c| c.capture = false));
+    assert_eq!(kind(rig.gpu.begin_capture(rig.stream, CaptureMode::Relaxed)), ErrorKind::Unsupported);
+    assert_eq!(kind(end(&rig.gpu, rig.stream)), ErrorKind::Unsupported);
+    assert_eq!(kind(rig.gpu.is_capturing(rig.stream)), ErrorKind::Unsupported);
+    let block = rig.allocate(0, 64);
+    rig.set(block, 6, 64, rig.stream).unwrap();
+    assert_eq!(rig.bytes(block, 64), [6; 64]);
+}

@@ -1,0 +1,915 @@
+//! Capture and replay: what is recorded and not executed, what disturbs it, and what a replay does.
+
+use std::sync::{PoisonError, RwLock};
+
+use highwater_core::{
+    Backend, BlasKind, BlasOptions, CaptureMode, DataType, Epilogue, FillPattern, Gemm, GemmShape, PlanOptions,
+};
+
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
+use crate::bystander::Bystander;
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Stream};
+use crate::matrix::Product;
+
+cases! {
+    group "capture";
+    records_instead_of_executing: ["capture.not-executed"] needs [needs::has::capture];
+    records_products_instead_of_executing: ["capture.not-executed"] needs [needs::has::capture, needs::has::gemm_f32];
+    executes_what_came_before: ["capture.not-executed", "stream.order"] needs [needs::has::capture];
+    leaves_other_streams_alone: ["capture.not-executed", "stream.independent"] needs [needs::has::capture];
+    refuses_to_begin_again: ["capture.begin-again"] needs [needs::has::capture];
+    refuses_to_begin_on_a_stream_that_joined: ["capture.begin-again", "capture.joins"] needs [needs::has::capture];
+    streams_join_by_events: ["capture.joins", "capture.not-executed", "capture.replay"] needs [needs::has::capture];
+    is_not_disturbed_by_memory_and_events: ["capture.undisturbed"]
+        needs [needs::has::capture, needs::has::create_during_capture];
+    is_not_disturbed_by_another_thread: ["capture.undisturbed"]
+        needs [needs::has::capture, needs::has::create_during_capture];
+    is_not_disturbed_by_new_handles: ["capture.undisturbed"]
+        needs [needs::has::capture, needs::has::create_during_capture];
+    gives_no_answer_about_its_streams: ["capture.no-answer", "capture.lost"] needs [needs::has::capture];
+    gives_no_answer_about_its_events: ["capture.no-answer", "capture.lost"] needs [needs::has::capture];
+    is_lost_where_a_stream_is_not_joined: ["capture.unjoined", "capture.lost"] needs [needs::has::capture];
+    begins_anew_after_it_was_lost: ["capture.lost", "capture.replay"] needs [needs::has::capture];
+    cannot_end_without_a_beginning: ["capture.end-without"] needs [needs::has::capture];
+    cannot_end_twice: ["capture.end-without"] needs [needs::has::capture];
+    replays_execute_everything_each_time: ["capture.replay"] needs [needs::has::capture];
+    two_replays_add_a_product_twice: ["capture.replay", "gemm.beta"]
+        needs [needs::has::capture, needs::has::gemm_f32];
+    two_replays_add_a_product_of_doubles_twice: ["capture.replay", "gemm.beta"]
+        needs [needs::has::capture, needs::has::gemm_f64];
+    replays_of_products_are_right: ["capture.replay", "gemm.value"] needs [needs::has::capture, needs::has::gemm_f32];
+    replays_of_plans_are_right: ["capture.replay", "plan.value"]
+        needs [needs::has::capture, needs::has::gemm_f32, needs::has::lt_plans];
+    replays_return_at_once: ["capture.replay", "stream.asynchronous"] needs [needs::has::capture];
+    replays_run_in_the_order_of_the_stream: ["capture.replay", "stream.order"] needs [needs::has::capture];
+    replays_keep_the_order_of_streams_that_joined: ["capture.replay", "capture.joins"] needs [needs::has::capture];
+    replays_run_on_another_stream: ["capture.replay"] needs [needs::has::capture];
+    many_replays_run_one_after_the_other: ["capture.replay"] needs [needs::has::capture];
+    replays_of_nothing_do_nothing: ["capture.replay"] needs [needs::has::capture];
+    replays_fill_with_every_width: ["capture.replay", "fill.exact"] needs [needs::has::capture];
+    replays_use_the_scalars_of_the_recording: ["capture.by-value"] needs [needs::has::capture, needs::has::gemm_f32];
+    replays_use_the_addresses_of_the_recording: ["capture.by-value"] needs [needs::has::capture];
+    executables_outlive_their_graph: ["capture.replay"] needs [needs::has::capture];
+    one_graph_makes_several_executables: ["capture.replay"] needs [needs::has::capture];
+    pending_launches_finish_when_all_is_destroyed: ["capture.replay"] needs [needs::has::capture];
+    pending_products_finish_when_all_is_destroyed: ["capture.replay"]
+        needs [needs::has::capture, needs::has::gemm_f32];
+    destroyed_graphs_are_stale: ["backend.ids-checked"] needs [needs::has::capture];
+    graphs_count: ["backend.live-objects"] needs [needs::has::capture];
+    threads_capture_at_once: ["backend.concurrent", "capture.not-executed", "capture.replay"]
+        needs [needs::has::capture];
+}
+
+const BYTES: usize = 1 << 16;
+const OLD: u8 = 0x10;
+const NEW: u8 = 0x20;
+const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+/// Records what `enqueue` enqueues on the stream, and makes it executable.
+fn recorded<'m, 'b: 'm>(
+    stream: &Stream<'b>,
+    memory: &[&'m dyn Memory],
+    enqueue: impl FnOnce() -> highwater_core::Result<()>,
+) -> Result<Executable<'m>, Failure> {
+    let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
+    enqueue()?;
+    Ok(capture.end(memory)?.instantiate()?)
+}
+
+fn holds(block: &Block<'_>, byte: u8, what: &str) -> CaseResult {
+    let got = block.read()?;
+    let other = got.iter().find(|&&other| other != byte);
+    check!(other.is_none(), "{what}: a byte is {:#x}, expected {byte:#x}", other.copied().unwrap_or_default());
+    Ok(())
+}
+
+/// Checks that a stream takes work and executes it.
+fn works(backend: &dyn Backend, stream: &Stream<'_>, when: &str) -> CaseResult {
+    check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture {when}");
+    let block = Block::filled(backend, BYTES, OLD)?;
+    stream.set(block.all(), NEW)?;
+    stream.synchronize()?;
+    check!(stream.query()?.is_complete(), "a stream is pending after it was synchronised {when}");
+    holds(&block, NEW, &format!("a fill {when}"))
+}
+
+// ------------------------------------------------------------------------------------------------------- not executed
+
+fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
+    for mode in MODES {
+        let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
+        let bystander = Bystander::on(backend, DEVICE)?;
+        let stream = Stream::new(backend)?;
+        check!(!backend.is_capturing(stream.id())?, "a new stream takes part in a capture");
+        let capture = Capture::begin(&stream, mode)?;
+        check!(backend.is_capturing(stream.id())?, "a stream does not take part in the capture that began on it");
+        stream.set(x.all(), NEW)?;
+        stream.copy(y.span(0..BYTES / 2), x.span(0..BYTES / 2))?;
+        stream.copy(y.span(BYTES / 2..BYTES), source.span(BYTES / 2..BYTES))?;
+        stream.copy(target.all(), x.all())?;
+        let graph = capture.end(&[&x, &y, &source, &target])?;
+        check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that has ended");
+        stream.synchronize()?;
+        bystander.let_others_begin()?;
+        for (what, block) in [("a fill", &x), ("copies", &y)] {
+            holds(block, OLD, &format!("{what} during a capture ({mode:?}) was executed"))?;
+        }
+        check!(target.read()? == [OLD; BYTES], "a copy to the host during a capture ({mode:?}) was executed");
+        // Nor does making it executable execute it.
+        let executable = graph.instantiate()?;
+        stream.synchronize()?;
+        bystander.let_others_begin()?;
+        holds(&x, OLD, "a graph was executed when it was made executable")?;
+        executable.launch(&stream)?;
+        stream.synchronize()?;
+        holds(&x, NEW, "a recorded fill, launched")?;
+        holds(&y, NEW, "recorded copies, launched")?;
+        check!(target.read()? == [NEW; BYTES], "a recorded copy to the host was not executed when it was launched");
+    }
+    Ok(())
+}
+
+fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, 1 << 20)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 24, 20, 30), 1).with_scale(1.0, 1.0);
+    let placed = product.place(backend)?;
+    let before = placed.c.read()?;
+    let bystander = Bystander::on(backend, DEVICE)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.offer_workspace(&workspace, 0..1 << 20)?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    placed.gemm(&product, &mut handle)?;
+    let graph = capture.end(&[&placed.a, &placed.b, &placed.c, &workspace])?;
+    stream.synchronize()?;
+    bystander.let_others_begin()?;
+    check!(placed.c.read()? == before, "a product during a capture was executed");
+    graph.instantiate()?.launch(&stream)?;
+    stream.synchronize()?;
+    placed.check(&product)
+}
+
+fn executes_what_came_before(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the stream was idle when the capture began: beginning waits", |helpings| {
+        let (before, during) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
+        busy.enqueue(&stream, helpings)?;
+        stream.set(before.all(), NEW)?;
+        stream.record(&event)?;
+        let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+        let pending = event.is_pending()?;
+        stream.set(during.all(), NEW)?;
+        let executable = capture.end(&[&during])?.instantiate()?;
+        stream.synchronize()?;
+        holds(&before, NEW, "work that was enqueued before the capture")?;
+        holds(&during, OLD, "work during the capture was executed")?;
+        before.write(0, &[OLD; BYTES])?;
+        executable.launch(&stream)?;
+        stream.synchronize()?;
+        holds(&before, OLD, "work before the capture was recorded")?;
+        holds(&during, NEW, "a recorded fill, launched")?;
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn leaves_other_streams_alone(backend: &dyn Backend) -> CaseResult {
+    let (recorded, executed) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let (stream, other) = (Stream::new(backend)?, Stream::new(backend)?);
+    let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
+    stream.set(recorded.all(), NEW)?;
+    check!(!backend.is_capturing(other.id())?, "a stream that has nothing to do with a capture takes part in it");
+    other.set(executed.all(), NEW)?;
+    other.synchronize()?;
+    check!(other.query()?.is_complete(), "a stream is pending after it was synchronised beside a capture");
+    let executable = capture.end(&[&recorded, &executed])?.instantiate()?;
+    holds(&executed, NEW, "a fill of another stream beside a capture")?;
+    executed.write(0, &[OLD; BYTES])?;
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    holds(&executed, OLD, "work of another stream was recorded")?;
+    holds(&recorded, NEW, "a recorded fill, launched")
+}
+
+// -------------------------------------------------------------------------------------------------- beginning, joining
+
+fn refuses_to_begin_again(backend: &dyn Backend) -> CaseResult {
+    for first in MODES {
+        let stream = Stream::new(backend)?;
+        let capture = Capture::begin(&stream, first)?;
+        for again in MODES {
+            check_error!(backend.begin_capture(stream.id(), again), Capture, "{again:?} begun on a {first:?} capture");
+        }
+        drop(capture);
+        works(backend, &stream, "after a capture was begun twice")?;
+    }
+    Ok(())
+}
+
+fn refuses_to_begin_on_a_stream_that_joined(backend: &dyn Backend) -> CaseResult {
+    let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (fork, join) = (Event::new(backend)?, Event::new(backend)?);
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    stream.record(&fork)?;
+    joined.wait(&fork)?;
+    let begun = backend.begin_capture(joined.id(), CaptureMode::ThreadLocal);
+    check_error!(begun, Capture, "a capture begun on a stream that has joined another");
+    joined.record(&join)?;
+    stream.wait(&join)?;
+    drop(capture);
+    works(backend, &stream, "after a capture that was joined")?;
+    works(backend, &joined, "after a capture that it had joined")
+}
+
+fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
+    let (x, y, z) =
+        (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (fork, join, outside) = (Event::new(backend)?, Event::new(backend)?, Event::new(backend)?);
+    // An event that was recorded outside makes nobody join.
+    joined.record(&outside)?;
+    joined.synchronize()?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    stream.set(x.all(), NEW)?;
+    check!(!backend.is_capturing(joined.id())?, "a stream has joined a capture before it waited");
+    stream.record(&fork)?;
+    joined.wait(&fork)?;
+    check!(backend.is_capturing(joined.id())?, "a stream that waits for an event of a capture does not take part");
+    joined.copy(y.all(), x.all())?;
+    joined.record(&join)?;
+    stream.wait(&join)?;
+    stream.copy(z.all(), y.all())?;
+    let executable = capture.end(&[&x, &y, &z])?.instantiate()?;
+    for (what, of) in [("the first stream", &stream), ("a stream that joined", &joined)] {
+        check!(!backend.is_capturing(of.id())?, "{what} takes part in a capture that has ended");
+        of.synchronize()?;
+    }
+    for block in [&x, &y, &z] {
+        holds(block, OLD, "work during a capture of two streams was executed")?;
+    }
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    for (what, block) in [("first", &x), ("joined", &y), ("last", &z)] {
+        holds(block, NEW, &format!("the {what} operation of a capture of two streams, launched"))?;
+    }
+    works(backend, &joined, "after a capture that it had joined")
+}
+
+// -------------------------------------------------------------------------------------------------------- undisturbed
+
+/// Everything that must not disturb a capture, except handles.
+fn disturb(backend: &dyn Backend, recorded_before: &Event<'_>) -> CaseResult {
+    let block = Block::new(backend, 5000)?;
+    let pinned = Pinned::new(backend, 5000)?;
+    drop((block, pinned));
+    let event = Event::new(backend)?;
+    check!(event.query()?.is_complete(), "an event that was never recorded is pending during a capture");
+    drop(event);
+    check!(recorded_before.query()?.is_complete(), "an event that was reached before a capture is pending during it");
+    Ok(())
+}
+
+/// Captures in each mode, disturbs in the middle, and checks that nothing was lost.
+fn undisturbed(
+    backend: &dyn Backend,
+    disturb: impl Fn(&Event<'_>) -> Result<Option<Box<dyn highwater_core::BlasHandle>>, Failure>,
+) -> CaseResult {
+    for mode in MODES {
+        let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+        stream.record(&before)?;
+        stream.synchronize()?;
+        let capture = Capture::begin(&stream, mode)?;
+        stream.set(x.all(), NEW)?;
+        let kept = disturb(&before)?;
+        check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by something that is no part of it");
+        stream.copy(y.all(), x.all())?;
+        let graph = capture.end(&[&x, &y]);
+        check!(graph.is_ok(), "a capture ({mode:?}) was lost by what must not disturb it: {:?}", graph.err());
+        // To destroy a handle may be to wait for the device, so it waits for the end of the capture.
+        drop(kept);
+        holds(&y, OLD, "a disturbed capture was executed")?;
+        graph?.instantiate()?.launch(&stream)?;
+        stream.synchronize()?;
+        holds(&y, NEW, "what was recorded after a disturbance, launched")?;
+    }
+    Ok(())
+}
+
+fn is_not_disturbed_by_memory_and_events(backend: &dyn Backend) -> CaseResult {
+    undisturbed(backend, |before| disturb(backend, before).map(|()| None))
+}
+
+fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
+    undisturbed(backend, |before| {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| disturb(backend, before));
+            other.join().map_err(|_| Failure::new("a thread panicked"))?
+        })?;
+        Ok(None)
+    })
+}
+
+fn is_not_disturbed_by_new_handles(backend: &dyn Backend) -> CaseResult {
+    let mut kinds = vec![BlasKind::Blas];
+    if backend.capabilities(DEVICE)?.lt_plans {
+        kinds.push(BlasKind::Lt);
+    }
+    for kind in kinds {
+        undisturbed(backend, |_| Ok(Some(backend.create_blas_handle(DEVICE, &BlasOptions::new(kind))?)))?;
+    }
+    Ok(())
+}
+
+// ---------------------------------------------------------------------------------------------------- no answer, lost
+
+/// Something that is asked during a capture: about the first stream, one that joined, and an event between them.
+type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwater_core::Result<()>;
+
+/// Asks each question in a capture of its own.
+fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResult {
+    for mode in MODES {
+        for (what, question) in questions {
+            let block = Block::filled(backend, BYTES, OLD)?;
+            let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+            let (fork, join) = (Event::new(backend)?, Event::new(backend)?);
+            let capture = Capture::begin(&stream, mode)?;
+            stream.set(block.all(), NEW)?;
+            stream.record(&fork)?;
+            joined.wait(&fork)?;
+            check_error!(question(backend, &stream, &joined, &fork), Capture, "{what} during a {mode:?} capture");
+            // The capture may be lost by it; then these calls may fail too, and its end says so.
+            let rejoined = joined.record(&join).and_then(|()| stream.wait(&join));
+            match capture.end(&[&block]) {
+                Ok(graph) => {
+                    rejoined?;
+                    graph.instantiate()?.launch(&stream)?;
+                    stream.synchronize()?;
+                    holds(&block, NEW, "a capture that survived a question, launched")?;
+                }
+                Err(error) => {
+                    check_error!(Err::<(), _>(error), Capture, "the end of a capture that was lost by {what}");
+                    stream.synchronize()?;
+                    holds(&block, OLD, "a capture that was lost was executed")?;
+                }
+            }
+            works(backend, &stream, "after a capture in which something was asked")?;
+            works(backend, &joined, "after a capture, which it had joined, in which something was asked")?;
+        }
+    }
+    Ok(())
+}
+
+fn gives_no_answer_about_its_streams(backend: &dyn Backend) -> CaseResult {
+    no_answer(
+        backend,
+        &[
+            ("query_stream of the first stream", |_, stream, _, _| stream.query().map(drop)),
+            ("synchronize_stream of the first stream", |_, stream, _, _| stream.synchronize()),
+            ("query_stream of a stream that joined", |_, _, joined, _| joined.query().map(drop)),
+            ("synchronize_stream of a stream that joined", |_, _, joined, _| joined.synchronize()),
+        ],
+    )
+}
+
+fn gives_no_answer_about_its_events(backend: &dyn Backend) -> CaseResult {
+    no_answer(
+        backend,
+        &[
+            ("query_event of an event recorded in it", |_, _, _, event| event.query().map(drop)),
+            ("synchronize_event of an event recorded in it", |_, _, _, event| event.synchronize()),
+        ],
+    )
+}
+
+/// Loses a capture: a stream joins it and is not waited for.
+fn lose(backend: &dyn Backend, stream: &Stream<'_>, joined: &Stream<'_>, block: &Block<'_>) -> CaseResult {
+    let fork = Event::new(backend)?;
+    let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
+    stream.set(block.all(), NEW)?;
+    stream.record(&fork)?;
+    joined.wait(&fork)?;
+    joined.set(block.all(), NEW)?;
+    check_error!(capture.end(&[block]).map(drop), Capture, "the end of a capture with a stream that is not joined");
+    Ok(())
+}
+
+fn is_lost_where_a_stream_is_not_joined(backend: &dyn Backend) -> CaseResult {
+    let before = backend.live_objects();
+    {
+        let block = Block::filled(backend, BYTES, OLD)?;
+        let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+        lose(backend, &stream, &joined, &block)?;
+        stream.synchronize()?;
+        joined.synchronize()?;
+        holds(&block, OLD, "a capture that was lost was executed")?;
+        works(backend, &stream, "after its capture was lost")?;
+        works(backend, &joined, "after a capture that it had joined was lost")?;
+    }
+    check_eq!(backend.live_objects(), before, "live objects after a capture was lost");
+    Ok(())
+}
+
+fn begins_anew_after_it_was_lost(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
+    for round in 0..3 {
+        lose(backend, &stream, &joined, &block)?;
+        for of in [&stream, &joined] {
+            let executable = recorded(of, &[&block], || of.set(block.all(), 0x40 + round))?;
+            executable.launch(of)?;
+            of.synchronize()?;
+            holds(&block, 0x40 + round, "a capture on a stream whose last one was lost, launched")?;
+            stream.set(block.all(), OLD)?;
+            stream.synchronize()?;
+        }
+    }
+    Ok(())
+}
+
+fn cannot_end_without_a_beginning(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a new stream");
+    let before = backend.live_objects();
+    attempts("the stream was idle when the end of a capture was asked for", |helpings| {
+        block.write(0, &[OLD; BYTES])?;
+        busy.enqueue(&stream, helpings)?;
+        stream.set(block.all(), NEW)?;
+        check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a stream with work");
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        holds(&block, NEW, "work of a stream whose capture could not be ended")?;
+        Ok(Attempt::seen(pending))
+    })?;
+    check_eq!(backend.live_objects(), before, "live objects after captures that were not there were ended");
+    works(backend, &stream, "after a capture was ended that was not there")
+}
+
+fn cannot_end_twice(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let executable = recorded(&stream, &[&block], || stream.set(block.all(), NEW))?;
+    check_error!(crate::device::end_capture(backend, stream.id()), Capture, "a second end_capture");
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    holds(&block, NEW, "a graph whose capture was ended twice, launched")
+}
+
+// ------------------------------------------------------------------------------------------------------------ replays
+
+fn replays_execute_everything_each_time(backend: &dyn Backend) -> CaseResult {
+    let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let (source, target) = (Pinned::holding(backend, &[OLD; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
+    let stream = Stream::new(backend)?;
+    let executable = recorded(&stream, &[&x, &y, &source, &target], || {
+        stream.copy(x.all(), source.all())?;
+        stream.copy(y.all(), x.all())?;
+        stream.copy(target.all(), y.all())?;
+        stream.set(x.all(), NEW)
+    })?;
+    for round in 1..6 {
+        // The bytes are read when the graph runs; only the addresses are of the time of the recording.
+        source.write(&[round; BYTES])?;
+        executable.launch(&stream)?;
+        stream.synchronize()?;
+        check!(target.read()? == [round; BYTES], "launch {round} did not execute the copies that were recorded");
+        holds(&x, NEW, &format!("the recorded fill in launch {round}"))?;
+        x.write(0, &[OLD; BYTES])?;
+    }
+    Ok(())
+}
+
+/// Small numbers, which every type holds exactly, as bytes.
+fn small(data_type: DataType, value: u8, count: usize) -> Vec<u8> {
+    match data_type {
+        DataType::F64 => f64::from(value).to_le_bytes().repeat(count),
+        _ => f32::from(value).to_le_bytes().repeat(count),
+    }
+}
+
+/// Captures `C += A * B` with matrices of ones and replays it.
+fn add_products(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+    const SIZE: usize = 8;
+    const ELEMENTS: usize = SIZE * SIZE;
+    let ones = small(data_type, 1, ELEMENTS);
+    let (a, b, c) = (Block::holding(backend, &ones)?, Block::holding(backend, &ones)?, Block::holding(backend, &ones)?);
+    let workspace = Block::new(backend, 1 << 20)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.offer_workspace(&workspace, 0..1 << 20)?;
+    let nowhere = highwater_core::DevicePtr::new(0);
+    let gemm = Gemm::new(GemmShape::new(data_type, SIZE, SIZE, SIZE), nowhere, nowhere, nowhere).with_scale(1.0, 1.0);
+    let executable = recorded(&stream, &[&a, &b, &c, &workspace], || handle.gemm(&gemm, [(&a, 0), (&b, 0), (&c, 0)]))?;
+    check!(c.read()? == ones, "C += A * B was executed while it was captured");
+    executable.launch(&stream)?;
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    let twice = small(data_type, 1 + 2 * SIZE as u8, ELEMENTS);
+    check!(c.read()? == twice, "two replays of C += A * B did not add the product twice");
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    let thrice = small(data_type, 1 + 3 * SIZE as u8, ELEMENTS);
+    check!(c.read()? == thrice, "a third replay of C += A * B did not add the product once more");
+    Ok(())
+}
+
+fn two_replays_add_a_product_twice(backend: &dyn Backend) -> CaseResult {
+    add_products(backend, DataType::F32)
+}
+
+fn two_replays_add_a_product_of_doubles_twice(backend: &dyn Backend) -> CaseResult {
+    add_products(backend, DataType::F64)
+}
+
+fn replays_of_products_are_right(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, 4 << 20)?;
+    for (seed, (m, n, k)) in [(1, 1, 1), (17, 33, 9), (64, 48, 32), (8, 8, 2000)].into_iter().enumerate() {
+        let product = Product::new(GemmShape::new(DataType::F32, m, n, k), seed as u64).with_scale(0.75, 0.0);
+        let placed = product.place(backend)?;
+        let stream = Stream::new(backend)?;
+        let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+        handle.offer_workspace(&workspace, 0..4 << 20)?;
+        let memory: [&dyn Memory; 4] = [&placed.a, &placed.b, &placed.c, &workspace];
+        let executable = recorded(&stream, &memory, || placed.gemm(&product, &mut handle))?;
+        for _ in 0..2 {
+            executable.launch(&stream)?;
+            stream.synchronize()?;
+            placed.check(&product)?;
+        }
+    }
+    Ok(())
+}
+
+fn replays_of_plans_are_right(backend: &dyn Backend) -> CaseResult {
+    const WORKSPACE_BYTES: usize = 1 << 20;
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 32, 48, 24), 7).with_epilogue(Epilogue::BiasRelu);
+    let placed = product.place(backend)?;
+    let bias = placed.bias.as_ref().ok_or_else(|| Failure::new("a product with a bias has none"))?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::BiasRelu, WORKSPACE_BYTES))?;
+    let before = placed.c.read()?;
+    let memory: [&dyn Memory; 5] = [&placed.a, &placed.b, &placed.c, bias, &workspace];
+    let executable = recorded(&stream, &memory, || {
+        handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, Some(bias))
+    })?;
+    check!(placed.c.read()? == before, "a plan was executed while it was captured");
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    placed.check(&product)
+}
+
+fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
+    let executable = recorded(&stream, &[&block], || stream.set(block.all(), NEW))?;
+    // The first launch may load what later ones find loaded.
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    attempts("a launch waits for the work before it", |helpings| {
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
+        executable.launch(&stream)?;
+        let outstanding = before.is_pending()?;
+        stream.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
+fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (x, y, z) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
+    let stream = Stream::new(backend)?;
+    let executable = recorded(&stream, &[&x, &y], || stream.copy(y.all(), x.all()))?;
+    attempts("the stream was idle when all was enqueued: some call waits", |helpings| {
+        for block in [&x, &y, &z] {
+            block.write(0, &[OLD; BYTES])?;
+        }
+        busy.enqueue(&stream, helpings)?;
+        stream.set(x.all(), 1)?;
+        executable.launch(&stream)?;
+        stream.copy(z.all(), y.all())?;
+        stream.set(x.all(), 2)?;
+        executable.launch(&stream)?;
+        stream.set(x.all(), 3)?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        holds(&z, 1, "what the first of two launches made, copied before the second")?;
+        holds(&y, 2, "what the second of two launches made")?;
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn replays_keep_the_order_of_streams_that_joined(backend: &dyn Backend) -> CaseResult {
+    // Enough work in each branch that one which does not wait for the other is seen.
+    const ROUNDS: usize = 12;
+    let bytes = 1 << 18;
+    let (left, right, sum) =
+        (Block::new(backend, bytes)?, Block::new(backend, bytes)?, Block::new(backend, 2 * bytes)?);
+    let (first, second) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (fork, join) = (Event::new(backend)?, Event::new(backend)?);
+    let executable = recorded(&first, &[&left, &right, &sum], || {
+        first.set(sum.all(), OLD)?;
+        first.record(&fork)?;
+        second.wait(&fork)?;
+        for round in 0..ROUNDS {
+            first.set(left.all(), round as u8)?;
+            second.copy(sum.span(0..bytes), right.all())?;
+            second.set(right.all(), round as u8)?;
+        }
+        first.set(left.all(), NEW)?;
+        second.set(right.all(), NEW + 1)?;
+        second.record(&join)?;
+        first.wait(&join)?;
+        first.copy(sum.span(0..bytes), left.all())?;
+        first.copy(sum.span(bytes..2 * bytes), right.all())
+    })?;
+    for launch in 0..4 {
+        for block in [&left, &right, &sum] {
+            first.set(block.all(), OLD)?;
+        }
+        executable.launch(&first)?;
+        first.synchronize()?;
+        let got = sum.read()?;
+        let whole = got[..bytes].iter().all(|&byte| byte == NEW) && got[bytes..].iter().all(|&byte| byte == NEW + 1);
+        check!(whole, "in launch {launch}, work after a join ran before the work of a stream that had joined");
+    }
+    Ok(())
+}
+
+fn replays_run_on_another_stream(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let other = Stream::new(backend)?;
+    let executable = {
+        let stream = Stream::new(backend)?;
+        recorded(&stream, &[&block], || stream.set(block.all(), NEW))?
+    };
+    // The stream of the recording has gone.
+    executable.launch(&other)?;
+    other.synchronize()?;
+    holds(&block, NEW, "a graph launched on another stream than it was recorded on")
+}
+
+fn many_replays_run_one_after_the_other(backend: &dyn Backend) -> CaseResult {
+    const LAUNCHES: usize = 64;
+    let bytes = 4096;
+    // Each launch moves everything on by one place, so that it shows how many there were.
+    let track = Block::filled(backend, bytes * (LAUNCHES + 2), OLD)?;
+    let carried = Block::new(backend, bytes * (LAUNCHES + 1))?;
+    track.write(0, &vec![NEW; bytes])?;
+    let stream = Stream::new(backend)?;
+    let executable = recorded(&stream, &[&track, &carried], || {
+        stream.copy(carried.all(), track.span(0..bytes * (LAUNCHES + 1)))?;
+        stream.copy(track.span(bytes..bytes * (LAUNCHES + 2)), carried.all())
+    })?;
+    for _ in 0..LAUNCHES {
+        executable.launch(&stream)?;
+    }
+    stream.synchronize()?;
+    let got = track.read()?;
+    let reached = got.chunks(bytes).filter(|place| place.iter().all(|&byte| byte == NEW)).count();
+    check_eq!(reached, LAUNCHES + 1, "places that the bytes reached in {LAUNCHES} launches, the first included");
+    Ok(())
+}
+
+fn replays_of_nothing_do_nothing(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let executable = recorded(&stream, &[], || Ok(()))?;
+    executable.launch(&stream)?;
+    executable.launch(&stream)?;
+    stream.set(block.all(), NEW)?;
+    stream.synchronize()?;
+    holds(&block, NEW, "a fill after launches of an empty graph")
+}
+
+fn replays_fill_with_every_width(backend: &dyn Backend) -> CaseResult {
+    const GAP: usize = 64;
+    let patterns = [FillPattern::U8(0x5a), FillPattern::U16(0x1234), FillPattern::U32(0xdead_beef)];
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let part = |index: usize| GAP + index * 4096..(index + 1) * 4096;
+    let executable = recorded(&stream, &[&block], || {
+        patterns.iter().enumerate().try_for_each(|(index, &pattern)| stream.fill(block.span(part(index)), pattern))
+    })?;
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    let mut expected = vec![OLD; BYTES];
+    for (index, pattern) in patterns.iter().enumerate() {
+        let element = match pattern {
+            FillPattern::U8(value) => value.to_le_bytes().to_vec(),
+            FillPattern::U16(value) => value.to_le_bytes().to_vec(),
+            FillPattern::U32(value) => value.to_le_bytes().to_vec(),
+        };
+        let part = &mut expected[part(index)];
+        part.iter_mut().zip(element.iter().cycle()).for_each(|(byte, &of)| *byte = of);
+    }
+    check!(block.read()? == expected, "recorded fills of 1, 2 and 4 bytes did not write exactly their elements");
+    Ok(())
+}
+
+// ----------------------------------------------------------------------------------------------------------- by value
+
+fn replays_use_the_scalars_of_the_recording(backend: &dyn Backend) -> CaseResult {
+    let workspace = Block::new(backend, 1 << 20)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 20, 12, 16), 11).with_scale(2.0, 0.0);
+    let placed = product.place(backend)?;
+    let (stream, other) = (Stream::new(backend)?, Stream::new(backend)?);
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.offer_workspace(&workspace, 0..1 << 20)?;
+    let memory: [&dyn Memory; 4] = [&placed.a, &placed.b, &placed.c, &workspace];
+    let executable = recorded(&stream, &memory, || placed.gemm(&product, &mut handle))?;
+    // The handle goes on with other factors, and perhaps on another stream.
+    let later = Product::new(product.shape, 12).with_scale(-3.0, 0.5);
+    let elsewhere = later.place(backend)?;
+    if !backend.capabilities(DEVICE)?.handle_per_stream {
+        handle.set_stream(&other)?;
+    }
+    elsewhere.gemm(&later, &mut handle)?;
+    backend.synchronize_device(DEVICE)?;
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    placed.check(&product)?;
+    elsewhere.check(&later)
+}
+
+fn replays_use_the_addresses_of_the_recording(backend: &dyn Backend) -> CaseResult {
+    let (x, y, z) =
+        (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+    let stream = Stream::new(backend)?;
+    let mut destination = x.span(0..BYTES / 2);
+    let mut value = NEW;
+    let executable = recorded(&stream, &[&x, &y], || {
+        stream.set(destination, value)?;
+        stream.copy(y.all(), x.all())
+    })?;
+    // The arguments of the call were taken by value: what becomes of the caller's does not matter.
+    (destination, value) = (z.all(), value + 1);
+    stream.set(destination, value)?;
+    executable.launch(&stream)?;
+    stream.synchronize()?;
+    let mut expected = vec![OLD; BYTES];
+    expected[..BYTES / 2].fill(NEW);
+    check!(x.read()? == expected, "a recorded fill did not write its own span with its own value");
+    check!(y.read()? == expected, "a recorded copy did not run behind the recorded fill");
+    holds(&z, NEW + 1, "a fill that was enqueued after the capture")
+}
+
+// ------------------------------------------------------------------------------------------------------ lives and ends
+
+fn executables_outlive_their_graph(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    stream.set(block.all(), NEW)?;
+    let graph = capture.end(&[&block])?;
+    let executable = graph.instantiate()?;
+    graph.destroy()?;
+    for launch in 1..3 {
+        executable.launch(&stream)?;
+        stream.synchronize()?;
+        holds(&block, NEW, &format!("launch {launch} of an executable whose graph was destroyed"))?;
+        block.write(0, &[OLD; BYTES])?;
+    }
+    Ok(())
+}
+
+fn one_graph_makes_several_executables(backend: &dyn Backend) -> CaseResult {
+    let block = Block::filled(backend, BYTES, OLD)?;
+    let stream = Stream::new(backend)?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    stream.set(block.all(), NEW)?;
+    let graph = capture.end(&[&block])?;
+    let (first, second) = (graph.instantiate()?, graph.instantiate()?);
+    first.destroy()?;
+    second.launch(&stream)?;
+    stream.synchronize()?;
+    holds(&block, NEW, "an executable whose twin was destroyed")?;
+    block.write(0, &[OLD; BYTES])?;
+    graph.instantiate()?.launch(&stream)?;
+    stream.synchronize()?;
+    holds(&block, NEW, "an executable made after another was destroyed")
+}
+
+fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("the stream was idle when the graph was destroyed", |helpings| {
+        let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+        let stream = Stream::new(backend)?;
+        let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+        stream.set(x.all(), NEW)?;
+        stream.copy(y.all(), x.all())?;
+        let graph = capture.end(&[&x, &y])?;
+        let executable = graph.instantiate()?;
+        busy.enqueue(&stream, helpings)?;
+        executable.launch(&stream)?;
+        graph.destroy()?;
+        executable.destroy()?;
+        // Another graph may take the place of the destroyed one.
+        let other = recorded(&stream, &[], || Ok(()));
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        other?;
+        holds(&x, NEW, "a launch that was pending when its graph was destroyed")?;
+        holds(&y, NEW, "the end of a launch that was pending when its graph was destroyed")?;
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn pending_products_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let workspace = Block::new(backend, 1 << 20)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 40, 30, 50), 21).with_scale(1.0, 0.0);
+    attempts("the stream was idle when the graph was destroyed", |helpings| {
+        let placed = product.place(backend)?;
+        let stream = Stream::new(backend)?;
+        let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+        handle.offer_workspace(&workspace, 0..1 << 20)?;
+        let memory: [&dyn Memory; 4] = [&placed.a, &placed.b, &placed.c, &workspace];
+        let executable = recorded(&stream, &memory, || placed.gemm(&product, &mut handle))?;
+        busy.enqueue(&stream, helpings)?;
+        executable.launch(&stream)?;
+        executable.destroy()?;
+        let pending = stream.is_pending()?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+        Ok(Attempt::seen(pending))
+    })
+}
+
+fn destroyed_graphs_are_stale(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
+    let graph = capture.end(&[])?;
+    let executable = graph.instantiate()?.destroy()?;
+    let graph = graph.destroy()?;
+    check_error!(backend.instantiate_graph(graph), InvalidHandle, "instantiate_graph of a destroyed graph");
+    check_error!(backend.destroy_graph(graph), InvalidHandle, "a second destroy_graph");
+    check_error!(backend.destroy_graph_exec(executable), InvalidHandle, "a second destroy_graph_exec");
+    // SAFETY: nothing was recorded, so no memory is used.
+    let launched = unsafe { backend.launch_graph(executable, stream.id()) };
+    check_error!(launched, InvalidHandle, "launch_graph of a destroyed executable graph");
+    Ok(())
+}
+
+fn graphs_count(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let before = backend.live_objects();
+    let mut kept = Vec::new();
+    for made in 1..4 {
+        let graph = Capture::begin(&stream, CaptureMode::ThreadLocal)?.end(&[])?;
+        let executable = graph.instantiate()?;
+        kept.push((graph, executable));
+        check_eq!(backend.live_objects().graphs, before.graphs + 2 * made, "live graphs and executables");
+    }
+    drop(kept);
+    check_eq!(backend.live_objects(), before, "live objects after every graph was destroyed");
+    drop(Capture::begin(&stream, CaptureMode::ThreadLocal)?);
+    check_eq!(backend.live_objects(), before, "live objects after a capture that was thrown away");
+    Ok(())
+}
+
+fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
+    const THREADS: u8 = 4;
+    // Captures overlap with captures; what waits for the device has it to itself.
+    let waiting = RwLock::new(());
+    let alone = || waiting.write().unwrap_or_else(PoisonError::into_inner);
+    let capture_and_replay = |thread: u8| -> CaseResult {
+        let beginning = alone();
+        let (x, y) = (Block::filled(backend, 5000, OLD)?, Block::filled(backend, 5000, OLD)?);
+        let stream = Stream::new(backend)?;
+        drop(beginning);
+        for round in 0..10 {
+            let byte = 16 * (thread + 1) + round;
+            let capturing = waiting.read().unwrap_or_else(PoisonError::into_inner);
+            let executable = recorded(&stream, &[&x, &y], || {
+                stream.set(x.all(), byte)?;
+                stream.copy(y.all(), x.all())
+            });
+            drop(capturing);
+            let _checking = alone();
+            let executable = executable?;
+            stream.set(y.all(), OLD)?;
+            executable.launch(&stream)?;
+            stream.synchronize()?;
+            holds(&y, byte, &format!("what thread {thread} captured and launched in round {round}"))?;
+        }
+        let _end = alone();
+        drop((x, y));
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let capture_and_replay = &capture_and_replay;
+        let threads: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || capture_and_replay(thread))).collect();
+        let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+        results.into_iter().try_for_each(|result| result.map_err(|_| Failure::new("a thread panicked"))?)
+    })
+}

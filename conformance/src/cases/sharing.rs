@@ -1,0 +1,824 @@
+//! Memory and events that two processes share: a second process with the same backend does its part.
+
+use std::time::{Duration, Instant};
+
+use highwater_core::{Backend, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
+
+use crate::attempts::{Attempt, attempts};
+use crate::busy::{Busy, Direction};
+use crate::bystander::Bystander;
+use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
+use crate::device::{Block, DEVICE, Event, Mapping, Stream};
+use crate::peer::{Launcher, Peer, PeerEvent};
+use crate::random::Random;
+
+cases! {
+    group "sharing" with a second process;
+    devices_have_one_uuid_in_every_process: ["devices.uuid"];
+    importers_see_what_the_exporter_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
+    exporters_see_what_the_importer_writes: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
+    mappings_of_memory_made_elsewhere_are_shared: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
+    the_last_byte_is_shared_and_nothing_beside: ["ipc.shared-bytes", "copy.exact"]
+        needs [needs::has::shareable_memory];
+    several_blocks_stay_apart: ["ipc.shared-bytes", "memory.disjoint"] needs [needs::has::shareable_memory];
+    several_importers_share_one_block: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
+    processes_share_both_ways_at_once: ["ipc.shared-bytes"] needs [needs::has::shareable_memory];
+    importers_that_are_killed_leave_the_memory: ["ipc.shared-bytes", "memory.free-returns"]
+        needs [needs::has::shareable_memory];
+    only_shareable_memory_is_exported: ["ipc.export-shareable"] needs [needs::has::shareable_memory];
+    other_transports_are_refused: ["ipc.export-transport"] needs [needs::has::shareable_memory];
+    exports_can_be_repeated: ["ipc.shared-bytes", "backend.live-objects"] needs [needs::has::shareable_memory];
+    opening_again_gives_the_same_address: ["ipc.open-again"] needs [needs::has::shareable_memory];
+    opening_anew_works_after_the_last_close: ["ipc.open-again", "ipc.shared-bytes"]
+        needs [needs::has::shareable_memory];
+    addresses_that_are_not_open_are_not_closed: ["ipc.close-unknown"] needs [needs::has::shareable_memory];
+    mappings_outlive_a_killed_exporter: ["ipc.open-outlives"]
+        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+    mappings_outlive_an_exporter_that_exits: ["ipc.open-outlives"]
+        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+    mappings_outlive_an_exporter_that_forked: ["ipc.open-outlives"]
+        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+    altered_handles_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
+    handles_of_another_device_are_refused: ["ipc.open-checked"] needs [needs::has::shareable_memory];
+    handles_without_their_descriptor_are_refused: ["ipc.open-checked"]
+        needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+    open_memory_counts: ["backend.live-objects"] needs [needs::has::shareable_memory];
+    only_interprocess_events_are_exported: ["ipc.export-event"] needs [needs::has::interprocess_events];
+    opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
+        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+    opened_events_order_the_exporter: ["ipc.event-orders", "event.wait-orders"]
+        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+    events_recorded_by_the_importer_order_the_exporter: ["ipc.event-orders", "event.record-moves"]
+        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+    processes_take_turns_by_events: ["ipc.event-orders", "event.record-moves"]
+        needs [needs::has::interprocess_events, needs::has::shareable_memory];
+    opened_events_are_pending_as_the_original: ["ipc.event-orders", "event.query", "event.synchronize"]
+        needs [needs::has::interprocess_events];
+    opened_events_that_were_never_recorded_are_complete: ["event.never-recorded", "event.query-never-recorded"]
+        needs [needs::has::interprocess_events];
+    waits_end_with_the_process_that_recorded: ["ipc.event-peer-ends"]
+        needs [needs::has::interprocess_events];
+    waits_end_though_the_process_had_forked: ["ipc.event-peer-ends"]
+        needs [needs::has::interprocess_events];
+    opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [needs::has::interprocess_events];
+}
+
+const BYTES: usize = 1 << 16;
+const OLD: u8 = 0x10;
+const NEW: u8 = 0x20;
+
+/// The transports by which the first device shares.
+fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
+    let offered = backend.capabilities(DEVICE)?.ipc_transports;
+    let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
+    let offered: Vec<_> = all.into_iter().filter(|&transport| offered.contains(transport)).collect();
+    check!(!offered.is_empty(), "the device has shareable memory, but no transport for it");
+    Ok(offered)
+}
+
+fn shareable(backend: &dyn Backend, bytes: usize, transport: Transport) -> highwater_core::Result<Block<'_>> {
+    Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::Shareable(transport))
+}
+
+fn start(launcher: &Launcher, backend: &dyn Backend) -> Result<Peer, Failure> {
+    Peer::start(launcher, backend, DEVICE)
+}
+
+/// Runs the case for each transport, with a process of its own.
+fn with_each_transport(
+    backend: &dyn Backend,
+    launcher: &Launcher,
+    run: impl Fn(Transport, &mut Peer) -> CaseResult,
+) -> CaseResult {
+    for transport in transports(backend)? {
+        let mut peer = start(launcher, backend)?;
+        run(transport, &mut peer)?;
+        peer.end()?;
+    }
+    Ok(())
+}
+
+fn devices_have_one_uuid_in_every_process(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    for device in 0..backend.device_count() {
+        // Finds its device by the UUID, and fails where there is none.
+        Peer::start(launcher, backend, device)?.end()?;
+    }
+    Ok(())
+}
+
+// ------------------------------------------------------------------------------------------------------------- bytes
+
+fn importers_see_what_the_exporter_writes(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        let before = Random::new(1).bytes(BYTES);
+        block.write(0, &before)?;
+        let opened = peer.open(&block.export(transport)?)??;
+        check!(peer.read(opened, BYTES)?? == before, "the importer does not see what was written before it opened");
+        // A copy made by `open_memory` would show so far.
+        for seed in 2..5 {
+            let after = Random::new(seed).bytes(BYTES);
+            block.write(0, &after)?;
+            let got = peer.read(opened, BYTES)??;
+            check!(got == after, "the importer does not see what the exporter wrote after it opened: it has a copy");
+        }
+        Ok(peer.close(opened)??)
+    })
+}
+
+fn exporters_see_what_the_importer_writes(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        block.write(0, &[OLD; BYTES])?;
+        let opened = peer.open(&block.export(transport)?)??;
+        for seed in 11..14 {
+            let content = Random::new(seed).bytes(BYTES);
+            peer.write(opened, &content)??;
+            check!(block.read()? == content, "the exporter does not see what the importer wrote: it has a copy");
+        }
+        peer.close(opened)??;
+        check!(block.read()? == Random::new(13).bytes(BYTES), "closing a mapping changed the memory");
+        Ok(())
+    })
+}
+
+fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let there = peer.allocate(BYTES, transport)??;
+        let mapping = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        for seed in 21..24 {
+            let content = Random::new(seed).bytes(BYTES);
+            peer.write(there, &content)??;
+            check!(mapping.read()? == content, "an importer does not see what the exporter wrote after it opened");
+            let content = Random::new(seed + 10).bytes(BYTES);
+            mapping.write(0, &content)?;
+            check!(peer.read(there, BYTES)?? == content, "an exporter does not see what the importer wrote");
+        }
+        mapping.close()?;
+        Ok(peer.free(there)??)
+    })
+}
+
+fn the_last_byte_is_shared_and_nothing_beside(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        for bytes in [1, 255, 257, 4096, 4097, 100_001] {
+            let (before, block) = (shareable(backend, bytes, transport)?, shareable(backend, bytes, transport)?);
+            let after = shareable(backend, bytes, transport)?;
+            for block in [&before, &block, &after] {
+                block.write(0, &vec![OLD; bytes])?;
+            }
+            let handle = block.export(transport)?;
+            check_eq!(handle.bytes, bytes as u64, "bytes in the handle of a block of {bytes}");
+            let opened = peer.open(&handle)??;
+            let mut expected = vec![OLD; bytes];
+            for at in [0, bytes / 2, bytes - 1] {
+                peer.write(opened.offset(at), &[NEW])??;
+                expected[at] = NEW;
+            }
+            check!(
+                block.read()? == expected,
+                "single bytes of {bytes} that an importer wrote are not where they belong"
+            );
+            for neighbour in [&before, &after] {
+                check!(neighbour.read()? == vec![OLD; bytes], "an importer of {bytes} bytes wrote beside them");
+            }
+            peer.close(opened)??;
+        }
+        Ok(())
+    })
+}
+
+fn several_blocks_stay_apart(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    const BLOCKS: usize = 24;
+    with_each_transport(backend, launcher, |transport, peer| {
+        let mut shared = Vec::new();
+        for index in 0..BLOCKS {
+            let bytes = 1000 + 700 * index;
+            let block = shareable(backend, bytes, transport)?;
+            block.write(0, &vec![index as u8; bytes])?;
+            let opened = peer.open(&block.export(transport)?)??;
+            shared.push((block, opened));
+        }
+        for (index, (block, opened)) in shared.iter().enumerate() {
+            let got = peer.read(*opened, block.bytes())??;
+            check!(got.iter().all(|&byte| byte == index as u8), "block {index} of {BLOCKS} was opened as another");
+            peer.fill(*opened, block.bytes(), 100 + index as u8)??;
+        }
+        peer.synchronize_stream()??;
+        for (index, (block, opened)) in shared.iter().enumerate() {
+            let right = block.read()?.iter().all(|&byte| byte == 100 + index as u8);
+            check!(right, "a fill of block {index} of {BLOCKS} in the importer did not arrive there");
+            peer.close(*opened)??;
+        }
+        Ok(())
+    })
+}
+
+fn several_importers_share_one_block(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    for transport in transports(backend)? {
+        let block = shareable(backend, BYTES, transport)?;
+        let handle = block.export(transport)?;
+        let mut importers = Vec::new();
+        for _ in 0..2 {
+            let mut peer = start(launcher, backend)?;
+            let opened = peer.open(&handle)??;
+            importers.push((peer, opened));
+        }
+        for writer in 0..importers.len() {
+            let content = Random::new(31 + writer as u64).bytes(BYTES);
+            let (peer, opened) = &mut importers[writer];
+            peer.write(*opened, &content)??;
+            for (reader, (peer, opened)) in importers.iter_mut().enumerate() {
+                let got = peer.read(*opened, BYTES)??;
+                check!(
+                    got == content,
+                    "importer {reader} does not see what importer {writer} of the same handle wrote"
+                );
+            }
+            check!(block.read()? == content, "the exporter does not see what importer {writer} wrote");
+        }
+        for (mut peer, opened) in importers {
+            peer.close(opened)??;
+            peer.end()?;
+        }
+    }
+    Ok(())
+}
+
+fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let here = shareable(backend, BYTES, transport)?;
+        let there = peer.allocate(BYTES, transport)??;
+        let here_there = peer.open(&here.export(transport)?)??;
+        let there_here = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
+        let content = Random::new(41).bytes(BYTES);
+        here.write(0, &content)?;
+        // Over there from the one memory to the other, on a stream, and read back by way of this process's mapping.
+        peer.copy(there, here_there, BYTES)??;
+        peer.synchronize_stream()??;
+        check!(there_here.read()? == content, "a copy from opened memory to the importer's own lost bytes");
+        peer.close(here_there)??;
+        there_here.close()?;
+        Ok(peer.free(there)??)
+    })
+}
+
+fn importers_that_are_killed_leave_the_memory(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    for transport in transports(backend)? {
+        let before = backend.live_objects();
+        let block = shareable(backend, BYTES, transport)?;
+        let handle = block.export(transport)?;
+        let mut peer = start(launcher, backend)?;
+        let opened = peer.open(&handle)??;
+        peer.write(opened, &[NEW; BYTES])??;
+        peer.kill()?;
+        check!(block.read()? == [NEW; BYTES], "memory lost its contents when a process that had opened it was killed");
+        block.write(0, &[OLD; BYTES])?;
+        check!(block.read()? == [OLD; BYTES], "memory does not work after a process that had opened it was killed");
+        // And others can still open it.
+        let mut peer = start(launcher, backend)?;
+        let opened = peer.open(&handle)??;
+        check!(
+            peer.read(opened, BYTES)?? == [OLD; BYTES],
+            "memory cannot be opened again after an importer was killed"
+        );
+        peer.close(opened)??;
+        peer.end()?;
+        drop((block, handle));
+        check_eq!(
+            backend.live_objects(),
+            before,
+            "live objects after memory was shared with a process that was killed"
+        );
+    }
+    Ok(())
+}
+
+// ----------------------------------------------------------------------------------------------------------- handles
+
+fn only_shareable_memory_is_exported(backend: &dyn Backend, _: &Launcher) -> CaseResult {
+    let offered = transports(backend)?;
+    let plain = Block::filled(backend, BYTES, OLD)?;
+    let before = backend.live_objects();
+    for &transport in &offered {
+        check_error!(plain.export(transport), InvalidArgument, "export of plain memory by {transport:?}");
+        for &other in offered.iter().filter(|&&other| other != transport) {
+            let block = shareable(backend, BYTES, other)?;
+            check_error!(block.export(transport), InvalidArgument, "export of memory for {other:?} by {transport:?}");
+        }
+    }
+    if backend.capabilities(DEVICE)?.stream_ordered_memory {
+        let stream = Stream::new(backend)?;
+        let ordered = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
+        stream.synchronize()?;
+        for &transport in &offered {
+            check_error!(
+                ordered.export(transport),
+                InvalidArgument,
+                "export of stream-ordered memory by {transport:?}"
+            );
+        }
+    }
+    check_eq!(backend.live_objects(), before, "live objects after refused exports");
+    check!(plain.read()? == [OLD; BYTES], "a refused export changed the memory");
+    Ok(())
+}
+
+fn other_transports_are_refused(backend: &dyn Backend, _: &Launcher) -> CaseResult {
+    let offered = transports(backend)?;
+    let block = shareable(backend, BYTES, offered[0])?;
+    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+        if !offered.contains(&transport) {
+            let before = backend.live_objects();
+            check_error!(block.export(transport), Unsupported, "export by {transport:?}, which the device lacks");
+            let allocated = shareable(backend, BYTES, transport);
+            check_error!(allocated, Unsupported, "allocate of memory for {transport:?}, which the device lacks");
+            check_eq!(backend.live_objects(), before, "live objects after a refused transport");
+        }
+    }
+    Ok(())
+}
+
+fn exports_can_be_repeated(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let before = backend.live_objects();
+        let block = shareable(backend, BYTES, transport)?;
+        let (first, second) = (block.export(transport)?, block.export(transport)?);
+        let opened = [peer.open(&first)??, peer.open(&second)??];
+        block.write(0, &[NEW; BYTES])?;
+        for opened in opened {
+            check!(peer.read(opened, BYTES)?? == [NEW; BYTES], "one of two handles of a block names other memory");
+            peer.close(opened)??;
+        }
+        drop((first, second, block));
+        check_eq!(backend.live_objects(), before, "live objects after handles and memory have gone");
+        Ok(())
+    })
+}
+
+fn opening_again_gives_the_same_address(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        block.write(0, &[OLD; BYTES])?;
+        let handle = block.export(transport)?;
+        let first = peer.open(&handle)??;
+        for round in 2..5 {
+            check_eq!(peer.open(&handle)??, first, "the address of open number {round}");
+        }
+        // Three of four closes leave it open.
+        for _ in 0..3 {
+            peer.close(first)??;
+            block.write(0, &[NEW; BYTES])?;
+            check!(peer.read(first, BYTES)?? == [NEW; BYTES], "a close ended more than one open");
+            block.write(0, &[OLD; BYTES])?;
+        }
+        peer.close(first)??;
+        check_error!(peer.close(first)?, InvalidPointer, "one close more than there were opens");
+        Ok(())
+    })
+}
+
+fn opening_anew_works_after_the_last_close(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        let handle = block.export(transport)?;
+        for round in 0..4 {
+            let opened = peer.open(&handle)??;
+            block.write(0, &[round; BYTES])?;
+            check!(peer.read(opened, BYTES)?? == [round; BYTES], "memory opened for time {} is not shared", round + 1);
+            peer.close(opened)??;
+        }
+        Ok(())
+    })
+}
+
+fn addresses_that_are_not_open_are_not_closed(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        let opened = peer.open(&block.export(transport)?)??;
+        let own = peer.allocate(BYTES, transport)??;
+        for (what, address) in [
+            ("an address inside a mapping", opened.offset(256)),
+            ("memory of the process itself", own),
+            ("no address", highwater_core::DevicePtr::new(0)),
+            ("an address without memory", highwater_core::DevicePtr::new(u64::MAX - 4095)),
+        ] {
+            check_error!(peer.close(address)?, InvalidPointer, "close_memory of {what}");
+        }
+        peer.write(opened, &[NEW; BYTES])??;
+        peer.write(own, &[NEW; BYTES])??;
+        check!(block.read()? == [NEW; BYTES], "a refused close ended a mapping");
+        peer.close(opened)??;
+        check_error!(peer.close(opened)?, InvalidPointer, "close_memory of what was closed");
+        Ok(peer.free(own)??)
+    })
+}
+
+/// A handle that differs from one that was made.
+type Alteration = (&'static str, fn(&mut MemoryHandle));
+
+const ALTERATIONS: [Alteration; 6] = [
+    ("a payload of zeros", |handle| handle.payload = [0; 64]),
+    ("a payload of ones", |handle| handle.payload = [0xff; 64]),
+    ("an inverted payload", |handle| handle.payload = handle.payload.map(|byte| !byte)),
+    ("a payload of random bytes", |handle| {
+        handle.payload = Random::new(51).bytes(64).try_into().expect("as many bytes as were asked for");
+    }),
+    ("more bytes than the block has", |handle| handle.bytes += 1 << 30),
+    ("no bytes", |handle| handle.bytes = 0),
+];
+
+/// Checks that the second process refuses a handle and maps nothing.
+#[track_caller]
+fn refused(peer: &mut Peer, handle: &MemoryHandle, what: &str) -> CaseResult {
+    let before = peer.live_objects()??;
+    check_error!(peer.open(handle)?, InvalidArgument, "open_memory of a handle with {what}");
+    check_eq!(peer.live_objects()??, before, "live objects after a handle with {what} was refused");
+    Ok(())
+}
+
+fn altered_handles_are_refused(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        block.write(0, &[OLD; BYTES])?;
+        let handle = block.export(transport)?;
+        for (what, alter) in ALTERATIONS {
+            let mut altered = handle.clone();
+            alter(&mut altered);
+            // A payload that means nothing to the vendor may be all zeros by itself.
+            if altered.payload != handle.payload || altered.bytes != handle.bytes {
+                refused(peer, &altered, what)?;
+            }
+        }
+        // The true one is none the worse for it.
+        let opened = peer.open(&handle)??;
+        check!(
+            peer.read(opened, BYTES)?? == [OLD; BYTES],
+            "a handle names other memory after altered ones were refused"
+        );
+        Ok(peer.close(opened)??)
+    })
+}
+
+fn handles_of_another_device_are_refused(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let uuid = backend.device_info(DEVICE)?.uuid;
+    let mut uuids = vec![[0; 16], uuid.map(|byte| !byte)];
+    for device in DEVICE + 1..backend.device_count() {
+        uuids.push(backend.device_info(device)?.uuid);
+    }
+    with_each_transport(backend, launcher, |transport, peer| {
+        let block = shareable(backend, BYTES, transport)?;
+        let handle = block.export(transport)?;
+        check_eq!(handle.device_uuid, uuid, "the UUID in a handle");
+        for other in &uuids {
+            let mut altered = handle.clone();
+            altered.device_uuid = *other;
+            refused(peer, &altered, &format!("the UUID {other:x?}"))?;
+        }
+        Ok(())
+    })
+}
+
+fn handles_without_their_descriptor_are_refused(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let block = shareable(backend, BYTES, Transport::Descriptor)?;
+    let handle = block.export(Transport::Descriptor)?;
+    check!(handle.descriptor.is_some(), "a handle that travels by descriptor has none");
+    let mut peer = start(launcher, backend)?;
+    let mut altered = handle.clone();
+    altered.descriptor = None;
+    refused(&mut peer, &altered, "no descriptor")?;
+    // A descriptor of something else.
+    let (reader, writer) = std::io::pipe().map_err(|error| Failure::new(format!("there is no pipe: {error}")))?;
+    for end in [reader.into(), writer.into()] {
+        altered.descriptor = Some(Descriptor::new(end));
+        refused(&mut peer, &altered, "the descriptor of a pipe")?;
+    }
+    let opened = peer.open(&handle)??;
+    peer.close(opened)??;
+    peer.end()
+}
+
+fn open_memory_counts(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let there = peer.allocate(BYTES, transport)??;
+        let before = backend.live_objects();
+        let handle = peer.export(there, transport)??;
+        let mapping = Mapping::open(backend, DEVICE, &handle)?;
+        check_eq!(backend.live_objects().mappings, before.mappings + 1, "live mappings with one open");
+        check_eq!(backend.live_objects().allocations, before.allocations, "blocks of this process with one open");
+        mapping.close()?;
+        drop(handle);
+        check_eq!(backend.live_objects(), before, "live objects after the last close");
+        Ok(peer.free(there)??)
+    })
+}
+
+// -------------------------------------------------------------------------------------------------- an exporter's end
+
+/// Opens memory of a second process, ends that process in some way, and checks that the memory is still there.
+fn outlives(
+    backend: &dyn Backend,
+    launcher: &Launcher,
+    prepare: impl FnOnce(&mut Peer) -> CaseResult,
+    end: impl FnOnce(Peer) -> CaseResult,
+) -> CaseResult {
+    let transport = Transport::Descriptor;
+    let content = Random::new(61).bytes(BYTES);
+    let mut peer = start(launcher, backend)?;
+    let there = peer.allocate(BYTES, transport)??;
+    peer.write(there, &content)??;
+    let handle = peer.export(there, transport)??;
+    let mapping = Mapping::open(backend, DEVICE, &handle)?;
+    drop(handle);
+    prepare(&mut peer)?;
+    end(peer)?;
+    check!(mapping.read()? == content, "opened memory lost its contents when its exporter ended");
+    // Memory that is allocated now has nothing in common with it.
+    let blocks = (0..8).map(|_| Block::filled(backend, BYTES, OLD)).collect::<Result<Vec<_>, _>>()?;
+    let shared = shareable(backend, BYTES, transport)?;
+    shared.write(0, &[OLD; BYTES])?;
+    check!(mapping.read()? == content, "memory whose exporter has ended was given to somebody else");
+    mapping.write(0, &[NEW; BYTES])?;
+    check!(mapping.read()? == [NEW; BYTES], "opened memory cannot be written after its exporter has ended");
+    for block in blocks.iter().chain([&shared]) {
+        check!(block.read()? == [OLD; BYTES], "memory whose exporter has ended is also somebody else's");
+    }
+    mapping.close()?;
+    Ok(())
+}
+
+fn mappings_outlive_a_killed_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    outlives(backend, launcher, |_| Ok(()), |mut peer| peer.kill().map(drop))
+}
+
+fn mappings_outlive_an_exporter_that_exits(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    outlives(backend, launcher, |_| Ok(()), Peer::exit)
+}
+
+fn mappings_outlive_an_exporter_that_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let fork = |peer: &mut Peer| -> CaseResult { Ok(peer.fork()??) };
+    outlives(backend, launcher, fork, |mut peer| peer.kill().map(drop))
+}
+
+// ------------------------------------------------------------------------------------------------------------ events
+
+fn only_interprocess_events_are_exported(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let (own, for_others) = (Event::new(backend)?, Event::interprocess(backend)?);
+    check_error!(own.export(), InvalidArgument, "export_event of an event for this process");
+    let handle = for_others.export()?;
+    check_eq!(handle.device_uuid, backend.device_info(DEVICE)?.uuid, "the UUID in the handle of an event");
+    let stale = own.destroy()?;
+    let sharing = crate::device::sharing(backend, "export_event")?;
+    check_error!(sharing.export_event(stale), InvalidHandle, "export_event of a destroyed event");
+    let mut peer = start(launcher, backend)?;
+    let event = peer.create_event(false)??;
+    check_error!(peer.export_event(event)?, InvalidArgument, "export_event of an event of the second process");
+    // A handle of no event is refused, one of an event is not.
+    let mut altered = handle.clone();
+    altered.device_uuid = altered.device_uuid.map(|byte| !byte);
+    check!(peer.open_event(&altered)?.is_err(), "open_event of a handle of a device that is not there succeeded");
+    let opened = peer.open_event(&handle)??;
+    peer.destroy_event(opened)??;
+    peer.end()
+}
+
+/// Helpings of work that a producer has for each of an attempt: a consumer that does not wait for it needs the time to
+/// go ahead, or its mistake does not show.
+const PRODUCED: usize = 6;
+
+fn check_new(got: &[u8], what: &str) -> CaseResult {
+    let old = got.iter().filter(|&&byte| byte != NEW).count();
+    check!(old == 0, "{what}: {old} of {BYTES} bytes were read before the work that the stream was to wait for");
+    Ok(())
+}
+
+const TOO_EARLY: &str = "the producer was done before the consumer in the other process had its work";
+
+fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let transport = transports(backend)?[0];
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (producer, event) = (Stream::new(backend)?, Event::interprocess(backend)?);
+    let shared = shareable(backend, BYTES, transport)?;
+    let mut peer = start(launcher, backend)?;
+    let (opened, opened_event) = (peer.open(&shared.export(transport)?)??, peer.open_event(&event.export()?)??);
+    let copied = peer.allocate(BYTES, transport)??;
+    attempts(TOO_EARLY, |helpings| {
+        shared.write(0, &[OLD; BYTES])?;
+        peer.write(copied, &[OLD; BYTES])??;
+        busy.enqueue(&producer, helpings * PRODUCED)?;
+        producer.set(shared.all(), NEW)?;
+        producer.record(&event)?;
+        peer.wait_for(opened_event)??;
+        peer.copy(copied, opened, BYTES)??;
+        peer.let_others_begin()??;
+        let outstanding = event.is_pending()?;
+        peer.synchronize_stream()??;
+        check_new(&peer.read(copied, BYTES)??, "a stream that waits for another process's event")?;
+        producer.synchronize()?;
+        Ok(Attempt::seen(outstanding))
+    })?;
+    peer.end()
+}
+
+/// Who makes an event that both processes have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Maker {
+    This,
+    Other,
+}
+
+/// An event of both processes.
+fn event_of_both<'b>(
+    backend: &'b dyn Backend,
+    peer: &mut Peer,
+    maker: Maker,
+) -> Result<(Event<'b>, PeerEvent), Failure> {
+    match maker {
+        Maker::This => {
+            let here = Event::interprocess(backend)?;
+            let there = peer.open_event(&here.export()?)??;
+            Ok((here, there))
+        }
+        Maker::Other => {
+            let there = peer.create_event(true)??;
+            Ok((Event::open(backend, DEVICE, &peer.export_event(there)??)?, there))
+        }
+    }
+}
+
+/// The second process produces and records; this one waits.
+fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) -> CaseResult {
+    let transport = transports(backend)?[0];
+    let mut peer = start(launcher, backend)?;
+    let (consumer, bystander) = (Stream::new(backend)?, Bystander::on(backend, DEVICE)?);
+    let (shared, copied) = (shareable(backend, BYTES, transport)?, Block::new(backend, BYTES)?);
+    let opened = peer.open(&shared.export(transport)?)??;
+    let (here, there) = event_of_both(backend, &mut peer, maker)?;
+    attempts(TOO_EARLY, |helpings| {
+        shared.write(0, &[OLD; BYTES])?;
+        copied.write(0, &[OLD; BYTES])?;
+        peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
+        peer.fill(opened, BYTES, NEW)??;
+        peer.record(there)??;
+        consumer.wait(&here)?;
+        consumer.copy(copied.all(), shared.all())?;
+        bystander.let_others_begin()?;
+        let outstanding = !peer.query_stream()??.is_complete();
+        consumer.synchronize()?;
+        check_new(&copied.read()?, "a stream that waits for what another process recorded")?;
+        peer.synchronize_stream()??;
+        Ok(Attempt::seen(outstanding))
+    })?;
+    drop(here);
+    peer.end()
+}
+
+fn opened_events_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    recorded_elsewhere(backend, launcher, Maker::Other)
+}
+
+fn events_recorded_by_the_importer_order_the_exporter(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    recorded_elsewhere(backend, launcher, Maker::This)
+}
+
+fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    const ROUNDS: u8 = 20;
+    let transport = transports(backend)?[0];
+    let (stream, ping) = (Stream::new(backend)?, Event::interprocess(backend)?);
+    let shared = shareable(backend, BYTES, transport)?;
+    let seen = Block::new(backend, BYTES * usize::from(ROUNDS))?;
+    let mut peer = start(launcher, backend)?;
+    let opened = peer.open(&shared.export(transport)?)??;
+    let (ping_there, pong_there) = (peer.open_event(&ping.export()?)??, peer.create_event(true)??);
+    let pong = Event::open(backend, DEVICE, &peer.export_event(pong_there)??)?;
+    // Nobody waits on the CPU: only the events order the two streams.
+    for round in 0..ROUNDS {
+        stream.set(shared.all(), round)?;
+        stream.record(&ping)?;
+        peer.wait_for(ping_there)??;
+        peer.fill(opened, BYTES / 2, 100 + round)??;
+        peer.record(pong_there)??;
+        stream.wait(&pong)?;
+        let start = BYTES * usize::from(round);
+        stream.copy(seen.span(start..start + BYTES), shared.all())?;
+    }
+    stream.synchronize()?;
+    let got = seen.read()?;
+    for (round, got) in (0..ROUNDS).zip(got.chunks(BYTES)) {
+        let (theirs, ours) = got.split_at(BYTES / 2);
+        let right = theirs.iter().all(|&byte| byte == 100 + round) && ours.iter().all(|&byte| byte == round);
+        check!(right, "in round {round} of {ROUNDS}, work of two processes did not run in the order of their events");
+    }
+    drop(pong);
+    peer.end()
+}
+
+fn opened_events_are_pending_as_the_original(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let mut peer = start(launcher, backend)?;
+    let there = peer.create_event(true)??;
+    let here = Event::open(backend, DEVICE, &peer.export_event(there)??)?;
+    attempts("the event of another process is never seen pending", |helpings| {
+        peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
+        peer.record(there)??;
+        let pending = here.is_pending()?;
+        let outstanding = !peer.query_event(there)??.is_complete();
+        check!(pending || !outstanding, "an opened event is complete while the other process has it pending");
+        here.synchronize()?;
+        check!(here.query()?.is_complete(), "an opened event is pending after it was synchronised");
+        check!(
+            peer.query_event(there)??.is_complete(),
+            "an event is pending though another process has synchronised it"
+        );
+        Ok(Attempt::seen(pending))
+    })?;
+    // And the other way round.
+    peer.record(there)??;
+    peer.synchronize_event(there)??;
+    check!(here.query()?.is_complete(), "an opened event is pending though its owner has synchronised it");
+    drop(here);
+    peer.end()
+}
+
+fn opened_events_that_were_never_recorded_are_complete(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let mut peer = start(launcher, backend)?;
+    let there = peer.create_event(true)??;
+    let here = Event::open(backend, DEVICE, &peer.export_event(there)??)?;
+    check!(here.query()?.is_complete(), "an opened event that was never recorded is pending");
+    here.synchronize()?;
+    let (stream, block) = (Stream::new(backend)?, Block::filled(backend, BYTES, OLD)?);
+    stream.wait(&here)?;
+    stream.set(block.all(), NEW)?;
+    stream.synchronize()?;
+    check_new(&block.read()?, "a stream that waits for an opened event that was never recorded")?;
+    drop(here);
+    peer.end()
+}
+
+/// Waits until the condition holds, but not for ever.
+fn comes_true(mut condition: impl FnMut() -> highwater_core::Result<bool>) -> Result<bool, Failure> {
+    const PATIENCE: Duration = Duration::from_secs(30);
+    let deadline = Instant::now() + PATIENCE;
+    while !condition()? {
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(true)
+}
+
+/// Lets a stream wait for what a second process recorded behind work, and kills that process meanwhile.
+fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut Peer) -> CaseResult) -> CaseResult {
+    for maker in [Maker::Other, Maker::This] {
+        attempts("the other process was done before it could be killed", |helpings| {
+            let mut peer = start(launcher, backend)?;
+            prepare(&mut peer)?;
+            let (here, there) = event_of_both(backend, &mut peer, maker)?;
+            let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
+            peer.busy(Direction::ToDevice, helpings * PRODUCED * 4)??;
+            peer.record(there)??;
+            stream.wait(&here)?;
+            stream.set(block.all(), NEW)?;
+            let outstanding = stream.is_pending()?;
+            peer.kill()?;
+            if !comes_true(|| Ok(!stream.is_pending()?))? {
+                // To give these back would be to wait for ever.
+                std::mem::forget((stream, block, here));
+                let message = "a stream still waits for an event of a process that has ended";
+                return Err(Failure::new(message));
+            }
+            check!(comes_true(|| Ok(!here.is_pending()?))?, "an event is still pending though its process has ended");
+            here.synchronize()?;
+            stream.synchronize()?;
+            check!(block.read()? == [NEW; BYTES], "work after a wait was lost when the process waited for ended");
+            Ok(Attempt::seen(outstanding))
+        })?;
+    }
+    Ok(())
+}
+
+fn waits_end_with_the_process_that_recorded(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    waits_end(backend, launcher, |_| Ok(()))
+}
+
+fn waits_end_though_the_process_had_forked(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    waits_end(backend, launcher, |peer| Ok(peer.fork()??))
+}
+
+fn opened_events_count(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    let mut peer = start(launcher, backend)?;
+    let there = peer.create_event(true)??;
+    let before = backend.live_objects();
+    let handle = peer.export_event(there)??;
+    let here = Event::open(backend, DEVICE, &handle)?;
+    check_eq!(backend.live_objects().events, before.events + 1, "live events with one opened");
+    drop(handle);
+    let stale = here.destroy()?;
+    check_error!(backend.query_event(stale), InvalidHandle, "query_event of an opened event that was destroyed");
+    check_eq!(backend.live_objects(), before, "live objects after the opened event was destroyed");
+    // The owner's event is none the worse for it.
+    peer.record(there)??;
+    peer.synchronize_event(there)??;
+    peer.destroy_event(there)??;
+    peer.end()
+}

@@ -1,0 +1,440 @@
+//! The side of the case: starts the second process, tells it what to do, and sees to its end.
+
+use std::os::fd::OwnedFd;
+use std::process::{Child, ExitStatus};
+use std::time::{Duration, Instant};
+
+use highwater_core::{
+    Backend, Completion, DevicePtr, EventHandle, LiveObjects, MemoryHandle, Result as BackendResult, Transport,
+};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::command::Command;
+use super::launcher::Launcher;
+use super::wire::{self, Message};
+use crate::busy::Direction;
+use crate::case::{CaseResult, Failure};
+
+/// What the second process answered: the backend's result there; a failure where there is no answer.
+pub(crate) type Answer<T> = Result<BackendResult<T>, Failure>;
+
+/// How long an answer may take. Far longer than any call does, also on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// An event of the second process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PeerEvent(u64);
+
+/// A second process with the same backend. It has one stream, on the device that the case names.
+///
+/// Dropped, it is killed and waited for; [`Peer::end`] ends it in peace and checks that it has nothing left.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    child: Child,
+    socket: OwnedFd,
+    ended: bool,
+    before: LiveObjects,
+    patience: Duration,
+}
+
+impl Peer {
+    /// Starts the process, which finds the device by its UUID.
+    #[track_caller]
+    pub(crate) fn start(launcher: &Launcher, backend: &dyn Backend, device: u32) -> Result<Self, Failure> {
+        let uuid = backend.device_info(device)?.uuid;
+        let (child, socket) = launcher.start().map_err(|error| {
+            Failure::new(format!("the second process (`{}`) cannot be started: {error}", launcher.describe()))
+        })?;
+        let mut peer = Self { child, socket, ended: false, before: LiveObjects::default(), patience: PATIENCE };
+        peer.ask(Command::Begin, |message| message.with_bytes(&uuid))??;
+        peer.before = peer.live_objects()??;
+        Ok(peer)
+    }
+
+    /// Sends a command and waits for its answer.
+    #[track_caller]
+    fn ask(&mut self, command: Command, with: impl FnOnce(Message) -> Message) -> Answer<Message> {
+        let name = command.name();
+        if let Err(error) = wire::send(&self.socket, &with(Message::new(command.code()))) {
+            return Err(self.lost(&format!("before it was asked to `{name}` ({error})")));
+        }
+        if !self.answers_within(self.patience) {
+            self.kill()?;
+            let patience = self.patience;
+            return Err(Failure::new(format!(
+                "the second process did not answer to `{name}` within {patience:?} and was killed for it"
+            )));
+        }
+        match wire::receive(&self.socket) {
+            Ok(Some(answer)) => match answer.code {
+                wire::DONE => Ok(Ok(answer)),
+                wire::REFUSED => Ok(Err(answer.into_error(name))),
+                _ => Err(Failure::new(format!(
+                    "the second process could not `{name}`: {}",
+                    String::from_utf8_lossy(&answer.bytes)
+                ))),
+            },
+            Ok(None) => Err(self.lost(&format!("when it was asked to `{name}`"))),
+            Err(error) => Err(self.lost(&format!("or sent nonsense when it was asked to `{name}` ({error})"))),
+        }
+    }
+
+    /// Waits until there is something to read, the end of the other side included.
+    fn answers_within(&self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).expect("a few seconds fit");
+            match rustix::event::poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&timeout)) {
+                Err(rustix::io::Errno::INTR) => {}
+                Ok(0) if left.is_zero() => return false,
+                Ok(0) => {}
+                // An error of the socket shows again when it is read.
+                _ => return true,
+            }
+        }
+    }
+
+    /// Says how the process ended.
+    #[track_caller]
+    fn lost(&mut self, when: &str) -> Failure {
+        let ended = match self.kill() {
+            Ok(status) => status.to_string(),
+            Err(failure) => failure.to_string(),
+        };
+        Failure::new(format!("the second process ended {when}: {ended}"))
+    }
+
+    /// Kills the process by SIGKILL, unless it has ended already, and waits for it.
+    #[track_caller]
+    pub(crate) fn kill(&mut self) -> Result<ExitStatus, Failure> {
+        self.ended = true;
+        // An error means that it has ended; then there is still its status to be fetched.
+        let _ = self.child.kill();
+        self.child.wait().map_err(|error| Failure::new(format!("the second process cannot be waited for: {error}")))
+    }
+
+    /// Ends the process: everything that it has left is given back there, and nothing may then be left.
+    #[track_caller]
+    pub(crate) fn end(mut self) -> CaseResult {
+        let left = self.ask(Command::End, |message| message)??;
+        let left = counts(&left).ok_or_else(|| Failure::new("the second process counts its objects wrongly"))?;
+        if left != self.before {
+            return Err(Failure::new(format!(
+                "live objects of the second process differ at its end: {:?} before, {left:?} after",
+                self.before
+            )));
+        }
+        self.ends_well()
+    }
+
+    /// Lets the process exit with everything that it has.
+    #[track_caller]
+    pub(crate) fn exit(mut self) -> CaseResult {
+        self.ask(Command::Exit, |message| message)??;
+        self.ends_well()
+    }
+
+    /// Waits for a process that was told to end.
+    #[track_caller]
+    fn ends_well(&mut self) -> CaseResult {
+        let deadline = Instant::now() + self.patience;
+        while Instant::now() < deadline {
+            match self.child.try_wait() {
+                Ok(Some(status)) => {
+                    self.ended = true;
+                    return if status.success() {
+                        Ok(())
+                    } else {
+                        Err(Failure::new(format!("the second process was told to end and failed: {status}")))
+                    };
+                }
+                Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+                Err(error) => return Err(Failure::new(format!("the second process cannot be waited for: {error}"))),
+            }
+        }
+        self.kill()?;
+        let patience = self.patience;
+        Err(Failure::new(format!("the second process did not end within {patience:?} and was killed for it")))
+    }
+
+    /// Asks for something whose result is one number.
+    #[track_caller]
+    fn number(&mut self, command: Command, with: impl FnOnce(Message) -> Message) -> Answer<u64> {
+        match self.ask(command, with)? {
+            Ok(answer) => answer.number(0).map(Ok).ok_or_else(|| misfit(command)),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    #[track_caller]
+    fn done(&mut self, command: Command, with: impl FnOnce(Message) -> Message) -> Answer<()> {
+        Ok(self.ask(command, with)?.map(drop))
+    }
+
+    // ------------------------------------------------------------------ memory
+
+    /// Allocates memory that can be shared by `transport`.
+    #[track_caller]
+    pub(crate) fn allocate(&mut self, bytes: usize, transport: Transport) -> Answer<DevicePtr> {
+        let numbers = [bytes as u64, u64::from(transport as u32)];
+        Ok(self.number(Command::Allocate, |m| m.with_numbers(numbers))?.map(DevicePtr::new))
+    }
+
+    /// Frees what [`Peer::allocate`] gave.
+    #[track_caller]
+    pub(crate) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
+        self.done(Command::Free, |m| m.with_numbers([ptr.get()]))
+    }
+
+    #[track_caller]
+    pub(crate) fn export(&mut self, ptr: DevicePtr, transport: Transport) -> Answer<MemoryHandle> {
+        let command = Command::ExportMemory;
+        match self.ask(command, |m| m.with_numbers([ptr.get(), u64::from(transport as u32)]))? {
+            Ok(answer) => answer.memory_handle().map(Ok).ok_or_else(|| misfit(command)),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn open(&mut self, handle: &MemoryHandle) -> Answer<DevicePtr> {
+        Ok(self.number(Command::OpenMemory, |m| m.with_memory_handle(handle))?.map(DevicePtr::new))
+    }
+
+    /// Closes any address, also one that is not open.
+    #[track_caller]
+    pub(crate) fn close(&mut self, ptr: DevicePtr) -> Answer<()> {
+        self.done(Command::CloseMemory, |m| m.with_numbers([ptr.get()]))
+    }
+
+    /// Reads bytes through the stream, which is synchronised.
+    #[track_caller]
+    pub(crate) fn read(&mut self, ptr: DevicePtr, bytes: usize) -> Answer<Vec<u8>> {
+        let mut read = Vec::with_capacity(bytes);
+        while read.len() < bytes {
+            let part = wire::MOST_BYTES.min(bytes - read.len());
+            let from = ptr.offset(read.len()).get();
+            match self.ask(Command::Read, |m| m.with_numbers([from, part as u64]))? {
+                Ok(answer) if answer.bytes.len() == part => read.extend_from_slice(&answer.bytes),
+                Ok(_) => return Err(misfit(Command::Read)),
+                Err(error) => return Ok(Err(error)),
+            }
+        }
+        Ok(Ok(read))
+    }
+
+    /// Writes bytes through the stream, which is synchronised.
+    #[track_caller]
+    pub(crate) fn write(&mut self, ptr: DevicePtr, bytes: &[u8]) -> Answer<()> {
+        for (index, part) in bytes.chunks(wire::MOST_BYTES).enumerate() {
+            let to = ptr.offset(index * wire::MOST_BYTES).get();
+            if let Err(error) = self.done(Command::Write, |m| m.with_numbers([to]).with_bytes(part))? {
+                return Ok(Err(error));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Enqueues a fill.
+    #[track_caller]
+    pub(crate) fn fill(&mut self, ptr: DevicePtr, bytes: usize, byte: u8) -> Answer<()> {
+        self.done(Command::Fill, |m| m.with_numbers([ptr.get(), bytes as u64, u64::from(byte)]))
+    }
+
+    /// Enqueues a copy.
+    #[track_caller]
+    pub(crate) fn copy(&mut self, dst: DevicePtr, src: DevicePtr, bytes: usize) -> Answer<()> {
+        self.done(Command::Copy, |m| m.with_numbers([dst.get(), src.get(), bytes as u64]))
+    }
+
+    // ------------------------------------------------------------------ the stream
+
+    /// Enqueues work as [`crate::busy::Busy`] does.
+    #[track_caller]
+    pub(crate) fn busy(&mut self, direction: Direction, helpings: usize) -> Answer<()> {
+        let direction = u64::from(direction == Direction::ToHost);
+        self.done(Command::Busy, |m| m.with_numbers([direction, helpings as u64]))
+    }
+
+    /// Gives the stream more time to begin than another stream there needs.
+    #[track_caller]
+    pub(crate) fn let_others_begin(&mut self) -> Answer<()> {
+        self.done(Command::LetOthersBegin, |m| m)
+    }
+
+    #[track_caller]
+    pub(crate) fn synchronize_stream(&mut self) -> Answer<()> {
+        self.done(Command::SynchronizeStream, |m| m)
+    }
+
+    #[track_caller]
+    pub(crate) fn query_stream(&mut self) -> Answer<Completion> {
+        Ok(self.number(Command::QueryStream, |m| m)?.map(completion))
+    }
+
+    // ------------------------------------------------------------------ events
+
+    /// Makes an event that other processes can open, if so asked.
+    #[track_caller]
+    pub(crate) fn create_event(&mut self, interprocess: bool) -> Answer<PeerEvent> {
+        Ok(self.number(Command::CreateEvent, |m| m.with_numbers([u64::from(interprocess)]))?.map(PeerEvent))
+    }
+
+    #[track_caller]
+    pub(crate) fn export_event(&mut self, event: PeerEvent) -> Answer<EventHandle> {
+        let command = Command::ExportEvent;
+        match self.ask(command, |m| m.with_numbers([event.0]))? {
+            Ok(answer) => answer.event_handle().map(Ok).ok_or_else(|| misfit(command)),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn open_event(&mut self, handle: &EventHandle) -> Answer<PeerEvent> {
+        Ok(self.number(Command::OpenEvent, |m| m.with_event_handle(handle))?.map(PeerEvent))
+    }
+
+    #[track_caller]
+    pub(crate) fn destroy_event(&mut self, event: PeerEvent) -> Answer<()> {
+        self.done(Command::DestroyEvent, |m| m.with_numbers([event.0]))
+    }
+
+    #[track_caller]
+    pub(crate) fn record(&mut self, event: PeerEvent) -> Answer<()> {
+        self.done(Command::RecordEvent, |m| m.with_numbers([event.0]))
+    }
+
+    #[track_caller]
+    pub(crate) fn wait_for(&mut self, event: PeerEvent) -> Answer<()> {
+        self.done(Command::WaitForEvent, |m| m.with_numbers([event.0]))
+    }
+
+    #[track_caller]
+    pub(crate) fn query_event(&mut self, event: PeerEvent) -> Answer<Completion> {
+        Ok(self.number(Command::QueryEvent, |m| m.with_numbers([event.0]))?.map(completion))
+    }
+
+    #[track_caller]
+    pub(crate) fn synchronize_event(&mut self, event: PeerEvent) -> Answer<()> {
+        self.done(Command::SynchronizeEvent, |m| m.with_numbers([event.0]))
+    }
+
+    // ------------------------------------------------------------------ the process
+
+    #[track_caller]
+    pub(crate) fn live_objects(&mut self) -> Answer<LiveObjects> {
+        let command = Command::LiveObjects;
+        match self.ask(command, |m| m)? {
+            Ok(answer) => counts(&answer).map(Ok).ok_or_else(|| misfit(command)),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    /// Lets the process fork a child that does nothing and ends when this value is dropped.
+    #[track_caller]
+    pub(crate) fn fork(&mut self) -> Answer<()> {
+        self.done(Command::Fork, |m| m)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = self.kill();
+        }
+    }
+}
+
+fn completion(pending: u64) -> Completion {
+    if pending == 0 { Completion::Complete } else { Completion::Pending }
+}
+
+fn counts(answer: &Message) -> Option<LiveObjects> {
+    let mut live = LiveObjects::default();
+    let fields = [
+        &mut live.streams,
+        &mut live.events,
+        &mut live.handles,
+        &mut live.allocations,
+        &mut live.host_allocations,
+        &mut live.graphs,
+        &mut live.mappings,
+        &mut live.descriptors,
+        &mut live.shared_files,
+    ];
+    let numbers: [u64; 9] = answer.numbers.as_slice().try_into().ok()?;
+    for (field, number) in fields.into_iter().zip(numbers) {
+        *field = number;
+    }
+    Some(live)
+}
+
+#[track_caller]
+fn misfit(command: Command) -> Failure {
+    let name = command.name();
+    Failure::new(format!(
+        "the second process answered `{name}` with something else: is it another version of the suite?"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A peer whose process is not one: it does what `sh` is told to.
+    fn impostor(script: &str) -> Peer {
+        let launcher = Launcher::new("/bin/sh").with_arguments(["-c", script]);
+        let (child, socket) = launcher.start().unwrap();
+        let patience = Duration::from_secs(30);
+        Peer { child, socket, ended: false, before: LiveObjects::default(), patience }
+    }
+
+    fn text<T>(answer: Answer<T>) -> String {
+        match answer {
+            Err(failure) => failure.to_string(),
+            Ok(_) => panic!("an impostor answered"),
+        }
+    }
+
+    #[test]
+    fn a_process_that_ends_is_told_with_its_status() {
+        let said = text(impostor("exit 3").synchronize_stream());
+        assert!(said.contains("ended") && said.contains("`synchronize_stream`"), "{said}");
+        assert!(said.contains('3'), "{said}");
+        let said = text(impostor("kill -9 $$").synchronize_stream());
+        assert!(said.contains("signal: 9"), "{said}");
+    }
+
+    fn id(peer: &Peer) -> rustix::process::Pid {
+        rustix::process::Pid::from_raw(peer.child.id() as i32).unwrap()
+    }
+
+    /// Not even a zombie has the number.
+    fn is_gone(id: rustix::process::Pid) -> bool {
+        rustix::process::test_kill_process(id) == Err(rustix::io::Errno::SRCH)
+    }
+
+    #[test]
+    fn a_process_that_does_not_answer_is_killed() {
+        let mut peer = impostor("exec sleep 1000");
+        peer.patience = Duration::from_millis(20);
+        let said = text(peer.synchronize_stream());
+        assert!(said.contains("`synchronize_stream` within 20ms") && said.contains("killed"), "{said}");
+        assert!(is_gone(id(&peer)));
+    }
+
+    #[test]
+    fn a_process_that_a_case_forgets_is_killed() {
+        let peer = impostor("exec sleep 1000");
+        let id = id(&peer);
+        assert!(!is_gone(id));
+        drop(peer);
+        assert!(is_gone(id));
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_named() {
+        let error = Launcher::new("/nowhere/at/all").start().unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,384 @@
+//! The side of the second process: does what the case says until it is told to end.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use highwater_core::{
+    Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, LiveObjects, Result,
+};
+use rustix::process::Signal;
+
+use super::command::Command;
+use super::launcher::VARIABLE;
+use super::wire::{self, Message};
+use crate::busy::{Busy, Direction};
+use crate::bystander::Bystander;
+use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
+
+const OPERATION: &str = "serve_peer";
+
+/// Serves a case if this process was started by one, through a [`Launcher`](crate::Launcher); `None` otherwise.
+///
+/// To be called at the beginning of a program, or in the test that the launcher names. The backend is opened when the
+/// case asks for it. On return the process has nothing more to do.
+///
+/// # Errors
+/// What `open` gave, which the case is told too; `OperatingSystem` where standard input is not the socket of a case.
+pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Result<()>> {
+    std::env::var_os(VARIABLE)?;
+    Some(serve(open))
+}
+
+fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
+    // A case that is gone has no use for this process, whatever it waits for. Where this comes too late, the socket is
+    // closed already.
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
+    let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
+    let begun = if begin.code == Command::Begin.code() { open() } else { Err(confused("it was not told to begin")) };
+    let backend = match begun {
+        Ok(backend) => backend,
+        Err(error) => {
+            answer(&socket, &Message::refusal(&error))?;
+            return Err(error);
+        }
+    };
+    let mut server = match device_of(&*backend, &begin.bytes).and_then(|device| Server::new(&*backend, &socket, device))
+    {
+        Ok(server) => server,
+        Err(error) => return answer(&socket, &Message::refusal(&error)),
+    };
+    answer(&socket, &Message::new(wire::DONE))?;
+    while let Some(message) = wire::receive(&socket).map_err(|error| broken(&error))? {
+        let Some(command) = Command::from_code(message.code) else {
+            answer(&socket, &Message::new(wire::CONFUSED).with_bytes(b"it does not know this command"))?;
+            continue;
+        };
+        if command == Command::Exit {
+            answer(&socket, &Message::new(wire::DONE))?;
+            // Exit handlers run, destructors do not.
+            std::process::exit(0);
+        }
+        if command == Command::End {
+            drop(server);
+            return answer(&socket, &counts(&backend.live_objects()));
+        }
+        let reply = match server.perform(command, &message) {
+            Ok(reply) => reply,
+            Err(Trouble::Refused(error)) => Message::refusal(&error),
+            Err(Trouble::Confused(why)) => Message::new(wire::CONFUSED).with_bytes(why.as_bytes()),
+        };
+        answer(&socket, &reply)?;
+    }
+    Ok(())
+}
+
+fn answer(socket: &OwnedFd, message: &Message) -> Result<()> {
+    wire::send(socket, message).map_err(|error| broken(&error))
+}
+
+fn broken(error: &std::io::Error) -> Error {
+    let message = format!("the socket of the case cannot be used: {error}");
+    Error::new(ErrorKind::OperatingSystem, OPERATION, message)
+        .with_code(i64::from(error.raw_os_error().unwrap_or_default()))
+        .with_hint(format!("unset {VARIABLE} unless a case of the conformance suite started this process"))
+}
+
+fn confused(why: &str) -> Error {
+    Error::new(ErrorKind::InvalidState, OPERATION, why)
+}
+
+/// The device with this UUID: its ordinal may be another than in the process of the case.
+fn device_of(backend: &dyn Backend, uuid: &[u8]) -> Result<u32> {
+    for device in 0..backend.device_count() {
+        if backend.device_info(device)?.uuid == uuid {
+            return Ok(device);
+        }
+    }
+    Err(Error::new(
+        ErrorKind::DeviceMissing,
+        OPERATION,
+        format!("no device has the UUID {uuid:x?} in a second process"),
+    ))
+}
+
+/// Why a command has no result.
+#[derive(Debug)]
+enum Trouble {
+    /// The backend gave an error.
+    Refused(Error),
+    /// The command makes no sense.
+    Confused(String),
+}
+
+impl From<Error> for Trouble {
+    fn from(error: Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// Memory that the case can name by its address.
+#[derive(Debug)]
+enum Memory<'b> {
+    Own(Block<'b>),
+    Opened(Mapping<'b>),
+}
+
+impl Memory<'_> {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Own(block) => block.bytes(),
+            Self::Opened(mapping) => mapping.bytes(),
+        }
+    }
+
+    fn span(&self, offset: usize, bytes: usize) -> Span<'_> {
+        match self {
+            Self::Own(block) => block.span(offset..offset + bytes),
+            Self::Opened(mapping) => mapping.span(offset..offset + bytes),
+        }
+    }
+}
+
+/// What the second process has made for the case.
+struct Server<'b> {
+    backend: &'b dyn Backend,
+    socket: &'b OwnedFd,
+    device: u32,
+    stream: Stream<'b>,
+    /// Lives as long as all this: to free its memory is to wait for the device.
+    bystander: Bystander<'b>,
+    /// By address; memory that was opened more than once stands there as often.
+    memory: BTreeMap<u64, Vec<Memory<'b>>>,
+    events: Vec<Option<Event<'b>>>,
+    busy: BTreeMap<u64, Busy<'b>>,
+}
+
+impl<'b> Server<'b> {
+    fn new(backend: &'b dyn Backend, socket: &'b OwnedFd, device: u32) -> Result<Self> {
+        let (stream, bystander) = (Stream::on(backend, device)?, Bystander::on(backend, device)?);
+        let (memory, events, busy) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
+        Ok(Self { backend, socket, device, stream, bystander, memory, events, busy })
+    }
+
+    fn perform(&mut self, command: Command, message: &Message) -> Result<Message, Trouble> {
+        let number =
+            |index| message.number(index).ok_or_else(|| Trouble::Confused(format!("number {index} is missing")));
+        let size = |index| number(index).map(|number| number as usize);
+        let done = Message::new(wire::DONE);
+        let is_pending = |completion: Completion| u64::from(!completion.is_complete());
+        Ok(match command {
+            Command::Begin | Command::Exit | Command::End => {
+                return Err(Trouble::Confused("it has begun already".to_owned()));
+            }
+            Command::Allocate => {
+                let kind = DeviceMemoryKind::Shareable(transport(number(1)?)?);
+                let block = Block::with_kind(self.backend, self.device, size(0)?, kind)?;
+                done.with_numbers([self.keep(block.ptr(), Memory::Own(block))])
+            }
+            Command::Free => match self.take(number(0)?) {
+                Some(Memory::Own(block)) => {
+                    drop(block);
+                    done
+                }
+                _ => return Err(unknown(number(0)?)),
+            },
+            Command::ExportMemory => {
+                let Some(Memory::Own(block)) = self.memory.get(&number(0)?).and_then(|blocks| blocks.last()) else {
+                    return Err(unknown(number(0)?));
+                };
+                done.with_memory_handle(&block.export(transport(number(1)?)?)?)
+            }
+            Command::OpenMemory => {
+                let handle =
+                    message.memory_handle().ok_or_else(|| Trouble::Confused("the handle is malformed".to_owned()))?;
+                let mapping = Mapping::open(self.backend, self.device, &handle)?;
+                done.with_numbers([self.keep(mapping.ptr(), Memory::Opened(mapping))])
+            }
+            Command::CloseMemory => {
+                match self.take(number(0)?) {
+                    Some(Memory::Opened(mapping)) => mapping.close()?,
+                    // The backend has to refuse what is not open.
+                    other => {
+                        if let Some(own) = other {
+                            self.keep(DevicePtr::new(number(0)?), own);
+                        }
+                        Mapping::close_unknown(self.backend, self.device, DevicePtr::new(number(0)?))?;
+                    }
+                }
+                done
+            }
+            Command::Read => {
+                let span = self.span(number(0)?, size(1)?)?;
+                done.with_bytes(&read_span(self.backend, self.device, span)?)
+            }
+            Command::Write => {
+                let span = self.span(number(0)?, message.bytes.len())?;
+                write_span(self.backend, self.device, span, &message.bytes)?;
+                done
+            }
+            Command::Fill => {
+                let span = self.span(number(0)?, size(1)?)?;
+                self.stream.set(span, number(2)? as u8)?;
+                done
+            }
+            Command::Copy => {
+                let (dst, src) = (self.span(number(0)?, size(2)?)?, self.span(number(1)?, size(2)?)?);
+                self.stream.copy(dst, src)?;
+                done
+            }
+            Command::Busy => {
+                let direction = if number(0)? == 0 { Direction::ToDevice } else { Direction::ToHost };
+                if !self.busy.contains_key(&number(0)?) {
+                    self.busy.insert(number(0)?, Busy::new(self.backend, self.device, direction)?);
+                }
+                self.busy[&number(0)?].enqueue(&self.stream, size(1)?)?;
+                done
+            }
+            Command::LetOthersBegin => {
+                self.bystander.let_others_begin()?;
+                done
+            }
+            Command::SynchronizeStream => {
+                self.stream.synchronize()?;
+                done
+            }
+            Command::QueryStream => done.with_numbers([is_pending(self.stream.query()?)]),
+            Command::CreateEvent => {
+                let options = EventOptions::new();
+                let options = if number(0)? == 0 { options } else { options.with_interprocess() };
+                let event = Event::with_options(self.backend, self.device, &options)?;
+                done.with_numbers([self.keep_event(event)])
+            }
+            Command::ExportEvent => done.with_event_handle(&self.event(number(0)?)?.export()?),
+            Command::OpenEvent => {
+                let handle =
+                    message.event_handle().ok_or_else(|| Trouble::Confused("the handle is malformed".to_owned()))?;
+                let event = Event::open(self.backend, self.device, &handle)?;
+                done.with_numbers([self.keep_event(event)])
+            }
+            Command::DestroyEvent => {
+                let event = self.events.get_mut(size(0)?).and_then(Option::take);
+                event.ok_or_else(|| unknown_event(number(0).unwrap_or_default()))?.destroy()?;
+                done
+            }
+            Command::RecordEvent => {
+                self.stream.record(self.event(number(0)?)?)?;
+                done
+            }
+            Command::WaitForEvent => {
+                self.stream.wait(self.event(number(0)?)?)?;
+                done
+            }
+            Command::QueryEvent => done.with_numbers([is_pending(self.event(number(0)?)?.query()?)]),
+            Command::SynchronizeEvent => {
+                self.event(number(0)?)?.synchronize()?;
+                done
+            }
+            Command::LiveObjects => {
+                // What this process has for its own use is not the case's.
+                let mut live = self.backend.live_objects();
+                live.streams -= 2;
+                live.allocations -= 1 + self.busy.len() as u64;
+                live.host_allocations -= self.busy.len() as u64;
+                counts(&live)
+            }
+            Command::Fork => {
+                self.fork()?;
+                done
+            }
+        })
+    }
+
+    fn keep(&mut self, ptr: DevicePtr, memory: Memory<'b>) -> u64 {
+        self.memory.entry(ptr.get()).or_default().push(memory);
+        ptr.get()
+    }
+
+    fn take(&mut self, address: u64) -> Option<Memory<'b>> {
+        let blocks = self.memory.get_mut(&address)?;
+        let memory = blocks.pop();
+        if blocks.is_empty() {
+            self.memory.remove(&address);
+        }
+        memory
+    }
+
+    /// The bytes at an address inside memory that is still there.
+    fn span(&self, address: u64, bytes: usize) -> Result<Span<'_>, Trouble> {
+        let (start, blocks) = self.memory.range(..=address).next_back().ok_or_else(|| unknown(address))?;
+        let (memory, offset) = (blocks.last().ok_or_else(|| unknown(address))?, (address - start) as usize);
+        if offset.checked_add(bytes).is_none_or(|end| end > memory.bytes()) {
+            return Err(unknown(address));
+        }
+        Ok(memory.span(offset, bytes))
+    }
+
+    fn keep_event(&mut self, event: Event<'b>) -> u64 {
+        self.events.push(Some(event));
+        self.events.len() as u64 - 1
+    }
+
+    fn event(&self, number: u64) -> Result<&Event<'b>, Trouble> {
+        self.events.get(number as usize).and_then(Option::as_ref).ok_or_else(|| unknown_event(number))
+    }
+
+    /// Forks a child that has everything this process has, does nothing, and ends when the case closes its socket.
+    fn fork(&self) -> Result<(), Trouble> {
+        // A case that forgets it does not leave it behind for ever.
+        const LONGEST: Duration = Duration::from_secs(120);
+        // SAFETY: the child makes system calls only, on a descriptor that it has inherited, and ends with `_exit`.
+        match unsafe { libc::fork() } {
+            -1 => Err(Trouble::Confused(format!("it cannot fork: {}", std::io::Error::last_os_error()))),
+            0 => {
+                let deadline = Instant::now() + LONGEST;
+                let hung_up = |socket: &OwnedFd| {
+                    let mut polled =
+                        libc::pollfd { fd: std::os::fd::AsRawFd::as_raw_fd(socket), events: 0, revents: 0 };
+                    // SAFETY: one entry, which lives through the call. Only the end of the other side is waited for.
+                    unsafe { libc::poll(&mut polled, 1, 1000) };
+                    polled.revents & libc::POLLHUP != 0
+                };
+                while !hung_up(self.socket) && Instant::now() < deadline {}
+                // SAFETY: ends the child, and runs nothing of its parent's.
+                unsafe { libc::_exit(0) }
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Server<'_> {
+    fn drop(&mut self) {
+        // Work on the stream may use everything else.
+        let _ = self.stream.synchronize();
+    }
+}
+
+fn transport(number: u64) -> Result<highwater_core::Transport, Trouble> {
+    wire::transport(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
+}
+
+fn unknown(address: u64) -> Trouble {
+    Trouble::Confused(format!("it has no memory at {address:#x} that fits"))
+}
+
+fn unknown_event(number: u64) -> Trouble {
+    Trouble::Confused(format!("it has no event {number}"))
+}
+
+fn counts(live: &LiveObjects) -> Message {
+    Message::new(wire::DONE).with_numbers([
+        live.streams,
+        live.events,
+        live.handles,
+        live.allocations,
+        live.host_allocations,
+        live.graphs,
+        live.mappings,
+        live.descriptors,
+        live.shared_files,
+    ])
+}

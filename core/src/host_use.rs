@@ -1,0 +1,103 @@
+//! Page-locked memory by address: which block an address lies in, and uses of it by code that Highwater does not see.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ledger::{HostBlock, HostBlockInfo};
+use crate::memory::HostPtr;
+use crate::pool::host::KeptBlock;
+use crate::runtime::Runtime;
+use crate::stream::Stream;
+
+impl Runtime {
+    /// The block of page-locked memory that an address points into, at its start or anywhere inside, if a
+    /// [`PinnedBuffer`](crate::PinnedBuffer) of this runtime owns it.
+    #[must_use]
+    pub fn pinned_block_of(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
+        self.live_host_block(ptr).map(|block| block.info)
+    }
+
+    fn live_host_block(&self, ptr: HostPtr) -> Option<HostBlock> {
+        if !self.inner.generation.is_current() {
+            return None;
+        }
+        self.inner.ledger.find_host(ptr).filter(|block| block.uses.is_live())
+    }
+}
+
+impl Stream {
+    /// Notes that what was enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that `ptr` points
+    /// into, at its start or anywhere inside: for copies and kernels that other code has enqueued by itself. `writes` says
+    /// whether they write the memory.
+    ///
+    /// From here on the buffer behaves as after a copy by this crate: the CPU's access waits for that work (for reading,
+    /// only where it writes), copies of other streams that would race with it wait on the device, and the memory is not
+    /// given to anybody else before it is done. Until this call nobody knows of the use, so it has to be made before the
+    /// buffer is touched, copied or dropped.
+    ///
+    /// Where the stream takes part in a capture, the use is a recorded one: the capture keeps the memory, and each launch of the
+    /// graph waits for uses that it would race with and counts as a use. Plain slices of the values that were made before
+    /// must not live on to a launch.
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let pinned = runtime.pinned::<f32>(1000)?;
+    /// // Code that knows only an address and a stream has enqueued a copy from the middle of the buffer.
+    /// let inside = pinned.ptr().offset(2000);
+    /// stream.note_host_use(inside, false)?;
+    /// assert_eq!(runtime.pinned_block_of(inside).unwrap().base, pinned.ptr());
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidPointer` where no buffer of the stream's runtime owns the memory: it is not page-locked, was dropped, or is
+    /// another runtime's. Nothing is noted then, and the use must be waited for. `Capture` where other code captures the
+    /// stream; else what marking the stream gives; then the memory is given to nobody else before the runtime ends.
+    pub fn note_host_use(&self, ptr: HostPtr, writes: bool) -> Result<()> {
+        const OPERATION: &str = "note_host_use";
+        let runtime = self.runtime();
+        let inner = &runtime.inner;
+        inner.check(OPERATION)?;
+        let unknown = || {
+            Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr:?} is in no live page-locked buffer"))
+                .with_hint("note the use while the buffer is alive, on a stream of the runtime that it came from")
+        };
+        let block = runtime.live_host_block(ptr).ok_or_else(unknown)?;
+        // Where the buffer ends meanwhile, the block is not given out before the use is noted.
+        let kept = inner.host_cache.keep_if_live(block.info.base, block.class, &block.uses).ok_or_else(unknown)?;
+        let noted = self.note_kept(OPERATION, &kept, writes);
+        if noted.is_err() {
+            // Nobody can tell when the work is done.
+            kept.uses.unmarked.store(true, Ordering::Relaxed);
+        }
+        inner.let_go_pinned(kept);
+        noted
+    }
+
+    fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {
+        let (inner, core) = (&self.runtime().inner, self.core());
+        let before = kept.uses.mark_of(core.key);
+        let mark = inner.device(self.device()).events.take(&*inner.backend);
+        let mut turn = core.enter(operation)?;
+        if let Some(recording) = &mut turn.recording {
+            let surplus = recording.keep_pinned(kept.keep(), writes);
+            drop(turn);
+            surplus.into_iter().for_each(|kept| inner.let_go_pinned(kept));
+            return Ok(());
+        }
+        match mark.and_then(|mark| inner.backend.record_event(mark.event(), core.id).map(|()| mark)) {
+            Ok(mark) => {
+                drop(turn);
+                kept.uses.note(core.key, Arc::new(mark), writes, before.as_ref());
+                Ok(())
+            }
+            // Without a mark, waiting is all that is left.
+            Err(error) => core.wait_for_all(turn).map_err(|_| error),
+        }
+    }
+}

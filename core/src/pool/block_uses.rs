@@ -1,0 +1,303 @@
+//! Who uses a block of page-locked memory: a buffer that owns it, streams, the CPU, and captures and graphs that recorded it.
+//!
+//! The record is shared by the block, the ledger and graphs, so that a use can be noted for an address inside the block.
+//!
+//! *Kept.* Captures and graphs keep a block: it is then given out to nobody, whether its buffer is alive or not. Their
+//! number shrinks under the lock of the block's bin only, and so does it change whether a buffer owns the block. It grows
+//! under that lock too, or where the caller sees to it that the block stays: it borrows the buffer, or keeps the block
+//! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
+//! precedes the give-back, which then sees it, or it finds that the block is not live.
+//!
+//! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
+//! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
+//! apart by these rules:
+//!
+//! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) give plain slices, of which nobody can
+//!   tell how long they live. They are refused while a graph could race with them. The counts grow only where the
+//!   buffer is borrowed for the copy that is recorded, so no slice in conflict is alive then. (Uses that are noted by address
+//!   are the business of who enqueued them.)
+//! - Access by the CPU for the time of a closure is counted; a launch in conflict with it is refused, because waiting for a
+//!   closure of the same thread would never end.
+//! - An operation that is being enqueued has no mark yet. Others that conflict with it wait until it has: that takes as
+//!   long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses, before it takes
+//!   the stream's turn, and nobody who holds a turn waits here: so nobody waits in a circle.
+
+use super::events::Mark;
+use crate::fork::Generation;
+use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
+
+/// Use of a block by a stream.
+#[derive(Debug)]
+struct StreamUse {
+    /// Key of the stream. The stream itself need not live on: its work is done when the mark is passed.
+    stream: u64,
+    /// Recorded after an operation of the stream on the block. Who asks after it shares it: see `events.rs`.
+    after: Arc<Mark>,
+    /// Whether an operation up to there writes the block.
+    writes: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct BlockUses {
+    state: Mutex<State>,
+    /// Wakes those who wait for operations that are being enqueued.
+    settled: Condvar,
+    /// Whether the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
+    /// written under the list's lock, and who gives the block back comes after whoever used the buffer.
+    any: AtomicBool,
+    /// Whether a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
+    live: AtomicBool,
+    /// How many captures, graphs and notes keep the block. Relaxed: see above.
+    keepers: AtomicU32,
+    /// A stream may use the block and nobody can tell for how long. Set by who owns or keeps the block, so before it lets go.
+    pub(crate) unmarked: AtomicBool,
+    /// Operations that read the block in captures that are open and graphs that are alive, and operations that write it.
+    recorded_reads: AtomicU32,
+    recorded_writes: AtomicU32,
+    /// Streams that use the block in a capture that is open.
+    recording: AtomicU32,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Streams that may still use the block. Threads that use one buffer on one stream at once may leave two entries.
+    list: Vec<StreamUse>,
+    enqueuing_reads: u32,
+    enqueuing_writes: u32,
+    cpu_reads: u32,
+    cpu_writes: u32,
+}
+
+/// An operation between its start and its mark.
+#[derive(Debug)]
+pub(crate) struct BegunUse<'b> {
+    uses: &'b BlockUses,
+    stream: u64,
+    writes: bool,
+    /// Marks of other streams that the operation has to wait for.
+    pub(crate) racing: Vec<Arc<Mark>>,
+    /// The mark of the same stream that stood before.
+    before: Option<Arc<Mark>>,
+}
+
+/// Access by the CPU; ends when dropped.
+#[derive(Debug)]
+pub(crate) struct CpuAccess<'b> {
+    uses: &'b BlockUses,
+    writes: bool,
+    generation: Generation,
+}
+
+/// The CPU is in a closure that accesses the block.
+#[derive(Debug)]
+pub(crate) struct InCpuAccess;
+
+impl BlockUses {
+    pub(crate) fn new() -> Arc<Self> {
+        let state = State { list: Vec::new(), enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
+        Arc::new(Self {
+            state: Mutex::new(state),
+            settled: Condvar::new(),
+            any: AtomicBool::new(false),
+            live: AtomicBool::new(false),
+            keepers: AtomicU32::new(0),
+            unmarked: AtomicBool::new(false),
+            recorded_reads: AtomicU32::new(0),
+            recorded_writes: AtomicU32::new(0),
+            recording: AtomicU32::new(0),
+        })
+    }
+
+    // ---------------------------------------------------------------- who has the block
+
+    pub(crate) fn is_live(&self) -> bool {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// The caller holds the lock of the block's bin.
+    #[inline]
+    pub(crate) fn set_live(&self, live: bool) {
+        self.live.store(live, Ordering::Relaxed);
+    }
+
+    /// Whether somebody keeps the block. The caller holds the lock of its bin.
+    #[inline]
+    pub(crate) fn is_kept(&self) -> bool {
+        self.keepers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Counts one more who keeps the block. The caller borrows its buffer, keeps it, or holds the lock of its bin.
+    pub(crate) fn count_keeper(&self) {
+        self.keepers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Uncounts one who kept the block. The caller holds the lock of its bin.
+    pub(crate) fn uncount_keeper(&self) {
+        self.keepers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    // ---------------------------------------------------------------- streams
+
+    /// Whether every stream has passed its last use, as far as is known.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.any.load(Ordering::Relaxed)
+    }
+
+    /// Marks of the streams that use the block; with `writes_only`, of those that write it.
+    pub(crate) fn marks(&self, writes_only: bool) -> Vec<Arc<Mark>> {
+        let state = self.state.lock();
+        state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
+    }
+
+    /// The mark that covers the uses of a stream so far.
+    pub(crate) fn mark_of(&self, stream: u64) -> Option<Arc<Mark>> {
+        self.state.lock().mark_of(stream)
+    }
+
+    /// Notes a use by a stream. `before` is a mark of the same stream that was in the list before this one was recorded, so
+    /// that this one covers it.
+    pub(crate) fn note(&self, stream: u64, after: Arc<Mark>, writes: bool, before: Option<&Arc<Mark>>) {
+        let mut state = self.state.lock();
+        // Marks that other threads have set meanwhile may be earlier or later, and stay.
+        let covered = before.and_then(|before| state.list.iter_mut().find(|use_| Arc::ptr_eq(&use_.after, before)));
+        match covered {
+            Some(use_) => {
+                use_.writes |= writes;
+                use_.after = after;
+            }
+            None => state.list.push(StreamUse { stream, after, writes }),
+        }
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    /// Forgets a use whose mark is passed.
+    pub(crate) fn forget(&self, mark: &Arc<Mark>) {
+        // By the mark and not by its event: the mark in hand keeps its event from being recorded for anybody else.
+        let mut state = self.state.lock();
+        state.list.retain(|use_| !Arc::ptr_eq(&use_.after, mark));
+        self.any.store(!state.list.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Forgets the uses that are over, which `is_passed` is asked about without a lock; says whether none is left.
+    pub(crate) fn are_over(&self, is_passed: impl Fn(&Mark) -> bool) -> bool {
+        self.marks(false).iter().filter(|mark| is_passed(mark)).for_each(|mark| self.forget(mark));
+        self.is_empty()
+    }
+
+    /// Begins an operation of `stream`, once no other operation in conflict is being enqueued.
+    pub(crate) fn begin(&self, stream: u64, writes: bool) -> Result<BegunUse<'_>, InCpuAccess> {
+        let mut state = self.state.lock();
+        loop {
+            if state.cpu_writes > 0 || (writes && state.cpu_reads > 0) {
+                return Err(InCpuAccess);
+            }
+            if state.enqueuing_writes == 0 && (!writes || state.enqueuing_reads == 0) {
+                break;
+            }
+            self.settled.wait(&mut state);
+        }
+        *state.enqueuing(writes) += 1;
+        let races = |use_: &&StreamUse| use_.stream != stream && (writes || use_.writes);
+        let racing = state.list.iter().filter(races).map(|use_| Arc::clone(&use_.after)).collect();
+        let before = state.mark_of(stream);
+        Ok(BegunUse { uses: self, stream, writes, racing, before })
+    }
+
+    // ---------------------------------------------------------------- the CPU
+
+    /// Begins access by the CPU; or gives the marks that have to be waited for first.
+    pub(crate) fn begin_cpu(&self, writes: bool, generation: Generation) -> Result<CpuAccess<'_>, Vec<Arc<Mark>>> {
+        let mut state = self.state.lock();
+        while state.enqueuing_writes > 0 || (writes && state.enqueuing_reads > 0) {
+            self.settled.wait(&mut state);
+        }
+        let conflicts = |use_: &&StreamUse| writes || use_.writes;
+        let marks: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
+        if !marks.is_empty() {
+            return Err(marks);
+        }
+        *state.cpu(writes) += 1;
+        Ok(CpuAccess { uses: self, writes, generation })
+    }
+
+    // ---------------------------------------------------------------- captures and graphs
+
+    // Acquire and Release: who finds that a graph is gone finds the uses that its launches have left.
+
+    /// Whether a capture or a graph could race with a slice of the values.
+    pub(crate) fn is_recorded(&self, for_writing: bool) -> bool {
+        self.recorded_writes.load(Ordering::Acquire) > 0
+            || (for_writing && self.recorded_reads.load(Ordering::Acquire) > 0)
+    }
+
+    /// Whether a capture that is open uses the block.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.recording.load(Ordering::Acquire) > 0
+    }
+
+    /// Counts a stream that uses the block in a capture, until the capture ends.
+    pub(crate) fn recording_began(&self) {
+        self.recording.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn recording_ended(&self) {
+        self.recording.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Counts a recorded operation.
+    pub(crate) fn count_recorded(&self, writes: bool) {
+        let count = if writes { &self.recorded_writes } else { &self.recorded_reads };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Uncounts what a graph recorded; its launches have left their marks.
+    pub(crate) fn forget_recorded(&self, reads: u32, writes: u32) {
+        self.recorded_reads.fetch_sub(reads, Ordering::Release);
+        self.recorded_writes.fetch_sub(writes, Ordering::Release);
+    }
+}
+
+impl State {
+    fn mark_of(&self, stream: u64) -> Option<Arc<Mark>> {
+        self.list.iter().find(|use_| use_.stream == stream).map(|use_| Arc::clone(&use_.after))
+    }
+
+    fn enqueuing(&mut self, writes: bool) -> &mut u32 {
+        if writes { &mut self.enqueuing_writes } else { &mut self.enqueuing_reads }
+    }
+
+    fn cpu(&mut self, writes: bool) -> &mut u32 {
+        if writes { &mut self.cpu_writes } else { &mut self.cpu_reads }
+    }
+}
+
+impl BegunUse<'_> {
+    /// The operation is enqueued, and `after` recorded behind it.
+    pub(crate) fn settle(self, after: Arc<Mark>) {
+        self.uses.note(self.stream, after, self.writes, self.before.as_ref());
+    }
+}
+
+impl Drop for BegunUse<'_> {
+    fn drop(&mut self) {
+        *self.uses.state.lock().enqueuing(self.writes) -= 1;
+        self.uses.settled.notify_all();
+    }
+}
+
+impl Drop for CpuAccess<'_> {
+    fn drop(&mut self) {
+        // In a child forked inside the closure, the lock may be held by a thread that does not exist.
+        if self.generation.is_current() {
+            *self.uses.state.lock().cpu(self.writes) -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+impl BlockUses {
+    pub(crate) fn is_locked(&self) -> bool {
+        self.state.is_locked()
+    }
+}

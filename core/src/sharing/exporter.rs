@@ -1,0 +1,540 @@
+//! The exporting side: which allocations are shared, who has them open, and what waits in limbo.
+//!
+//! An allocation is an entry here from its first share until it is freed. When its owner drops it, every importer's word
+//! is closed; where somebody still holds it, the entry keeps what is to be freed (*limbo*) until the last of them has let
+//! go or has died. An importer's table is thrown away when its process has ended, and only then.
+//!
+//! Nothing here calls the backend, and no lock is held while a bell is rung.
+
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::message::ExportKey;
+use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS};
+use super::system::{Process, ring};
+use crate::buffer::DeviceBlock;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::Transport;
+use crate::memory::DevicePtr;
+use crate::pool::deferred::DeferredFree;
+use crate::pool::events::Mark;
+
+#[derive(Debug, Default)]
+pub(crate) struct Exporter {
+    state: Mutex<State>,
+    /// Watches under way, so that the service need not look.
+    watching: AtomicU64,
+    /// Whether somebody goes through the watches: one at a time, so that numbers are published in their order.
+    asking: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    exports: Vec<Option<Export>>,
+    /// Indices that can be used again.
+    free: Vec<u32>,
+    last_serial: u64,
+    peers: HashMap<u64, PeerBook>,
+    last_peer: u64,
+    ready: Vec<ReadyPart>,
+    watches: Vec<Watch>,
+    exported_bytes: u64,
+    limbo_blocks: u64,
+    limbo_bytes: u64,
+    lost_peers: u64,
+}
+
+#[derive(Debug)]
+struct Export {
+    serial: u64,
+    bytes: u64,
+    transport: Transport,
+    block: Weak<DeviceBlock>,
+    /// Number of the latest share.
+    number: u64,
+    /// Importers that were granted an open.
+    peers: Vec<u64>,
+    /// Set when the owner has dropped the block while others hold it.
+    limbo: Option<DeferredFree>,
+}
+
+#[derive(Debug)]
+struct ReadyPart {
+    segment: Arc<ReadySegment>,
+    file: Arc<OwnedFd>,
+}
+
+/// A share whose device work was not done yet when it was made.
+#[derive(Debug)]
+struct Watch {
+    key: ExportKey,
+    number: u64,
+    after: Vec<Arc<Mark>>,
+}
+
+/// An importer as the service talks to it.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) id: u64,
+    pub(crate) process: Process,
+    pub(crate) socket: OwnedFd,
+    /// The line to ring the importer on; set by its `Hello`.
+    pub(crate) line: OnceLock<OwnedFd>,
+    pub(crate) connected: AtomicBool,
+    pub(crate) since: Instant,
+}
+
+/// An importer as it stands in the books.
+#[derive(Debug)]
+struct PeerBook {
+    peer: Arc<Peer>,
+    parts: Vec<Option<CountPart>>,
+    /// Indices of the allocations that it was granted.
+    exports: HashSet<u32>,
+}
+
+#[derive(Debug, Clone)]
+struct CountPart {
+    segment: Arc<CountSegment>,
+    file: Arc<OwnedFd>,
+}
+
+/// An open that was granted, on its way to the importer.
+#[derive(Debug)]
+pub(crate) struct Grant {
+    /// Keeps the memory while the backend exports it.
+    pub(crate) block: Arc<DeviceBlock>,
+    pub(crate) ptr: DevicePtr,
+    pub(crate) transport: Transport,
+    pub(crate) bytes: u64,
+    pub(crate) counts: Arc<OwnedFd>,
+    pub(crate) ready: Arc<OwnedFd>,
+}
+
+fn place(index: u32) -> (usize, usize) {
+    (index as usize / SLOTS, index as usize % SLOTS)
+}
+
+impl PeerBook {
+    /// Whether the importer holds an allocation.
+    fn holds(&self, index: u32, serial: u64, or_maps: bool) -> bool {
+        let (part, slot) = place(index);
+        let part = self.parts.get(part).and_then(Option::as_ref);
+        part.is_some_and(|part| part.segment.slot(slot, serial).is_held(or_maps))
+    }
+}
+
+impl Export {
+    /// Whether a mapping alone keeps the memory: such vendors want an importer to unmap before the exporter frees.
+    fn freed_after_unmap(&self) -> bool {
+        self.transport == Transport::Legacy
+    }
+}
+
+impl State {
+    fn export(&self, key: ExportKey) -> Option<&Export> {
+        self.exports.get(key.index as usize)?.as_ref().filter(|export| export.serial == key.serial)
+    }
+
+    fn export_mut(&mut self, key: ExportKey) -> Option<&mut Export> {
+        self.exports.get_mut(key.index as usize)?.as_mut().filter(|export| export.serial == key.serial)
+    }
+
+    fn is_held(&self, index: u32) -> bool {
+        let Some(Some(export)) = self.exports.get(index as usize) else { return false };
+        let or_maps = export.freed_after_unmap();
+        export
+            .peers
+            .iter()
+            .filter_map(|peer| self.peers.get(peer))
+            .any(|book| book.holds(index, export.serial, or_maps))
+    }
+
+    /// Whether an importer has something open or mapped. What is mapped it can open without asking.
+    fn is_used_by(&self, book: &PeerBook) -> bool {
+        book.exports.iter().any(|index| {
+            let export = self.exports.get(*index as usize).and_then(Option::as_ref);
+            export.is_some_and(|export| book.holds(*index, export.serial, true))
+        })
+    }
+
+    /// Strikes out an allocation.
+    fn remove(&mut self, index: u32) -> Option<Export> {
+        let export = self.exports.get_mut(index as usize)?.take()?;
+        for peer in &export.peers {
+            if let Some(book) = self.peers.get_mut(peer) {
+                book.exports.remove(&index);
+            }
+        }
+        self.exported_bytes -= export.bytes;
+        self.free.push(index);
+        self.watches.retain(|watch| watch.key != ExportKey { index, serial: export.serial });
+        Some(export)
+    }
+
+    /// Gives up what is in limbo and held by nobody any more.
+    fn leave_limbo(&mut self, index: u32) -> Option<DeferredFree> {
+        let export = self.exports.get(index as usize)?.as_ref()?;
+        if export.limbo.is_none() || self.is_held(index) {
+            return None;
+        }
+        let export = self.remove(index)?;
+        self.limbo_blocks -= 1;
+        self.limbo_bytes -= export.bytes;
+        export.limbo
+    }
+}
+
+/// What the exporting side holds.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ExporterCounts {
+    pub(crate) blocks: u64,
+    pub(crate) bytes: u64,
+    pub(crate) limbo_blocks: u64,
+    pub(crate) limbo_bytes: u64,
+    pub(crate) peers: u64,
+    pub(crate) lost_peers: u64,
+}
+
+impl Exporter {
+    /// Takes in an allocation at its first share.
+    pub(crate) fn register(&self, block: &Arc<DeviceBlock>, bytes: u64, transport: Transport) -> Result<ExportKey> {
+        let mut state = self.state.lock();
+        let index = match state.free.last() {
+            Some(&index) => index,
+            None => u32::try_from(state.exports.len())
+                .map_err(|_| Error::new(ErrorKind::OutOfMemory, "share", "2^32 allocations are shared at once"))?,
+        };
+        let (part, slot) = place(index);
+        if part == state.ready.len() {
+            let (segment, file) = ReadySegment::create()?;
+            state.ready.push(ReadyPart { segment: Arc::new(segment), file: Arc::new(file) });
+        }
+        state.ready[part].segment.publish(slot, 0);
+        state.last_serial += 1;
+        let serial = state.last_serial;
+        let export = Export {
+            serial,
+            bytes,
+            transport,
+            block: Arc::downgrade(block),
+            number: 0,
+            peers: Vec::new(),
+            limbo: None,
+        };
+        if index as usize == state.exports.len() {
+            state.exports.push(Some(export));
+        } else {
+            state.free.pop();
+            state.exports[index as usize] = Some(export);
+        }
+        state.exported_bytes += bytes;
+        Ok(ExportKey { index, serial })
+    }
+
+    /// The number of a share after device work: the ready segment reaches it when the work is done. Without any work it is
+    /// the number of the latest share.
+    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<Mark>>) -> u64 {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let (part, slot) = place(key.index);
+        let ready = &state.ready[part].segment;
+        let export = state.exports.get_mut(key.index as usize).and_then(Option::as_mut);
+        let Some(export) = export.filter(|export| export.serial == key.serial) else { return 0 };
+        if after.is_empty() {
+            if ready.readiness(slot, export.number) == Readiness::Failed {
+                // Asking after earlier work has failed, and by now it is known to be done.
+                ready.publish(slot, export.number);
+            }
+            return export.number;
+        }
+        export.number += 1;
+        let number = export.number;
+        state.watches.push(Watch { key, number, after });
+        self.watching.store(state.watches.len() as u64, Ordering::Relaxed);
+        number
+    }
+
+    pub(crate) fn is_watching(&self) -> bool {
+        self.watching.load(Ordering::Relaxed) > 0
+    }
+
+    /// Goes through the shares whose work was not done, oldest first. `is_passed` asks the backend, without a lock, and
+    /// gives `None` where it fails. Says whether one was done.
+    pub(crate) fn watch(&self, mut is_passed: impl FnMut(&Mark) -> Option<bool>) -> bool {
+        if self.asking.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        let mut watches = std::mem::take(&mut self.state.lock().watches);
+        let mut waiting: HashSet<ExportKey> = HashSet::new();
+        let mut done = false;
+        watches.retain_mut(|watch| {
+            let mut failed = false;
+            watch.after.retain(|mark| match is_passed(mark) {
+                Some(passed) => !passed,
+                None => {
+                    failed = true;
+                    true
+                }
+            });
+            // In the order of their numbers: a number that is ready says that all before it are.
+            if !failed && (!watch.after.is_empty() || waiting.contains(&watch.key)) {
+                waiting.insert(watch.key);
+                return true;
+            }
+            done = true;
+            let state = self.state.lock();
+            if state.export(watch.key).is_some() {
+                let (part, slot) = place(watch.key.index);
+                let number = if failed { ReadySegment::FAILED } else { watch.number };
+                state.ready[part].segment.publish(slot, number);
+            }
+            false
+        });
+        let mut state = self.state.lock();
+        // Shares made meanwhile are younger.
+        watches.append(&mut state.watches);
+        watches.retain(|watch| state.export(watch.key).is_some());
+        self.watching.store(watches.len() as u64, Ordering::Relaxed);
+        state.watches = watches;
+        drop(state);
+        self.asking.store(false, Ordering::Release);
+        done
+    }
+
+    /// The block of an allocation of this process, and where its readiness is published. `bytes` and `number` are what
+    /// the ticket says of it.
+    pub(crate) fn own(&self, key: ExportKey, bytes: u64, number: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
+        // Before the lock, so that it is dropped after it, as in `grant`.
+        let block;
+        let state = self.state.lock();
+        let expired = || {
+            Error::new(ErrorKind::Expired, "open_shared", "this runtime has freed the buffer of this ticket")
+                .with_hint("keep the buffer until its tickets have been opened")
+        };
+        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        block = export.block.upgrade().ok_or_else(expired)?;
+        if bytes != export.bytes || number > export.number {
+            return Err(Error::new(ErrorKind::InvalidArgument, "open_shared", "a ticket that was not given out")
+                .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged"));
+        }
+        let ready = Arc::clone(&state.ready[place(key.index).0].segment);
+        Ok((block, ready))
+    }
+
+    /// The owner drops an allocation: nobody opens it from here on. Gives back what is to be freed now; nothing where
+    /// somebody holds it, which keeps it here.
+    pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
+        let mut to_ring = Vec::new();
+        let freed = {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let Some(export) = state.export(key) else { return Some(free) };
+            let (part, slot) = place(key.index);
+            for book in export.peers.iter().filter_map(|peer| state.peers.get(peer)) {
+                let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
+                if part.segment.slot(slot, key.serial).close() {
+                    // It maps memory that nobody owns any more: let it unmap.
+                    part.segment.closed().raise(slot);
+                    to_ring.push(Arc::clone(&book.peer));
+                }
+            }
+            if state.is_held(key.index) {
+                state.limbo_blocks += 1;
+                state.limbo_bytes += state.export(key).map_or(0, |export| export.bytes);
+                if let Some(export) = state.export_mut(key) {
+                    export.limbo = Some(free);
+                }
+                None
+            } else {
+                state.remove(key.index);
+                Some(free)
+            }
+        };
+        for peer in to_ring {
+            if let Some(line) = peer.line.get() {
+                ring(line.as_fd());
+            }
+        }
+        freed
+    }
+
+    /// What importers have let go of since the last call. Costs what was let go of, not what is shared.
+    pub(crate) fn released(&self) -> Vec<DeferredFree> {
+        let mut state = self.state.lock();
+        let mut raised = Vec::new();
+        for book in state.peers.values() {
+            for (place, part) in book.parts.iter().enumerate() {
+                let Some(part) = part else { continue };
+                part.segment.released().drain(|slot| raised.push(place * SLOTS + slot));
+            }
+        }
+        raised
+            .into_iter()
+            .filter_map(|index| u32::try_from(index).ok())
+            .filter_map(|index| state.leave_limbo(index))
+            .collect()
+    }
+
+    // ---------------------------------------------------------------- importers
+
+    /// Takes in an importer that has connected.
+    pub(crate) fn add_peer(&self, process: Process, socket: OwnedFd) -> Arc<Peer> {
+        let mut state = self.state.lock();
+        state.last_peer += 1;
+        let peer = Arc::new(Peer {
+            id: state.last_peer,
+            process,
+            socket,
+            line: OnceLock::new(),
+            connected: AtomicBool::new(true),
+            since: Instant::now(),
+        });
+        let book = PeerBook { peer: Arc::clone(&peer), parts: Vec::new(), exports: HashSet::new() };
+        state.peers.insert(peer.id, book);
+        peer
+    }
+
+    pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
+        self.state.lock().peers.values().map(|book| Arc::clone(&book.peer)).collect()
+    }
+
+    /// Counts an importer in for an allocation.
+    pub(crate) fn grant(&self, peer: u64, key: ExportKey) -> Result<Grant> {
+        // Before the lock, so that it is dropped after it: the last reference to a block closes its export.
+        let block;
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let expired =
+            || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
+        let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
+        block = export.block.upgrade().ok_or_else(expired)?;
+        let (part, slot) = place(key.index);
+        let (transport, bytes) = (export.transport, export.bytes);
+        let ready = Arc::clone(&state.ready[part].file);
+        let book = state
+            .peers
+            .get_mut(&peer)
+            .ok_or_else(|| Error::new(ErrorKind::Expired, "open_shared", "the exporter has closed the connection"))?;
+        if book.parts.len() <= part {
+            book.parts.resize_with(part + 1, || None);
+        }
+        let counts = match &book.parts[part] {
+            Some(counts) => counts.clone(),
+            None => {
+                let (segment, file) = CountSegment::create()?;
+                let counts = CountPart { segment: Arc::new(segment), file: Arc::new(file) };
+                book.parts[part] = Some(counts.clone());
+                counts
+            }
+        };
+        if !counts.segment.slot(slot, key.serial).grant() {
+            return Err(Error::new(ErrorKind::OutOfMemory, "open_shared", "it is open 2^32 times in one process"));
+        }
+        book.exports.insert(key.index);
+        if let Some(export) = state.export_mut(key)
+            && !export.peers.contains(&peer)
+        {
+            export.peers.push(peer);
+        }
+        let ptr = block.ptr;
+        Ok(Grant { block, ptr, transport, bytes, counts: counts.file, ready })
+    }
+
+    /// Takes a grant back that the importer could not use.
+    pub(crate) fn take_back(&self, peer: u64, key: ExportKey) -> Option<DeferredFree> {
+        let mut state = self.state.lock();
+        let (part, slot) = place(key.index);
+        if let Some(part) = state.peers.get(&peer).and_then(|book| book.parts.get(part)?.as_ref()) {
+            part.segment.slot(slot, key.serial).take_back();
+        }
+        state.leave_limbo(key.index)
+    }
+
+    /// Strikes out an importer whose process has ended, with everything that it held.
+    pub(crate) fn peer_ended(&self, peer: u64) -> Vec<DeferredFree> {
+        let mut state = self.state.lock();
+        let was_open = state.peers.get(&peer).is_some_and(|book| state.is_used_by(book));
+        state.lost_peers += u64::from(was_open);
+        Self::remove_peer(&mut state, peer).unwrap_or_default()
+    }
+
+    fn remove_peer(state: &mut State, peer: u64) -> Option<Vec<DeferredFree>> {
+        let book = state.peers.remove(&peer)?;
+        let leave = |index: u32| {
+            if let Some(Some(export)) = state.exports.get_mut(index as usize) {
+                export.peers.retain(|other| *other != peer);
+            }
+            state.leave_limbo(index)
+        };
+        Some(book.exports.into_iter().filter_map(leave).collect())
+    }
+
+    /// Strikes out an importer that has closed its connection, where it holds nothing. One that holds something, or maps
+    /// memory, stays in the books until its process has ended.
+    pub(crate) fn peer_disconnected(&self, peer: u64) -> Vec<DeferredFree> {
+        let mut state = self.state.lock();
+        let Some(book) = state.peers.get(&peer) else { return Vec::new() };
+        if state.is_used_by(book) {
+            return Vec::new();
+        }
+        Self::remove_peer(&mut state, peer).unwrap_or_default()
+    }
+
+    /// Closes the connections, at the end of the runtime.
+    pub(crate) fn disconnect(&self) {
+        for peer in self.peers() {
+            // A forked child may keep the sockets open.
+            let _ = rustix::net::shutdown(&peer.socket, rustix::net::Shutdown::Both);
+            if let Some(line) = peer.line.get() {
+                let _ = rustix::net::shutdown(line, rustix::net::Shutdown::Both);
+            }
+        }
+    }
+
+    pub(crate) fn counts(&self) -> ExporterCounts {
+        let state = self.state.lock();
+        ExporterCounts {
+            blocks: (state.exports.len() - state.free.len()) as u64,
+            bytes: state.exported_bytes,
+            limbo_blocks: state.limbo_blocks,
+            limbo_bytes: state.limbo_bytes,
+            peers: state.peers.len() as u64,
+            lost_peers: state.lost_peers,
+        }
+    }
+
+    /// Process ids of those who hold what is in limbo.
+    pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
+        let state = self.state.lock();
+        let in_limbo = |index: &u32| {
+            let export = state.exports.get(*index as usize).and_then(Option::as_ref);
+            export.filter(|export| export.limbo.is_some()).map(|export| (export.serial, export.freed_after_unmap()))
+        };
+        let holds = |book: &&PeerBook| {
+            book.exports
+                .iter()
+                .any(|index| in_limbo(index).is_some_and(|(serial, or_maps)| book.holds(*index, serial, or_maps)))
+        };
+        let mut pids: Vec<i32> = state.peers.values().filter(holds).map(|book| book.peer.process.pid).collect();
+        pids.sort_unstable();
+        pids.dedup();
+        pids
+    }
+}
+
+#[cfg(test)]
+impl Exporter {
+    pub(crate) fn is_locked(&self) -> bool {
+        self.state.is_locked()
+    }
+
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.state.lock())
+    }
+}

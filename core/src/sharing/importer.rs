@@ -1,0 +1,832 @@
+//! The importing side: connections to exporters, what is mapped, and what is to be let go of.
+//!
+//! A mapping is kept when nobody has it open any more, so that opening the same allocation again is one atomic operation
+//! on its word. It is taken down when the exporter frees the allocation or ends, when the runtime is trimmed, and at the
+//! end of the runtime.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::counts::{Acquired, Slot};
+use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS};
+use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
+use super::ticket::Ticket;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::{Descriptor, MemoryHandle};
+use crate::memory::DevicePtr;
+use crate::pool::events::Mark;
+
+const OPERATION: &str = "open_shared";
+/// How long an exporter that lives may take to answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Default)]
+pub(crate) struct Importer {
+    state: Mutex<State>,
+    /// Signalled when a connection or a mapping is made or gone.
+    changed: Condvar,
+    /// Imports that were dropped while streams may still use them.
+    pending: Mutex<Vec<PendingRelease>>,
+    pending_count: AtomicU64,
+    /// Whether somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
+    asking: AtomicBool,
+    /// Imports to unmap as soon as nobody has them open.
+    to_unmap: Mutex<Vec<Arc<Import>>>,
+    pub(crate) opens: AtomicU64,
+    pub(crate) kept_opens: AtomicU64,
+    pub(crate) live: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By incarnation of the exporter; `None` while one thread connects.
+    links: HashMap<[u8; 16], Option<Arc<Link>>>,
+    /// Connections that were cut while something that was opened by them is mapped.
+    former: Vec<Arc<Link>>,
+    /// `None` while one thread opens the allocation.
+    imports: HashMap<ImportKey, Option<Arc<Import>>>,
+    /// The same by incarnation and index, as exporters name them: one for each device that opened it.
+    by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
+    lost_links: u64,
+}
+
+impl State {
+    fn is_current(&self, link: &Arc<Link>) -> bool {
+        self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
+    }
+
+    /// Opens nothing by a connection any more. One by which nothing is mapped is forgotten.
+    fn retire(&mut self, link: &Arc<Link>) {
+        if self.is_current(link) {
+            self.links.remove(&link.incarnation);
+        }
+        self.former.retain(|former| !Arc::ptr_eq(former, link));
+        if link.imports.load(Ordering::Relaxed) > 0 {
+            self.former.push(Arc::clone(link));
+        }
+    }
+}
+
+/// An allocation as opened for one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct ImportKey {
+    incarnation: [u8; 16],
+    serial: u64,
+    device: u32,
+}
+
+/// A connection to an exporter.
+#[derive(Debug)]
+pub(crate) struct Link {
+    incarnation: [u8; 16],
+    pub(crate) process: Process,
+    socket: OwnedFd,
+    /// Number of the last question; locked from a question to its answer.
+    channel: Mutex<u32>,
+    /// Where the exporter rings.
+    pub(crate) line: OwnedFd,
+    /// Whether the exporter still holds the other end of the line.
+    pub(crate) has_line: AtomicBool,
+    /// Set when the exporter's process has ended.
+    lost: AtomicBool,
+    /// Set when the connection was found to be cut.
+    cut: AtomicBool,
+    /// What is mapped by it; written under the lock of the tables.
+    imports: AtomicU64,
+    parts: Mutex<Vec<Part>>,
+}
+
+/// The counts and the readiness of so many allocations.
+#[derive(Debug, Clone, Default)]
+struct Part {
+    counts: Option<Arc<CountSegment>>,
+    ready: Option<Arc<ReadySegment>>,
+}
+
+/// An allocation of another process, mapped here.
+#[derive(Debug)]
+pub(crate) struct Import {
+    key: ImportKey,
+    pub(crate) link: Arc<Link>,
+    /// The ticket that it was opened with, for sharing it on.
+    pub(crate) ticket: Ticket,
+    counts: Arc<CountSegment>,
+    ready: Arc<ReadySegment>,
+    pub(crate) device: u32,
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
+    /// How often it is open here, or [`GONE`]. The count that is shared with the exporter says the same, but what another
+    /// process can write decides nothing about addresses of this one.
+    open: AtomicU64,
+}
+
+/// Being unmapped.
+const GONE: u64 = 1 << 63;
+
+#[derive(Debug)]
+struct PendingRelease {
+    import: Arc<Import>,
+    after: Vec<Arc<Mark>>,
+    /// Whether nobody can tell when some stream is done: then the end of the runtime lets go of it.
+    unmarked: bool,
+}
+
+/// What mapping takes, done by the runtime.
+pub(crate) trait Mapper {
+    /// Maps memory of another process.
+    fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
+    /// Undoes it. Nobody uses the mapping any more.
+    fn unmap(&self, device: u32, ptr: DevicePtr);
+    /// Whether this process may go on waiting.
+    fn check(&self) -> Result<()>;
+    /// Rung by exporters.
+    fn bell(&self) -> &Bell;
+}
+
+fn split(index: u32) -> (usize, usize) {
+    (index as usize / SLOTS, index as usize % SLOTS)
+}
+
+impl Import {
+    fn index(&self) -> u32 {
+        self.ticket.index
+    }
+
+    fn slot(&self) -> Slot<'_> {
+        self.counts.slot(split(self.index()).1, self.key.serial)
+    }
+
+    /// Whether a ticket with the serial number of this one is one of it.
+    fn check(&self, ticket: &Ticket) -> Result<()> {
+        if ticket.index != self.index() {
+            return Err(expired("the exporter has no such allocation".to_owned()));
+        }
+        if ticket.allocation_bytes != self.bytes {
+            return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+        }
+        Ok(())
+    }
+
+    /// Keeps it mapped; `false` where it is being unmapped.
+    fn enter(&self) -> bool {
+        let once_more = |open: u64| (open & GONE == 0).then_some(open + 1);
+        self.open.fetch_update(Ordering::AcqRel, Ordering::Acquire, once_more).is_ok()
+    }
+
+    /// Waits until the device work before a share is done.
+    fn wait(&self, number: u64, mapper: &dyn Mapper) -> Result<()> {
+        wait_ready(&self.ready, self.index(), number, || {
+            mapper.check()?;
+            if self.link.process.has_ended() { Err(self.link.ended()) } else { Ok(()) }
+        })
+    }
+}
+
+/// Waits until the device work before a share is done; asks `check` now and then whether to go on.
+pub(crate) fn wait_ready(ready: &ReadySegment, index: u32, number: u64, check: impl Fn() -> Result<()>) -> Result<()> {
+    let slot = split(index).1;
+    loop {
+        match ready.wait(slot, number, Duration::from_millis(20)) {
+            Readiness::Ready => return Ok(()),
+            Readiness::Waiting => check()?,
+            Readiness::Failed => {
+                return Err(Error::new(
+                    ErrorKind::DeviceLost,
+                    OPERATION,
+                    "the exporter's device failed in the work before the share",
+                )
+                .with_hint("look at the exporter's errors"));
+            }
+        }
+    }
+}
+
+impl Link {
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    fn ended(&self) -> Error {
+        expired(format!("the exporter (process {}) has ended", self.process.pid))
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Relaxed)
+    }
+
+    fn ring(&self) {
+        // Where it is lost, the exporter is gone or has other messages to read, and looks at the flags after them.
+        let _ = send(self.socket.as_fd(), &Message::Ring.encode(), &[]);
+    }
+
+    /// Connects to the exporter of a ticket.
+    fn connect(ticket: &Ticket, mapper: &dyn Mapper) -> Result<Self> {
+        let socket = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )
+        .map_err(|errno| os_error(OPERATION, "socket", errno))?;
+        let address = SocketAddrUnix::new_abstract_name(&super::address(&ticket.incarnation))
+            .map_err(|errno| os_error(OPERATION, "socket address", errno))?;
+        let deadline = Instant::now() + ANSWER_WITHIN;
+        loop {
+            match rustix::net::connect(&socket, &address) {
+                Ok(()) => break,
+                Err(Errno::INTR) => {}
+                // More are waiting to be let in than the exporter's queue holds.
+                Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+                Err(Errno::CONNREFUSED | Errno::NOENT) => {
+                    return Err(expired(format!(
+                        "the exporter (process {}) has ended, or its runtime has",
+                        ticket.pid
+                    ))
+                    .with_hint(
+                        "ask for a new ticket; between containers, share the network namespace, where the exporter listens",
+                    ));
+                }
+                Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
+            }
+        }
+        let process = Process::of_peer(OPERATION, socket.as_fd())?;
+        let hello = Message::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL };
+        let (line, theirs) = line()?;
+        let link = Self {
+            incarnation: ticket.incarnation,
+            process,
+            socket,
+            channel: Mutex::new(0),
+            line,
+            has_line: AtomicBool::new(true),
+            lost: AtomicBool::new(false),
+            cut: AtomicBool::new(false),
+            imports: AtomicU64::new(0),
+            parts: Mutex::default(),
+        };
+        let said = link.say(&hello, &[theirs.as_fd()], mapper, deadline);
+        drop(theirs);
+        // An exporter that lets nobody in says why before it hangs up.
+        let heard = link.hear(mapper, deadline);
+        let (answer, _) = match (said, heard) {
+            (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
+            (_, heard) => heard?,
+        };
+        let Message::Welcome { version, oldest, incarnation } = answer else {
+            return Err(unexpected(&answer));
+        };
+        if oldest > PROTOCOL || version < OLDEST_PROTOCOL {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                OPERATION,
+                format!("the exporter speaks protocol {version} (from {oldest}), this library {PROTOCOL}"),
+            )
+            .with_hint("use the same version of the library in both processes"));
+        }
+        if incarnation != ticket.incarnation {
+            return Err(invalid_message(OPERATION, "a welcome of another exporter"));
+        }
+        Ok(link)
+    }
+
+    /// Asks for an allocation: its handle, and the segments with its counts.
+    fn open(
+        &self,
+        key: ExportKey,
+        mapper: &dyn Mapper,
+    ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
+        let (place, _) = split(key.index);
+        let mut channel = self.channel.lock();
+        let part = self.parts.lock().get(place).cloned().unwrap_or_default();
+        *channel = channel.wrapping_add(1);
+        let question = *channel;
+        let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
+        let deadline = Instant::now() + ANSWER_WITHIN;
+        self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, deadline)?;
+        let mut belated = 0;
+        let (opened, descriptors) = loop {
+            // It may be counted over there, and a later answer would be for nobody.
+            let (answer, descriptors) = self.hear(mapper, deadline).inspect_err(|_| self.abandon(key, mapper))?;
+            match answer {
+                Message::Opened { question: to, opened } if to == question => break (opened, descriptors),
+                Message::Refused { question: to, kind, text } if to == question => {
+                    return Err(refusal(kind, text));
+                }
+                // The answer to a question that was given up, and abandoned. There are not more than questions.
+                Message::Opened { .. } | Message::Refused { .. } if belated < question => belated += 1,
+                other => {
+                    self.cut.store(true, Ordering::Relaxed);
+                    return Err(unexpected(&other));
+                }
+            }
+        };
+        let taken = self.take_in(opened, descriptors, place, part, wants_counts, wants_ready);
+        taken.inspect_err(|_| self.abandon(key, mapper))
+    }
+
+    fn take_in(
+        &self,
+        opened: Opened,
+        descriptors: Vec<OwnedFd>,
+        place: usize,
+        mut part: Part,
+        wants_counts: bool,
+        wants_ready: bool,
+    ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
+        let mut descriptors = descriptors.into_iter();
+        let mut handle = MemoryHandle::new(opened.transport, opened.device_uuid, opened.bytes, opened.payload);
+        let missing = || invalid_message(OPERATION, "an answer without its descriptors");
+        if opened.with_descriptor {
+            handle = handle.with_descriptor(Descriptor::new(descriptors.next().ok_or_else(missing)?));
+        }
+        if wants_counts {
+            part.counts = Some(Arc::new(CountSegment::open(&descriptors.next().ok_or_else(missing)?)?));
+        }
+        if wants_ready {
+            part.ready = Some(Arc::new(ReadySegment::open(&descriptors.next().ok_or_else(missing)?)?));
+        }
+        let (Some(counts), Some(ready)) = (part.counts.clone(), part.ready.clone()) else { return Err(missing()) };
+        let mut parts = self.parts.lock();
+        if parts.len() <= place {
+            parts.resize_with(place + 1, Part::default);
+        }
+        parts[place] = part;
+        Ok((handle, counts, ready))
+    }
+
+    fn abandon(&self, key: ExportKey, mapper: &dyn Mapper) {
+        // Where this fails the exporter has ended, or cannot be reached: the count goes with this process.
+        self.say(&Message::Abandon { key }, &[], mapper, Instant::now() + ANSWER_WITHIN).unwrap_or_default();
+    }
+
+    /// Says something, once the exporter has read enough of what was said before.
+    fn say(
+        &self,
+        message: &Message,
+        descriptors: &[std::os::fd::BorrowedFd<'_>],
+        mapper: &dyn Mapper,
+        deadline: Instant,
+    ) -> Result<()> {
+        loop {
+            match send(self.socket.as_fd(), &message.encode(), descriptors) {
+                Ok(()) => return Ok(()),
+                Err(Errno::AGAIN) => self.wait_for(PollFlags::OUT, mapper, deadline)?,
+                Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
+                    self.cut.store(true, Ordering::Relaxed);
+                    return Err(expired(format!(
+                        "the exporter (process {}) has ended, or its runtime has",
+                        self.process.pid
+                    )));
+                }
+                Err(errno) => return Err(os_error(OPERATION, "way to the exporter", errno)),
+            }
+        }
+    }
+
+    /// Waits for a message.
+    fn hear(&self, mapper: &dyn Mapper, deadline: Instant) -> Result<(Message, Vec<OwnedFd>)> {
+        let process = &self.process;
+        let mut buffer = [0_u8; LONGEST + 1];
+        loop {
+            match receive(self.socket.as_fd(), &mut buffer) {
+                Ok(Received::Message(bytes, descriptors)) => {
+                    let message = Message::decode(&buffer[..bytes]).ok_or_else(|| {
+                        self.cut.store(true, Ordering::Relaxed);
+                        invalid_message(OPERATION, "something that is no message")
+                    })?;
+                    if let Message::Refused { question: 0, kind, text } = message {
+                        self.cut.store(true, Ordering::Relaxed);
+                        return Err(refusal(kind, text));
+                    }
+                    return Ok((message, descriptors));
+                }
+                Ok(Received::Cut { descriptors: true }) => {
+                    return Err(os_error(OPERATION, "room for the exporter's descriptors", Errno::MFILE));
+                }
+                Ok(Received::Cut { descriptors: false }) => {
+                    return Err(invalid_message(OPERATION, "a message that is too long"));
+                }
+                Ok(Received::End) => {
+                    self.cut.store(true, Ordering::Relaxed);
+                    return Err(expired(format!("the exporter (process {}) has closed the connection", process.pid)));
+                }
+                Ok(Received::Nothing) => {}
+                Err(errno) => return Err(os_error(OPERATION, "answer of the exporter", errno)),
+            }
+            self.wait_for(PollFlags::IN, mapper, deadline)?;
+        }
+    }
+
+    /// Waits until the exporter can be read from or written to, or for a second.
+    fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, deadline: Instant) -> Result<()> {
+        let process = &self.process;
+        if process.has_ended() {
+            return Err(expired(format!("the exporter (process {}) has ended", process.pid)));
+        }
+        mapper.check()?;
+        if Instant::now() >= deadline {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                OPERATION,
+                format!(
+                    "the exporter (process {}) lives but has not answered for {} s",
+                    process.pid,
+                    ANSWER_WITHIN.as_secs()
+                ),
+            )
+            .with_hint("see whether it is stopped, or starved of processor time"));
+        }
+        let mut ends = [
+            PollFd::from_borrowed_fd(self.socket.as_fd(), what),
+            PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN),
+        ];
+        let second = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
+        // Interrupted or not: the caller looks at everything again.
+        let _ = rustix::event::poll(&mut ends, Some(&second));
+        Ok(())
+    }
+}
+
+fn expired(message: String) -> Error {
+    Error::new(ErrorKind::Expired, OPERATION, message).with_hint("ask a process that runs for a new ticket")
+}
+
+/// The exporter's refusal, with what can be done about it on either side.
+fn refusal(kind: ErrorKind, text: String) -> Error {
+    Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
+        ErrorKind::Expired => "ask for a new ticket, and keep the buffer in the exporter until it is open",
+        ErrorKind::OperatingSystem => "raise the exporter's limits (ulimit -n), and open the ticket again",
+        ErrorKind::OutOfMemory => {
+            "free memory in the exporter, or open fewer of its buffers, and open the ticket again"
+        }
+        ErrorKind::PermissionDenied => "run both processes as one user",
+        ErrorKind::Unsupported => "use the same version of this library, and a transport that both devices have",
+        ErrorKind::ShuttingDown => "the exporter is ending: ask another one for a ticket",
+        ErrorKind::InvalidArgument => "pass the ticket as the exporter gave it",
+        _ => "look for the cause in the exporter, and open the ticket again",
+    })
+}
+
+fn unexpected(message: &Message) -> Error {
+    invalid_message(OPERATION, &format!("an answer that was not asked for: {message:?}"))
+}
+
+/// A place in a table that one thread fills while the others wait; taken away again where it fails.
+struct Place<'i, K: Copy + Eq + std::hash::Hash, V> {
+    importer: &'i Importer,
+    table: fn(&mut State) -> &mut HashMap<K, Option<V>>,
+    key: K,
+    filled: bool,
+}
+
+impl<K: Copy + Eq + std::hash::Hash, V> Place<'_, K, V> {
+    fn fill(mut self, value: V) {
+        (self.table)(&mut self.importer.state.lock()).insert(self.key, Some(value));
+        self.filled = true;
+    }
+}
+
+impl<K: Copy + Eq + std::hash::Hash, V> Drop for Place<'_, K, V> {
+    fn drop(&mut self) {
+        if !self.filled {
+            (self.table)(&mut self.importer.state.lock()).remove(&self.key);
+        }
+        self.importer.changed.notify_all();
+    }
+}
+
+/// What stands in a table for a key.
+enum Found<'i, K: Copy + Eq + std::hash::Hash, V> {
+    There(V),
+    /// Nothing: the caller makes it, and the others wait.
+    Mine(Place<'i, K, V>),
+}
+
+impl Importer {
+    /// Finds an entry, or the right to make it.
+    fn find<K: Copy + Eq + std::hash::Hash, V: Clone>(
+        &self,
+        key: K,
+        table: fn(&mut State) -> &mut HashMap<K, Option<V>>,
+    ) -> Found<'_, K, V> {
+        let mut state = self.state.lock();
+        loop {
+            match table(&mut state).get(&key) {
+                Some(Some(value)) => return Found::There(value.clone()),
+                Some(None) => self.changed.wait(&mut state),
+                None => {
+                    table(&mut state).insert(key, None);
+                    return Found::Mine(Place { importer: self, table, key, filled: false });
+                }
+            }
+        }
+    }
+
+    /// The connection to the exporter of a ticket, and whether it was made for this call.
+    fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<(Arc<Link>, bool)> {
+        match self.find(ticket.incarnation, |state| &mut state.links) {
+            Found::There(link) if link.is_lost() => Err(link.ended()),
+            Found::There(link) => Ok((link, false)),
+            Found::Mine(place) => {
+                let link = Arc::new(Link::connect(ticket, mapper)?);
+                place.fill(Arc::clone(&link));
+                // The service listens to the exporter's end from here on.
+                mapper.bell().ring();
+                Ok((link, true))
+            }
+        }
+    }
+
+    /// Opens an allocation for a device, counted, when the device work before the share is done.
+    pub(crate) fn open(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<Arc<Import>> {
+        let (import, kept) = self.open_counted(ticket, device, mapper)?;
+        self.live.fetch_add(1, Ordering::Relaxed);
+        if let Err(error) = import.wait(ticket.number, mapper) {
+            self.release(&import, mapper.bell());
+            return Err(error);
+        }
+        self.opens.fetch_add(1, Ordering::Relaxed);
+        self.kept_opens.fetch_add(u64::from(kept), Ordering::Relaxed);
+        Ok(import)
+    }
+
+    /// Counts an open, and says whether the mapping was kept from an earlier one.
+    fn open_counted(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<(Arc<Import>, bool)> {
+        let key = ImportKey { incarnation: ticket.incarnation, serial: ticket.serial, device };
+        let mut has_reconnected = false;
+        loop {
+            let place = match self.find(key, |state| &mut state.imports) {
+                Found::Mine(place) => place,
+                Found::There(import) => {
+                    if import.link.is_lost() {
+                        return Err(import.link.ended());
+                    }
+                    import.check(ticket)?;
+                    if !import.enter() {
+                        // Being unmapped by another thread: wait for its end, then map anew.
+                        let mut state = self.state.lock();
+                        let stands = |state: &State| {
+                            let there = state.imports.get(&key).and_then(Option::as_ref);
+                            there.is_some_and(|there| Arc::ptr_eq(there, &import))
+                        };
+                        while stands(&state) {
+                            self.changed.wait(&mut state);
+                        }
+                        continue;
+                    }
+                    let acquired = import.slot().acquire();
+                    if acquired == Acquired::Yes {
+                        return Ok((import, true));
+                    }
+                    self.leave(&import, mapper.bell());
+                    return Err(match acquired {
+                        Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
+                        // It is mapped, and nobody here is about to change that.
+                        _ => invalid_message(OPERATION, "counts that cannot be"),
+                    });
+                }
+            };
+            let (link, is_new) = self.link(ticket, mapper)?;
+            let export = ExportKey { index: ticket.index, serial: ticket.serial };
+            let (handle, counts, ready) = match link.open(export, mapper) {
+                Ok(opened) => opened,
+                Err(error) => {
+                    if link.is_cut() {
+                        self.state.lock().retire(&link);
+                        // The exporter may live all the same.
+                        if !is_new && !has_reconnected {
+                            has_reconnected = true;
+                            continue;
+                        }
+                    }
+                    return Err(error);
+                }
+            };
+            if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
+                link.abandon(export, mapper);
+                return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
+            }
+            let ptr = mapper.map(device, &handle).inspect_err(|_| link.abandon(export, mapper))?;
+            let import = Arc::new(Import {
+                key,
+                link,
+                ticket: ticket.clone(),
+                counts,
+                ready,
+                device,
+                ptr,
+                bytes: handle.bytes,
+                open: AtomicU64::new(1),
+            });
+            let index = (ticket.incarnation, ticket.index);
+            let mut state = self.state.lock();
+            state.by_index.entry(index).or_default().push(Arc::clone(&import));
+            import.link.imports.fetch_add(1, Ordering::Relaxed);
+            if !state.is_current(&import.link) {
+                // It was cut meanwhile.
+                state.retire(&import.link);
+            }
+            drop(state);
+            place.fill(Arc::clone(&import));
+            return Ok((import, false));
+        }
+    }
+
+    /// Lets go of an import once its streams have passed their marks.
+    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool, bell: &Bell) {
+        if after.is_empty() && !unmarked {
+            return self.release(&import, bell);
+        }
+        let mut pending = self.pending.lock();
+        pending.push(PendingRelease { import, after, unmarked });
+        self.count_pending(&pending);
+        drop(pending);
+        bell.ring();
+    }
+
+    /// Notes how many releases can be asked after: what nobody can tell of waits for the end and is not asked after.
+    fn count_pending(&self, pending: &[PendingRelease]) {
+        let asked = pending.iter().filter(|release| !release.after.is_empty()).count();
+        self.pending_count.store(asked as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_releasing(&self) -> bool {
+        self.pending_count.load(Ordering::Relaxed) > 0
+    }
+
+    /// Goes through the imports whose streams were not done. `is_passed` asks the backend, without a lock. At the end of
+    /// the runtime everything was waited for. Says whether one was let go of.
+    pub(crate) fn release_passed(&self, mut is_passed: impl FnMut(&Mark) -> bool, at_end: bool, bell: &Bell) -> bool {
+        if self.asking.swap(true, Ordering::AcqRel) && !at_end {
+            return false;
+        }
+        let mut pending = std::mem::take(&mut *self.pending.lock());
+        let before = pending.len();
+        pending.retain_mut(|release| {
+            release.after.retain(|mark| !at_end && !is_passed(mark));
+            let waits = !release.after.is_empty() || release.unmarked && !at_end;
+            if !waits {
+                self.release(&release.import, bell);
+            }
+            waits
+        });
+        let released = pending.len() < before;
+        let mut now = self.pending.lock();
+        now.append(&mut pending);
+        self.count_pending(&now);
+        drop(now);
+        self.asking.store(false, Ordering::Release);
+        released
+    }
+
+    /// Lets go of an import: the device work here is done.
+    pub(crate) fn release(&self, import: &Arc<Import>, bell: &Bell) {
+        self.live.fetch_sub(1, Ordering::Relaxed);
+        if import.slot().release() {
+            import.counts.released().raise(split(import.index()).1);
+            import.link.ring();
+        }
+        self.leave(import, bell);
+    }
+
+    /// Undoes [`Import::enter`].
+    fn leave(&self, import: &Arc<Import>, bell: &Bell) {
+        let was_last = import.open.fetch_sub(1, Ordering::AcqRel) == 1;
+        // Whoever finds it closed or lost then finds nobody here, or is found by us: see `unmap`.
+        fence(Ordering::SeqCst);
+        if was_last && (import.slot().is_closed() || import.link.is_lost()) {
+            self.to_unmap.lock().push(Arc::clone(import));
+            bell.ring();
+        }
+    }
+
+    // ---------------------------------------------------------------- what the service does
+
+    pub(crate) fn links(&self) -> Vec<Arc<Link>> {
+        let state = self.state.lock();
+        state.links.values().flatten().chain(&state.former).filter(|link| !link.is_lost()).cloned().collect()
+    }
+
+    /// An exporter has hung up: it has ended or its runtime has, or the connection was cut.
+    pub(crate) fn hung_up(&self, link: &Arc<Link>) {
+        link.has_line.store(false, Ordering::Relaxed);
+        self.state.lock().retire(link);
+    }
+
+    /// An exporter's process has ended: its tickets are expired, and what nobody has open is unmapped.
+    pub(crate) fn link_ended(&self, link: &Arc<Link>) {
+        link.lost.store(true, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        state.lost_links += 1;
+        let imports = state.imports.values().flatten().filter(|import| Arc::ptr_eq(&import.link, link)).cloned();
+        self.to_unmap.lock().extend(imports);
+        if link.imports.load(Ordering::Relaxed) == 0 {
+            state.retire(link);
+        }
+    }
+
+    /// Unmaps what exporters have freed, and what was put on the list.
+    pub(crate) fn unmap_closed(&self, mapper: &dyn Mapper) {
+        {
+            let state = self.state.lock();
+            for link in state.links.values().flatten().chain(&state.former) {
+                for (place, part) in link.parts.lock().iter().enumerate() {
+                    let Some(counts) = &part.counts else { continue };
+                    counts.closed().drain(|slot| {
+                        let index = u32::try_from(place * SLOTS + slot).unwrap_or(u32::MAX);
+                        let imports = state.by_index.get(&(link.incarnation, index)).into_iter().flatten();
+                        let imports = imports.filter(|import| Arc::ptr_eq(&import.link, link));
+                        let closed = imports.filter(|import| import.slot().is_closed());
+                        self.to_unmap.lock().extend(closed.cloned());
+                    });
+                }
+            }
+        }
+        let to_unmap = std::mem::take(&mut *self.to_unmap.lock());
+        for import in to_unmap {
+            self.unmap(&import, mapper);
+        }
+    }
+
+    /// Unmaps everything that nobody has open.
+    pub(crate) fn unmap_idle(&self, mapper: &dyn Mapper) {
+        let imports: Vec<_> = self.state.lock().imports.values().flatten().cloned().collect();
+        for import in imports {
+            self.unmap(&import, mapper);
+        }
+    }
+
+    fn unmap(&self, import: &Arc<Import>, mapper: &dyn Mapper) {
+        fence(Ordering::SeqCst);
+        if import.open.compare_exchange(0, GONE, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // Open, or unmapped already. Who lets go of it last looks whether it is to be unmapped.
+            return;
+        }
+        // Nobody has it open here, whatever the exporter says.
+        import.slot().begin_unmap();
+        mapper.unmap(import.device, import.ptr);
+        if import.slot().end_unmap() {
+            import.counts.released().raise(split(import.index()).1);
+            import.link.ring();
+        }
+        let mut state = self.state.lock();
+        state.imports.remove(&import.key);
+        let index = (import.key.incarnation, import.index());
+        if let Some(imports) = state.by_index.get_mut(&index) {
+            imports.retain(|other| !Arc::ptr_eq(other, import));
+            if imports.is_empty() {
+                state.by_index.remove(&index);
+            }
+        }
+        let link = &import.link;
+        if link.imports.fetch_sub(1, Ordering::Relaxed) == 1 && (link.is_lost() || !state.is_current(link)) {
+            state.retire(link);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Closes the connections, at the end of the runtime.
+    pub(crate) fn disconnect(&self) {
+        let (links, former) = {
+            let mut state = self.state.lock();
+            (std::mem::take(&mut state.links), std::mem::take(&mut state.former))
+        };
+        for link in links.into_values().flatten().chain(former) {
+            // A forked child may keep the sockets open.
+            let _ = rustix::net::shutdown(&link.socket, rustix::net::Shutdown::Both);
+            let _ = rustix::net::shutdown(&link.line, rustix::net::Shutdown::Both);
+        }
+    }
+
+    /// Mappings, and their bytes.
+    pub(crate) fn mapped(&self) -> (u64, u64) {
+        let state = self.state.lock();
+        let imports = || state.imports.values().flatten();
+        (imports().count() as u64, imports().map(|import| import.bytes).sum())
+    }
+
+    pub(crate) fn lost_links(&self) -> u64 {
+        self.state.lock().lost_links
+    }
+}
+
+#[cfg(test)]
+impl Importer {
+    pub(crate) fn is_locked(&self) -> bool {
+        self.state.is_locked() || self.pending.is_locked() || self.to_unmap.is_locked()
+    }
+
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held((self.state.lock(), self.pending.lock(), self.to_unmap.lock()))
+    }
+}

@@ -1,0 +1,244 @@
+//! What exporter and importer say to each other: datagrams of explicit little-endian fields, checked before use.
+//!
+//! The importer speaks first and is answered once for each question:
+//!
+//! | importer | exporter |
+//! | --- | --- |
+//! | `Hello`, with a line to ring the importer on | `Welcome` or `Refused` |
+//! | `Open` | `Opened`, with the memory's descriptor and the counts' files that are asked for, or `Refused` |
+//! | `Abandon`: an `Opened` that could not be used | nothing |
+//! | `Ring`: look at the flags in the counts | nothing |
+//!
+//! Both sides name the version that they speak and the oldest that they understand, so that later versions can tell.
+
+use super::ticket::Fields;
+use crate::error::{Error, ErrorKind};
+use crate::ipc::Transport;
+
+/// Version of these messages.
+pub(crate) const PROTOCOL: u16 = 1;
+/// Oldest version that is understood.
+pub(crate) const OLDEST_PROTOCOL: u16 = 1;
+/// Longest message.
+pub(crate) const LONGEST: usize = 768;
+const LONGEST_TEXT: usize = 512;
+
+const MAGIC: [u8; 4] = *b"HWSH";
+const HELLO: u16 = 1;
+const WELCOME: u16 = 2;
+const OPEN: u16 = 3;
+const OPENED: u16 = 4;
+const ABANDON: u16 = 5;
+const REFUSED: u16 = 6;
+const RING: u16 = 7;
+
+/// Which allocation of an exporter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ExportKey {
+    pub(crate) index: u32,
+    pub(crate) serial: u64,
+}
+
+/// A memory handle without its descriptor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Opened {
+    pub(crate) transport: Transport,
+    pub(crate) device_uuid: [u8; 16],
+    pub(crate) bytes: u64,
+    pub(crate) payload: [u8; 64],
+    /// Whether the memory's descriptor is the first that travels along; then come the files that were asked for.
+    pub(crate) with_descriptor: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Message {
+    Hello { version: u16, oldest: u16 },
+    Welcome { version: u16, oldest: u16, incarnation: [u8; 16] },
+    Open { question: u32, key: ExportKey, wants_counts: bool, wants_ready: bool },
+    Opened { question: u32, opened: Opened },
+    Abandon { key: ExportKey },
+    Ring,
+    Refused { question: u32, kind: ErrorKind, text: String },
+}
+
+/// Kinds of errors that travel, by number; others travel as `Vendor`.
+const KINDS: [(u32, ErrorKind); 8] = [
+    (1, ErrorKind::InvalidArgument),
+    (2, ErrorKind::Expired),
+    (3, ErrorKind::PermissionDenied),
+    (4, ErrorKind::OperatingSystem),
+    (5, ErrorKind::Unsupported),
+    (6, ErrorKind::OutOfMemory),
+    (7, ErrorKind::Vendor),
+    (8, ErrorKind::ShuttingDown),
+];
+
+impl Message {
+    pub(crate) fn refusal(question: u32, error: &Error) -> Self {
+        let mut text = error.message().to_owned();
+        text.truncate(text.floor_char_boundary(LONGEST_TEXT));
+        Self::Refused { question, kind: error.kind(), text }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(128);
+        bytes.extend(MAGIC);
+        let kind = match self {
+            Self::Hello { .. } => HELLO,
+            Self::Welcome { .. } => WELCOME,
+            Self::Open { .. } => OPEN,
+            Self::Opened { .. } => OPENED,
+            Self::Abandon { .. } => ABANDON,
+            Self::Refused { .. } => REFUSED,
+            Self::Ring => RING,
+        };
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(0_u16.to_le_bytes());
+        match self {
+            Self::Ring => {}
+            Self::Hello { version, oldest } => {
+                bytes.extend(version.to_le_bytes());
+                bytes.extend(oldest.to_le_bytes());
+            }
+            Self::Welcome { version, oldest, incarnation } => {
+                bytes.extend(version.to_le_bytes());
+                bytes.extend(oldest.to_le_bytes());
+                bytes.extend(incarnation);
+            }
+            Self::Open { question, key, wants_counts, wants_ready } => {
+                bytes.extend(question.to_le_bytes());
+                bytes.extend(key.index.to_le_bytes());
+                bytes.extend(key.serial.to_le_bytes());
+                bytes.extend((u32::from(*wants_counts) | u32::from(*wants_ready) << 1).to_le_bytes());
+            }
+            Self::Opened { question, opened } => {
+                bytes.extend(question.to_le_bytes());
+                bytes.extend((opened.transport as u32).to_le_bytes());
+                bytes.extend(opened.device_uuid);
+                bytes.extend(opened.bytes.to_le_bytes());
+                bytes.extend(opened.payload);
+                bytes.extend(u32::from(opened.with_descriptor).to_le_bytes());
+            }
+            Self::Abandon { key } => {
+                bytes.extend(key.index.to_le_bytes());
+                bytes.extend(key.serial.to_le_bytes());
+            }
+            Self::Refused { question, kind, text } => {
+                let number = KINDS.iter().find(|(_, known)| known == kind).map_or(7, |(number, _)| *number);
+                bytes.extend(question.to_le_bytes());
+                bytes.extend(number.to_le_bytes());
+                bytes.extend(text.as_bytes());
+            }
+        }
+        bytes
+    }
+
+    /// Reads a message; `None` for anything that is not one, to the last byte.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut fields = Fields { bytes };
+        if fields.array()? != MAGIC {
+            return None;
+        }
+        let kind = fields.u16()?;
+        fields.u16()?;
+        let message = match kind {
+            HELLO => Self::Hello { version: fields.u16()?, oldest: fields.u16()? },
+            WELCOME => Self::Welcome { version: fields.u16()?, oldest: fields.u16()?, incarnation: fields.array()? },
+            OPEN => {
+                let question = fields.u32()?;
+                let key = ExportKey { index: fields.u32()?, serial: fields.u64()? };
+                let wants = fields.u32()?;
+                Self::Open { question, key, wants_counts: wants & 1 != 0, wants_ready: wants & 2 != 0 }
+            }
+            OPENED => {
+                let question = fields.u32()?;
+                let transport = fields.u32()?;
+                let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
+                    .into_iter()
+                    .find(|known| *known as u32 == transport)?;
+                let opened = Opened {
+                    transport,
+                    device_uuid: fields.array()?,
+                    bytes: fields.u64()?,
+                    payload: fields.array()?,
+                    with_descriptor: fields.u32()? != 0,
+                };
+                Self::Opened { question, opened }
+            }
+            ABANDON => Self::Abandon { key: ExportKey { index: fields.u32()?, serial: fields.u64()? } },
+            REFUSED => {
+                let question = fields.u32()?;
+                let number = fields.u32()?;
+                let kind =
+                    KINDS.iter().find(|(known, _)| *known == number).map_or(ErrorKind::Vendor, |(_, kind)| *kind);
+                let text = std::str::from_utf8(fields.bytes).ok()?.to_owned();
+                fields.bytes = &[];
+                Self::Refused { question, kind, text }
+            }
+            RING => Self::Ring,
+            _ => return None,
+        };
+        fields.bytes.is_empty().then_some(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn messages() -> Vec<Message> {
+        let key = ExportKey { index: 3, serial: 1 << 40 };
+        let opened = Opened {
+            transport: Transport::Descriptor,
+            device_uuid: [7; 16],
+            bytes: 1 << 33,
+            payload: [9; 64],
+            with_descriptor: true,
+        };
+        vec![
+            Message::Hello { version: 1, oldest: 1 },
+            Message::Welcome { version: 1, oldest: 1, incarnation: [5; 16] },
+            Message::Open { question: 8, key, wants_counts: true, wants_ready: false },
+            Message::Opened { question: 8, opened },
+            Message::Abandon { key },
+            Message::Ring,
+            Message::Refused { question: 0, kind: ErrorKind::Expired, text: "gone".to_owned() },
+        ]
+    }
+
+    #[test]
+    fn messages_come_back_and_cut_ones_do_not() {
+        for message in messages() {
+            let bytes = message.encode();
+            assert!(bytes.len() <= LONGEST);
+            assert_eq!(Message::decode(&bytes), Some(message.clone()));
+            if !matches!(message, Message::Refused { .. }) {
+                (0..bytes.len()).for_each(|length| assert_eq!(Message::decode(&bytes[..length]), None));
+                assert_eq!(Message::decode(&[&bytes[..], &[0]].concat()), None);
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_refusal_is_cut_between_characters() {
+        let error = Error::new(ErrorKind::Vendor, "test", "\u{20ac}".repeat(1000));
+        let bytes = Message::refusal(1, &error).encode();
+        assert!(bytes.len() <= LONGEST);
+        assert!(Message::decode(&bytes).is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0_u8..9) {
+            if bytes.len() >= 8 {
+                bytes[..4].copy_from_slice(&MAGIC);
+                bytes[4..6].copy_from_slice(&[kind, 0]);
+            }
+            if let Some(message) = Message::decode(&bytes) {
+                prop_assert!(message.encode().len() <= bytes.len().max(LONGEST));
+            }
+        }
+    }
+}

@@ -1,0 +1,425 @@
+//! Sharing device memory between processes: one process allocates and shares, any number of others open, and the memory
+//! is freed when the last of them has let go of it or has died.
+//!
+//! # How it goes
+//! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
+//!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which gives a [`Ticket`]: plain bytes for any channel.
+//! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation asks the
+//!    exporter over a Unix socket without a name in any file system; both check that the other belongs to the same user.
+//!    The answer brings the memory's handle and a table of counts in sealed shared memory (`counts.rs`), which only these
+//!    two processes map. Later opens are one atomic operation on a word of that table.
+//! 3. Each side drops its buffers when it likes. An importer's count goes back when its streams have passed their last
+//!    use. An exporter's allocation that is still open elsewhere waits in *limbo*.
+//! 4. When a process dies, at any point, the other side sees its pidfd become readable, throws the dead one's table away,
+//!    and with it everything that it held. A socket that is closed, or stays open in a forked child, says nothing.
+//!
+//! One thread for each runtime (`service.rs`) answers and notices; it starts with the first share or open.
+//!
+//! # What a ticket promises
+//! It may be opened by any number of processes, once or often, while the exporter runs and keeps the buffer. It does not
+//! keep the memory: a ticket that nobody has opened when the exporter drops its buffer is *expired*. The device work that
+//! was enqueued on the buffer before `share` is done when `open_shared` returns.
+//!
+//! # When an exporter dies
+//! By [`Transport::Descriptor`](crate::Transport) the importers keep their pages. By the other transports the memory is
+//! the exporter's, and the vendor says what is left of it.
+
+mod counts;
+mod exporter;
+mod importer;
+mod message;
+mod segment;
+mod service;
+mod system;
+mod ticket;
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+pub use ticket::Ticket;
+
+pub(crate) use importer::Import;
+pub(crate) use message::ExportKey;
+
+use crate::buffer::DeviceBlock;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fork::Generation;
+use crate::ipc::{MemoryHandle, Transport};
+use crate::memory::DevicePtr;
+use crate::pool::deferred::DeferredFree;
+use crate::pool::events::Mark;
+use crate::runtime::RuntimeInner;
+use exporter::{Exporter, Grant};
+use importer::{Importer, Mapper};
+use service::Service;
+use system::{Bell, os_error};
+
+/// Connections that may wait to be let in.
+const BACKLOG: i32 = 1024;
+
+/// Where the exporter with an incarnation listens: a name that is in no file system.
+fn address(incarnation: &[u8; 16]) -> Vec<u8> {
+    format!("highwater-{:032x}", u128::from_be_bytes(*incarnation)).into_bytes()
+}
+
+/// What a runtime shares and has opened; made with its first share or open.
+#[derive(Debug)]
+pub(crate) struct Sharing {
+    generation: Generation,
+    incarnation: [u8; 16],
+    boot: [u8; 16],
+    exporter: Exporter,
+    importer: Importer,
+    bell: Bell,
+    /// Bound by the first share.
+    listener: OnceLock<OwnedFd>,
+    binding: Mutex<()>,
+    stopping: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// Held while the service is started or ended, so that there is one at most. The service itself never takes it.
+    changing: Mutex<()>,
+}
+
+/// What a runtime shares with other processes, and what it has open of theirs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct SharingStatistics {
+    /// Allocations of this runtime that were shared and are not freed.
+    pub exported_blocks: u64,
+    /// Bytes of those.
+    pub exported_bytes: u64,
+    /// Of those, allocations that this runtime has dropped and others still hold.
+    pub limbo_blocks: u64,
+    /// Bytes of those.
+    pub limbo_bytes: u64,
+    /// Processes that have opened something and may hold it.
+    pub peers: u64,
+    /// Importers that ended without letting go.
+    pub lost_peers: u64,
+    /// Exporters that ended while this runtime was connected to them.
+    pub lost_exporters: u64,
+    /// Buffers of other processes that are open.
+    pub imports: u64,
+    /// Allocations of other processes that are mapped, open or kept for the next open.
+    pub mappings: u64,
+    /// Bytes of those.
+    pub mapped_bytes: u64,
+    /// Buffers of other processes opened so far.
+    pub opens: u64,
+    /// Of those, opened by a mapping that was kept.
+    pub kept_opens: u64,
+}
+
+/// Maps and unmaps for a runtime.
+struct RuntimeMapper<'r> {
+    runtime: &'r RuntimeInner,
+    bell: &'r Bell,
+}
+
+impl Mapper for RuntimeMapper<'_> {
+    fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        self.runtime.map_shared(device, handle)
+    }
+
+    fn unmap(&self, device: u32, ptr: DevicePtr) {
+        // SAFETY: the importer unmaps what nobody has open, and a count goes back only when the streams that used the
+        // import have passed their last use.
+        unsafe { self.runtime.unmap_shared(device, ptr) };
+    }
+
+    fn check(&self) -> Result<()> {
+        self.runtime.check("open_shared")
+    }
+
+    fn bell(&self) -> &Bell {
+        self.bell
+    }
+}
+
+impl Sharing {
+    pub(crate) fn new(generation: Generation) -> Result<Self> {
+        Ok(Self {
+            generation,
+            incarnation: system::random()?,
+            boot: system::boot_id(),
+            exporter: Exporter::default(),
+            importer: Importer::default(),
+            bell: Bell::new()?,
+            listener: OnceLock::new(),
+            binding: Mutex::new(()),
+            stopping: AtomicBool::new(false),
+            thread: Mutex::default(),
+            changing: Mutex::new(()),
+        })
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Starts the service where it does not run.
+    pub(crate) fn start(self: &Arc<Self>, runtime: &Arc<RuntimeInner>) -> Result<()> {
+        let runs = |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
+        if runs(&self.thread.lock()) && !self.is_stopping() {
+            return Ok(());
+        }
+        // Where it is being ended, this waits for that.
+        let _changing = self.changing.lock();
+        let mut thread = self.thread.lock();
+        if runs(&thread) {
+            return Ok(());
+        }
+        self.stopping.store(false, Ordering::Release);
+        let service = Service::new(Arc::clone(self), Arc::downgrade(runtime));
+        let started = std::thread::Builder::new().name("highwater-share".to_owned()).spawn(move || service.run());
+        *thread = Some(started.map_err(|error| {
+            Error::new(ErrorKind::OperatingSystem, "share", format!("the system gives no thread: {error}"))
+                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
+                .with_hint("raise the limit of threads (ulimit -u)")
+        })?);
+        Ok(())
+    }
+
+    /// Lets the service end by itself: the process is exiting.
+    pub(crate) fn abandon(&self) {
+        self.stopping.store(true, Ordering::Release);
+    }
+
+    /// Ends the service, and waits for its end unless called by it.
+    pub(crate) fn stop(&self) {
+        let this = std::thread::current().id();
+        let is_this = self.thread.lock().as_ref().is_some_and(|thread| thread.thread().id() == this);
+        if is_this {
+            return self.abandon();
+        }
+        let _changing = self.changing.lock();
+        self.stopping.store(true, Ordering::Release);
+        self.bell.ring();
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::warn!("the thread that serves shares has panicked");
+        }
+    }
+
+    /// Closes the connections of importers and lets nobody in any more, at the end of the runtime.
+    pub(crate) fn hang_up(&self) {
+        if let Some(listener) = self.listener.get() {
+            // A forked child may keep it open.
+            let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
+        }
+        self.exporter.disconnect();
+    }
+
+    /// Listens for importers.
+    fn listen(&self) -> Result<()> {
+        if self.listener.get().is_some() {
+            return Ok(());
+        }
+        let _binding = self.binding.lock();
+        if self.listener.get().is_some() {
+            return Ok(());
+        }
+        let failed = |errno| os_error("share", "socket for importers", errno);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
+        let address = SocketAddrUnix::new_abstract_name(&address(&self.incarnation)).map_err(failed)?;
+        rustix::net::bind(&socket, &address).map_err(failed)?;
+        rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
+        // The lock is held, so it is not set.
+        let _ = self.listener.set(socket);
+        self.bell.ring();
+        Ok(())
+    }
+
+    // ---------------------------------------------------------------- exporting
+
+    /// The ticket of an allocation of this runtime, without its range.
+    pub(crate) fn share(
+        &self,
+        block: &Arc<DeviceBlock>,
+        export: &OnceLock<ExportKey>,
+        transport: Transport,
+        bytes: u64,
+        device_uuid: [u8; 16],
+        after: Vec<Arc<Mark>>,
+    ) -> Result<Ticket> {
+        self.listen()?;
+        let key = match export.get() {
+            Some(key) => *key,
+            None => {
+                // Two threads may share for the first time at once: one of them registers.
+                let _registering = self.binding.lock();
+                match export.get() {
+                    Some(key) => *key,
+                    None => {
+                        let key = self.exporter.register(block, bytes, transport)?;
+                        *export.get_or_init(|| key)
+                    }
+                }
+            }
+        };
+        let waits = !after.is_empty();
+        let number = self.exporter.number(key, after);
+        if waits {
+            self.bell.ring();
+        }
+        Ok(Ticket {
+            transport,
+            boot: self.boot,
+            incarnation: self.incarnation,
+            device_uuid,
+            pid: std::process::id(),
+            index: key.index,
+            serial: key.serial,
+            number,
+            allocation_bytes: bytes,
+            offset: 0,
+            length: bytes,
+        })
+    }
+
+    /// The owner drops a shared allocation. Gives back what is to be freed now.
+    pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
+        self.exporter.close(key, free)
+    }
+
+    /// Makes the vendor's handle for an importer.
+    fn export(&self, runtime: &RuntimeInner, grant: &Grant) -> Result<MemoryHandle> {
+        let ipc = runtime.ipc("share")?;
+        // SAFETY: the block is alive as long as the grant.
+        unsafe { ipc.export_memory(grant.block.device, grant.ptr, grant.transport) }
+    }
+
+    /// Frees what has left limbo, in the order of the streams that used it here.
+    fn free(&self, runtime: &RuntimeInner, freed: Vec<DeferredFree>) {
+        if freed.is_empty() {
+            return;
+        }
+        for free in freed {
+            if free.unmarked { runtime.strand(free) } else { runtime.defer_free(free) }
+        }
+        runtime.reclaim_in_passing();
+    }
+
+    /// Looks after everything that others may have let go of, without waiting for the service to do so.
+    pub(crate) fn collect(&self, runtime: &RuntimeInner) {
+        for peer in self.exporter.peers() {
+            if peer.process.has_ended() {
+                let freed = self.exporter.peer_ended(peer.id);
+                self.free(runtime, freed);
+            }
+        }
+        self.settle(runtime);
+        self.ask_after_work(runtime);
+    }
+
+    /// Blocks and bytes that this runtime has dropped and others hold.
+    pub(crate) fn limbo(&self) -> (u64, u64) {
+        let counts = self.exporter.counts();
+        (counts.limbo_blocks, counts.limbo_bytes)
+    }
+
+    /// The processes that hold them.
+    pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
+        self.exporter.holders_of_limbo()
+    }
+
+    // ---------------------------------------------------------------- importing
+
+    /// Whether a ticket is this runtime's own.
+    pub(crate) fn is_own(&self, ticket: &Ticket) -> bool {
+        ticket.incarnation == self.incarnation
+    }
+
+    /// The original of a ticket of this runtime, once the device work before the share is done.
+    pub(crate) fn original(&self, ticket: &Ticket, runtime: &RuntimeInner) -> Result<Arc<DeviceBlock>> {
+        let key = ExportKey { index: ticket.index, serial: ticket.serial };
+        let (block, ready) = self.exporter.own(key, ticket.allocation_bytes, ticket.number)?;
+        importer::wait_ready(&ready, ticket.index, ticket.number, || runtime.check("open_shared"))?;
+        Ok(block)
+    }
+
+    pub(crate) fn open(&self, ticket: &Ticket, device: u32, runtime: &RuntimeInner) -> Result<Arc<Import>> {
+        if ticket.boot != self.boot {
+            return Err(Error::new(
+                ErrorKind::Expired,
+                "open_shared",
+                "the ticket is of another machine, or of this one before it was started anew",
+            )
+            .with_hint("tickets are for processes that run now, on one machine"));
+        }
+        self.importer.open(ticket, device, &RuntimeMapper { runtime, bell: &self.bell })
+    }
+
+    /// Lets go of an import once its streams have passed their marks.
+    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool) {
+        self.importer.release_after(import, after, unmarked, &self.bell);
+    }
+
+    /// Unmaps what nobody has open.
+    pub(crate) fn unmap_idle(&self, runtime: &RuntimeInner) {
+        self.importer.unmap_idle(&RuntimeMapper { runtime, bell: &self.bell });
+    }
+
+    /// The end of the importing side: everything was waited for, so everything is let go of.
+    pub(crate) fn end_imports(&self, runtime: &RuntimeInner) {
+        self.importer.release_passed(|_| true, true, &self.bell);
+        self.importer.unmap_closed(&RuntimeMapper { runtime, bell: &self.bell });
+        self.unmap_idle(runtime);
+        self.importer.disconnect();
+    }
+
+    pub(crate) fn statistics(&self) -> SharingStatistics {
+        let exported = self.exporter.counts();
+        let (mappings, mapped_bytes) = self.importer.mapped();
+        SharingStatistics {
+            exported_blocks: exported.blocks,
+            exported_bytes: exported.bytes,
+            limbo_blocks: exported.limbo_blocks,
+            limbo_bytes: exported.limbo_bytes,
+            peers: exported.peers,
+            lost_peers: exported.lost_peers,
+            lost_exporters: self.importer.lost_links(),
+            imports: self.importer.live.load(Ordering::Relaxed),
+            mappings,
+            mapped_bytes,
+            opens: self.importer.opens.load(Ordering::Relaxed),
+            kept_opens: self.importer.kept_opens.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Sharing {
+    fn drop(&mut self) {
+        if !self.generation.is_current() {
+            // The thread does not exist in this child; its handle must not be touched.
+            std::mem::forget(self.thread.get_mut().take());
+        }
+    }
+}
+
+#[cfg(test)]
+impl Sharing {
+    /// Whether a lock is held that nobody may hold over a call of the backend.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.exporter.is_locked() || self.importer.is_locked() || self.binding.is_locked() || self.thread.is_locked()
+    }
+
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held((
+            self.exporter.hold_lock(),
+            self.importer.hold_locks(),
+            self.binding.lock(),
+            self.thread.lock(),
+            self.changing.lock(),
+        ))
+    }
+}

@@ -1,0 +1,216 @@
+//! Pieces of shared memory: sealed, without a name in any file system, and full of atomics only.
+//!
+//! A [`CountSegment`] belongs to one exporter and one importer and holds the words of `counts.rs`. A [`ReadySegment`]
+//! belongs to an exporter and is mapped by all its importers, who cannot write it: for each allocation, the number of
+//! the latest share whose device work is done. Sealed means that nobody can make the file shorter under a mapping, so a
+//! load never faults.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::counts::{Flags, Slot};
+use super::system::{invalid_message, os_error};
+use crate::error::Result;
+
+/// Slots of a segment; the slot of an allocation is the same in every segment of that number.
+pub(crate) const SLOTS: usize = 1 << 16;
+const BIT_WORDS: usize = SLOTS / 64;
+const SUMMARY_WORDS: usize = BIT_WORDS / 64;
+
+const RELEASED_SUMMARY: usize = 0;
+const CLOSED_SUMMARY: usize = RELEASED_SUMMARY + SUMMARY_WORDS;
+const RELEASED: usize = CLOSED_SUMMARY + SUMMARY_WORDS;
+const CLOSED: usize = RELEASED + BIT_WORDS;
+const COUNTS: usize = CLOSED + BIT_WORDS;
+const COUNT_WORDS: usize = COUNTS + SLOTS;
+
+/// The first words of a ready segment; word 0 is waited on.
+const READY_HEADER: usize = 8;
+const READY_WORDS: usize = READY_HEADER + SLOTS;
+
+const PAGE: usize = 4096;
+
+/// A mapping of a sealed file, as words.
+struct Mapping {
+    base: NonNull<AtomicU64>,
+    words: usize,
+}
+
+// SAFETY: the mapping belongs to this value and is only reached as atomics.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping").field("base", &self.base).field("words", &self.words).finish()
+    }
+}
+
+const fn file_bytes(words: usize) -> usize {
+    (words * size_of::<u64>()).next_multiple_of(PAGE)
+}
+
+impl Mapping {
+    /// Makes a file of zeros and maps it. With `read_only_for_others`, no later mapping of it can write.
+    fn create(words: usize, read_only_for_others: bool) -> Result<(Self, OwnedFd)> {
+        const WHAT: &str = "memory for counts that two processes share";
+        let file = rustix::fs::memfd_create("highwater-share", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|errno| os_error("share", WHAT, errno))?;
+        rustix::fs::ftruncate(&file, file_bytes(words) as u64).map_err(|errno| os_error("share", WHAT, errno))?;
+        let sizes = SealFlags::SHRINK | SealFlags::GROW;
+        rustix::fs::fcntl_add_seals(&file, sizes).map_err(|errno| os_error("share", WHAT, errno))?;
+        let mapping = Self::map(&file, words, ProtFlags::READ | ProtFlags::WRITE)?;
+        // After our own mapping, which keeps its right to write.
+        let last = if read_only_for_others { SealFlags::FUTURE_WRITE | SealFlags::SEAL } else { SealFlags::SEAL };
+        rustix::fs::fcntl_add_seals(&file, last).map_err(|errno| os_error("share", WHAT, errno))?;
+        Ok((mapping, file))
+    }
+
+    /// Maps a file that another process made, after a look at its seals and its size.
+    fn open(file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
+        let size = rustix::fs::fstat(file).map_or(0, |stat| stat.st_size);
+        if !seals.contains(SealFlags::SHRINK) || usize::try_from(size).unwrap_or(0) < file_bytes(words) {
+            return Err(invalid_message("open_shared", "a file of counts that is not sealed or too short"));
+        }
+        Self::map(file, words, protection)
+    }
+
+    fn map(file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice, of a file that can never become shorter than it.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), file_bytes(words), protection, MapFlags::SHARED, file.as_fd(), 0)
+        };
+        let base = base.map_err(|errno| os_error("share", "an address for shared counts", errno))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| os_error("share", "an address for shared counts", rustix::io::Errno::NOMEM))?;
+        Ok(Self { base, words })
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        // SAFETY: `base` starts a mapping of at least this many words, page-aligned, that lives as long as `self`, cannot
+        // shrink, and is only ever accessed as atomics, by other processes too.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.words) }
+    }
+
+    fn range(&self, start: usize, len: usize) -> &[AtomicU64] {
+        &self.words()[start..start + len]
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own, and nothing borrows from it any more. An error leaves it mapped.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), file_bytes(self.words)) };
+    }
+}
+
+/// Counts of one importer, for [`SLOTS`] allocations of one exporter.
+#[derive(Debug)]
+pub(crate) struct CountSegment(Mapping);
+
+impl CountSegment {
+    pub(crate) fn create() -> Result<(Self, OwnedFd)> {
+        Mapping::create(COUNT_WORDS, false).map(|(mapping, file)| (Self(mapping), file))
+    }
+
+    pub(crate) fn open(file: &OwnedFd) -> Result<Self> {
+        Mapping::open(file, COUNT_WORDS, ProtFlags::READ | ProtFlags::WRITE).map(Self)
+    }
+
+    /// The word of the allocation `serial`, whose index in the segment is `slot`.
+    #[inline]
+    pub(crate) fn slot(&self, slot: usize, serial: u64) -> Slot<'_> {
+        Slot::new(&self.0.words()[COUNTS + slot], serial)
+    }
+
+    /// What the importer has let go of for good: raised by it, drained by the exporter.
+    pub(crate) fn released(&self) -> Flags<'_> {
+        Flags::new(self.0.range(RELEASED, BIT_WORDS), self.0.range(RELEASED_SUMMARY, SUMMARY_WORDS))
+    }
+
+    /// What the exporter has freed while the importer maps it: raised by the exporter, drained by the importer.
+    pub(crate) fn closed(&self) -> Flags<'_> {
+        Flags::new(self.0.range(CLOSED, BIT_WORDS), self.0.range(CLOSED_SUMMARY, SUMMARY_WORDS))
+    }
+}
+
+/// For [`SLOTS`] allocations of an exporter, the latest share whose device work is done.
+#[derive(Debug)]
+pub(crate) struct ReadySegment(Mapping);
+
+/// What is known about the device work before a share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Readiness {
+    /// It is done.
+    Ready,
+    /// It is not done yet.
+    Waiting,
+    /// The exporter's device failed.
+    Failed,
+}
+
+impl ReadySegment {
+    /// Published in place of a number when the exporter's device fails.
+    pub(crate) const FAILED: u64 = u64::MAX;
+
+    pub(crate) fn create() -> Result<(Self, OwnedFd)> {
+        Mapping::create(READY_WORDS, true).map(|(mapping, file)| (Self(mapping), file))
+    }
+
+    pub(crate) fn open(file: &OwnedFd) -> Result<Self> {
+        Mapping::open(file, READY_WORDS, ProtFlags::READ).map(Self)
+    }
+
+    /// Publishes that the device work before share `number` is done.
+    pub(crate) fn publish(&self, slot: usize, number: u64) {
+        let words = self.0.words();
+        // Release: what the device work did is visible to who reads the number.
+        words[READY_HEADER + slot].store(number, Ordering::Release);
+        let published = self.published();
+        published.fetch_add(1, Ordering::Release);
+        // Shared between processes, so no PRIVATE flag. Waking nobody is no error.
+        let _ = rustix::thread::futex::wake(published, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
+    }
+
+    #[inline]
+    pub(crate) fn readiness(&self, slot: usize, number: u64) -> Readiness {
+        match self.0.words()[READY_HEADER + slot].load(Ordering::Acquire) {
+            Self::FAILED => Readiness::Failed,
+            ready if ready >= number => Readiness::Ready,
+            _ => Readiness::Waiting,
+        }
+    }
+
+    /// Waits until a share's device work is done, but not longer than `longest`.
+    pub(crate) fn wait(&self, slot: usize, number: u64, longest: Duration) -> Readiness {
+        let seen = self.published().load(Ordering::Acquire);
+        let now = self.readiness(slot, number);
+        if now != Readiness::Waiting {
+            return now;
+        }
+        let timeout = rustix::time::Timespec::try_from(longest).ok();
+        // Interrupted, timed out or woken: the caller looks again.
+        let _ = rustix::thread::futex::wait(
+            self.published(),
+            rustix::thread::futex::Flags::empty(),
+            seen,
+            timeout.as_ref(),
+        );
+        self.readiness(slot, number)
+    }
+
+    /// Counts publications; what waiters sleep on.
+    fn published(&self) -> &AtomicU32 {
+        // SAFETY: word 0 of the header is mapped, aligned, and used as this 32-bit atomic only; an importer's mapping is
+        // read-only, and it only loads and waits.
+        unsafe { &*self.0.base.as_ptr().cast::<AtomicU32>() }
+    }
+}

@@ -1,0 +1,336 @@
+//! The thread of a runtime that answers importers, notices who has died, and lets go of what was used last.
+//!
+//! It starts with the first share or open and ends with the runtime. It waits on everything at once: its bell, the socket
+//! that importers connect to, each importer's connection and process, each exporter's process. While shares or releases
+//! wait for device work it also asks after that work, at growing intervals up to a millisecond.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::exporter::Peer;
+use super::importer::Link;
+use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
+use super::{RuntimeMapper, Sharing};
+use crate::error::{Error, ErrorKind, Result};
+use crate::runtime::RuntimeInner;
+
+/// How often device work is asked after, at first and at most.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+/// How long an importer that has connected may take to say who it is.
+const HELLO_WITHIN: Duration = Duration::from_secs(5);
+/// How often those are looked after who cannot ring.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Questions of one importer that are answered before the others have their turn.
+const QUESTIONS_AT_ONCE: usize = 64;
+
+pub(super) struct Service {
+    sharing: Arc<Sharing>,
+    runtime: Weak<RuntimeInner>,
+    /// Given up for a moment to tell an importer that there is no descriptor left for it.
+    spare: Option<OwnedFd>,
+    /// Until when nobody new is let in, because there was not even a spare descriptor.
+    closed_until: Option<std::time::Instant>,
+    /// When connections were looked through for ones to drop.
+    looked: std::time::Instant,
+}
+
+/// What woke the service.
+enum Source {
+    Bell,
+    Listener,
+    Question(Arc<Peer>),
+    PeerEnded(Arc<Peer>),
+    LinkRings(Arc<Link>),
+    LinkEnded(Arc<Link>),
+}
+
+impl Service {
+    pub(super) fn new(sharing: Arc<Sharing>, runtime: Weak<RuntimeInner>) -> Self {
+        let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
+        Self { sharing, runtime, spare, closed_until: None, looked: std::time::Instant::now() }
+    }
+
+    pub(super) fn run(mut self) {
+        let mut pause = SHORTEST_PAUSE;
+        while !self.sharing.is_stopping() {
+            let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
+            let woken = self.wait(asking.then_some(pause));
+            // Nothing is done for a runtime that has gone or is going.
+            let Some(runtime) = self.runtime.upgrade() else { return };
+            if self.sharing.is_stopping() || runtime.check("share").is_err() {
+                return;
+            }
+            let rung = !woken.is_empty();
+            for source in woken {
+                self.serve(source, &runtime);
+            }
+            self.drop_silent_peers(&runtime);
+            self.sharing.settle(&runtime);
+            let moved = self.sharing.ask_after_work(&runtime);
+            pause = if rung || moved { SHORTEST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };
+        }
+    }
+
+    /// Waits for something to do, for as long as `pause` where there is one.
+    fn wait(&mut self, pause: Option<Duration>) -> Vec<Source> {
+        let sharing = Arc::clone(&self.sharing);
+        if self.closed_until.is_some_and(|until| until <= std::time::Instant::now()) {
+            self.closed_until = None;
+        }
+        let peers = sharing.exporter.peers();
+        let links = sharing.importer.links();
+        let mut sources = vec![Source::Bell];
+        let mut ends = vec![PollFd::from_borrowed_fd(sharing.bell.descriptor(), PollFlags::IN)];
+        if let Some(listener) = sharing.listener.get().filter(|_| self.closed_until.is_none()) {
+            sources.push(Source::Listener);
+            ends.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
+        }
+        let mut silent = false;
+        for peer in &peers {
+            silent |= peer.line.get().is_none() || !peer.connected.load(Ordering::Relaxed);
+            sources.push(Source::PeerEnded(Arc::clone(peer)));
+            ends.push(PollFd::from_borrowed_fd(peer.process.pidfd(), PollFlags::IN));
+            if peer.connected.load(Ordering::Relaxed) {
+                sources.push(Source::Question(Arc::clone(peer)));
+                ends.push(PollFd::from_borrowed_fd(peer.socket.as_fd(), PollFlags::IN));
+            }
+        }
+        for link in &links {
+            silent |= !link.has_line.load(Ordering::Relaxed);
+            sources.push(Source::LinkEnded(Arc::clone(link)));
+            ends.push(PollFd::from_borrowed_fd(link.process.pidfd(), PollFlags::IN));
+            if link.has_line.load(Ordering::Relaxed) {
+                sources.push(Source::LinkRings(Arc::clone(link)));
+                ends.push(PollFd::from_borrowed_fd(link.line.as_fd(), PollFlags::IN));
+            }
+        }
+        let second = (silent || self.closed_until.is_some()).then_some(LOOK_EVERY);
+        let timeout = pause.or(second).and_then(|pause| rustix::time::Timespec::try_from(pause).ok());
+        match rustix::event::poll(&mut ends, timeout.as_ref()) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return Vec::new(),
+            Err(errno) => {
+                tracing::warn!("waiting for processes that share memory failed: {errno}");
+                std::thread::sleep(LONGEST_PAUSE);
+                return Vec::new();
+            }
+        }
+        let woken: Vec<bool> = ends.iter().map(|end| !end.revents().is_empty()).collect();
+        sources.into_iter().zip(woken).filter_map(|(source, woken)| woken.then_some(source)).collect()
+    }
+
+    fn serve(&mut self, source: Source, runtime: &RuntimeInner) {
+        match source {
+            Source::Bell => self.sharing.bell.drain(),
+            Source::Listener => self.let_in(),
+            Source::Question(peer) => self.answer(&peer, runtime),
+            Source::PeerEnded(peer) => {
+                let freed = self.sharing.exporter.peer_ended(peer.id);
+                self.sharing.free(runtime, freed);
+            }
+            Source::LinkRings(link) => {
+                if !drain(link.line.as_fd()) {
+                    self.sharing.importer.hung_up(&link);
+                }
+            }
+            Source::LinkEnded(link) => self.sharing.importer.link_ended(&link),
+        }
+    }
+
+    // ---------------------------------------------------------------- importers
+
+    /// Takes in who has connected.
+    fn let_in(&mut self) {
+        let sharing = Arc::clone(&self.sharing);
+        let Some(listener) = sharing.listener.get() else { return };
+        for _ in 0..QUESTIONS_AT_ONCE {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match rustix::net::accept_with(listener, flags) {
+                Ok(socket) => match Process::of_peer("share", socket.as_fd()) {
+                    Ok(process) => drop(sharing.exporter.add_peer(process, socket)),
+                    Err(error) => refuse(&socket, 0, &error),
+                },
+                Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
+                    // The spare descriptor is for telling so.
+                    let had_spare = self.spare.take().is_some();
+                    if had_spare && let Ok(socket) = rustix::net::accept_with(listener, flags) {
+                        refuse(&socket, 0, &os_error("share", "descriptor in the exporter", errno));
+                    }
+                    self.spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
+                    if !had_spare {
+                        self.closed_until = Some(std::time::Instant::now() + LONGEST_PAUSE * 20);
+                        return;
+                    }
+                }
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Drops connections that have not said what they want, and those that were cut and hold nothing any more.
+    fn drop_silent_peers(&mut self, runtime: &RuntimeInner) {
+        if self.looked.elapsed() < LOOK_EVERY {
+            return;
+        }
+        self.looked = std::time::Instant::now();
+        for peer in self.sharing.exporter.peers() {
+            let is_cut = !peer.connected.load(Ordering::Relaxed);
+            // What it said may wait for us to read it.
+            let is_silent =
+                peer.line.get().is_none() && peer.since.elapsed() > HELLO_WITHIN && !is_readable(peer.socket.as_fd());
+            if is_cut || is_silent {
+                self.disconnect(&peer, runtime);
+            }
+        }
+    }
+
+    fn disconnect(&self, peer: &Peer, runtime: &RuntimeInner) {
+        peer.connected.store(false, Ordering::Relaxed);
+        let _ = rustix::net::shutdown(&peer.socket, rustix::net::Shutdown::Both);
+        let freed = self.sharing.exporter.peer_disconnected(peer.id);
+        self.sharing.free(runtime, freed);
+    }
+
+    /// Answers what an importer has asked.
+    fn answer(&self, peer: &Peer, runtime: &RuntimeInner) {
+        let mut buffer = [0_u8; LONGEST + 1];
+        for _ in 0..QUESTIONS_AT_ONCE {
+            let (bytes, descriptors) = match receive(peer.socket.as_fd(), &mut buffer) {
+                Ok(Received::Message(bytes, descriptors)) => (bytes, descriptors),
+                Ok(Received::Nothing) => return,
+                Ok(Received::Cut { descriptors }) => {
+                    let error = if descriptors {
+                        os_error("share", "descriptor in the exporter", Errno::MFILE)
+                    } else {
+                        Error::new(ErrorKind::InvalidArgument, "share", "a message that is too long")
+                    };
+                    refuse(&peer.socket, 0, &error);
+                    return self.disconnect(peer, runtime);
+                }
+                Ok(Received::End) | Err(_) => return self.disconnect(peer, runtime),
+            };
+            let said = match Message::decode(&buffer[..bytes]) {
+                Some(Message::Hello { version, oldest }) if peer.line.get().is_none() => {
+                    self.welcome(peer, version, oldest, descriptors)
+                }
+                Some(Message::Open { question, key, wants_counts, wants_ready }) if peer.line.get().is_some() => {
+                    self.open(peer, runtime, question, key, [wants_counts, wants_ready])
+                }
+                Some(Message::Abandon { key }) => {
+                    let freed = self.sharing.exporter.take_back(peer.id, key);
+                    self.sharing.free(runtime, freed.into_iter().collect());
+                    Ok(())
+                }
+                // The flags are looked at after all that has woken us.
+                Some(Message::Ring) => Ok(()),
+                _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "something that is no question")),
+            };
+            if let Err(error) = said {
+                refuse(&peer.socket, 0, &error);
+                return self.disconnect(peer, runtime);
+            }
+        }
+    }
+
+    fn welcome(&self, peer: &Peer, version: u16, oldest: u16, descriptors: Vec<OwnedFd>) -> Result<()> {
+        if oldest > PROTOCOL || version < OLDEST_PROTOCOL {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "share",
+                format!("the importer speaks protocol {version} (from {oldest}), the exporter {PROTOCOL}"),
+            ));
+        }
+        let line = descriptors
+            .into_iter()
+            .next()
+            .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "a greeting without a line to ring on"))?;
+        // Only this thread sets it, and it was not set.
+        let _ = peer.line.set(line);
+        let welcome =
+            Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation: self.sharing.incarnation };
+        say(peer, &welcome, &[])
+    }
+
+    /// Opens an allocation for an importer. Fails only where the importer cannot be talked to.
+    fn open(
+        &self,
+        peer: &Peer,
+        runtime: &RuntimeInner,
+        question: u32,
+        key: ExportKey,
+        [wants_counts, wants_ready]: [bool; 2],
+    ) -> Result<()> {
+        let grant = match self.sharing.exporter.grant(peer.id, key) {
+            Ok(grant) => grant,
+            Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
+        };
+        let exported = self.sharing.export(runtime, &grant);
+        // The count keeps the memory now. Before the answer: who drops the buffer after an open is its last owner.
+        drop(grant.block);
+        let take_back = || {
+            let freed = self.sharing.exporter.take_back(peer.id, key);
+            self.sharing.free(runtime, freed.into_iter().collect());
+        };
+        let handle = match exported {
+            Ok(handle) => handle,
+            Err(error) => {
+                take_back();
+                return say(peer, &Message::refusal(question, &error), &[]);
+            }
+        };
+        let opened = Opened {
+            transport: handle.transport,
+            device_uuid: handle.device_uuid,
+            bytes: grant.bytes,
+            payload: handle.payload,
+            with_descriptor: handle.descriptor.is_some(),
+        };
+        let memory = handle.descriptor.as_ref().map(|descriptor| descriptor.as_ref().as_fd());
+        let counts = wants_counts.then(|| grant.counts.as_fd());
+        let ready = wants_ready.then(|| grant.ready.as_fd());
+        let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
+        say(peer, &Message::Opened { question, opened }, &descriptors).inspect_err(|_| take_back())
+    }
+}
+
+fn say(peer: &Peer, message: &Message, descriptors: &[std::os::fd::BorrowedFd<'_>]) -> Result<()> {
+    send(peer.socket.as_fd(), &message.encode(), descriptors)
+        .map_err(|errno| os_error("share", "way to an importer", errno))
+}
+
+fn refuse(socket: &OwnedFd, question: u32, error: &Error) {
+    tracing::debug!("an importer was refused: {error}");
+    // Who does not listen is not told.
+    let _ = send(socket.as_fd(), &Message::refusal(question, error).encode(), &[]);
+}
+
+impl Sharing {
+    /// Settles what others have let go of: frees what leaves limbo, unmaps what exporters have freed.
+    pub(super) fn settle(&self, runtime: &RuntimeInner) {
+        let released = self.exporter.released();
+        self.free(runtime, released);
+        self.importer.unmap_closed(&RuntimeMapper { runtime, bell: &self.bell });
+    }
+
+    /// Asks after the device work that shares and releases wait for; says whether some of it was done.
+    pub(super) fn ask_after_work(&self, runtime: &RuntimeInner) -> bool {
+        let published = self.exporter.is_watching()
+            && self.exporter.watch(|mark| {
+                let passed = runtime.is_passed(mark, false);
+                passed.inspect_err(|error| tracing::warn!("device work before a share failed: {error}")).ok()
+            });
+        // An error says nothing about the work: the import is kept, and let go of by the end of the process.
+        let released = self.importer.is_releasing()
+            && self.importer.release_passed(|mark| runtime.is_passed(mark, false).unwrap_or(false), false, &self.bell);
+        published || released
+    }
+}

@@ -1,0 +1,349 @@
+//! What sharing asks of the operating system: who a peer is, whether it lives, and a bell to wake it with.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// Most descriptors that travel with one message.
+pub(crate) const MOST_DESCRIPTORS: usize = 3;
+
+/// An error of a system call that was to provide `what`.
+pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Error {
+    let hint = match errno {
+        Errno::MFILE => "the process has no descriptor left: raise `ulimit -n`, or close files",
+        Errno::NFILE => "the system has no descriptor left: raise fs.file-max",
+        Errno::NOMEM | Errno::NOBUFS => "free memory, or raise the limits of the process",
+        _ => "",
+    };
+    Error::new(ErrorKind::OperatingSystem, operation, format!("the system gives no {what}: {errno}"))
+        .with_code(i64::from(errno.raw_os_error()))
+        .with_hint(hint)
+}
+
+/// An error about something that a peer sent.
+pub(crate) fn invalid_message(operation: &'static str, what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation, format!("the other process sent {what}"))
+        .with_hint("both processes have to use compatible versions of this library")
+}
+
+/// Identifies the running system: tickets of an earlier boot name nothing.
+pub(crate) fn boot_id() -> [u8; 16] {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    // Where there is no such file, every process sees zeros, and tickets of other boots are found out by their exporter.
+    u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
+}
+
+/// Fills `bytes` from the system's random numbers.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0_u8; N];
+    let mut filled = 0;
+    while filled < N {
+        let rest = &mut bytes[filled..];
+        // SAFETY: the call writes at most `rest.len()` bytes to `rest`.
+        let got = unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) };
+        match usize::try_from(got) {
+            Ok(got) => filled += got,
+            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => return Err(os_error("share", "random numbers", last_errno())),
+        }
+    }
+    Ok(bytes)
+}
+
+fn last_errno() -> Errno {
+    Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// The process at the other end of a socket.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) pid: i32,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// The process that connected the socket or listens at its other end, of the same user as this one.
+    ///
+    /// # Errors
+    /// `PermissionDenied` for another user's process; `Expired` for one that has ended.
+    pub(crate) fn of_peer(operation: &'static str, socket: BorrowedFd<'_>) -> Result<Self> {
+        let peer =
+            peer_credentials(socket).map_err(|errno| os_error(operation, "credentials of the other process", errno))?;
+        check_user(operation, peer.uid, rustix::process::geteuid().as_raw())?;
+        let pid = peer.pid;
+        match peer_pidfd(socket) {
+            Ok(pidfd) => Ok(Self { pid, pidfd }),
+            Err(Errno::SRCH | Errno::INVAL) => Err(ended(operation, pid)),
+            Err(Errno::NOPROTOOPT) => Self::of_pid(operation, pid),
+            Err(errno) => Err(os_error(operation, "descriptor of the other process", errno)),
+        }
+    }
+
+    /// Before Linux 6.5 a socket gives the number only, which might name a younger process by now: whoever answers on the
+    /// socket after this call shows that it does not.
+    fn of_pid(operation: &'static str, pid: i32) -> Result<Self> {
+        let number = Pid::from_raw(pid).ok_or_else(|| {
+            Error::new(ErrorKind::PermissionDenied, operation, "the other process is in a hidden process namespace")
+                .with_hint("run both processes in one container, or let it share the process namespace")
+        })?;
+        match rustix::process::pidfd_open(number, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(Self { pid, pidfd }),
+            Err(Errno::SRCH) => Err(ended(operation, pid)),
+            Err(errno) => Err(os_error(operation, "descriptor of the other process", errno)),
+        }
+    }
+
+    /// Whether the process has ended: its descriptor is readable. Nothing else says so: a socket is closed while work of a
+    /// dead process still runs on the device, and is kept open by a child that it forked.
+    pub(crate) fn has_ended(&self) -> bool {
+        is_readable(self.pidfd.as_fd())
+    }
+
+    pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+/// Whether reading from a descriptor would not wait.
+pub(crate) fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut polled, Some(&now)).is_ok_and(|count| count > 0)
+}
+
+fn ended(operation: &'static str, pid: i32) -> Error {
+    Error::new(ErrorKind::Expired, operation, format!("the other process ({pid}) has ended"))
+        .with_hint("ask for a ticket of a process that runs")
+}
+
+/// Refuses a process of another user.
+fn check_user(operation: &'static str, theirs: u32, ours: u32) -> Result<()> {
+    if theirs == ours {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::PermissionDenied,
+        operation,
+        format!("the other process belongs to user {theirs}, this one to user {ours}"),
+    )
+    .with_hint("memory is shared between processes of one user only"))
+}
+
+/// Not by rustix, whose process numbers are never 0: a process in a namespace that is hidden from here has the number 0.
+fn peer_credentials(socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, Errno> {
+    let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the call writes at most one `ucred`, whose size it is given; every bit pattern is one.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    };
+    if result == 0 { Ok(credentials) } else { Err(last_errno()) }
+}
+
+fn peer_pidfd(socket: BorrowedFd<'_>) -> std::result::Result<OwnedFd, Errno> {
+    let mut descriptor: libc::c_int = -1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the call writes one `c_int` to `descriptor`, whose size it is given.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut descriptor).cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 {
+        return Err(last_errno());
+    }
+    // SAFETY: the call succeeded, so the descriptor is a new one that nobody else owns.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(descriptor) };
+    // Old kernels make it without the flag.
+    let _ = rustix::io::fcntl_setfd(&pidfd, rustix::io::FdFlags::CLOEXEC);
+    Ok(pidfd)
+}
+
+/// Wakes the thread that serves a runtime's shares, from this process: no other has a hand on it.
+#[derive(Debug)]
+pub(crate) struct Bell(OwnedFd);
+
+impl Bell {
+    pub(crate) fn new() -> Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        rustix::event::eventfd(0, flags)
+            .map(Self)
+            .map_err(|errno| os_error("share", "descriptor to wake a thread by", errno))
+    }
+
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    pub(crate) fn ring(&self) {
+        // It fails where it has rung 2^64 - 2 times unheard, and then it is ringing.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+
+    /// Forgets the rings so far.
+    pub(crate) fn drain(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);
+    }
+}
+
+/// Two ends of a line on which one process rings the other. Each pair of processes has its own, so that nobody can cut
+/// another's.
+pub(crate) fn line() -> Result<(OwnedFd, OwnedFd)> {
+    rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+        .map_err(|errno| os_error("open_shared", "socket", errno))
+}
+
+/// Rings at the other end. Where the queue is full it is ringing already; where nobody is there, nobody has to be woken.
+pub(crate) fn ring(line: BorrowedFd<'_>) {
+    let _ = rustix::net::send(line, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+/// Forgets the rings so far; `false` where the other end is gone.
+pub(crate) fn drain(line: BorrowedFd<'_>) -> bool {
+    let mut bytes = [0_u8; 8];
+    // Not for ever: the other process may ring without end.
+    for _ in 0..512 {
+        match rustix::net::recv(line, &mut bytes, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => return false,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return errno == Errno::AGAIN,
+        }
+    }
+    true
+}
+
+/// Sends one message with descriptors, without waiting.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    message: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> std::result::Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(Errno::INVAL);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    loop {
+        match rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, flags) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+/// What [`receive`] found.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// A message of so many bytes, and its descriptors.
+    Message(usize, Vec<OwnedFd>),
+    /// A message that could not be taken whole: it is too long, or this process has no room for its descriptors.
+    Cut {
+        /// Whether descriptors are missing.
+        descriptors: bool,
+    },
+    /// Nothing yet.
+    Nothing,
+    /// The other end is closed.
+    End,
+}
+
+/// Takes one message, without waiting.
+pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> std::result::Result<Received, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = loop {
+        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Ok(received) => break received,
+            // Reset is told once, before what the other end has sent until then, and its end.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
+            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            Err(errno) => return Err(errno),
+        }
+    };
+    let mut descriptors = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    // What was cut off is closed with `descriptors`.
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Ok(Received::Cut { descriptors: true });
+    }
+    if received.flags.contains(ReturnFlags::TRUNC) {
+        return Ok(Received::Cut { descriptors: false });
+    }
+    // No message of ours is empty: an empty one is the end of the connection.
+    if received.bytes == 0 { Ok(Received::End) } else { Ok(Received::Message(received.bytes, descriptors)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_user_is_refused_and_told_why() {
+        assert!(check_user("open_shared", 1000, 1000).is_ok());
+        let error = check_user("open_shared", 1000, 0).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        assert!(error.message().contains("user 1000"), "{error}");
+    }
+
+    #[test]
+    fn bells_ring_without_end_and_nobody_waits() {
+        let bell = Bell::new().unwrap();
+        (0..10_000).for_each(|_| bell.ring());
+        assert!(is_readable(bell.descriptor()));
+        bell.drain();
+        assert!(!is_readable(bell.descriptor()));
+        let (ear, button) = line().unwrap();
+        (0..10_000).for_each(|_| ring(button.as_fd()));
+        while is_readable(ear.as_fd()) {
+            assert!(drain(ear.as_fd()));
+        }
+        drop(button);
+        assert!(!drain(ear.as_fd()));
+        ring(ear.as_fd());
+    }
+
+    #[test]
+    fn random_numbers_differ_and_the_boot_stays() {
+        assert_ne!(random::<16>().unwrap(), random::<16>().unwrap());
+        assert_eq!(boot_id(), boot_id());
+    }
+
+    #[test]
+    fn this_process_lives_and_a_child_ends() {
+        let (ours, _theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        assert!(!Process::of_peer("test", ours.as_fd()).unwrap().has_ended());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let process = Process::of_pid("test", i32::try_from(child.id()).unwrap()).unwrap();
+        child.wait().unwrap();
+        assert!(process.has_ended());
+    }
+}

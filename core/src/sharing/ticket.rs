@@ -1,0 +1,290 @@
+//! [`Ticket`]: what one process tells another so that it can open a buffer.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ipc::Transport;
+
+const MAGIC: [u8; 4] = *b"HWTK";
+/// Version of the format below.
+const VERSION: u16 = 1;
+/// Oldest version of the format that a reader has to know to use this ticket.
+const OLDEST_READER: u16 = 1;
+/// What a reader has to support beyond the version, bit by bit; none is defined yet.
+const KNOWN_FEATURES: u32 = 0;
+const BYTES: usize = 136;
+const CHECKED: usize = BYTES - 4;
+
+/// Names a range of a buffer that a process shares. Plain bytes: send it through a pipe, a file, an argument or a queue.
+///
+/// Any number of processes may open a ticket, once or often, for as long as its exporter runs and keeps the buffer; a
+/// ticket by itself keeps nothing alive. Who may open it: processes of the same user on the same running system, which
+/// can reach the exporter's socket (the same network namespace).
+///
+/// # Format
+/// 136 bytes, every number little-endian. Text is the same in hexadecimal digits.
+///
+/// | offset | bytes | field |
+/// | --- | --- | --- |
+/// | 0 | 4 | `HWTK` |
+/// | 4 | 2 | version of the format, 1 |
+/// | 6 | 2 | oldest version that a reader has to know, 1 |
+/// | 8 | 4 | features that a reader has to support, one bit each, 0 |
+/// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
+/// | 16 | 16 | boot id of the system |
+/// | 32 | 16 | incarnation: random number of the exporting runtime |
+/// | 48 | 16 | UUID of the device |
+/// | 64 | 4 | process id of the exporter, for messages |
+/// | 68 | 4 | index of the allocation in the exporter |
+/// | 72 | 8 | generation of the allocation: never used twice by one exporter |
+/// | 80 | 8 | number of the share, whose device work is waited for |
+/// | 88 | 8 | bytes of the allocation |
+/// | 96 | 8 | offset of the range in bytes |
+/// | 104 | 8 | length of the range in bytes |
+/// | 112 | 20 | 0 |
+/// | 132 | 4 | CRC-32 of what precedes |
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    pub(crate) transport: Transport,
+    pub(crate) boot: [u8; 16],
+    pub(crate) incarnation: [u8; 16],
+    pub(crate) device_uuid: [u8; 16],
+    pub(crate) pid: u32,
+    pub(crate) index: u32,
+    pub(crate) serial: u64,
+    pub(crate) number: u64,
+    pub(crate) allocation_bytes: u64,
+    pub(crate) offset: u64,
+    pub(crate) length: u64,
+}
+
+impl Ticket {
+    /// Bytes of the shared range.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.length
+    }
+
+    /// UUID of the device whose memory it is.
+    #[must_use]
+    pub fn device_uuid(&self) -> [u8; 16] {
+        self.device_uuid
+    }
+
+    /// Process id of the exporter, as the exporter sees it.
+    #[must_use]
+    pub fn exporter_pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The ticket in the format above.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(OLDEST_READER.to_le_bytes());
+        bytes.extend(0_u32.to_le_bytes());
+        bytes.extend((self.transport as u32).to_le_bytes());
+        bytes.extend(self.boot);
+        bytes.extend(self.incarnation);
+        bytes.extend(self.device_uuid);
+        bytes.extend(self.pid.to_le_bytes());
+        bytes.extend(self.index.to_le_bytes());
+        for number in [self.serial, self.number, self.allocation_bytes, self.offset, self.length] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.resize(CHECKED, 0);
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// Reads a ticket.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the bytes are no whole and unaltered ticket; `Unsupported` where it needs a newer version of
+    /// this library.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let invalid = |what: String| {
+            Error::new(ErrorKind::InvalidArgument, "ticket", what)
+                .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged")
+        };
+        let magic = bytes.get(..4).unwrap_or(bytes);
+        if magic != MAGIC {
+            return Err(invalid(format!("{} bytes that do not begin as a ticket does", bytes.len())));
+        }
+        let mut fields = Fields { bytes: &bytes[4..] };
+        let cut = || invalid(format!("a ticket has {BYTES} bytes, here are {}", bytes.len()));
+        let version = fields.u16().ok_or_else(cut)?;
+        let oldest = fields.u16().ok_or_else(cut)?;
+        let features = fields.u32().ok_or_else(cut)?;
+        // Asked first: a newer format may be longer.
+        if oldest > VERSION || features & !KNOWN_FEATURES != 0 {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "ticket",
+                format!(
+                    "a ticket of format {version} that asks for format {oldest} and features {features:#x}; \
+                     this library knows format {VERSION} and features {KNOWN_FEATURES:#x}"
+                ),
+            )
+            .with_hint("use the same version of the library in both processes"));
+        }
+        if bytes.len() != BYTES {
+            return Err(cut());
+        }
+        let (checked, sum) = bytes.split_at(CHECKED);
+        if sum != crc32fast::hash(checked).to_le_bytes() {
+            return Err(invalid("a ticket whose checksum is wrong: it was altered".to_owned()));
+        }
+        let transport = fields.u32().ok_or_else(cut)?;
+        let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
+            .into_iter()
+            .find(|known| *known as u32 == transport)
+            .ok_or_else(|| invalid(format!("a ticket of the unknown transport {transport}")))?;
+        let ticket = Self {
+            transport,
+            boot: fields.array().ok_or_else(cut)?,
+            incarnation: fields.array().ok_or_else(cut)?,
+            device_uuid: fields.array().ok_or_else(cut)?,
+            pid: fields.u32().ok_or_else(cut)?,
+            index: fields.u32().ok_or_else(cut)?,
+            serial: fields.u64().ok_or_else(cut)?,
+            number: fields.u64().ok_or_else(cut)?,
+            allocation_bytes: fields.u64().ok_or_else(cut)?,
+            offset: fields.u64().ok_or_else(cut)?,
+            length: fields.u64().ok_or_else(cut)?,
+        };
+        if ticket.offset.checked_add(ticket.length).is_none_or(|end| end > ticket.allocation_bytes) {
+            return Err(invalid("a ticket whose range does not lie in its allocation".to_owned()));
+        }
+        Ok(ticket)
+    }
+}
+
+/// Takes fields off the front of a message.
+pub(crate) struct Fields<'b> {
+    pub(crate) bytes: &'b [u8],
+}
+
+impl Fields<'_> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (field, rest) = self.bytes.split_first_chunk::<N>()?;
+        self.bytes = rest;
+        Some(*field)
+    }
+
+    pub(crate) fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    pub(crate) fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+}
+
+impl fmt::Display for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl FromStr for Ticket {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let digit = |byte: u8| char::from(byte).to_digit(16);
+        let pair = |pair: &[u8]| match pair {
+            [high, low] => u8::try_from(digit(*high)? * 16 + digit(*low)?).ok(),
+            _ => None,
+        };
+        let bytes: Option<Vec<u8>> = text.trim().as_bytes().chunks(2).map(pair).collect();
+        let bytes = bytes.ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "ticket", "text that is not pairs of hexadecimal digits")
+                .with_hint("pass on the text of the ticket unchanged")
+        })?;
+        Self::from_bytes(&bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ticket() -> Ticket {
+        Ticket {
+            transport: Transport::Descriptor,
+            boot: [1; 16],
+            incarnation: [2; 16],
+            device_uuid: [3; 16],
+            pid: 4,
+            index: 5,
+            serial: 6,
+            number: 7,
+            allocation_bytes: 4096,
+            offset: 16,
+            length: 4080,
+        }
+    }
+
+    #[test]
+    fn bytes_and_text_bring_it_back() {
+        let ticket = ticket();
+        assert_eq!(ticket.to_bytes().len(), BYTES);
+        assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
+        assert_eq!(ticket.to_string().parse::<Ticket>().unwrap(), ticket);
+    }
+
+    #[test]
+    fn every_cut_and_every_altered_bit_is_refused() {
+        let bytes = ticket().to_bytes();
+        for length in 0..bytes.len() {
+            assert!(Ticket::from_bytes(&bytes[..length]).is_err(), "{length}");
+        }
+        for bit in 0..bytes.len() * 8 {
+            let mut altered = bytes.clone();
+            altered[bit / 8] ^= 1 << (bit % 8);
+            assert!(Ticket::from_bytes(&altered).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_range_outside_the_allocation_is_refused_even_with_a_good_checksum() {
+        for (offset, length) in [(16, 4081), (u64::MAX, 2), (4097, 0)] {
+            let error = Ticket::from_bytes(&Ticket { offset, length, ..ticket() }.to_bytes()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn a_newer_ticket_names_what_it_needs() {
+        let mut bytes = ticket().to_bytes();
+        bytes[4..8].copy_from_slice(&[9, 0, 8, 0]);
+        bytes.extend([0; 40]);
+        let error = Ticket::from_bytes(&bytes).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.message().contains("format 9") && error.message().contains("format 8"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics_and_is_never_a_ticket(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), head: bool) {
+            if head && bytes.len() >= 4 {
+                bytes[..4].copy_from_slice(&MAGIC);
+            }
+            prop_assert!(Ticket::from_bytes(&bytes).is_err());
+        }
+
+        #[test]
+        fn text_never_panics(text in ".{0,300}") {
+            prop_assert!(text.parse::<Ticket>().is_err());
+        }
+    }
+}

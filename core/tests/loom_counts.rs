@@ -1,0 +1,258 @@
+//! Model checking of the counts that two processes share: every interleaving of the steps below is tried.
+//!
+//! The processes are threads here, and the shared memory is a cell that loom watches: it fails a test in which the exporter
+//! uses the memory again while the importer may still use it, or without having seen what the importer did.
+
+#![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
+
+mod primitive {
+    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+}
+
+#[path = "../src/sharing/counts.rs"]
+mod counts;
+
+use counts::{Acquired, Flags, Slot};
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::AtomicU64;
+use loom::thread;
+
+const SERIAL: u64 = 7;
+
+/// What exporter and importer map, and the allocation.
+struct Shared {
+    word: AtomicU64,
+    bits: Vec<AtomicU64>,
+    summary: Vec<AtomicU64>,
+    memory: UnsafeCell<u32>,
+}
+
+impl Shared {
+    /// An allocation that the importer has open once.
+    fn open() -> Arc<Self> {
+        let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
+        let shared = Self { word: AtomicU64::new(0), bits: words(64), summary: words(1), memory: UnsafeCell::new(0) };
+        assert!(shared.slot().grant());
+        Arc::new(shared)
+    }
+
+    fn slot(&self) -> Slot<'_> {
+        Slot::new(&self.word, SERIAL)
+    }
+
+    fn released(&self) -> Flags<'_> {
+        Flags::new(&self.bits, &self.summary)
+    }
+
+    /// Work of the importer on the memory, as long as it holds it.
+    fn read(&self) {
+        // SAFETY: the importer holds the allocation; loom fails the test where the exporter writes it meanwhile.
+        self.memory.with(|memory| assert_eq!(unsafe { *memory }, 0));
+    }
+
+    /// The exporter uses the memory for something else.
+    fn reuse(&self) {
+        // SAFETY: nobody holds the allocation; loom fails the test where somebody reads it meanwhile.
+        self.memory.with_mut(|memory| unsafe { *memory += 1 });
+    }
+
+    fn release(&self) {
+        if self.slot().release() {
+            self.released().raise(0);
+        }
+    }
+
+    /// What the exporter does when its owner drops the allocation: says whether it was freed at once.
+    fn close(&self, or_maps: bool) -> bool {
+        self.slot().close();
+        let free = !self.slot().is_held(or_maps);
+        if free {
+            self.reuse();
+        }
+        free
+    }
+
+    /// What the exporter does when it is rung: says whether the allocation was freed.
+    fn settle(&self, or_maps: bool) -> bool {
+        let mut raised = false;
+        self.released().drain(|slot| raised |= slot == 0);
+        let free = raised && !self.slot().is_held(or_maps);
+        if free {
+            self.reuse();
+        }
+        free
+    }
+}
+
+#[test]
+fn a_release_beside_the_close_is_neither_early_nor_lost() {
+    loom::model(|| {
+        let shared = Shared::open();
+        let importer = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.read();
+                shared.release();
+            })
+        };
+        let mut freed = u32::from(shared.close(false));
+        if freed == 0 {
+            freed += u32::from(shared.settle(false));
+        }
+        importer.join().unwrap();
+        if freed == 0 {
+            freed += u32::from(shared.settle(false));
+        }
+        assert_eq!(freed, 1);
+    });
+}
+
+#[test]
+fn an_open_beside_the_close_holds_the_memory_or_is_refused() {
+    loom::model(|| {
+        let shared = Shared::open();
+        // Kept for the next open.
+        shared.release();
+        let importer = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || match shared.slot().acquire() {
+                Acquired::Yes => {
+                    shared.read();
+                    shared.release();
+                }
+                refused => assert_eq!(refused, Acquired::Closed),
+            })
+        };
+        let mut freed = u32::from(shared.close(false));
+        importer.join().unwrap();
+        if freed == 0 {
+            freed += u32::from(shared.settle(false));
+        }
+        assert_eq!(freed, 1);
+    });
+}
+
+#[test]
+fn two_threads_that_release_tell_the_exporter_once() {
+    loom::model(|| {
+        let shared = Shared::open();
+        assert_eq!(shared.slot().acquire(), Acquired::Yes);
+        let importers: Vec<_> = (0..2)
+            .map(|_| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    shared.read();
+                    shared.release();
+                })
+            })
+            .collect();
+        let mut freed = u32::from(shared.close(false));
+        importers.into_iter().for_each(|importer| importer.join().unwrap());
+        if freed == 0 {
+            freed += u32::from(shared.settle(false));
+        }
+        assert_eq!(freed, 1);
+    });
+}
+
+#[test]
+fn where_a_mapping_counts_the_memory_is_freed_after_it_is_gone() {
+    loom::model(|| {
+        let shared = Shared::open();
+        shared.release();
+        let importer = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                // Trimmed: the mapping is read until it is taken down.
+                if shared.slot().begin_unmap() {
+                    shared.read();
+                    if shared.slot().end_unmap() {
+                        shared.released().raise(0);
+                    }
+                }
+            })
+        };
+        let mut freed = u32::from(shared.close(true));
+        importer.join().unwrap();
+        if freed == 0 {
+            freed += u32::from(shared.settle(true));
+        }
+        assert_eq!(freed, 1);
+    });
+}
+
+#[test]
+fn an_open_beside_an_unmap_is_one_or_the_other() {
+    loom::model(|| {
+        let shared = Shared::open();
+        shared.release();
+        let trimmer = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                let unmaps = shared.slot().begin_unmap();
+                if unmaps {
+                    shared.reuse();
+                    assert!(!shared.slot().end_unmap());
+                }
+                unmaps
+            })
+        };
+        let opened = shared.slot().acquire();
+        if opened == Acquired::Yes {
+            shared.read();
+        }
+        let unmapped = trimmer.join().unwrap();
+        match opened {
+            Acquired::Yes => assert!(!unmapped),
+            other => {
+                assert_eq!(other, Acquired::NotMapped);
+                assert!(unmapped);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_slot_that_serves_the_next_allocation_is_left_alone_by_the_old_mapping() {
+    loom::model(|| {
+        let shared = Shared::open();
+        shared.release();
+        assert!(shared.close(false));
+        let unmapping = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                if shared.slot().begin_unmap() {
+                    shared.slot().end_unmap();
+                }
+            })
+        };
+        // Meanwhile the exporter grants the next allocation of the slot.
+        let next = Slot::new(&shared.word, SERIAL + 1);
+        assert!(next.grant());
+        unmapping.join().unwrap();
+        assert!(next.is_held(false));
+        assert_eq!(next.acquire(), Acquired::Yes);
+        assert_eq!(shared.slot().acquire(), Acquired::Closed);
+    });
+}
+
+#[test]
+fn every_raised_flag_is_drained_once() {
+    loom::model(|| {
+        let shared = Shared::open();
+        let raising = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.released().raise(3);
+                shared.released().raise(70);
+            })
+        };
+        let mut drained = Vec::new();
+        shared.released().drain(|slot| drained.push(slot));
+        raising.join().unwrap();
+        shared.released().drain(|slot| drained.push(slot));
+        drained.sort_unstable();
+        assert_eq!(drained, [3, 70]);
+    });
+}

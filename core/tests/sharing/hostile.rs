@@ -1,0 +1,298 @@
+//! Tickets and peers that are wrong on purpose, and machines that have run out.
+
+use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+use std::os::unix::process::CommandExt;
+
+use highwater_core::{ErrorKind, Ticket};
+use highwater_mock::MockOptions;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::Exporter;
+use crate::peer::{Peer, until};
+
+/// The ticket with other bytes, and a checksum that fits them.
+pub(crate) fn forged(ticket: &Ticket, change: impl FnOnce(&mut [u8])) -> Ticket {
+    let mut bytes = ticket.to_bytes();
+    let checked = bytes.len() - 4;
+    change(&mut bytes[..checked]);
+    let sum = crc32fast::hash(&bytes[..checked]);
+    bytes[checked..].copy_from_slice(&sum.to_le_bytes());
+    Ticket::from_bytes(&bytes).unwrap()
+}
+
+#[test]
+fn tickets_of_nothing_are_refused_by_what_is_wrong() {
+    let exporter = Exporter::new();
+    let other = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let ticket = buffer.share().unwrap();
+    let kind = |change: fn(&mut [u8])| other.runtime.open_shared::<u32>(&forged(&ticket, change)).unwrap_err().kind();
+    assert_eq!(kind(|bytes| bytes[16] ^= 1), ErrorKind::Expired, "another boot");
+    assert_eq!(kind(|bytes| bytes[32] ^= 1), ErrorKind::Expired, "another exporter");
+    assert_eq!(kind(|bytes| bytes[48] ^= 1), ErrorKind::DeviceMissing, "another device");
+    assert_eq!(kind(|bytes| bytes[68] ^= 1), ErrorKind::Expired, "another index");
+    assert_eq!(kind(|bytes| bytes[71] ^= 128), ErrorKind::Expired, "an index far away");
+    assert_eq!(kind(|bytes| bytes[72] ^= 2), ErrorKind::Expired, "another generation");
+    assert_eq!(kind(|bytes| bytes[12] = 2), ErrorKind::Unsupported, "another transport");
+    assert_eq!(kind(|bytes| bytes[90] = 1), ErrorKind::InvalidArgument, "another size");
+    // Nothing of it is counted.
+    assert_eq!(other.runtime.statistics().sharing.imports, 0);
+    let opened = other.runtime.open_shared::<u32>(&ticket).unwrap();
+    drop((opened, buffer));
+    until("nobody holds it", || exporter.taken() == 0);
+    other.end();
+    exporter.end();
+}
+
+#[test]
+fn a_number_from_the_future_is_waited_for_only_while_the_exporter_lives() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    let ticket = forged(&ticket, |bytes| bytes[80] = 99);
+    let runtime = importer.runtime.clone();
+    let waiting = std::thread::spawn(move || runtime.open_shared::<u32>(&ticket).map(drop));
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    peer.kill();
+    assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Expired);
+    importer.end();
+}
+
+/// Where an exporter listens: tickets name it.
+pub(crate) fn name_of(ticket: &Ticket) -> Vec<u8> {
+    let bytes: [u8; 16] = ticket.to_bytes()[32..48].try_into().unwrap();
+    format!("highwater-{:032x}", u128::from_be_bytes(bytes)).into_bytes()
+}
+
+#[test]
+fn peers_that_send_garbage_harm_only_themselves() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let ticket = buffer.share().unwrap();
+    let address = SocketAddrUnix::new_abstract_name(&name_of(&ticket)).unwrap();
+    let connect = || {
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        socket
+    };
+    let send = |socket: &std::os::fd::OwnedFd, bytes: &[u8]| {
+        let _ = rustix::net::send(socket, bytes, rustix::net::SendFlags::NOSIGNAL);
+    };
+    let mut seed = 12345_u64;
+    let mut kept = Vec::new();
+    for length in 0..400_usize {
+        let garbage: Vec<u8> = (0..length * 5)
+            .map(|_| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (seed >> 56) as u8
+            })
+            .collect();
+        let socket = connect();
+        send(&socket, &garbage);
+        // The right beginning, and garbage behind it.
+        send(&socket, &[b"HWSH", &[(length % 8) as u8, 0, 0, 0][..], &garbage].concat());
+        if length % 40 == 0 {
+            kept.push(socket);
+        }
+    }
+    // Somebody who greets and then asks for everything, without a bell, too long, and never listens.
+    let socket = connect();
+    for _ in 0..2000 {
+        let _ = rustix::net::send(
+            socket.as_fd(),
+            b"HWSH\x01\0\0\0\x01\0\x01\0",
+            rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL,
+        );
+    }
+    // The others are served.
+    let mut peer = Peer::start();
+    peer.tell(&format!("open a {ticket}"));
+    assert_eq!(peer.tell("read a"), "1");
+    peer.quit();
+    drop(kept);
+    drop(buffer);
+    until("nobody holds it", || exporter.taken() == 0);
+    exporter.end();
+}
+
+#[test]
+fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    peer.kill();
+    // The name is free again: somebody else takes it, and answers with garbage.
+    let name = name_of(&ticket);
+    assert!(SocketAddr::from_abstract_name(&name).is_ok());
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let socket = socket.unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
+    rustix::net::listen(&socket, 8).unwrap();
+    let runtime = importer.runtime.clone();
+    let opening = std::thread::spawn(move || runtime.open_shared::<u32>(&ticket).map(drop));
+    let connection = rustix::net::accept(&socket).unwrap();
+    rustix::net::send(&connection, b"HWSH nonsense", rustix::net::SendFlags::NOSIGNAL).unwrap();
+    assert_eq!(opening.join().unwrap().unwrap_err().kind(), ErrorKind::InvalidArgument);
+    importer.end();
+}
+
+#[test]
+fn another_users_process_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        // Only the superuser can become somebody else; `another_user_is_refused_and_told_why` checks the rule itself.
+        return;
+    }
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let ticket = buffer.share().unwrap();
+    let copy = std::env::temp_dir().join(format!("test-of-another-user-{}", std::process::id()));
+    // Another user may not be able to reach the build's folder.
+    // By another process: a child that is forked here meanwhile would hold the copy open for writing, and then nobody can
+    // start it.
+    let copied = std::process::Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&copy).status();
+    assert!(copied.unwrap().success());
+    let mut peer = Peer::start_with("", |command| {
+        let mut other = std::process::Command::new(&copy);
+        other.args(command.get_args().map(std::ffi::OsStr::to_owned).collect::<Vec<_>>());
+        other.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        other.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).uid(65534).current_dir("/");
+        *command = other;
+    });
+    let answer = peer.ask(&format!("open a {ticket}"));
+    assert!(answer.starts_with("error PermissionDenied"), "{answer}");
+    assert!(answer.contains("user"), "{answer}");
+    peer.quit();
+    std::fs::remove_file(&copy).unwrap();
+    assert_eq!(exporter.runtime.statistics().sharing.peers, 0);
+    drop(buffer);
+    exporter.end();
+}
+
+/// Limits the descriptors of a process to be.
+fn limit_descriptors(command: &mut std::process::Command, most: u64) {
+    // SAFETY: between fork and exec the child makes one system call.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+            if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) == 0 {
+                Ok(())
+            } else {
+                Err(std::io::Error::last_os_error())
+            }
+        });
+    }
+}
+
+#[test]
+fn an_importer_without_descriptors_says_so_and_counts_nothing() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let ticket = buffer.share().unwrap();
+    let mut outcomes = Vec::new();
+    // From hardly enough to start, up to enough for everything.
+    for most in 4..32 {
+        let mut peer = Peer::start_with("", |command| limit_descriptors(command, most));
+        let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| peer.ask(&format!("open a {ticket}"))));
+        // With too few for its own device the process does not even start.
+        let Ok(answer) = answer else { continue };
+        match answer.strip_prefix("error ") {
+            Some(error) => {
+                assert!(error.starts_with("OperatingSystem"), "{most}: {answer}");
+                assert!(error.contains("ulimit -n"), "{most}: {answer}");
+                outcomes.push(false);
+            }
+            None => {
+                assert_eq!(peer.tell("read a"), "1");
+                outcomes.push(true);
+            }
+        }
+        peer.quit();
+    }
+    assert!(outcomes.contains(&false) && outcomes.last() == Some(&true), "{outcomes:?}");
+    drop(buffer);
+    until("nobody holds it", || exporter.taken() == 0);
+    exporter.end();
+}
+
+#[test]
+fn an_exporter_without_descriptors_tells_its_importers_and_serves_them_later() {
+    let mut exporter = Peer::start_with("", |command| limit_descriptors(command, 40));
+    let ticket: Ticket = exporter.tell("make a 1000 3").parse().unwrap();
+    let importers: Vec<_> = (0..30).map(|_| Exporter::new()).collect();
+    let mut opened = Vec::new();
+    let mut refused = 0;
+    for importer in &importers {
+        match importer.runtime.open_shared::<u32>(&ticket) {
+            Ok(buffer) => {
+                assert_eq!(importer.stream.download(&buffer).unwrap(), vec![3; 1000]);
+                opened.push(buffer);
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::OperatingSystem, "{error}");
+                assert!(error.hint().contains("the exporter's limits (ulimit -n)"), "{error}");
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 0 && !opened.is_empty(), "{refused} refused, {} opened", opened.len());
+    // Those that close give their descriptors back.
+    opened.clear();
+    importers.into_iter().for_each(Exporter::end);
+    let late = Exporter::new();
+    until("there is room again", || late.runtime.open_shared::<u32>(&ticket).is_ok());
+    late.end();
+    assert!(exporter.quit().success());
+}
+
+#[test]
+fn nothing_needs_a_file_system_to_write_to() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let mut peer = Peer::start_with("", |command| {
+        command.env("TMPDIR", "/nowhere").current_dir("/");
+    });
+    let answer = peer.ask(&format!("open a {}", buffer.share().unwrap()));
+    assert_eq!(answer, "1000");
+    // Neither process has a file open in a place that could be full.
+    for pid in [peer.pid(), std::process::id()] {
+        let open = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+        let targets = open.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+        let places = ["/tmp", "/var/tmp", "/dev/shm", "/run"];
+        let there: Vec<_> = targets.filter(|target| places.iter().any(|place| target.starts_with(place))).collect();
+        assert!(there.iter().all(|target| !target.to_string_lossy().contains("highwater")), "{there:?}");
+    }
+    let in_shared_memory = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().contains("highwater");
+    let left = std::fs::read_dir("/dev/shm").map_or(0, |entries| entries.flatten().filter(in_shared_memory).count());
+    assert_eq!(left, 0);
+    peer.quit();
+    drop(buffer);
+    exporter.end();
+}
+
+#[test]
+fn shared_memory_cannot_be_made_shorter() {
+    let exporter = Exporter::with(MockOptions::new());
+    let other = Exporter::new();
+    let buffer = exporter.make(1000, 1);
+    let opened = other.runtime.open_shared::<u32>(&buffer.share().unwrap()).unwrap();
+    let mut counts = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let target = std::fs::read_link(entry.path()).unwrap_or_default();
+        if !target.to_string_lossy().contains("memfd:highwater") {
+            continue;
+        }
+        counts += usize::from(target.to_string_lossy().contains("highwater-share"));
+        let file = std::fs::OpenOptions::new().write(true).open(entry.path());
+        if let Ok(file) = file {
+            let error = file.set_len(0).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{target:?}");
+        }
+    }
+    assert!(counts >= 2, "{counts}");
+    drop((opened, buffer));
+    other.end();
+    exporter.end();
+}

@@ -1,0 +1,197 @@
+//! Who dies, when, and what becomes of the memory.
+
+use std::process::Command;
+use std::time::Duration;
+
+use highwater_core::ErrorKind;
+use highwater_mock::MockOptions;
+
+use crate::Exporter;
+use crate::peer::{Peer, until};
+
+#[test]
+fn a_killed_importer_loses_nobodys_memory() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(50_000, 5);
+    let mut peer = Peer::start();
+    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    drop(buffer);
+    assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
+    peer.kill();
+    until("the memory is back", || exporter.taken() == 0);
+    let sharing = exporter.runtime.statistics().sharing;
+    assert_eq!((sharing.lost_peers, sharing.peers, sharing.exported_blocks), (1, 0, 0));
+    exporter.end();
+}
+
+#[test]
+fn a_killed_importer_whose_child_lives_on_is_dead_all_the_same() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(50_000, 5);
+    let mut peer = Peer::start();
+    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    let heir = peer.tell("spawn-heir");
+    drop(buffer);
+    peer.kill();
+    // The heir keeps every socket of the dead open.
+    until("the memory is back", || exporter.taken() == 0);
+    assert!(std::path::Path::new(&format!("/proc/{heir}")).exists());
+    assert!(Command::new("kill").arg(&heir).status().unwrap().success());
+    exporter.end();
+}
+
+#[test]
+fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(50_000, 5);
+    let mut peer = Peer::start();
+    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    assert_ne!(peer.tell("cut-sockets"), "0");
+    drop(buffer);
+    // Time for the exporter to notice the cut.
+    std::thread::sleep(Duration::from_millis(50));
+    exporter.runtime.collect().unwrap();
+    let others: Vec<_> = (0..20).map(|_| exporter.make(50_000, 6)).collect();
+    assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
+    peer.tell("fill a 77 10");
+    assert_eq!(peer.tell("read a"), "77");
+    for other in &others {
+        assert_eq!(exporter.stream.download(other).unwrap(), vec![6; 50_000]);
+    }
+    peer.kill();
+    drop(others);
+    until("the memory is back", || exporter.taken() == 0);
+    exporter.end();
+}
+
+#[test]
+fn an_importer_killed_with_work_queued_writes_into_nobodys_memory() {
+    // Memory for one such buffer and a bit: what is allocated next is the same memory.
+    let exporter = Exporter::with(MockOptions::new().with_memory_bytes(3 << 20));
+    for round in 0..5 {
+        let buffer = exporter.make(400_000, 5);
+        let mut peer = Peer::start_with("latency=200us", |_| {});
+        peer.tell(&format!("open a {}", buffer.share().unwrap()));
+        peer.tell("fill a 66 2000");
+        drop(buffer);
+        peer.kill();
+        // Allocating waits for nobody: it fails until the dead one is known to be dead, and then it works.
+        let mut next = None;
+        until("there is memory again", || {
+            next = exporter.runtime.device(0).unwrap().allocate_shared::<u32>(400_000).ok();
+            next.is_some()
+        });
+        let next = next.unwrap();
+        exporter.stream.fill(&next, round).unwrap();
+        for _ in 0..10 {
+            assert_eq!(exporter.stream.download(&next).unwrap(), vec![round; 400_000]);
+        }
+    }
+    until("the memory is back", || exporter.taken() == 0);
+    exporter.end();
+}
+
+#[test]
+fn a_dropped_import_is_held_until_its_streams_are_done() {
+    let exporter = Exporter::new();
+    let buffer = exporter.make(1000, 5);
+    let mut peer = Peer::start_with("latency=20ms", |_| {});
+    peer.tell(&format!("open a {}", buffer.share().unwrap()));
+    peer.tell("fill a 66 20");
+    peer.tell("drop a");
+    drop(buffer);
+    // 400 ms of work are queued over there.
+    assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
+    until("it comes back", || exporter.taken() == 0);
+    assert!(peer.tell("statistics").starts_with("imports=0"));
+    peer.quit();
+    exporter.end();
+}
+
+#[test]
+fn a_dead_exporters_pages_stay_and_its_tickets_are_expired() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket = peer.tell("make a 10000 9");
+    let unopened = peer.tell("make b 10 1");
+    let opened = importer.runtime.open_shared::<u32>(&ticket.parse().unwrap()).unwrap();
+    peer.kill();
+    assert_eq!(importer.stream.download(&opened).unwrap(), vec![9; 10_000]);
+    importer.stream.fill(&opened, 10_u32).unwrap();
+    assert_eq!(importer.stream.download(&opened).unwrap(), vec![10; 10_000]);
+    until("the end is noticed", || importer.runtime.statistics().sharing.lost_exporters == 1);
+    for ticket in [&ticket, &unopened] {
+        let error = importer.runtime.open_shared::<u32>(&ticket.parse().unwrap()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+        assert!(error.message().contains("has ended"), "{error}");
+    }
+    drop(opened);
+    until("it is unmapped", || importer.runtime.statistics().sharing.mappings == 0);
+    importer.end();
+}
+
+#[test]
+fn an_exporter_that_dies_in_the_work_before_a_share_is_not_waited_for() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start_with("latency=300ms", |_| {});
+    let ticket = peer.tell("make a 100 9");
+    peer.tell("fill a 10 1000");
+    let busy = peer.tell("share a");
+    drop(ticket);
+    let runtime = importer.runtime.clone();
+    let waiting = std::thread::spawn(move || runtime.open_shared::<u32>(&busy.parse().unwrap()).map(drop));
+    std::thread::sleep(Duration::from_millis(50));
+    peer.kill();
+    assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Expired);
+    importer.end();
+}
+
+#[test]
+fn an_exporter_that_ends_in_order_is_as_expired_as_a_killed_one() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket = peer.tell("make a 10 9");
+    assert!(peer.quit().success());
+    let error = importer.runtime.open_shared::<u32>(&ticket.parse().unwrap()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    importer.end();
+}
+
+#[test]
+fn importers_killed_while_they_open_leave_nothing() {
+    let exporter = Exporter::new();
+    let buffers: Vec<_> = (0..50).map(|value| exporter.make(1000, value)).collect();
+    for round in 0..10_u64 {
+        let mut peer = Peer::start();
+        for (index, buffer) in buffers.iter().enumerate() {
+            peer.say(&format!("open b{index} {}", buffer.share().unwrap()));
+        }
+        std::thread::sleep(Duration::from_micros(700 * round));
+        peer.kill();
+    }
+    drop(buffers);
+    until("the memory is back", || exporter.taken() == 0);
+    until("the dead are forgotten", || exporter.runtime.statistics().sharing.peers == 0);
+    exporter.end();
+}
+
+#[test]
+fn connections_to_runtimes_that_have_closed_are_given_up() {
+    let mut peer = Peer::start();
+    let descriptors = |peer: &Peer| std::fs::read_dir(format!("/proc/{}/fd", peer.pid())).unwrap().count();
+    let mut first = 0;
+    for round in 0..20 {
+        let exporter = Exporter::new();
+        let buffer = exporter.make(10, round);
+        peer.tell(&format!("open a {}", buffer.share().unwrap()));
+        assert_eq!(peer.tell("read a"), round.to_string());
+        peer.tell("drop a");
+        drop(buffer);
+        exporter.end();
+        if round == 0 {
+            first = descriptors(&peer);
+        }
+    }
+    until("their descriptors are closed", || descriptors(&peer) <= first + 2);
+    assert!(peer.quit().success());
+}

@@ -1,0 +1,65 @@
+//! Sharing between real processes, on the mock.
+
+mod faults;
+mod graphs;
+mod hostile;
+mod kills;
+mod lives;
+mod peer;
+mod promises;
+mod properties;
+mod review;
+
+use std::sync::Arc;
+
+use highwater_core::{DeviceBuffer, Runtime, Stream};
+use highwater_mock::{MockGpu, MockOptions};
+
+/// Not a test by itself: what the other processes of these tests run.
+#[test]
+fn obey() {
+    peer::obey();
+}
+
+/// An exporter in this process.
+struct Exporter {
+    gpu: Arc<MockGpu>,
+    runtime: Runtime,
+    stream: Stream,
+    /// Free memory of the device at the beginning.
+    free: u64,
+}
+
+impl Exporter {
+    fn new() -> Self {
+        Self::with(MockOptions::new())
+    }
+
+    fn with(options: MockOptions) -> Self {
+        let gpu = MockGpu::open(options).unwrap();
+        let runtime = Runtime::new(gpu.clone()).unwrap();
+        let device = runtime.device(0).unwrap();
+        let stream = device.create_stream().unwrap();
+        let free = device.memory_info().unwrap().free;
+        Self { gpu, runtime, stream, free }
+    }
+
+    fn make(&self, len: usize, value: u32) -> DeviceBuffer<u32> {
+        let buffer = self.runtime.device(0).unwrap().allocate_shared::<u32>(len).unwrap();
+        self.stream.fill(&buffer, value).unwrap();
+        buffer
+    }
+
+    /// Bytes that are allocated and were not at the beginning.
+    fn taken(&self) -> u64 {
+        self.runtime.reclaim().unwrap();
+        self.free - self.runtime.device(0).unwrap().memory_info().unwrap().free
+    }
+
+    /// The end: nothing is left.
+    fn end(self) {
+        drop(self.stream);
+        let live = self.runtime.close().unwrap();
+        assert_eq!(live.total(), 0, "{live:?}");
+    }
+}

@@ -1,0 +1,219 @@
+//! A second process: the test binary runs itself again and obeys commands, one line each, answered by one line each.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, Stream, Ticket};
+use highwater_mock::{MockGpu, MockOptions};
+
+const PEER: &str = "HIGHWATER_SHARING_PEER";
+const ANSWER: &str = "answer: ";
+
+/// A process that obeys.
+pub(crate) struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Peer {
+    pub(crate) fn start() -> Self {
+        Self::start_with("", |_| {})
+    }
+
+    /// Starts it with settings of the mock, and with changes to the command.
+    pub(crate) fn start_with(mock: &str, change: impl FnOnce(&mut Command)) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "obey", "--nocapture", "--test-threads=1"]).env(PEER, mock);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let stdin = child.stdin.take().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, answers) = channel();
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                // The test harness prints the test's name in front of the first line.
+                let answer = line.split_once(ANSWER).map(|(_, answer)| answer.to_owned());
+                if answer.is_some_and(|answer| sender.send(answer).is_err()) {
+                    return;
+                }
+            }
+        });
+        Self { child, stdin, answers }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn say(&mut self, command: &str) {
+        writeln!(self.stdin, "{command}").unwrap();
+        self.stdin.flush().unwrap();
+    }
+
+    pub(crate) fn hear(&self) -> String {
+        self.answers.recv_timeout(Duration::from_secs(60)).expect("an answer within a minute")
+    }
+
+    /// Says a command and waits for its answer.
+    pub(crate) fn ask(&mut self, command: &str) -> String {
+        self.say(command);
+        self.hear()
+    }
+
+    /// Says a command that has to succeed.
+    #[track_caller]
+    pub(crate) fn tell(&mut self, command: &str) -> String {
+        let answer = self.ask(command);
+        assert!(!answer.starts_with("error"), "{command}: {answer}");
+        answer
+    }
+
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    pub(crate) fn quit(mut self) -> ExitStatus {
+        self.say("quit");
+        self.child.wait().unwrap()
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not so within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The other side of [`Peer`]; does nothing where no test has started the process.
+pub(crate) fn obey() {
+    let Ok(mock) = std::env::var(PEER) else { return };
+    let options = MockOptions::parse(&mock).unwrap();
+    let runtime = Runtime::new(MockGpu::open(options).unwrap()).unwrap();
+    let mut peer = Obedient { stream: None, runtime, buffers: HashMap::new(), children: Vec::new() };
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if words == ["quit"] {
+            break;
+        }
+        let answer = peer.obey(&words).unwrap_or_else(|error| format!("error {:?} {error}", error.kind()));
+        println!("{ANSWER}{answer}");
+        std::io::stdout().flush().unwrap();
+    }
+    peer.children.iter_mut().for_each(|child| drop(child.kill()));
+    peer.buffers.clear();
+    peer.stream = None;
+    let live = peer.runtime.close().unwrap();
+    assert_eq!(live.total(), 0, "{live:?}");
+}
+
+struct Obedient {
+    runtime: Runtime,
+    stream: Option<Stream>,
+    buffers: HashMap<String, Vec<DeviceBuffer<u32>>>,
+    children: Vec<Child>,
+}
+
+impl Obedient {
+    fn stream(&mut self) -> highwater_core::Result<Stream> {
+        if self.stream.is_none() {
+            self.stream = Some(self.runtime.device(0)?.create_stream()?);
+        }
+        Ok(self.stream.clone().unwrap())
+    }
+
+    fn buffer(&self, name: &str) -> highwater_core::Result<&DeviceBuffer<u32>> {
+        let buffer = self.buffers.get(name).and_then(|buffers| buffers.last());
+        buffer.ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "obey", format!("nothing is named {name}")))
+    }
+
+    fn obey(&mut self, words: &[&str]) -> highwater_core::Result<String> {
+        match *words {
+            ["open", name, ticket] => {
+                let buffer = self.runtime.open_shared::<u32>(&ticket.parse::<Ticket>()?)?;
+                let len = buffer.len();
+                self.buffers.entry(name.to_owned()).or_default().push(buffer);
+                Ok(len.to_string())
+            }
+            ["make", name, len, value] => {
+                let buffer = self.runtime.device(0)?.allocate_shared::<u32>(len.parse().unwrap())?;
+                self.stream()?.fill(&buffer, value.parse::<u32>().unwrap())?;
+                let ticket = buffer.share()?.to_string();
+                self.buffers.entry(name.to_owned()).or_default().push(buffer);
+                Ok(ticket)
+            }
+            ["share", name] => Ok(self.buffer(name)?.share()?.to_string()),
+            ["drop", name] => {
+                let dropped = self.buffers.get_mut(name).and_then(Vec::pop).is_some();
+                Ok(dropped.to_string())
+            }
+            // Enqueued only.
+            ["fill", name, value, times] => {
+                let stream = self.stream()?;
+                for _ in 0..times.parse().unwrap() {
+                    stream.fill(self.buffer(name)?, value.parse::<u32>().unwrap())?;
+                }
+                Ok("filled".to_owned())
+            }
+            // The one value that the whole buffer has, or that there are several.
+            ["read", name] => {
+                let stream = self.stream()?;
+                let values = stream.download(self.buffer(name)?)?;
+                let one = values.iter().all(|value| *value == values[0]);
+                Ok(if one { values[0].to_string() } else { "several".to_owned() })
+            }
+            ["statistics"] => {
+                let sharing = self.runtime.statistics().sharing;
+                Ok(format!(
+                    "imports={} mappings={} opens={} kept={} limbo={} peers={} lost={}",
+                    sharing.imports,
+                    sharing.mappings,
+                    sharing.opens,
+                    sharing.kept_opens,
+                    sharing.limbo_blocks,
+                    sharing.peers,
+                    sharing.lost_exporters
+                ))
+            }
+            ["trim"] => self.runtime.trim().map(|()| "trimmed".to_owned()),
+            // A process that inherits every descriptor of this one, and lives on.
+            ["spawn-heir"] => {
+                for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+                    let number: i32 = entry.file_name().to_str().unwrap().parse().unwrap();
+                    // SAFETY: only a flag of a descriptor is changed; a number that is not open any more is an error.
+                    unsafe { libc::fcntl(number, libc::F_SETFD, 0) };
+                }
+                let heir = Command::new("sleep").arg("600").spawn().unwrap();
+                let pid = heir.id();
+                self.children.push(heir);
+                Ok(pid.to_string())
+            }
+            // Cuts every socket of the process, as its end would.
+            ["cut-sockets"] => {
+                let mut cut = 0;
+                for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+                    let number: i32 = entry.file_name().to_str().unwrap().parse().unwrap();
+                    // SAFETY: a call on a number that is no socket is an error.
+                    cut += i32::from(unsafe { libc::shutdown(number, libc::SHUT_RDWR) } == 0);
+                }
+                Ok(cut.to_string())
+            }
+            ["mapped-inodes"] => {
+                let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+                let memory = maps.lines().filter(|line| line.contains("memfd:highwater-mock"));
+                let inodes = memory.filter_map(|line| line.split_whitespace().nth(4)).map(str::to_owned);
+                Ok(inodes.collect::<Vec<_>>().join(","))
+            }
+            _ => panic!("no such command: {words:?}"),
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! Threads of one process that classify batches of images and share one device.
+//!
+//! The weights are there once and used by all threads. Each thread has a stream and buffers of its own and leases an Lt
+//! handle from the pool for every batch. It keeps two batches in flight: while the device works on one, the CPU stages the
+//! next. Where the batches come from and the answers go to is [`Work`].
+//!
+//! *Failure.* The first error stops all threads and is the one that is reported. No thread waits for another that may be
+//! gone: the start waits for each to be ready *or* ended.
+
+use std::borrow::Cow;
+use std::convert::Infallible;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{OnceLock, mpsc};
+use std::thread;
+
+use anyhow::Result;
+use highwater::{DeviceBuffer, ErrorKind, PinnedBuffer, Runtime, Statistics, Stream};
+
+use super::failure::Failure;
+use super::model::{CLASSES, PIXELS, brightness, largest};
+use super::task::BATCH;
+use super::weights::Weights;
+
+/// Batches that a thread has in flight.
+pub(super) const LANES: usize = 2;
+
+/// Some images, at most [`BATCH`].
+#[derive(Debug)]
+pub(super) struct Batch<'a> {
+    pub(super) number: u64,
+    /// Its first image, counted over all passes.
+    pub(super) first_image: u64,
+    /// `PIXELS` of each image, one after the other.
+    pub(super) pixels: Cow<'a, [u8]>,
+}
+
+/// What there is to do.
+#[derive(Debug)]
+pub(super) enum Next<'a> {
+    Batch(Batch<'a>),
+    /// Nothing at the moment.
+    Later,
+    /// Nothing any more.
+    End,
+}
+
+/// Where batches come from, and their answers go to.
+pub(super) trait Work: Sync {
+    /// All threads are ready. They get no batch before this has returned.
+    fn ready(&self) -> Result<()>;
+
+    /// The next batch. Where none is there it is waited for, or with `idle` false the answer is `Later`: a thread must not
+    /// wait while it has answers that it has not delivered.
+    fn next(&self, idle: bool) -> Next<'_>;
+
+    /// Takes the answer to a batch: one digit for each of its images.
+    fn answer(&self, batch: Batch<'_>, digits: &[u8]) -> Result<()>;
+
+    /// Ends the work early: whoever waits in `next`, or asks later, gets `End`.
+    fn stop(&self);
+}
+
+/// Works in so many threads until there is no more to do, and says what the pools held while all threads had what they took:
+/// this is what the job needs at once.
+pub(super) fn run(runtime: &Runtime, weights: &Weights, threads: usize, work: &dyn Work) -> Result<Statistics> {
+    let shared = Shared {
+        runtime,
+        weights,
+        work,
+        started: OnceLock::new(),
+        failed: AtomicBool::new(false),
+        failure: OnceLock::new(),
+    };
+    let finished = shared.run_threads(threads);
+    if let Some(error) = shared.failure.into_inner() {
+        return Err(error);
+    }
+    let statistics = runtime.statistics();
+    drop(finished);
+    Ok(statistics)
+}
+
+/// What the threads share.
+struct Shared<'a> {
+    runtime: &'a Runtime,
+    weights: &'a Weights,
+    work: &'a dyn Work,
+    /// Set when every thread is ready.
+    started: OnceLock<()>,
+    failed: AtomicBool,
+    failure: OnceLock<anyhow::Error>,
+}
+
+impl<'a> Shared<'a> {
+    /// Runs the threads and gives what they still hold.
+    fn run_threads(&self, count: usize) -> Vec<Thread<'a>> {
+        // Nothing is ever sent: a thread drops its end when it is ready, or when it ends for any reason.
+        let (ready, all_ready) = mpsc::channel::<Infallible>();
+        thread::scope(|scope| {
+            let mut threads = Vec::new();
+            for index in 0..count {
+                let ready = ready.clone();
+                match thread::Builder::new().spawn_scoped(scope, move || self.serve(ready)) {
+                    Ok(thread) => threads.push(thread),
+                    Err(error) => {
+                        let what = format!("thread {} of {count} could not be started", index + 1);
+                        let hint = "use fewer `--threads`, or raise the limit on threads (ulimit -u)";
+                        self.fail(Failure::new(ErrorKind::OutOfMemory, what, hint).because_of(error).into());
+                        break;
+                    }
+                }
+            }
+            drop(ready);
+            let _ = all_ready.recv();
+            if !self.failed.load(Ordering::Relaxed)
+                && let Err(error) = self.work.ready()
+            {
+                self.fail(error);
+            }
+            self.started.get_or_init(|| ());
+            // A panic is a bug, and goes on in this thread once all have ended.
+            let joined: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
+            joined.into_iter().filter_map(|joined| joined.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        })
+    }
+
+    /// Keeps the first error and stops the threads.
+    fn fail(&self, error: anyhow::Error) {
+        let _ = self.failure.set(error);
+        // Relaxed: it only keeps `ready` from being told, and the threads are stopped by what follows.
+        self.failed.store(true, Ordering::Relaxed);
+        self.work.stop();
+    }
+
+    /// What a thread does. Its belongings are its result, so that they live until all threads have ended.
+    fn serve(&self, ready: mpsc::Sender<Infallible>) -> Option<Thread<'a>> {
+        // A thread that panics stops the others as well.
+        let alarm = Alarm(self.work);
+        let mut thread = Thread::new(self).map_err(|error| self.fail(error.into())).ok()?;
+        drop(ready);
+        self.started.wait();
+        thread.work(self).map_err(|error| self.fail(error)).ok()?;
+        drop(alarm);
+        Some(thread)
+    }
+}
+
+/// Stops the work when a thread panics, so that no other waits for it for ever.
+struct Alarm<'a>(&'a dyn Work);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.stop();
+        }
+    }
+}
+
+/// What a thread holds.
+struct Thread<'a> {
+    stream: Stream,
+    /// The images, then what each layer makes of them. One set is enough: batches follow each other in the stream.
+    activations: Vec<DeviceBuffer<f32>>,
+    lanes: [Lane<'a>; LANES],
+}
+
+/// Page-locked memory of one batch, and which batch is in flight in it.
+struct Lane<'a> {
+    images: PinnedBuffer<f32>,
+    logits: PinnedBuffer<f32>,
+    in_flight: Option<Batch<'a>>,
+}
+
+impl<'a> Thread<'a> {
+    /// Takes what the thread needs, and sends black images through the layers: so the handle is taken and its plans are
+    /// made before the clock starts.
+    fn new(shared: &Shared<'a>) -> highwater::Result<Self> {
+        let device = shared.runtime.device(0)?;
+        let stream = device.create_stream()?;
+        let widths = [PIXELS].into_iter().chain(shared.weights.layers.iter().map(|layer| layer.shape.m));
+        let activations = widths.map(|width| device.allocate(width * BATCH)).collect::<highwater::Result<_>>()?;
+        let lane = || {
+            Ok::<_, highwater::Error>(Lane {
+                images: shared.runtime.pinned(PIXELS * BATCH)?,
+                logits: shared.runtime.pinned(CLASSES * BATCH)?,
+                in_flight: None,
+            })
+        };
+        let mut thread = Self { stream, activations, lanes: [lane()?, lane()?] };
+        thread.enqueue(shared.weights, 0, &[])?;
+        thread.lanes[0].logits.read()?;
+        Ok(thread)
+    }
+
+    /// Classifies batches until there are none left, two in flight at a time.
+    fn work(&mut self, shared: &Shared<'a>) -> Result<()> {
+        let mut lane = 0;
+        loop {
+            // The lane that is next holds the older batch of the two.
+            let idle = self.lanes.iter().all(|lane| lane.in_flight.is_none());
+            match shared.work.next(idle) {
+                Next::Batch(batch) => {
+                    self.collect(shared.work, lane)?;
+                    self.enqueue(shared.weights, lane, &batch.pixels)?;
+                    self.lanes[lane].in_flight = Some(batch);
+                }
+                Next::Later => self.collect(shared.work, lane)?,
+                Next::End => break,
+            }
+            lane = (lane + 1) % LANES;
+        }
+        (0..LANES).try_for_each(|after| self.collect(shared.work, (lane + after) % LANES))
+    }
+
+    /// Stages images and enqueues everything up to the copy back. Does not wait for the device.
+    fn enqueue(&mut self, weights: &Weights, lane: usize, pixels: &[u8]) -> highwater::Result<()> {
+        let Self { stream, activations, lanes } = self;
+        let Lane { images, logits, .. } = &mut lanes[lane];
+        let pixels = pixels.iter().copied().map(brightness).chain(std::iter::repeat(0.0));
+        images.write()?.iter_mut().zip(pixels).for_each(|(staged, pixel)| *staged = pixel);
+        stream.copy_to_device(&*images, &activations[0])?;
+        {
+            let mut handle = stream.lt()?;
+            for (layer, values) in weights.layers.iter().zip(activations.windows(2)) {
+                let [input, output] = values else { unreachable!("windows of two") };
+                let (weight, bias) = weights.of(layer)?;
+                handle.matmul(&layer.shape, layer.epilogue, 1.0, weight, input, 0.0, output, Some(bias))?;
+            }
+        }
+        stream.copy_to_host(&activations[activations.len() - 1], logits)
+    }
+
+    /// Waits for the batch of a lane, if there is one, and delivers its answer.
+    fn collect(&mut self, work: &dyn Work, lane: usize) -> Result<()> {
+        let Lane { logits, in_flight, .. } = &mut self.lanes[lane];
+        let Some(batch) = in_flight.take() else { return Ok(()) };
+        let images = batch.pixels.len() / PIXELS;
+        let logits = logits.read()?.chunks_exact(CLASSES).take(images);
+        let digits: Vec<u8> = logits.map(|logits| largest(logits) as u8).collect();
+        work.answer(batch, &digits)
+    }
+}

@@ -1,0 +1,374 @@
+//! The owner of the weights: loads them once, starts the workers, deals the batches out and gathers the answers.
+//!
+//! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. There is
+//! no time limit on the work itself. A worker that has died is lost with what it had been given, and so is the job: the
+//! others are stopped, and the error names the worker and the images.
+//!
+//! *Dealing.* Each worker is sent as many batches as its threads have lanes, and one more for each thread, so that the next
+//! is there when a lane is free; then one for each answer. So the quicker worker gets more, and what waits unread in a socket
+//! has a bound.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use highwater::{ErrorKind, Runtime, Ticket};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use super::args::MOST_WORKERS;
+use super::child::{Child, timespec};
+use super::classifier::LANES;
+use super::control::{DieAt, Notice, Order, WorkerReport};
+use super::failure::Failure;
+use super::frame::Inbox;
+use super::model::CLASSES;
+use super::progress::Progress;
+use super::report::Outcome;
+use super::task::Task;
+use super::weights::Weights;
+
+/// How long a worker may live on after it has closed its end of the socket.
+const DYING: Duration = Duration::from_secs(10);
+
+/// Ranges of images that an error lists.
+const MOST_RANGES: usize = 8;
+
+/// How the job is spread over processes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Spread {
+    pub(super) workers: usize,
+    /// Of each worker.
+    pub(super) threads: usize,
+    pub(super) die_at: Option<DieAt>,
+}
+
+/// Everything that this makes on the device is dropped when it returns, and every process that it starts is gone.
+pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
+    let stream = runtime.device(0)?.create_stream()?;
+    let weights = Weights::upload(&stream, &task.network, true)?;
+    let mut job = Job::start(runtime, task, spread, progress, &weights.share()?)?;
+    job.deal_and_gather()?;
+    let mut outcome = job.finish()?;
+    outcome.holdings += runtime.statistics().into();
+    drop((weights, stream));
+    runtime.collect()?;
+    Ok(outcome)
+}
+
+/// The job as the owner sees it.
+struct Job<'a> {
+    task: &'a Task,
+    progress: &'a Progress,
+    crew: Crew,
+    /// The batch that is dealt out next.
+    next_batch: u64,
+    answered: u64,
+    outcome: Outcome,
+}
+
+impl<'a> Job<'a> {
+    /// Starts the workers and waits until all are ready.
+    fn start(
+        runtime: &Runtime,
+        task: &'a Task,
+        spread: Spread,
+        progress: &'a Progress,
+        ticket: &Ticket,
+    ) -> Result<Self> {
+        let crew = Crew { members: Vec::new(), events: VecDeque::new(), threads: spread.threads };
+        let mut job = Self { task, progress, crew, next_batch: 0, answered: 0, outcome: Outcome::default() };
+        for number in 1..=spread.workers {
+            let child = Child::start(&["worker".to_owned()]).map_err(|error| {
+                let what = format!("worker {number} of {} could not be started", spread.workers);
+                let hint =
+                    "use fewer `--workers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
+                Failure::new(ErrorKind::OperatingSystem, what, hint).because_of(error)
+            })?;
+            let setup = Order::Setup {
+                backend: runtime.identity().name.clone(),
+                threads: spread.threads as u64,
+                die_at: spread.die_at,
+                ticket: ticket.to_bytes(),
+            };
+            let mut member = Member::new(child);
+            member.tell(&setup);
+            job.crew.members.push(member);
+        }
+        let mut ready = 0;
+        while ready < spread.workers {
+            match job.crew.next()? {
+                (_, Event::Said(Notice::Ready)) => ready += 1,
+                (member, event) => return Err(job.unexpected(member, event)),
+            }
+        }
+        Ok(job)
+    }
+
+    /// Has every batch classified once.
+    fn deal_and_gather(&mut self) -> Result<()> {
+        let started = Instant::now();
+        // Round by round, so that a short job is not all with the first worker.
+        for _ in 0..self.crew.threads * (LANES + 1) {
+            (0..self.crew.members.len()).for_each(|member| self.deal(member));
+        }
+        while self.answered < self.task.batches() {
+            match self.crew.next()? {
+                (member, Event::Said(Notice::Answer { number, digits })) => {
+                    self.take_answer(member, number, &digits)?;
+                    self.deal(member);
+                }
+                (member, event) => return Err(self.unexpected(member, event)),
+            }
+        }
+        self.outcome.elapsed = started.elapsed();
+        Ok(())
+    }
+
+    /// Sends a worker the next batch, if there is one.
+    fn deal(&mut self, member: usize) {
+        let number = self.next_batch;
+        if number >= self.task.batches() {
+            return;
+        }
+        self.next_batch += 1;
+        let first_image = self.task.images_of(number).start;
+        let batch = Order::Batch { number, first_image, pixels: self.task.pixels(number).to_vec() };
+        let member = &mut self.crew.members[member];
+        member.in_flight.insert(number);
+        member.tell(&batch);
+    }
+
+    fn take_answer(&mut self, member: usize, number: u64, digits: &[u8]) -> Result<()> {
+        let in_flight = &mut self.crew.members[member].in_flight;
+        let images = self.task.images_of(number);
+        let sound = digits.len() as u64 == images.end - images.start
+            && digits.iter().all(|&digit| usize::from(digit) < CLASSES)
+            && in_flight.remove(&number);
+        if !sound {
+            let what = format!("an answer of {} digits to batch {number}", digits.len());
+            return Err(self.crew.members[member].broke_the_protocol(&what));
+        }
+        self.outcome.tally += self.task.count(number, digits);
+        self.answered += 1;
+        self.progress.advance(digits.len() as u64);
+        Ok(())
+    }
+
+    /// Lets the workers give everything back and waits until they have ended.
+    fn finish(mut self) -> Result<Outcome> {
+        self.crew.members.iter_mut().for_each(|member| member.tell(&Order::Finish));
+        let mut left = self.crew.members.len();
+        while left > 0 {
+            match self.crew.next()? {
+                (member, Event::Said(Notice::Report(report))) if self.crew.members[member].report.is_none() => {
+                    self.crew.members[member].report = Some(report);
+                }
+                (member, Event::Ended(status)) if status.success() && self.crew.members[member].report.is_some() => {
+                    left -= 1;
+                }
+                (member, event) => return Err(self.unexpected(member, event)),
+            }
+        }
+        for member in &self.crew.members {
+            let WorkerReport { holdings, leaks, refused } = member.report.clone().unwrap_or_default();
+            self.outcome.holdings += holdings;
+            self.outcome.leaks += leaks;
+            if !refused.is_empty() {
+                self.outcome.refused.push(format!("{}: {refused}", member.name()));
+            }
+        }
+        Ok(self.outcome)
+    }
+
+    /// The error for an event that ends the job.
+    fn unexpected(&self, member: usize, event: Event) -> anyhow::Error {
+        let named = &self.crew.members[member];
+        match event {
+            Event::Said(Notice::Failed { kind, message, hint }) => {
+                Failure::of_worker(kind, format!("{}: {message}", named.name()), hint).into()
+            }
+            Event::Said(notice) => named.broke_the_protocol(&format!("{notice:?}")),
+            Event::Ended(status) => {
+                let hint = "find out who ended it (`dmesg` tells of a lack of memory); the other workers were stopped";
+                let unfinished = self.unfinished(member);
+                Failure::lost_worker(format!("{} ended early ({status}); {unfinished}", named.name()), hint).into()
+            }
+        }
+    }
+
+    /// Which images nobody has classified, and which of them were with this worker.
+    fn unfinished(&self, member: usize) -> String {
+        let images = |batches: &mut dyn Iterator<Item = u64>| ranges(batches.map(|batch| self.task.images_of(batch)));
+        let with_it = images(&mut self.crew.members[member].in_flight.iter().copied());
+        let mut dealt: BTreeSet<u64> = BTreeSet::new();
+        self.crew.members.iter().for_each(|member| dealt.extend(&member.in_flight));
+        let mut all = images(&mut dealt.iter().copied());
+        let not_dealt = self.task.images_of(self.next_batch).start.min(self.task.images())..self.task.images();
+        if !not_dealt.is_empty() {
+            all = ranges(all.into_iter().chain([not_dealt]));
+        }
+        let of_all = format!("of {} images", self.task.images());
+        format!(
+            "unfinished: {} {of_all}{}; with this worker: {}{}",
+            count(&all),
+            list(&all),
+            count(&with_it),
+            list(&with_it)
+        )
+    }
+}
+
+fn count(ranges: &[Range<u64>]) -> u64 {
+    ranges.iter().map(|range| range.end - range.start).sum()
+}
+
+/// Ranges with their last image, in brackets.
+fn list(ranges: &[Range<u64>]) -> String {
+    if ranges.is_empty() {
+        return String::new();
+    }
+    let mut texts: Vec<_> =
+        ranges.iter().take(MOST_RANGES).map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
+    if ranges.len() > MOST_RANGES {
+        texts.push(format!("and {} ranges more", ranges.len() - MOST_RANGES));
+    }
+    format!(" ({})", texts.join(", "))
+}
+
+/// Ranges in order, those that touch joined.
+fn ranges(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+    let mut joined: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range),
+        }
+    }
+    joined
+}
+
+/// The workers. Those that are left when it is dropped are stopped.
+struct Crew {
+    members: Vec<Member>,
+    /// What came in and was not taken yet.
+    events: VecDeque<(usize, Event)>,
+    threads: usize,
+}
+
+/// A worker as the owner knows it.
+struct Member {
+    child: Child,
+    inbox: Inbox,
+    in_flight: BTreeSet<u64>,
+    report: Option<WorkerReport>,
+    ended: bool,
+}
+
+/// What a worker does.
+#[derive(Debug)]
+enum Event {
+    Said(Notice),
+    Ended(ExitStatus),
+}
+
+impl Member {
+    fn new(child: Child) -> Self {
+        Self { child, inbox: Inbox::default(), in_flight: BTreeSet::new(), report: None, ended: false }
+    }
+
+    fn name(&self) -> String {
+        format!("worker {}", self.child.pid())
+    }
+
+    /// Sends an order. A worker that does not hear it has died or is about to, which is noticed by its pidfd.
+    fn tell(&mut self, order: &Order) {
+        let _ = order.send(self.child.socket());
+    }
+
+    fn broke_the_protocol(&self, what: &str) -> anyhow::Error {
+        let message = format!("{} said what was not expected: {what}", self.name());
+        Failure::new(ErrorKind::InvalidState, message, "this is a defect of the program; please report it").into()
+    }
+}
+
+impl Crew {
+    /// What happens next; waits for it.
+    fn next(&mut self) -> Result<(usize, Event)> {
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Ok(event);
+            }
+            self.wait()?;
+        }
+    }
+
+    /// Waits until something happens and takes it in. What a worker said comes before its end.
+    fn wait(&mut self) -> Result<()> {
+        let ready = self.poll()?;
+        if ready.is_empty() {
+            // Those that hung up and do not die.
+            let mut hung_up = self.members.iter().filter(|member| !member.ended && member.inbox.has_ended());
+            hung_up.try_for_each(|member| member.child.kill())?;
+        }
+        for (index, dead) in ready {
+            let member = &mut self.members[index];
+            member.inbox.take_in(member.child.socket())?;
+            while let Some(message) = member.inbox.next()? {
+                self.events.push_back((index, Event::Said(Notice::read(&message)?)));
+            }
+            if dead && let Some(status) = member.child.ended()? {
+                member.ended = true;
+                self.events.push_back((index, Event::Ended(status)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Which workers have something to say or are dead (true); none when one that hung up does not die.
+    fn poll(&self) -> io::Result<Vec<(usize, bool)>> {
+        let mut places = Vec::new();
+        let mut descriptors = Vec::with_capacity(2 * MOST_WORKERS);
+        let mut hung_up = false;
+        for (index, member) in self.members.iter().enumerate().filter(|(_, member)| !member.ended) {
+            // Taken once per worker, the death last, because it also takes in what was said before.
+            if !member.inbox.has_ended() {
+                places.push((index, false));
+                descriptors.push(PollFd::new(member.child.socket(), PollFlags::IN));
+            }
+            hung_up |= member.inbox.has_ended();
+            places.push((index, true));
+            descriptors.push(PollFd::from_borrowed_fd(member.child.pidfd(), PollFlags::IN));
+        }
+        let limit = hung_up.then(|| timespec(DYING));
+        loop {
+            match poll(&mut descriptors, limit.as_ref()) {
+                Err(Errno::INTR) => {}
+                polled => {
+                    polled?;
+                    break;
+                }
+            }
+        }
+        let ready = descriptors.iter().map(|descriptor| !descriptor.revents().is_empty());
+        Ok(places.into_iter().zip(ready).filter_map(|(place, ready)| ready.then_some(place)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_that_touch_are_joined_and_long_lists_are_cut() {
+        let joined = ranges([0..32, 32..64, 96..128].into_iter());
+        assert_eq!(joined, [0..64, 96..128]);
+        assert_eq!((count(&joined), list(&joined).as_str()), (96, " (0-63, 96-127)"));
+        assert_eq!(list(&[]), "");
+        let many: Vec<_> = (0..10).map(|number| 10 * number..10 * number + 1).collect();
+        assert!(list(&many).ends_with("70-70, and 2 ranges more)"), "{}", list(&many));
+    }
+}

@@ -1,0 +1,175 @@
+//! What is in a shared buffer, so that its contents tell whose it is.
+//!
+//! Each buffer has a tag that no other has, and four areas of `side * side` words: the mark, which only its exporter
+//! writes; scratch, which consumers fill and copy into; and two matrices of floats, of which consumers compute the second
+//! from the first. In whatever order that happens, every word of a buffer that was not freed and not written by
+//! anybody else shows its tag.
+
+use std::ops::Range;
+
+use highwater::{DeviceBuffer, DeviceSlice, GemmShape, Result, Stream};
+
+/// Tags stand in 24 bits of a word, and are whole numbers as floats.
+const TAG_BITS: u32 = 24;
+
+/// Which words of a buffer are for what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Pattern {
+    tag: u32,
+    side: usize,
+}
+
+/// What a check found where all was well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// Words that somebody has changed, as is allowed.
+    pub(super) changed: u64,
+}
+
+impl Pattern {
+    /// Sides that a buffer may have.
+    pub(super) const SIDES: [usize; 4] = [8, 16, 32, 64];
+
+    /// The pattern of a tag. Tags begin anew after 2^24, when the buffers of the first are long gone.
+    pub(super) fn new(tag: u64, side: usize) -> Self {
+        Self { tag: (tag % (1 << TAG_BITS)) as u32, side }
+    }
+
+    pub(super) fn tag(self) -> u64 {
+        u64::from(self.tag)
+    }
+
+    pub(super) fn side(self) -> usize {
+        self.side
+    }
+
+    /// Words of the whole buffer.
+    pub(super) fn len(self) -> usize {
+        4 * self.area()
+    }
+
+    fn area(self) -> usize {
+        self.side * self.side
+    }
+
+    fn mark(self) -> Range<usize> {
+        0..self.area()
+    }
+
+    pub(super) fn scratch(self) -> Range<usize> {
+        self.area()..2 * self.area()
+    }
+
+    fn factor(self) -> Range<usize> {
+        2 * self.area()..3 * self.area()
+    }
+
+    fn product(self) -> Range<usize> {
+        3 * self.area()..4 * self.area()
+    }
+
+    fn word(self, low: u8) -> u32 {
+        self.tag << 8 | u32::from(low)
+    }
+
+    fn float(self) -> u32 {
+        (self.tag as f32).to_bits()
+    }
+
+    /// Enqueues what a new buffer has in it.
+    pub(super) fn write(self, stream: &Stream, buffer: &DeviceBuffer<u32>) -> Result<()> {
+        stream.fill(buffer.slice(0..2 * self.area())?, self.word(0))?;
+        stream.fill(buffer.slice(2 * self.area()..self.len())?, self.float())
+    }
+
+    /// Enqueues a fill of scratch, as a consumer may.
+    pub(super) fn fill(self, stream: &Stream, buffer: &DeviceBuffer<u32>, part: Range<usize>, low: u8) -> Result<()> {
+        stream.fill(buffer.slice(part)?, self.word(low))
+    }
+
+    /// Enqueues a copy of the mark to scratch.
+    pub(super) fn copy(self, stream: &Stream, buffer: &DeviceBuffer<u32>) -> Result<()> {
+        stream.copy(buffer.slice(self.mark())?, buffer.slice(self.scratch())?)
+    }
+
+    /// Enqueues the product of the first matrix with the identity, which lies in `identity`.
+    pub(super) fn multiply(
+        self,
+        stream: &Stream,
+        buffer: &DeviceBuffer<f32>,
+        identity: DeviceSlice<'_, f32>,
+    ) -> Result<()> {
+        let shape = GemmShape::of::<f32>(self.side, self.side, self.side);
+        let (factor, product) = (buffer.slice(self.factor())?, buffer.slice(self.product())?);
+        stream.blas()?.gemm(&shape, 1.0, factor, identity, 0.0, product)
+    }
+
+    /// Whether all words are as this pattern allows; else what is wrong.
+    pub(super) fn check(self, words: &[u32]) -> Result<Seen, String> {
+        let wrong = |index: usize| {
+            let (word, tag) = (words[index], self.tag);
+            let part = ["the mark", "scratch", "the first matrix", "the second matrix"][index / self.area()];
+            Err(format!("word {index} of the buffer with the tag {tag}, in {part}, is {word:#010x}"))
+        };
+        if words.len() != self.len() {
+            return Err(format!("the buffer has {} words, expected {}", words.len(), self.len()));
+        }
+        let scratch = self.scratch();
+        let is_wrong = |(index, &word): (usize, &u32)| match index {
+            index if index < scratch.start => word != self.word(0),
+            index if index < scratch.end => word >> 8 != self.tag,
+            _ => word != self.float(),
+        };
+        if let Some(index) = words.iter().enumerate().position(is_wrong) {
+            return wrong(index);
+        }
+        Ok(Seen { changed: words[scratch].iter().filter(|&&word| word != self.word(0)).count() as u64 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater::Runtime;
+    use highwater::mock::{MockGpu, MockOptions};
+
+    use super::*;
+
+    #[test]
+    fn what_consumers_may_do_keeps_the_pattern_and_another_tag_shows() {
+        let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        for side in Pattern::SIDES {
+            let (pattern, other) = (Pattern::new(70_000, side), Pattern::new(70_001, side));
+            let buffer = runtime.device(0).unwrap().allocate(pattern.len()).unwrap();
+            pattern.write(&stream, &buffer).unwrap();
+            let words = stream.download(&buffer).unwrap();
+            assert_eq!(pattern.check(&words), Ok(Seen { changed: 0 }));
+            assert!(other.check(&words).unwrap_err().contains("in the mark"));
+
+            let scratch = pattern.scratch();
+            pattern.copy(&stream, &buffer).unwrap();
+            pattern.fill(&stream, &buffer, scratch.start..scratch.start + 5, 9).unwrap();
+            let words = stream.download(&buffer).unwrap();
+            assert_eq!(pattern.check(&words), Ok(Seen { changed: 5 }));
+
+            other.fill(&stream, &buffer, scratch.end - 1..scratch.end, 0).unwrap();
+            let error = pattern.check(&stream.download(&buffer).unwrap()).unwrap_err();
+            assert!(error.contains(&format!("word {}", scratch.end - 1)) && error.contains("in scratch"), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_product_with_the_identity_keeps_the_pattern() {
+        let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let pattern = Pattern::new((1 << 24) - 1, 16);
+        // The same words once as floats.
+        let floats = stream.upload(&vec![f32::from_bits(pattern.float()); pattern.len()]).unwrap();
+        stream.fill_zero(floats.slice(pattern.product()).unwrap()).unwrap();
+        let identity: Vec<f32> = (0..256).map(|index| if index % 17 == 0 { 1.0 } else { 0.0 }).collect();
+        let identity = stream.upload(&identity).unwrap();
+        pattern.multiply(&stream, &floats, (&identity).into()).unwrap();
+        let product = stream.download(floats.slice(pattern.product()).unwrap()).unwrap();
+        assert!(product.iter().all(|value| value.to_bits() == pattern.float()));
+    }
+}

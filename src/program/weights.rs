@@ -1,0 +1,115 @@
+//! The weights of the network in device memory: uploaded by one process, and opened by others.
+//!
+//! All layers lie in one block, so that one ticket shares them all.
+//!
+//! *Layout.* BLAS matrices are column-major, safetensors row-major. A row-major weight, inputs x outputs, is a
+//! column-major matrix, outputs x inputs, and a batch of images is a matrix with one image in each column. So a layer is
+//! `weight * images + bias` without a transposition, and the bias has one value for each row, as Lt's epilogues want it.
+
+use std::ops::Range;
+
+use highwater::{
+    Device, DeviceBuffer, DeviceSlice, Epilogue, Error, ErrorKind, GemmShape, Result, Runtime, Stream, Ticket,
+};
+
+use super::model::{LAYERS, Network};
+use super::task::BATCH;
+
+/// Every matrix and every bias begins at a multiple of so many values: 256 bytes, as blocks of memory do.
+const ALIGNMENT: usize = 64;
+
+/// The weights on one device.
+#[derive(Debug)]
+pub(super) struct Weights {
+    values: DeviceBuffer<f32>,
+    pub(super) layers: Vec<DeviceLayer>,
+}
+
+/// A layer, and where in the block it is.
+#[derive(Debug)]
+pub(super) struct DeviceLayer {
+    pub(super) shape: GemmShape,
+    pub(super) epilogue: Epilogue,
+    weight: Range<usize>,
+    bias: Range<usize>,
+}
+
+/// The layers, and how many values the block has.
+fn layout() -> (Vec<DeviceLayer>, usize) {
+    let mut end: usize = 0;
+    let mut take = |values: usize| {
+        let start = end.next_multiple_of(ALIGNMENT);
+        end = start + values;
+        start..end
+    };
+    let layer = |(index, &(inputs, outputs)): (usize, &(usize, usize))| DeviceLayer {
+        shape: GemmShape::of::<f32>(outputs, BATCH, inputs),
+        epilogue: if index + 1 == LAYERS.len() { Epilogue::Bias } else { Epilogue::BiasRelu },
+        weight: take(inputs * outputs),
+        bias: take(outputs),
+    };
+    let layers = LAYERS.iter().enumerate().map(layer).collect();
+    (layers, end)
+}
+
+/// Whether other processes can open memory of this device.
+pub(super) fn can_be_shared(device: &Device) -> bool {
+    let capabilities = device.capabilities();
+    capabilities.shareable_memory && !capabilities.ipc_transports.is_empty()
+}
+
+impl Weights {
+    /// Loads the weights into memory of the stream's device, `shared` where other processes are to open it. They are there
+    /// when this returns.
+    pub(super) fn upload(stream: &Stream, network: &Network, shared: bool) -> Result<Self> {
+        let (layers, len) = layout();
+        let mut values = vec![0.0; len];
+        for (place, layer) in layers.iter().zip(&network.layers) {
+            values[place.weight.clone()].copy_from_slice(&layer.weight);
+            values[place.bias.clone()].copy_from_slice(&layer.bias);
+        }
+        let device = stream.runtime().device(stream.device())?;
+        let block = if shared { device.allocate_shared(len) } else { device.allocate(len) }?;
+        stream.write(&values, &block)?;
+        stream.synchronize()?;
+        Ok(Self { values: block, layers })
+    }
+
+    /// What another process needs in order to open the weights.
+    pub(super) fn share(&self) -> Result<Ticket> {
+        self.values.share()
+    }
+
+    /// Opens the weights of another process.
+    pub(super) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<Self> {
+        let (layers, len) = layout();
+        let values = runtime.open_shared::<f32>(ticket)?;
+        if values.len() != len {
+            let message = format!("the ticket is for {} values, expected the {len} of the weights", values.len());
+            return Err(Error::new(ErrorKind::InvalidArgument, "open_shared", message)
+                .with_hint("share the block of `Weights::upload`"));
+        }
+        Ok(Self { values, layers })
+    }
+
+    /// Weight and bias of a layer.
+    pub(super) fn of(&self, layer: &DeviceLayer) -> Result<(DeviceSlice<'_, f32>, DeviceSlice<'_, f32>)> {
+        Ok((self.values.slice(layer.weight.clone())?, self.values.slice(layer.bias.clone())?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_the_block_are_aligned_and_apart() {
+        let (layers, len) = layout();
+        let parts: Vec<_> = layers.iter().flat_map(|layer| [&layer.weight, &layer.bias]).collect();
+        assert!(parts.iter().all(|part| part.start % ALIGNMENT == 0));
+        assert!(parts.windows(2).all(|pair| pair[0].end <= pair[1].start), "{parts:?}");
+        assert_eq!(parts[parts.len() - 1].end, len);
+        // With these layers nothing is lost between the parts.
+        assert_eq!(len, LAYERS.iter().map(|(inputs, outputs)| inputs * outputs + outputs).sum::<usize>());
+    }
+}
