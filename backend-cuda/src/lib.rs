@@ -1,70 +1,124 @@
 //! The CUDA backend of Highwater: NVIDIA's driver, cuBLASLt and cuBLAS, opened at run time.
 //!
-//! Nothing of CUDA is needed to build it, and a program that holds it starts on a machine without any. This version
-//! finds the libraries and says exactly what is missing; it drives no device yet. Which calls it will make is written
-//! down in `docs/driver-mapping.md` of the repository.
+//! Nothing of CUDA is needed to build it, and a program that holds it starts on a machine without any. It needs a driver of
+//! CUDA 12.2 or newer and cuBLAS 12 or 13. What CUDA and HIP do alike is in `highwater_core::driver`; here are the names of
+//! the libraries, their calls, the meaning of their codes, and what only CUDA has. Which calls stand behind which method is
+//! written down in `docs/driver-mapping.md` of the repository, what ran on which GPU in `docs/cuda.md`.
 
+mod calls;
+mod codes;
+mod devices;
+mod driver;
 mod libraries;
+mod lt;
+mod mapped;
+mod platform;
+mod quirks;
+#[cfg(test)]
+mod witness;
 
-use highwater_core::{Backend, driver};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use highwater_core::driver::{
+    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmCall, Opened, Search, Unavailable, environment_path,
+};
+use highwater_core::{Backend, BackendTag, Error, Identity};
+
+use crate::driver::Driver;
+use crate::mapped::MappedCalls;
+use crate::platform::Cuda;
 
 /// Opens the backend, or says what is missing.
 ///
 /// # Errors
-/// `LibraryMissing`, with every name tried and the loader's words, where a library cannot be opened; `SymbolMissing`
-/// where one lacks what it should have; `InvalidArgument` where the variables `HIGHWATER_CUDA_LIBRARY`,
-/// `HIGHWATER_CUBLASLT_LIBRARY` and `HIGHWATER_CUBLAS_LIBRARY` name files that do not go together; `Unsupported` where
-/// CUDA was found, because this version does not drive it.
-pub fn open() -> Result<std::sync::Arc<dyn Backend>, driver::Unavailable> {
+/// `LibraryMissing`, with every name tried and the loader's words, where a library cannot be opened or is the stub of a
+/// toolkit; `SymbolMissing` where one lacks what it should have; `DeviceMissing` where no device is visible;
+/// `InvalidArgument` where the variables `HIGHWATER_CUDA_LIBRARY`, `HIGHWATER_CUBLASLT_LIBRARY` and
+/// `HIGHWATER_CUBLAS_LIBRARY` name files that do not go together; `Unsupported` for a driver older than CUDA 12.2.
+pub fn open() -> Result<Arc<dyn Backend>, Unavailable> {
+    let environment = environment_path("VIRTUAL_ENV");
     // SAFETY: NVIDIA's libraries are made to be opened by any process at any time, and the variables belong to whoever
     // starts the process.
-    Err(unsafe { libraries::CUDA.probe(driver::environment_path) })
+    unsafe { open_with(&environment_path, libraries::folders(environment)) }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::path::{Path, PathBuf};
-
-    use highwater_core::ErrorKind;
-
-    use super::*;
-
-    /// The answer with the driver's library named by its variable.
-    fn with_driver(path: &Path) -> driver::Unavailable {
-        let paths = |variable: &str| (variable == "HIGHWATER_CUDA_LIBRARY").then(|| path.to_owned());
-        // SAFETY: the paths of these tests are the C library, which is in this process already, or do not exist.
-        unsafe { libraries::CUDA.probe(paths) }
+/// # Safety
+/// The usual names, whatever `paths` gives and the files in `folders` are NVIDIA's libraries, and this process may run their
+/// constructors.
+unsafe fn open_with(
+    paths: &dyn Fn(&str) -> Option<PathBuf>,
+    folders: Vec<PathBuf>,
+) -> Result<Arc<dyn Backend>, Unavailable> {
+    let mut search = Search::new(folders);
+    // SAFETY: passed on from the caller.
+    match unsafe { find(&mut search, paths) } {
+        Ok(opened) => Ok(Arc::new(DriverBackend::new(opened))),
+        Err(error) => Err(search.fails(error)),
     }
+}
 
-    fn c_library() -> PathBuf {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let path = maps.lines().find_map(|line| line.split_whitespace().find(|word| word.ends_with("/libc.so.6")));
-        PathBuf::from(path.expect("this test binary is linked to the C library"))
-    }
+/// # Safety
+/// As [`open_with`].
+unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Opened<Cuda>, Error> {
+    // SAFETY: passed on from the caller.
+    let driver = unsafe { Driver::open(search, paths) }?;
+    // cuBLAS 13 needs a driver that knows CUDA 13.
+    let newest = (driver.version / 1000).unsigned_abs();
+    let goes_with = |name: &highwater_core::driver::LibraryName| name.major.is_none_or(|major| major <= newest);
+    let library = &libraries::CUBLAS_LT;
+    // SAFETY: passed on from the caller.
+    let lt = unsafe { search.open(library, paths(library.path_variable).as_deref(), goes_with) }?;
+    let library = &libraries::CUBLAS;
+    // SAFETY: passed on from the caller.
+    let cublas = unsafe { search.open(library, paths(library.path_variable).as_deref(), goes_with) }?;
+    let update = "install cuBLAS of CUDA 12.2 or newer";
+    // SAFETY: the libraries go by these names, or a variable names them so; they export what they are.
+    let (lt_calls, common, own, gemm, gemm_batch) = unsafe {
+        (
+            lt::LtCalls::load(&lt.library).map_err(|missing| driver::missing_symbols(&lt, &missing, update))?,
+            BlasCalls::load(&cublas.library, calls::blas_symbol)
+                .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
+            calls::CublasCalls::load(&cublas.library, calls::blas_symbol)
+                .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
+            cublas.library.symbol("cublasGemmEx_64").map(|found| std::mem::transmute::<*const (), GemmCall>(found)),
+            cublas
+                .library
+                .symbol("cublasGemmStridedBatchedEx_64")
+                .map(|found| std::mem::transmute::<*const (), GemmBatchCall>(found)),
+        )
+    };
+    let (Some(gemm), Some(gemm_batch)) = (gemm, gemm_batch) else {
+        let missing = ["cublasGemmEx_64".to_owned(), "cublasGemmStridedBatchedEx_64".to_owned()];
+        return Err(driver::missing_symbols(&cublas, &missing, update));
+    };
+    let mut identity = Identity::new("cuda", "NVIDIA CUDA", BackendTag::next());
+    identity.versions = vec![
+        ("highwater-cuda".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+        ("CUDA driver".to_owned(), driver::written(driver.version)),
+        ("cuBLAS".to_owned(), version(&own)?),
+    ];
+    identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
+    identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
+    identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
+    let platform = Cuda {
+        driver,
+        mapped: MappedCalls::new(&driver.own),
+        blas: Blas { calls: common, gemm, gemm_batch, codes: &codes::CUBLAS },
+        lt: lt_calls,
+    };
+    let devices = devices::describe(&platform)?;
+    Ok(Opened { platform, identity, devices })
+}
 
-    #[test]
-    fn a_path_that_does_not_exist_is_a_missing_library() {
-        let answer = with_driver(Path::new("/no/such/libcuda.so.1"));
-        assert_eq!(answer.error.kind(), ErrorKind::LibraryMissing);
-        assert!(answer.error.message().contains("/no/such/libcuda.so.1"), "{answer}");
-        assert!(answer.error.hint().contains("HIGHWATER_CUDA_LIBRARY is set"), "{answer}");
+/// The version of cuBLAS.
+fn version(calls: &calls::CublasCalls) -> Result<String, Error> {
+    let mut parts = Vec::new();
+    for which in calls::VERSION_PARTS {
+        let mut part = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        codes::CUBLAS.check("open", unsafe { (calls.property)(which, &mut part) })?;
+        parts.push(part.to_string());
     }
-
-    #[test]
-    fn a_library_that_is_not_the_driver_lacks_its_symbols() {
-        let answer = with_driver(&c_library());
-        assert_eq!(answer.error.kind(), ErrorKind::SymbolMissing);
-        assert!(answer.error.message().contains("cuInit"), "{answer}");
-        assert_eq!(answer.opened, [c_library().display().to_string()]);
-    }
-
-    #[test]
-    fn opening_answers_with_what_was_found_or_with_what_was_tried() {
-        let answer = open().unwrap_err();
-        match answer.error.kind() {
-            ErrorKind::LibraryMissing => assert!(!answer.tried.is_empty()),
-            ErrorKind::Unsupported => assert_eq!(answer.opened.len(), libraries::CUDA.libraries.len()),
-            other => panic!("{other}: {answer}"),
-        }
-    }
+    Ok(parts.join("."))
 }

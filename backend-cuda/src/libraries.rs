@@ -4,13 +4,11 @@
 //! also that of the stub in a toolkit, which opens everywhere and drives nothing. cuBLASLt comes before cuBLAS: cuBLAS
 //! depends on it and would otherwise take whichever the loader's path holds, perhaps of another version.
 
-use highwater_core::driver::{LibraryName, VendorLibraries, VendorLibrary};
+use std::path::{Path, PathBuf};
 
-/// CUDA 13, and CUDA 12 where there is no 13.
-pub(crate) static CUDA: VendorLibraries =
-    VendorLibraries { vendor: "CUDA", libraries: &[NVIDIA_DRIVER, CUBLAS_LT, CUBLAS] };
+use highwater_core::driver::{LibraryName, VendorLibrary};
 
-const NVIDIA_DRIVER: VendorLibrary = VendorLibrary {
+pub(crate) const NVIDIA_DRIVER: VendorLibrary = VendorLibrary {
     what: "the NVIDIA driver",
     path_variable: "HIGHWATER_CUDA_LIBRARY",
     names: &[LibraryName::of_any("libcuda.so.1")],
@@ -18,7 +16,7 @@ const NVIDIA_DRIVER: VendorLibrary = VendorLibrary {
     required_symbols: &["cuInit"],
 };
 
-const CUBLAS_LT: VendorLibrary = VendorLibrary {
+pub(crate) const CUBLAS_LT: VendorLibrary = VendorLibrary {
     what: "cuBLASLt",
     path_variable: "HIGHWATER_CUBLASLT_LIBRARY",
     names: &[LibraryName::of_major("libcublasLt.so.13", 13), LibraryName::of_major("libcublasLt.so.12", 12)],
@@ -26,10 +24,45 @@ const CUBLAS_LT: VendorLibrary = VendorLibrary {
     required_symbols: &["cublasLtCreate"],
 };
 
-const CUBLAS: VendorLibrary = VendorLibrary {
+pub(crate) const CUBLAS: VendorLibrary = VendorLibrary {
     what: "cuBLAS",
     path_variable: "HIGHWATER_CUBLAS_LIBRARY",
     names: &[LibraryName::of_major("libcublas.so.13", 13), LibraryName::of_major("libcublas.so.12", 12)],
-    too_old: &[],
+    too_old: &[LibraryName::of_major("libcublas.so.11", 11)],
     required_symbols: &["cublasCreate_v2"],
 };
+
+/// Where NVIDIA's installers put cuBLAS, beyond the loader's path: the packages of a Python environment, then the toolkit.
+pub(crate) fn folders(environment: Option<PathBuf>) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    if let Some(environment) = environment {
+        let versions = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
+        let mut packages: Vec<PathBuf> = versions.map(|entry| entry.path().join("site-packages/nvidia")).collect();
+        packages.sort();
+        for package in packages.into_iter().rev() {
+            folders.extend(
+                ["cu13/lib", "cublas/lib"].map(|folder| package.join(folder)).into_iter().filter(|path| path.is_dir()),
+            );
+        }
+    }
+    let toolkit = Path::new("/usr/local/cuda");
+    folders.extend(["lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"].map(|folder| toolkit.join(folder)));
+    folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_packages_of_a_python_environment_come_before_the_toolkit() {
+        let root = std::env::temp_dir().join(format!("highwater-folders-{}", std::process::id()));
+        let package = root.join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        std::fs::create_dir_all(&package).unwrap();
+        let found = folders(Some(root.clone()));
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found[0], package);
+        assert_eq!(found[1], Path::new("/usr/local/cuda/lib64"));
+        assert_eq!(folders(None).len(), found.len() - 1);
+    }
+}

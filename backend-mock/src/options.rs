@@ -410,7 +410,7 @@ switches! {
     stream_ordered_memory, shareable_memory, interprocess_events, event_timing, stream_priority, peer_copy,
     host_register, write_combined, legacy_default_stream, per_thread_default_stream, foreign_objects,
     set_stream_resets_workspace, handle_per_stream, create_during_capture, host_address_is_device_address,
-    pinned_cached_by_device,
+    pinned_cached_by_device, event_waits_end_with_peer,
 }
 
 /// How the mock shares memory.

@@ -140,6 +140,7 @@ pub(crate) mod needs {
         handle_per_stream,
         create_during_capture,
         host_address_is_device_address,
+        event_waits_end_with_peer,
     );
 }
 

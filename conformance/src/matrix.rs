@@ -136,14 +136,17 @@ impl Product {
             value += old;
             scale += old.abs();
         }
+        let Precision { computed, stored, smallest } = Precision::of(data_type);
+        // A vendor may add the bias to the product as it is stored.
+        let mut between = 0.0;
         if let Some(bias) = &self.bias {
+            between = stored * value.abs();
             value += bias[row];
             scale += bias[row].abs();
         }
-        let Precision { computed, stored, smallest } = Precision::of(data_type);
         // Each factor is off by up to half a step of a mantissa of 10 bits.
         let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
-        let off = 2.0 * (k + 4) as f64 * computed * scale + factors;
+        let off = 2.0 * (k + 4) as f64 * computed * scale + factors + between;
         let (value, off) = match self.epilogue {
             Epilogue::None | Epilogue::Bias => (value, off),
             Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),

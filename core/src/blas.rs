@@ -532,7 +532,8 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Enqueues one run of a plan on the bound stream, through the bound workspace.
     ///
-    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of the type.
+    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of the type; before a bias is added,
+    ///   the sum may be rounded to the type once.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
     /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
     /// - `plan.alignment`: an operand that is not aligned as the plan says gives `InvalidArgument`.

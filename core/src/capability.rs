@@ -66,6 +66,9 @@ pub struct Capabilities {
     pub host_address_is_device_address: bool,
     /// The default kind of page-locked memory is cached by the device.
     pub pinned_cached_by_device: bool,
+    /// A stream's wait for an event of another process ends when that process does, also where the event was not reached.
+    /// Where it is false, such a wait can be for ever.
+    pub event_waits_end_with_peer: bool,
     /// Ways in which this device's memory can be shared with another process.
     pub ipc_transports: Transports,
     /// Alignment in bytes that a BLAS workspace must have.
@@ -107,6 +110,7 @@ impl Capabilities {
             create_during_capture: false,
             host_address_is_device_address: false,
             pinned_cached_by_device: false,
+            event_waits_end_with_peer: false,
             ipc_transports: Transports::NONE,
             workspace_alignment: 256,
             blas_workspace_bytes: 0,

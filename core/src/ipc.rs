@@ -31,6 +31,11 @@ impl Descriptor {
     pub fn new(descriptor: OwnedFd) -> Self {
         Self(Arc::new(descriptor))
     }
+
+    /// Whether copies are alive can be asked of this.
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<OwnedFd> {
+        Arc::downgrade(&self.0)
+    }
 }
 
 impl AsRef<OwnedFd> for Descriptor {
@@ -135,6 +140,7 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     /// Opens an event of another process; `destroy_event` closes it.
     ///
     /// - `ipc.event-orders`: work that waits for the opened event runs after the other process's work before the record.
-    /// - `ipc.event-peer-ends`: when the recording process ends before the record is reached, waits for it end as well.
+    /// - `ipc.event-peer-ends`: where the fact `event_waits_end_with_peer` holds, waits end when the recording process ends
+    ///   before the record is reached.
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId>;
 }

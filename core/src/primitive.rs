@@ -4,7 +4,7 @@
 //! `tests/shuttle.rs` those of the host cache over shuttle's.
 
 pub(crate) use std::sync::Arc;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
 pub(crate) use parking_lot::{Condvar, Mutex};
 

@@ -57,9 +57,9 @@ cases! {
     opened_events_that_were_never_recorded_are_complete: ["event.never-recorded", "event.query-never-recorded"]
         needs [needs::has::interprocess_events];
     waits_end_with_the_process_that_recorded: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events];
+        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
     waits_end_though_the_process_had_forked: ["ipc.event-peer-ends"]
-        needs [needs::has::interprocess_events];
+        needs [needs::has::interprocess_events, needs::has::event_waits_end_with_peer];
     opened_events_count: ["backend.live-objects", "event.destroy-stale"] needs [needs::has::interprocess_events];
 }
 

@@ -64,8 +64,16 @@ impl Library {
     /// Whether the library has a symbol of that name.
     #[must_use]
     pub fn has_symbol(&self, name: &str) -> bool {
+        self.symbol(name).is_some()
+    }
+
+    /// The address of a symbol, which stays valid for the life of the process.
+    #[must_use]
+    pub fn symbol(&self, name: &str) -> Option<*const ()> {
         // SAFETY: the symbol is only looked up; nothing is called or read through it.
-        unsafe { self.library.get::<*const ()>(name.as_bytes()) }.is_ok()
+        let found = unsafe { self.library.get::<*const ()>(name.as_bytes()) }.ok()?;
+        // The symbol's address, not what lies there.
+        (!found.is_null()).then_some(*found)
     }
 }
 

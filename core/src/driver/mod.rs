@@ -1,15 +1,37 @@
 //! What the vendors' drivers do alike, written once.
 //!
 //! CUDA and HIP are twins: their natural backends would share most of their lines. So what they do alike lives here, and
-//! a vendor crate holds only what is its own: the names of its libraries, its table of calls, the meaning of its codes,
-//! and its quirks as data. Today that is finding a vendor's libraries ([`VendorLibraries`]) and saying why a vendor
-//! cannot be used ([`Unavailable`]); the four traits over a table of vendor calls join it with the first vendor that is
-//! driven (`docs/driver-mapping.md` shows the table).
+//! a vendor crate holds only what is its own: the names of its libraries, its table of calls, the meaning of its codes, its
+//! quirks as data, and what the other vendor lacks.
+//!
+//! - [`VendorLibraries`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`]).
+//! - [`vendor_calls!`](crate::vendor_calls) declares tables of calls; [`Calls`] and [`BlasCalls`] are those that both vendors have alike.
+//! - [`Platform`] is what a vendor crate implements, [`DriverBackend`] the four traits over it.
+//!
+//! `docs/driver-mapping.md` of the repository maps every trait method to its calls.
 
+mod backend;
+mod blas;
+mod calls;
+mod codes;
+mod exit;
+mod hazards;
+mod host;
+mod ipc;
 mod library;
+mod objects;
+mod platform;
+mod room;
 mod unavailable;
 mod vendor;
 
+pub use crate::vendor_calls;
+pub use backend::DriverBackend;
+pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
+pub use codes::{Code, Codes};
+pub use exit::watch_exit;
 pub use library::{Library, OpenFailure};
+pub use platform::{Blas, Opened, Platform, Quirks, SharedBlock};
+pub use room::{Current, HandleCount, HeldStream, Room};
 pub use unavailable::Unavailable;
-pub use vendor::{LibraryName, VendorLibraries, VendorLibrary, environment_path};
+pub use vendor::{Found, LibraryName, Search, VendorLibraries, VendorLibrary, environment_path};

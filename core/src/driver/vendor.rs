@@ -77,23 +77,35 @@ pub fn environment_path(name: &str) -> Option<PathBuf> {
 /// The operation under which a failed search is reported.
 const OPERATION: &str = "open";
 
-/// What the search has found so far.
-#[derive(Default)]
-struct Search {
+/// The search for a vendor's libraries: what it has found so far, and what it has tried.
+#[derive(Debug, Default)]
+pub struct Search {
     tried: Vec<OpenFailure>,
     opened: Vec<String>,
     /// The major version that is settled, and the file that settled it.
     settled: Option<(u32, String)>,
+    /// Folders to look into after the loader's own search.
+    folders: Vec<PathBuf>,
+    /// The one of them in which a library was found: those that depend on it are looked for there first.
+    folder: Option<PathBuf>,
+}
+
+/// A library that the search has opened.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// The library.
+    pub library: Library,
+    /// The major version that its file belongs to, where its name says so.
+    pub major: Option<u32>,
 }
 
 impl VendorLibraries {
-    /// Looks for the libraries and says what stands in the way of using the vendor. `paths` gives the path that a
-    /// variable holds; [`environment_path`] asks the environment.
+    /// Looks for the libraries and says what stands in the way of using a vendor that this version does not drive.
+    /// `paths` gives the path that a variable holds; [`environment_path`] asks the environment.
     ///
-    /// This version drives no vendor, so there is always something: `LibraryMissing` or `SymbolMissing` where the
-    /// vendor's software is not there or not whole, `Unsupported` where it is too old, `InvalidArgument` where the
-    /// variables name files that do not go together, and `Unsupported` again, with the files in
-    /// [`Unavailable::opened`], where everything was found. No function of the libraries is called.
+    /// `LibraryMissing` or `SymbolMissing` where the vendor's software is not there or not whole, `Unsupported` where it is
+    /// too old, `InvalidArgument` where the variables name files that do not go together, and `Unsupported` again, with
+    /// the files in [`Unavailable::opened`], where everything was found. No function of the libraries is called.
     ///
     /// # Safety
     /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
@@ -103,7 +115,7 @@ impl VendorLibraries {
         for library in self.libraries {
             let given = paths(library.path_variable);
             // SAFETY: the caller vouches for every name that the search can come to.
-            if let Err(error) = unsafe { search.find(library, given.as_deref()) } {
+            if let Err(error) = unsafe { search.open(library, given.as_deref(), |_| true) } {
                 return search.fails(error);
             }
         }
@@ -119,20 +131,43 @@ impl VendorLibraries {
 }
 
 impl Search {
-    fn fails(self, error: Error) -> Unavailable {
+    /// A search that looks into `folders` after the loader's own.
+    #[must_use]
+    pub fn new(folders: Vec<PathBuf>) -> Self {
+        Self { folders, ..Self::default() }
+    }
+
+    /// The answer that a vendor cannot be used because of `error`, with an account of the search.
+    #[must_use]
+    pub fn fails(self, error: Error) -> Unavailable {
         Unavailable::new(error, self.tried, self.opened)
     }
 
-    /// Opens `library`, or says why it cannot be used.
+    /// The files that were opened, in order.
+    #[must_use]
+    pub fn opened(&self) -> &[String] {
+        &self.opened
+    }
+
+    /// Opens `library`: the file `given` and no other, or else the first of its names that `accepts` takes and that goes
+    /// together with what was opened before.
+    ///
+    /// # Errors
+    /// As [`VendorLibraries::probe`].
     ///
     /// # Safety
-    /// As [`VendorLibraries::probe`].
-    unsafe fn find(&mut self, library: &VendorLibrary, given: Option<&Path>) -> Result<(), Error> {
+    /// The names, the folders and `given` are libraries whose constructors this process may run.
+    pub unsafe fn open(
+        &mut self,
+        library: &VendorLibrary,
+        given: Option<&Path>,
+        accepts: impl Fn(&LibraryName) -> bool,
+    ) -> Result<Found, Error> {
         // SAFETY: passed on from the caller.
         let (opened, name) = unsafe {
             match given {
                 Some(path) => self.open_given(library, path),
-                None => self.open_known(library),
+                None => self.open_known(library, accepts),
             }
         }?;
         let lacks: Vec<&str> =
@@ -149,7 +184,7 @@ impl Search {
             self.settled = name.and_then(|name| name.major).map(|major| (major, opened.name().to_owned()));
         }
         self.opened.push(opened.name().to_owned());
-        Ok(())
+        Ok(Found { library: opened, major: name.and_then(|name| name.major) })
     }
 
     /// Opens the file that the library's variable names, and no other.
@@ -198,15 +233,33 @@ impl Search {
     ///
     /// # Safety
     /// As [`VendorLibraries::probe`].
-    unsafe fn open_known(&mut self, library: &VendorLibrary) -> Result<(Library, Option<LibraryName>), Error> {
+    unsafe fn open_known(
+        &mut self,
+        library: &VendorLibrary,
+        accepts: impl Fn(&LibraryName) -> bool,
+    ) -> Result<(Library, Option<LibraryName>), Error> {
         let first = self.tried.len();
         let settled = self.settled.as_ref().map(|(major, _)| *major);
-        let goes_together = |name: &&LibraryName| settled.is_none() || name.major.is_none() || name.major == settled;
+        let goes_together =
+            |name: &&LibraryName| accepts(name) && (settled.is_none() || name.major.is_none() || name.major == settled);
         for name in library.names.iter().filter(goes_together) {
+            if let Some(folder) = self.folder.clone()
+                && let Some(opened) = self.open_in(&folder, *name)
+            {
+                return Ok((opened, Some(*name)));
+            }
             // SAFETY: the caller vouches for the name.
             match unsafe { Library::open(name.file) } {
                 Ok(opened) => return Ok((opened, Some(*name))),
                 Err(failure) => self.tried.push(failure),
+            }
+        }
+        for name in library.names.iter().filter(goes_together) {
+            for folder in self.folders.clone() {
+                if let Some(opened) = self.open_in(&folder, *name) {
+                    self.folder = Some(folder);
+                    return Ok((opened, Some(*name)));
+                }
             }
         }
         for old in library.too_old {
@@ -226,6 +279,24 @@ impl Search {
             "install {}, or set {} to the full path of its file",
             library.what, library.path_variable
         )))
+    }
+}
+
+impl Search {
+    /// Opens the file of that name in a folder, where there is one.
+    fn open_in(&mut self, folder: &Path, name: LibraryName) -> Option<Library> {
+        let path = folder.join(name.file);
+        if !path.exists() {
+            return None;
+        }
+        // SAFETY: who made the search vouches for the folders and names.
+        match unsafe { Library::open(&path) } {
+            Ok(opened) => Some(opened),
+            Err(failure) => {
+                self.tried.push(failure);
+                None
+            }
+        }
     }
 }
 

@@ -1,0 +1,130 @@
+//! What CUDA's devices are and can do.
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use highwater_core::{Capabilities, DeviceInfo, Error, Result, Transport, Transports};
+
+use crate::codes;
+use crate::driver::Device;
+use crate::platform::Cuda;
+
+const OPERATION: &str = "open";
+
+/// Every device, by ordinal.
+pub(crate) fn describe(cuda: &Cuda) -> Result<Vec<(DeviceInfo, Capabilities)>, Error> {
+    (0_u32..)
+        .zip(&cuda.driver.devices)
+        .map(|(ordinal, device)| Ok((info(cuda, ordinal, device)?, capabilities(cuda, device))))
+        .collect()
+}
+
+fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error> {
+    let (calls, number) = (&cuda.driver.own, device.number);
+    let check = |code| codes::CUDA.check(OPERATION, code);
+    let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 32]);
+    // SAFETY: each call writes at most what it is told there is room for, and all of it lives until the call returns.
+    unsafe {
+        check((calls.device_name)(name.as_mut_ptr(), name.len() as i32, number))?;
+        check((calls.device_uuid)(&mut uuid, number))?;
+        check((calls.device_memory)(&mut bytes, number))?;
+        check((calls.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, number))?;
+    }
+    let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
+    let address = text(&pci).to_lowercase();
+    info.numa_node = numa_node(&address);
+    info.pci_address = Some(address);
+    let (major, minor) = architecture(cuda, number);
+    info.architecture = format!("sm_{major}{minor}");
+    Ok(info)
+}
+
+/// The text up to the first zero.
+fn text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
+
+/// What the system says of the device's place; a machine without NUMA says -1.
+fn numa_node(address: &str) -> Option<u32> {
+    std::fs::read_to_string(format!("/sys/bus/pci/devices/{address}/numa_node")).ok()?.trim().parse().ok()
+}
+
+fn architecture(cuda: &Cuda, number: i32) -> (i32, i32) {
+    (
+        cuda.driver.attribute(number, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+        cuda.driver.attribute(number, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+    )
+}
+
+fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
+    let has = |which| cuda.driver.attribute(device.number, which) != 0;
+    let (major, minor) = architecture(cuda, device.number);
+    let calls = &cuda.driver.calls;
+    let mut can = Capabilities::none();
+    can.gemm_f32 = true;
+    can.gemm_f64 = true;
+    can.gemm_f16 = (major, minor) >= (5, 3);
+    can.gemm_bf16 = major >= 8;
+    can.tf32 = major >= 8;
+    can.atomics_mode = true;
+    can.blas_workspace = cuda.blas.calls.set_workspace.is_some();
+    can.strided_batch = true;
+    can.lt_plans = true;
+    can.capture = [
+        calls.capture_begin.is_some(),
+        calls.capture_end.is_some(),
+        calls.capture_state.is_some(),
+        calls.capture_mode.is_some(),
+        calls.graph_instantiate.is_some(),
+        calls.graph_launch.is_some(),
+        calls.graph_destroy.is_some(),
+        calls.graph_exec_destroy.is_some(),
+    ]
+    .iter()
+    .all(|there| *there);
+    can.stream_ordered_memory = has(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)
+        && calls.allocate_async.is_some()
+        && calls.free_async.is_some();
+    can.interprocess_events = calls.ipc_export_event.is_some() && calls.ipc_open_event.is_some();
+    can.event_timing = true;
+    can.stream_priority = true;
+    can.peer_copy = true;
+    can.host_register = has(Attribute::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
+    can.write_combined = true;
+    can.legacy_default_stream = true;
+    can.per_thread_default_stream = true;
+    can.foreign_objects = true;
+    can.set_stream_resets_workspace = true;
+    can.create_during_capture = true;
+    can.host_address_is_device_address = has(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)
+        && has(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+    can.ipc_transports = transports(cuda, device);
+    can.shareable_memory = !can.ipc_transports.is_empty();
+    can.workspace_alignment = 256;
+    // What NVIDIA's manual recommends: 32 MiB from Hopper on.
+    can.blas_workspace_bytes = if major >= 9 { 32 << 20 } else { 4 << 20 };
+    can.lt_workspace_bytes = can.blas_workspace_bytes;
+    can
+}
+
+/// The ways of sharing that work here.
+fn transports(cuda: &Cuda, device: &Device) -> Transports {
+    let has = |which| cuda.driver.attribute(device.number, which) != 0;
+    let calls = &cuda.driver.calls;
+    let mut transports = Transports::NONE;
+    if calls.ipc_export.is_some() && calls.ipc_open.is_some() && calls.ipc_close.is_some() {
+        transports = transports.with(Transport::Legacy);
+    }
+    let Some(mapped) = &cuda.mapped else { return transports };
+    if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        && mapped.works(device.number, Transport::Descriptor)
+    {
+        transports = transports.with(Transport::Descriptor);
+    }
+    // A device can have the attribute where no handle can be made.
+    if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
+        && mapped.works(device.number, Transport::Fabric)
+    {
+        transports = transports.with(Transport::Fabric);
+    }
+    transports
+}

@@ -1,0 +1,151 @@
+//! NVIDIA's driver, initialised once for each library file and kept to the end of the process, with the primary context of
+//! each device.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use highwater_core::driver::{Calls, Found, Search, watch_exit};
+use highwater_core::{Error, ErrorKind};
+use parking_lot::Mutex;
+
+use crate::calls::{self, CudaCalls};
+use crate::{codes, libraries};
+
+/// The oldest version of CUDA that a driver may know: 12.2.
+const OLDEST: i32 = 12_020;
+
+/// A driver that was initialised.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    pub(crate) calls: Calls,
+    pub(crate) own: CudaCalls,
+    /// The version of CUDA that it knows: 1000 * major + 10 * minor.
+    pub(crate) version: i32,
+    pub(crate) devices: Vec<Device>,
+}
+
+/// A device and its primary context.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) number: i32,
+    /// Retained when it is first needed and never released: a last release would end every library's work in it.
+    context: OnceLock<u64>,
+}
+
+impl Driver {
+    /// The driver that the search finds, initialised.
+    ///
+    /// # Safety
+    /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
+    pub(crate) unsafe fn open(
+        search: &mut Search,
+        paths: &dyn Fn(&str) -> Option<PathBuf>,
+    ) -> Result<&'static Self, Error> {
+        let library = &libraries::NVIDIA_DRIVER;
+        // SAFETY: passed on from the caller.
+        let found = unsafe { search.open(library, paths(library.path_variable).as_deref(), |_| true) }?;
+        /// One for each file that was opened.
+        static OPEN: Mutex<Vec<(String, &'static Driver)>> = Mutex::new(Vec::new());
+        let known = |name: &str| OPEN.lock().iter().find(|(opened, _)| opened == name).map(|(_, driver)| *driver);
+        if let Some(driver) = known(found.library.name()) {
+            return Ok(driver);
+        }
+        // SAFETY: a library that goes by this name, or that a variable names as it, exports what the driver exports.
+        let driver = unsafe { Self::initialise(&found) }?;
+        let mut open = OPEN.lock();
+        // Two threads may both have initialised it, which the driver allows.
+        if let Some((_, driver)) = open.iter().find(|(opened, _)| opened == found.library.name()) {
+            return Ok(driver);
+        }
+        let driver: &'static Self = Box::leak(Box::new(driver));
+        open.push((found.library.name().to_owned(), driver));
+        Ok(driver)
+    }
+
+    /// # Safety
+    /// The library is NVIDIA's driver.
+    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+        const OPERATION: &str = "open";
+        // SAFETY: passed on from the caller.
+        let (calls, own) = unsafe {
+            (Calls::load(&found.library, calls::driver_symbol), CudaCalls::load(&found.library, calls::driver_symbol))
+        };
+        let (calls, own) = match (calls, own) {
+            (Ok(calls), Ok(own)) => (calls, own),
+            (calls, own) => {
+                let missing = [calls.err(), own.err()].into_iter().flatten().flatten().collect::<Vec<_>>();
+                return Err(missing_symbols(found, &missing, "install a driver of CUDA 12.2 or newer"));
+            }
+        };
+        let check = |code| codes::CUDA.check(OPERATION, code);
+        let mut version = 0;
+        // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
+        check(unsafe { (own.driver_version)(&mut version) })?;
+        if version < OLDEST {
+            let message = format!("{} is a driver of CUDA {}", found.library.name(), written(version));
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
+                .with_hint(format!("install a driver of CUDA {} or newer", written(OLDEST))));
+        }
+        // SAFETY: the call takes flags, of which there are none.
+        check(unsafe { (own.init)(0) })?;
+        watch_exit();
+        let mut count = 0;
+        // SAFETY: as above.
+        check(unsafe { (own.device_count)(&mut count) })?;
+        let number = |ordinal| {
+            let mut number = 0;
+            // SAFETY: as above.
+            check(unsafe { (own.device)(&mut number, ordinal) })?;
+            Ok(Device { number, context: OnceLock::new() })
+        };
+        let devices = (0..count).map(number).collect::<Result<Vec<_>, Error>>()?;
+        if devices.is_empty() {
+            return Err(codes::CUDA.error(OPERATION, cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE as i32));
+        }
+        Ok(Self { calls, own, version, devices })
+    }
+
+    /// The primary context of a device, retained once.
+    #[inline]
+    pub(crate) fn context(&self, device: u32) -> Result<u64, i32> {
+        const INVALID_DEVICE: i32 = cudarc::driver::sys::CUresult::CUDA_ERROR_INVALID_DEVICE as i32;
+        let device = self.devices.get(device as usize).ok_or(INVALID_DEVICE)?;
+        match device.context.get() {
+            Some(context) => Ok(*context),
+            None => self.retain(device),
+        }
+    }
+
+    #[cold]
+    fn retain(&self, device: &Device) -> Result<u64, i32> {
+        // Two threads may both retain it; one count too many does no harm, as none is given back.
+        let mut context = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        match unsafe { (self.own.context_retain)(&mut context, device.number) } {
+            0 => Ok(*device.context.get_or_init(|| context)),
+            code => Err(code),
+        }
+    }
+
+    /// A number about a device; 0 where the driver does not know it.
+    pub(crate) fn attribute(&self, device: i32, which: Attribute) -> i32 {
+        let mut value = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        match unsafe { (self.own.device_attribute)(&mut value, which as i32, device) } {
+            0 => value,
+            _ => 0,
+        }
+    }
+}
+
+/// A version as people write it: `12.2`.
+pub(crate) fn written(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// The error of a library that lacks symbols.
+pub(crate) fn missing_symbols(found: &Found, missing: &[String], hint: &str) -> Error {
+    let message = format!("{} lacks {}", found.library.name(), missing.join(", "));
+    Error::new(ErrorKind::SymbolMissing, "open", message).with_hint(hint)
+}

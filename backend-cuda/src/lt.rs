@@ -1,0 +1,633 @@
+//! cuBLASLt: plans, which are products whose kernel was chosen once, with what follows them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::cublas::sys::{cublasComputeType_t, cudaDataType_t};
+use cudarc::cublaslt::sys;
+use highwater_core::driver::{HandleCount, Library, Room, vendor_calls};
+use highwater_core::{
+    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
+    PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
+};
+
+use crate::codes::CUBLAS;
+use crate::platform::Cuda;
+use crate::quirks::QUIRKS;
+
+/// An algorithm, which only cuBLASLt reads.
+type Algorithm = [u64; 8];
+
+/// An answer of the heuristic: the vendor's layout, with a number in place of its enum.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct Choice {
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+    state: i32,
+    waves: f32,
+    reserved: [i32; 4],
+}
+
+const _: () = {
+    assert!(size_of::<Choice>() == size_of::<sys::cublasLtMatmulHeuristicResult_t>());
+    assert!(
+        std::mem::offset_of!(Choice, workspace_bytes)
+            == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, workspaceSize)
+    );
+    assert!(std::mem::offset_of!(Choice, state) == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state));
+};
+
+/// A product: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
+/// workspace, its bytes, stream.
+pub(crate) type MatmulCall = unsafe extern "C" fn(
+    u64,
+    u64,
+    *const u8,
+    u64,
+    u64,
+    u64,
+    u64,
+    *const u8,
+    u64,
+    u64,
+    u64,
+    u64,
+    *const Algorithm,
+    u64,
+    usize,
+    u64,
+) -> i32;
+
+vendor_calls! {
+    /// cuBLASLt's calls.
+    pub(crate) struct LtTable {
+        required {
+            /// Makes a handle.
+            create: "Create" (*mut u64);
+            /// Destroys a handle.
+            destroy: "Destroy" (u64);
+            /// Makes a description of a product: out, compute type, type of the factors.
+            product_create: "MatmulDescCreate" (*mut u64, i32, i32);
+            /// Destroys it.
+            product_destroy: "MatmulDescDestroy" (u64);
+            /// Sets an attribute: description, which, value, its bytes.
+            product_set: "MatmulDescSetAttribute" (u64, u32, *const u8, usize);
+            /// Makes a layout: out, type, rows, columns, leading dimension.
+            layout_create: "MatrixLayoutCreate" (*mut u64, i32, u64, u64, i64);
+            /// Destroys it.
+            layout_destroy: "MatrixLayoutDestroy" (u64);
+            /// Sets an attribute: layout, which, value, its bytes.
+            layout_set: "MatrixLayoutSetAttribute" (u64, u32, *const u8, usize);
+            /// Makes a wish.
+            wish_create: "MatmulPreferenceCreate" (*mut u64);
+            /// Destroys it.
+            wish_destroy: "MatmulPreferenceDestroy" (u64);
+            /// Sets an attribute: wish, which, value, its bytes.
+            wish_set: "MatmulPreferenceSetAttribute" (u64, u32, *const u8, usize);
+            /// Chooses algorithms: handle, description, layouts of A, B, C, D, wish, how many, out, how many there were.
+            choose: "MatmulAlgoGetHeuristic" (u64, u64, u64, u64, u64, u64, u64, i32, *mut Choice, *mut i32);
+        }
+        optional {}
+    }
+}
+
+/// cuBLASLt.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LtCalls {
+    table: LtTable,
+    matmul: MatmulCall,
+}
+
+impl LtCalls {
+    /// The calls, or which are missing.
+    ///
+    /// # Safety
+    /// The library is cuBLASLt.
+    pub(crate) unsafe fn load(library: &Library) -> Result<Self, Vec<String>> {
+        // SAFETY: passed on from the caller.
+        let table = unsafe { LtTable::load(library, crate::calls::lt_symbol) };
+        match (table, library.symbol("cublasLtMatmul")) {
+            (Ok(table), Some(matmul)) => {
+                // SAFETY: the symbol is a function of these arguments.
+                let matmul = unsafe { std::mem::transmute::<*const (), MatmulCall>(matmul) };
+                Ok(Self { table, matmul })
+            }
+            (Ok(_), None) => Err(vec!["cublasLtMatmul".to_owned()]),
+            (Err(missing), _) => Err(missing),
+        }
+    }
+}
+
+/// A description, a layout or a wish of cuBLASLt, destroyed when dropped. These are objects of the host alone.
+#[derive(Debug)]
+struct Owned {
+    raw: u64,
+    destroy: unsafe extern "C" fn(u64) -> i32,
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: the object was made by the call that this one belongs to, and is not used any more.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+impl Owned {
+    /// Sets an attribute.
+    fn set<T: Copy>(
+        &self,
+        operation: &'static str,
+        call: unsafe extern "C" fn(u64, u32, *const u8, usize) -> i32,
+        which: u32,
+        value: &T,
+    ) -> Result<()> {
+        // SAFETY: the object is alive, and the call reads the value's bytes before it returns.
+        CUBLAS.check(operation, unsafe { call(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>()) })
+    }
+}
+
+/// A plan.
+#[derive(Debug)]
+struct Plan {
+    product: Owned,
+    a: Owned,
+    b: Owned,
+    c: Owned,
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+    alignment: usize,
+    doubles: bool,
+    has_bias: bool,
+    is_empty: bool,
+    /// The bias that the description refers to.
+    bias: Option<DevicePtr>,
+}
+
+/// A handle of cuBLASLt.
+pub(crate) struct LtBlas {
+    room: Arc<Room<Cuda>>,
+    device: u32,
+    /// The vendor's handle; 0 once it was destroyed.
+    raw: u64,
+    stream: Option<StreamId>,
+    workspace: Option<Workspace>,
+    plans: HashMap<u64, Plan>,
+    next_plan: u64,
+    /// Counted until the handle is destroyed.
+    count: Option<HandleCount<Cuda>>,
+}
+
+impl fmt::Debug for LtBlas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LtBlas").field("device", &self.device).field("raw", &self.raw).finish_non_exhaustive()
+    }
+}
+
+impl LtBlas {
+    /// Makes a handle; the device is current.
+    pub(crate) fn create(room: &Arc<Room<Cuda>>, device: u32) -> Result<Self> {
+        let mut raw = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        CUBLAS.check("create_blas_handle", unsafe { (room.platform().lt.table.create)(&mut raw) })?;
+        Ok(Self {
+            room: Arc::clone(room),
+            device,
+            raw,
+            stream: None,
+            workspace: None,
+            plans: HashMap::new(),
+            next_plan: 1,
+            count: Some(room.count_handle()),
+        })
+    }
+
+    fn enter(&self, operation: &'static str) -> Result<()> {
+        self.room.enter(operation)?;
+        if self.raw == 0 {
+            return Err(
+                Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
+            );
+        }
+        Ok(())
+    }
+
+    fn close(&mut self) -> Result<()> {
+        const OPERATION: &str = "destroy";
+        self.enter(OPERATION)?;
+        self.plans.clear();
+        let outcome = {
+            let _current = self.room.make_current(OPERATION, self.device)?;
+            // SAFETY: the handle is alive, and is not used after this.
+            CUBLAS.check(OPERATION, unsafe { (self.room.platform().lt.table.destroy)(self.raw) })
+        };
+        self.raw = 0;
+        self.count = None;
+        outcome
+    }
+
+    fn layout(
+        &self,
+        operation: &'static str,
+        data_type: i32,
+        rows: usize,
+        columns: usize,
+        ld: usize,
+        batch: Option<(usize, usize)>,
+    ) -> Result<Owned> {
+        let table = &self.room.platform().lt.table;
+        let mut raw = 0;
+        let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
+        // SAFETY: the call writes one number that lives until it returns.
+        let code = unsafe { (table.layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
+        CUBLAS.check(operation, code)?;
+        let layout = Owned { raw, destroy: table.layout_destroy };
+        if let Some((count, stride)) = batch {
+            use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+            let count = i32::try_from(count).map_err(|_| too_large(operation, count))?;
+            let stride = i64::try_from(stride).map_err(|_| too_large(operation, stride))?;
+            layout.set(operation, table.layout_set, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
+            layout.set(
+                operation,
+                table.layout_set,
+                Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32,
+                &stride,
+            )?;
+        }
+        Ok(layout)
+    }
+
+    fn check_options(&self, operation: &'static str, options: &PlanOptions) -> Result<()> {
+        let capabilities = self.room.capabilities(operation, self.device)?;
+        let (can, name) = match options.shape.data_type {
+            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
+            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
+            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
+            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
+            other => {
+                return Err(Error::new(ErrorKind::Unsupported, operation, format!("cuBLASLt has no type {other:?}")));
+            }
+        };
+        if !can {
+            return Err(Error::lacks(operation, name));
+        }
+        if options.shape.batch.is_some() && !capabilities.strided_batch {
+            return Err(Error::lacks(operation, "strided_batch"));
+        }
+        if options.math_mode == MathMode::Tf32 && !capabilities.tf32 {
+            return Err(Error::lacks(operation, "tf32"));
+        }
+        if options.atomics_mode == AtomicsMode::Allowed && !capabilities.atomics_mode {
+            return Err(Error::lacks(operation, "atomics_mode"));
+        }
+        let element = options.shape.data_type.bytes();
+        if options.alignment < element || !options.alignment.is_power_of_two() {
+            let message = format!("an alignment of {} was asked for", options.alignment);
+            return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
+                .with_hint(format!("pass a power of two that is at least the {element} bytes of an element")));
+        }
+        Ok(())
+    }
+
+    fn plan(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
+        use sys::cublasLtMatmulDescAttributes_t as Product;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Wish;
+        let lt = &self.room.platform().lt;
+        let table = &lt.table;
+        let shape = &options.shape;
+        let doubles = shape.data_type == DataType::F64;
+        let (number, factors) =
+            (type_code(shape.data_type), if doubles { type_code(DataType::F64) } else { type_code(DataType::F32) });
+        let compute = match (shape.data_type, options.math_mode) {
+            (DataType::F64, _) => cublasComputeType_t::CUBLAS_COMPUTE_64F,
+            (DataType::F32, MathMode::Tf32) => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            _ => cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        } as i32;
+        let mut raw = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, factors) })?;
+        let product = Owned { raw, destroy: table.product_destroy };
+        for (which, transpose) in [
+            (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
+            (Product::CUBLASLT_MATMUL_DESC_TRANSB, shape.transpose_b),
+        ] {
+            product.set(
+                operation,
+                table.product_set,
+                which as u32,
+                &QUIRKS.transpose_codes[usize::from(transpose == Transpose::Yes)],
+            )?;
+        }
+        let epilogue = epilogue_code(operation, options.epilogue)?;
+        product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
+        if options.epilogue.has_bias() {
+            product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &number)?;
+        }
+        let batch =
+            |stride: fn(&highwater_core::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
+        let a = self.layout(
+            operation,
+            number,
+            shape.rows_a(),
+            shape.columns_a(),
+            shape.lda,
+            batch(|batch| batch.stride_a),
+        )?;
+        let b = self.layout(
+            operation,
+            number,
+            shape.rows_b(),
+            shape.columns_b(),
+            shape.ldb,
+            batch(|batch| batch.stride_b),
+        )?;
+        let c = self.layout(operation, number, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
+        let mut raw = 0;
+        // SAFETY: as above.
+        CUBLAS.check(operation, unsafe { (table.wish_create)(&mut raw) })?;
+        let wish = Owned { raw, destroy: table.wish_destroy };
+        let set = |which: Wish, value: u64| wish.set(operation, table.wish_set, which as u32, &value);
+        let set_small = |which: Wish, value: u32| wish.set(operation, table.wish_set, which as u32, &value);
+        set(Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
+        // 256 is the most that the heuristic makes use of.
+        let alignment = u32::try_from(options.alignment.min(256)).unwrap_or(256);
+        for which in [
+            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ] {
+            set_small(which, alignment)?;
+        }
+        if options.atomics_mode == AtomicsMode::NotAllowed {
+            use sys::cublasLtReductionScheme_t as Scheme;
+            // Parts of a sum are added in the workspace, in a fixed order, and not in place.
+            let repeatable = Scheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
+                | Scheme::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
+            set_small(Wish::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, repeatable)?;
+        }
+        let (mut choice, mut found) = (Choice::default(), 0);
+        // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
+        let code = unsafe {
+            (table.choose)(self.raw, product.raw, a.raw, b.raw, c.raw, c.raw, wish.raw, 1, &mut choice, &mut found)
+        };
+        CUBLAS.check(operation, code)?;
+        if found < 1 {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                operation,
+                format!("cuBLASLt has no kernel for {options:?}"),
+            )
+            .with_hint("give it more workspace, a larger alignment, or use a BLAS handle"));
+        }
+        CUBLAS.check(operation, choice.state)?;
+        Ok(Plan {
+            product,
+            a,
+            b,
+            c,
+            algorithm: choice.algorithm,
+            workspace_bytes: choice.workspace_bytes,
+            alignment: options.alignment,
+            doubles,
+            has_bias: options.epilogue.has_bias(),
+            is_empty: shape.is_empty(),
+            bias: None,
+        })
+    }
+}
+
+fn too_large(operation: &'static str, value: usize) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than cuBLASLt can count"))
+}
+
+const fn type_code(data_type: DataType) -> i32 {
+    match data_type {
+        DataType::F16 => cudaDataType_t::CUDA_R_16F as i32,
+        DataType::Bf16 => cudaDataType_t::CUDA_R_16BF as i32,
+        DataType::F64 => cudaDataType_t::CUDA_R_64F as i32,
+        _ => cudaDataType_t::CUDA_R_32F as i32,
+    }
+}
+
+fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {
+    use sys::cublasLtEpilogue_t as Code;
+    Ok(match epilogue {
+        Epilogue::None => Code::CUBLASLT_EPILOGUE_DEFAULT,
+        Epilogue::Bias => Code::CUBLASLT_EPILOGUE_BIAS,
+        Epilogue::Relu => Code::CUBLASLT_EPILOGUE_RELU,
+        Epilogue::BiasRelu => Code::CUBLASLT_EPILOGUE_RELU_BIAS,
+        Epilogue::Gelu => Code::CUBLASLT_EPILOGUE_GELU,
+        Epilogue::BiasGelu => Code::CUBLASLT_EPILOGUE_GELU_BIAS,
+        other => {
+            return Err(Error::new(ErrorKind::Unsupported, operation, format!("cuBLASLt has no epilogue {other:?}")));
+        }
+    } as u32)
+}
+
+impl Drop for LtBlas {
+    fn drop(&mut self) {
+        if self.raw == 0 {
+            return;
+        }
+        if !self.room.is_in_service() {
+            // Left on purpose: at exit and in a forked child the vendor is not called, not even for objects of the host.
+            std::mem::forget((self.count.take(), std::mem::take(&mut self.plans)));
+            return;
+        }
+        if let Err(error) = self.close() {
+            tracing::warn!("an Lt handle was not destroyed: {error}");
+        }
+    }
+}
+
+impl BlasHandle for LtBlas {
+    fn kind(&self) -> BlasKind {
+        BlasKind::Lt
+    }
+
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "set_stream";
+        self.enter(OPERATION)?;
+        self.room.stream(OPERATION, stream)?;
+        if stream.device() != self.device {
+            let message = format!(
+                "{stream:?} is a stream of device {}, the handle belongs to device {}",
+                stream.device(),
+                self.device
+            );
+            return Err(
+                Error::new(ErrorKind::WrongDevice, OPERATION, message).with_hint("use a stream of the same device")
+            );
+        }
+        self.stream = Some(stream);
+        // As the capability says of every handle of the device.
+        self.workspace = None;
+        Ok(())
+    }
+
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        const OPERATION: &str = "set_workspace";
+        self.enter(OPERATION)?;
+        let alignment = self.room.capabilities(OPERATION, self.device)?.workspace_alignment;
+        if let Some(wanted) = workspace.filter(|wanted| !wanted.ptr.is_aligned_to(alignment)) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("{:?} is not a multiple of {alignment}", wanted.ptr),
+            )
+            .with_hint("align the workspace as the capability `workspace_alignment` says"));
+        }
+        self.workspace = workspace;
+        Ok(())
+    }
+
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        const OPERATION: &str = "set_math_mode";
+        self.enter(OPERATION)?;
+        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
+            return Err(Error::lacks(OPERATION, "tf32"));
+        }
+        // A plan has its own.
+        Ok(())
+    }
+
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        const OPERATION: &str = "set_atomics_mode";
+        self.enter(OPERATION)?;
+        if mode == AtomicsMode::Allowed && !self.room.capabilities(OPERATION, self.device)?.atomics_mode {
+            return Err(Error::lacks(OPERATION, "atomics_mode"));
+        }
+        // A plan has its own.
+        Ok(())
+    }
+
+    unsafe fn gemm(&mut self, _gemm: &Gemm) -> Result<()> {
+        self.enter("gemm")?;
+        Err(Error::new(ErrorKind::Unsupported, "gemm", "an Lt handle makes plans, and no products without one")
+            .with_hint("use a handle of kind `Blas`, or `create_plan` and `run_plan`"))
+    }
+
+    fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
+        const OPERATION: &str = "create_plan";
+        self.enter(OPERATION)?;
+        options.shape.extents(OPERATION)?;
+        self.check_options(OPERATION, options)?;
+        let plan = {
+            let _current = self.room.make_current(OPERATION, self.device)?;
+            self.plan(OPERATION, options)?
+        };
+        let id = self.next_plan;
+        self.next_plan += 1;
+        self.plans.insert(id, plan);
+        Ok(PlanId::new(id))
+    }
+
+    unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
+        const OPERATION: &str = "run_plan";
+        self.enter(OPERATION)?;
+        let Some(plan) = self.plans.get_mut(&plan.get()) else { return Err(no_plan(OPERATION, plan)) };
+        if plan.is_empty {
+            return Ok(());
+        }
+        let Some(stream) = self.stream else {
+            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "the handle is bound to no stream")
+                .with_hint("call `set_stream` first"));
+        };
+        let bias = match (plan.has_bias, arguments.bias) {
+            (true, None) => {
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    OPERATION,
+                    "the plan adds a bias, and none is given",
+                )
+                .with_hint("pass a bias of m elements"));
+            }
+            (true, bias) => bias,
+            (false, _) => None,
+        };
+        let operands = [("A", arguments.a), ("B", arguments.b), ("C", arguments.c), ("D", arguments.d)];
+        for (what, ptr) in operands.into_iter().chain(bias.map(|bias| ("the bias", bias))) {
+            if !ptr.is_aligned_to(plan.alignment) {
+                let message = format!("{what} is at {ptr:?}, the plan was made for multiples of {}", plan.alignment);
+                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                    .with_hint("align it, or make the plan with a smaller `alignment`"));
+            }
+        }
+        let (workspace, bytes) = match self.workspace {
+            Some(workspace) if workspace.bytes >= plan.workspace_bytes => (workspace.ptr.get(), workspace.bytes),
+            None if plan.workspace_bytes == 0 => (0, 0),
+            other => {
+                let message = format!(
+                    "the plan needs {} bytes of workspace, {} are bound",
+                    plan.workspace_bytes,
+                    other.map_or(0, |workspace| workspace.bytes)
+                );
+                return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
+                    .with_hint("call `set_workspace` with as much as the plan was made for"));
+            }
+        };
+        let lt = &self.room.platform().lt;
+        let held = self.room.stream(OPERATION, stream)?;
+        let _current = self.room.make_current(OPERATION, self.device)?;
+        if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
+            let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
+            plan.product.set(OPERATION, lt.table.product_set, which, &bias.get())?;
+            plan.bias = Some(bias);
+        }
+        let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
+        let [alpha, beta]: [*const u8; 2] = if plan.doubles {
+            [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()]
+        } else {
+            [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
+        };
+        // SAFETY: the handle, the stream and the plan are alive; the caller vouches for the matrices and the workspace; the
+        // factors are read during the call.
+        let code = unsafe {
+            (lt.matmul)(
+                self.raw,
+                plan.product.raw,
+                alpha,
+                arguments.a.get(),
+                plan.a.raw,
+                arguments.b.get(),
+                plan.b.raw,
+                beta,
+                arguments.c.get(),
+                plan.c.raw,
+                arguments.d.get(),
+                plan.c.raw,
+                &plan.algorithm,
+                workspace,
+                bytes,
+                held.raw(),
+            )
+        };
+        CUBLAS.check(OPERATION, code)
+    }
+
+    fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
+        const OPERATION: &str = "destroy_plan";
+        self.enter(OPERATION)?;
+        self.plans.remove(&plan.get()).map(drop).ok_or_else(|| no_plan(OPERATION, plan))
+    }
+
+    fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    fn destroy(&mut self) -> Result<()> {
+        self.close()
+    }
+}
+
+#[cold]
+fn no_plan(operation: &'static str, plan: PlanId) -> Error {
+    Error::new(ErrorKind::InvalidHandle, operation, format!("{plan:?} is no plan of this handle, or no longer"))
+        .with_hint("create the plan on this handle")
+}

@@ -1,0 +1,247 @@
+//! Device memory that is made apart from its address, which is what can be shared by a descriptor or over a fabric.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use cudarc::driver::sys;
+use highwater_core::driver::SharedBlock;
+use highwater_core::{Descriptor, Error, ErrorKind, MemoryHandle, Result, Transport};
+
+use crate::calls::CudaCalls;
+use crate::codes;
+
+/// What memory is made for: the driver's own layout, with numbers in place of its enums.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+    metadata: usize,
+    flags: u64,
+}
+
+/// Where memory is.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Location {
+    kind: u32,
+    id: i32,
+}
+
+/// Who may use memory.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Access {
+    location: Location,
+    flags: u32,
+}
+
+const _: () = {
+    assert!(size_of::<Properties>() == size_of::<sys::CUmemAllocationProp>());
+    assert!(std::mem::offset_of!(Properties, location) == std::mem::offset_of!(sys::CUmemAllocationProp, location));
+    assert!(std::mem::offset_of!(Properties, flags) == std::mem::offset_of!(sys::CUmemAllocationProp, allocFlags));
+    assert!(size_of::<Access>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(std::mem::offset_of!(Access, flags) == std::mem::offset_of!(sys::CUmemAccessDesc, flags));
+};
+
+const PINNED: u32 = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32;
+const ON_DEVICE: u32 = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32;
+const READ_AND_WRITE: u32 = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32;
+const LEAST: u32 = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as u32;
+
+const fn handle_type(transport: Transport) -> u32 {
+    match transport {
+        Transport::Fabric => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0,
+        _ => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0,
+    }
+}
+
+/// The calls of this file, all of which there are or none.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MappedCalls {
+    create: unsafe extern "C" fn(*mut u64, usize, *const Properties, u64) -> i32,
+    release: unsafe extern "C" fn(u64) -> i32,
+    granularity: unsafe extern "C" fn(*mut usize, *const Properties, u32) -> i32,
+    reserve: unsafe extern "C" fn(*mut u64, usize, usize, u64, u64) -> i32,
+    unreserve: unsafe extern "C" fn(u64, usize) -> i32,
+    map: unsafe extern "C" fn(u64, usize, usize, u64, u64) -> i32,
+    unmap: unsafe extern "C" fn(u64, usize) -> i32,
+    access: unsafe extern "C" fn(u64, usize, *const Access, usize) -> i32,
+    export: unsafe extern "C" fn(*mut u8, u64, u32, u64) -> i32,
+    import: unsafe extern "C" fn(*mut u64, *const u8, u32) -> i32,
+}
+
+impl MappedCalls {
+    pub(crate) fn new(calls: &CudaCalls) -> Option<Self> {
+        Some(Self {
+            create: calls.memory_create?,
+            release: calls.memory_release?,
+            granularity: calls.memory_granularity?,
+            reserve: calls.address_reserve?,
+            unreserve: calls.address_free?,
+            map: calls.memory_map?,
+            unmap: calls.memory_unmap?,
+            access: calls.memory_access?,
+            export: calls.memory_export?,
+            import: calls.memory_import?,
+        })
+    }
+
+    const fn location(device: i32) -> Location {
+        Location { kind: ON_DEVICE, id: device }
+    }
+
+    const fn properties(device: i32, transport: Transport) -> Properties {
+        Properties {
+            kind: PINNED,
+            handle_types: handle_type(transport),
+            location: Self::location(device),
+            metadata: 0,
+            flags: 0,
+        }
+    }
+
+    /// `bytes`, rounded up to what the driver maps.
+    fn round(&self, operation: &'static str, properties: &Properties, bytes: usize) -> Result<usize> {
+        let mut granularity = 0;
+        // SAFETY: the call reads the properties and writes one number, which live until it returns.
+        let code = unsafe { (self.granularity)(&mut granularity, properties, LEAST) };
+        codes::CUDA.check(operation, code)?;
+        bytes.checked_next_multiple_of(granularity.max(1)).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes are more than the address space"))
+        })
+    }
+
+    /// Whether memory for the transport can be made at all: what the device's attributes say is not enough.
+    pub(crate) fn works(&self, device: i32, transport: Transport) -> bool {
+        let properties = Self::properties(device, transport);
+        let Ok(bytes) = self.round("open", &properties, 1) else { return false };
+        let mut memory = 0;
+        // SAFETY: as above; what was made is given back.
+        unsafe { (self.create)(&mut memory, bytes, &properties, 0) == 0 && (self.release)(memory) == 0 }
+    }
+
+    /// Makes memory and maps it; the device is current.
+    pub(crate) fn allocate(&self, device: i32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
+        const OPERATION: &str = "allocate";
+        let properties = Self::properties(device, transport);
+        let bytes = self.round(OPERATION, &properties, bytes)?;
+        let mut memory = 0;
+        // SAFETY: the call reads the properties and writes one number, which live until it returns.
+        codes::CUDA.check(OPERATION, unsafe { (self.create)(&mut memory, bytes, &properties, 0) })?;
+        self.place(OPERATION, device, memory, bytes)
+    }
+
+    /// Gives memory an address; where that fails, the memory is given back.
+    fn place(&self, operation: &'static str, device: i32, memory: u64, bytes: usize) -> Result<SharedBlock> {
+        let mut address = 0;
+        let access = Access { location: Self::location(device), flags: READ_AND_WRITE };
+        // SAFETY: the memory was just made or imported with at least these bytes, or mapping it fails; numbers and
+        // descriptions live until the calls return, and what was reserved and mapped is given back on failure.
+        let code = unsafe {
+            match (self.reserve)(&mut address, bytes, 0, 0, 0) {
+                0 => match (self.map)(address, bytes, 0, memory, 0) {
+                    0 => match (self.access)(address, bytes, &access, 1) {
+                        0 => return Ok(SharedBlock { address, allocation: memory, bytes }),
+                        code => {
+                            (self.unmap)(address, bytes);
+                            (self.unreserve)(address, bytes);
+                            code
+                        }
+                    },
+                    code => {
+                        (self.unreserve)(address, bytes);
+                        code
+                    }
+                },
+                code => code,
+            }
+        };
+        // SAFETY: nothing maps the memory.
+        unsafe { (self.release)(memory) };
+        Err(codes::CUDA.error(operation, code))
+    }
+
+    /// Gives a block back.
+    ///
+    /// # Safety
+    /// Nothing uses it any more.
+    pub(crate) unsafe fn free(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
+        // SAFETY: the block is mapped, and nothing uses it.
+        codes::CUDA.check(operation, unsafe { (self.unmap)(block.address, block.bytes) })?;
+        // The mapping is gone: what fails from here on cannot be tried again as a whole.
+        // SAFETY: the addresses are reserved and hold nothing; nothing maps the memory.
+        for code in unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(block.allocation)] } {
+            if let Err(error) = codes::CUDA.check(operation, code) {
+                tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn export(
+        &self,
+        block: &SharedBlock,
+        transport: Transport,
+        mut handle: MemoryHandle,
+    ) -> Result<MemoryHandle> {
+        const OPERATION: &str = "export_memory";
+        let number = handle_type(transport);
+        if transport == Transport::Fabric {
+            // SAFETY: the call writes the 64 bytes of a fabric handle, which live until it returns.
+            let code = unsafe { (self.export)(handle.payload.as_mut_ptr(), block.allocation, number, 0) };
+            return codes::CUDA.check(OPERATION, code).map(|()| handle);
+        }
+        let mut descriptor: i32 = -1;
+        // SAFETY: the call writes one descriptor, which lives until it returns.
+        let code = unsafe { (self.export)((&raw mut descriptor).cast(), block.allocation, number, 0) };
+        codes::CUDA.check(OPERATION, code)?;
+        if descriptor < 0 {
+            return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA answered with success and no descriptor"));
+        }
+        // SAFETY: the descriptor was just made, and nobody else knows it.
+        Ok(handle.with_descriptor(Descriptor::new(unsafe { OwnedFd::from_raw_fd(descriptor) })))
+    }
+
+    /// Opens a handle of another process; the device is current.
+    pub(crate) fn open(&self, device: i32, handle: &MemoryHandle) -> Result<SharedBlock> {
+        const OPERATION: &str = "open_memory";
+        let number = handle_type(handle.transport);
+        let argument: *const u8 = match (&handle.descriptor, handle.transport) {
+            (_, Transport::Fabric) => handle.payload.as_ptr(),
+            // The driver takes the descriptor's number in place of a pointer.
+            (Some(descriptor), _) => std::ptr::without_provenance(descriptor.as_ref().as_raw_fd() as usize),
+            (None, _) => {
+                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle has no descriptor")
+                    .with_hint("pass the handle with the descriptor that travelled beside it"));
+            }
+        };
+        let mut memory = 0;
+        // SAFETY: the descriptor is open, or the handle is 64 bytes, and the number lives until the call returns.
+        let code = unsafe { (self.import)(&mut memory, argument, number) };
+        let not_one = |error: Error| {
+            // Of which error the driver makes of something that is no handle, nothing is written down.
+            match error.kind() {
+                ErrorKind::OutOfMemory | ErrorKind::DeviceLost | ErrorKind::PermissionDenied => error,
+                _ => Error::new(
+                    ErrorKind::InvalidArgument,
+                    OPERATION,
+                    format!("this is no handle of shared memory: {}", error.message()),
+                )
+                .with_code(error.code().unwrap_or(0))
+                .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID"),
+            }
+        };
+        codes::CUDA.check(OPERATION, code).map_err(not_one)?;
+        let wanted = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
+        let bytes = self.round(OPERATION, &Self::properties(device, handle.transport), wanted);
+        match bytes {
+            Ok(bytes) => self.place(OPERATION, device, memory, bytes).map_err(not_one),
+            Err(error) => {
+                // SAFETY: nothing maps the memory.
+                unsafe { (self.release)(memory) };
+                Err(error)
+            }
+        }
+    }
+}

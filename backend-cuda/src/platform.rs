@@ -1,0 +1,132 @@
+//! CUDA as the driver room sees it.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUresult;
+use highwater_core::driver::{Blas, Calls, Codes, Platform, Quirks, Room, SharedBlock};
+use highwater_core::{BlasHandle, Error, MemoryHandle, Result, Transport};
+
+use crate::codes;
+use crate::driver::Driver;
+use crate::lt::{LtBlas, LtCalls};
+use crate::mapped::MappedCalls;
+use crate::quirks::QUIRKS;
+
+/// The driver, cuBLAS and cuBLASLt.
+#[derive(Debug)]
+pub(crate) struct Cuda {
+    pub(crate) driver: &'static Driver,
+    pub(crate) mapped: Option<MappedCalls>,
+    pub(crate) blas: Blas,
+    pub(crate) lt: LtCalls,
+}
+
+impl Cuda {
+    fn mapped(&self, operation: &'static str) -> Result<&MappedCalls> {
+        self.mapped.as_ref().ok_or_else(|| Error::lacks(operation, "ipc_transports"))
+    }
+
+    fn number(&self, device: u32) -> i32 {
+        self.driver.devices.get(device as usize).map_or(-1, |device| device.number)
+    }
+}
+
+// SAFETY: the calls are those of NVIDIA's driver and of cuBLAS, looked up under their own symbols and declared with their own
+// arguments (`witness.rs` holds them against another declaration); NVIDIA's manuals promise the order of streams, what
+// queries answer and what copies move.
+unsafe impl Platform for Cuda {
+    fn calls(&self) -> &Calls {
+        &self.driver.calls
+    }
+
+    fn codes(&self) -> &'static Codes {
+        &codes::CUDA
+    }
+
+    fn quirks(&self) -> &'static Quirks {
+        &QUIRKS
+    }
+
+    fn blas(&self) -> &Blas {
+        &self.blas
+    }
+
+    #[inline]
+    fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
+        let context = self.driver.context(device)?;
+        let mut current = 0;
+        // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
+        // code of the thread may change it.
+        match unsafe { (self.driver.own.context_current)(&mut current) } {
+            0 if current == context => Ok(None),
+            // SAFETY: the context is the device's primary one, retained for good.
+            0 => match unsafe { (self.driver.own.context_push)(context) } {
+                0 => Ok(Some(context)),
+                code => Err(code),
+            },
+            code => Err(code),
+        }
+    }
+
+    #[inline]
+    fn restore(&self, _previous: u64) {
+        let mut popped = 0;
+        // SAFETY: the call writes one number that lives until it returns. It pops what `make_current` pushed.
+        unsafe { (self.driver.own.context_pop)(&mut popped) };
+    }
+
+    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32> {
+        let own = &self.driver.own;
+        let mut reaches = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        match unsafe { (own.device_reaches)(&mut reaches, self.number(device), self.number(peer)) } {
+            0 if reaches != 0 => {}
+            0 => return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED as i32),
+            code => return Err(code),
+        }
+        // SAFETY: the context is the peer's primary one, retained for good.
+        match unsafe { (own.context_enable_peer)(self.driver.context(peer)?, 0) } {
+            0 => Ok(()),
+            code if code == CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED as i32 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    unsafe fn copy_peer(&self, dst: (u32, u64), src: (u32, u64), bytes: usize, stream: u64) -> i32 {
+        match (self.driver.context(dst.0), self.driver.context(src.0)) {
+            // SAFETY: the caller vouches for both ranges and the stream.
+            (Ok(to), Ok(from)) => unsafe { (self.driver.own.copy_peer)(dst.1, to, src.1, from, bytes, stream) },
+            (Err(code), _) | (_, Err(code)) => code,
+        }
+    }
+
+    unsafe fn stream_is_of(&self, stream: u64, device: u32) -> Result<bool, i32> {
+        let mut context = 0;
+        // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
+        match unsafe { (self.driver.own.stream_context)(stream, &mut context) } {
+            0 => Ok(context == self.driver.context(device)?),
+            code => Err(code),
+        }
+    }
+
+    fn allocate_shared(&self, device: u32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
+        self.mapped("allocate")?.allocate(self.number(device), transport, bytes)
+    }
+
+    unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
+        // SAFETY: passed on from the caller.
+        unsafe { self.mapped(operation)?.free(operation, block) }
+    }
+
+    fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
+        self.mapped("export_memory")?.export(block, transport, handle)
+    }
+
+    fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
+        self.mapped("open_memory")?.open(self.number(device), handle)
+    }
+
+    fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
+        Ok(Box::new(LtBlas::create(room, device)?))
+    }
+}

@@ -1,0 +1,51 @@
+//! How CUDA behaves, as data.
+
+use cudarc::cublas::sys::{
+    cublasAtomicsMode_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t, cublasOperation_t, cudaDataType_t,
+};
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_WRITECOMBINED};
+use cudarc::driver::sys::{CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CUipcMem_flags};
+use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUresult, CUstream_flags};
+use highwater_core::driver::Quirks;
+
+const PINNED: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+const NO_TIMING: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+
+pub(crate) static QUIRKS: Quirks = Quirks {
+    legacy_stream: 1,
+    per_thread_stream: 2,
+    not_ready: CUresult::CUDA_ERROR_NOT_READY as i32,
+    out_of_memory: CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32,
+    wrong_capture_thread: CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD as i32,
+    no_elapsed_time: CUresult::CUDA_ERROR_INVALID_HANDLE as i32,
+    stream_flags: CUstream_flags::CU_STREAM_NON_BLOCKING as u32,
+    event_flags: [
+        NO_TIMING,
+        CUevent_flags::CU_EVENT_DEFAULT as u32,
+        NO_TIMING | CUevent_flags::CU_EVENT_INTERPROCESS as u32,
+    ],
+    host_flags: [PINNED, PINNED | CU_MEMHOSTALLOC_WRITECOMBINED],
+    register_flags: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP,
+    ipc_open_flag: CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32,
+    pool_release_threshold: CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD as u32,
+    transpose_codes: [cublasOperation_t::CUBLAS_OP_N as i32, cublasOperation_t::CUBLAS_OP_T as i32],
+    type_codes: [
+        cudaDataType_t::CUDA_R_16F as i32,
+        cudaDataType_t::CUDA_R_16BF as i32,
+        cudaDataType_t::CUDA_R_32F as i32,
+        cudaDataType_t::CUDA_R_64F as i32,
+    ],
+    compute_codes: [
+        cublasComputeType_t::CUBLAS_COMPUTE_32F as i32,
+        cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32 as i32,
+        cublasComputeType_t::CUBLAS_COMPUTE_64F as i32,
+    ],
+    default_algorithm: cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT as i32,
+    math_modes: Some([cublasMath_t::CUBLAS_DEFAULT_MATH as u32, cublasMath_t::CUBLAS_TF32_TENSOR_OP_MATH as u32]),
+    atomics_modes: [
+        cublasAtomicsMode_t::CUBLAS_ATOMICS_NOT_ALLOWED as u32,
+        cublasAtomicsMode_t::CUBLAS_ATOMICS_ALLOWED as u32,
+    ],
+    atomics_allowed_at_first: false,
+    set_stream_resets_workspace: true,
+};

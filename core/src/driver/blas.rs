@@ -1,0 +1,337 @@
+//! The trait `BlasHandle` over a vendor's BLAS.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::backend::wrong_device;
+use super::platform::Platform;
+use super::room::{HandleCount, Room};
+use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, MathMode, Workspace};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::StreamId;
+
+/// One handle of the vendor's BLAS.
+pub(super) struct DriverBlas<P: Platform> {
+    room: Arc<Room<P>>,
+    device: u32,
+    /// The vendor's handle; 0 once it was destroyed.
+    raw: u64,
+    /// The stream that is bound, and its vendor handle at that time.
+    stream: Option<(StreamId, u64)>,
+    workspace: Option<Workspace>,
+    math_mode: MathMode,
+    /// Counted until the handle is destroyed.
+    count: Option<HandleCount<P>>,
+}
+
+impl<P: Platform> fmt::Debug for DriverBlas<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DriverBlas").field("device", &self.device).field("raw", &self.raw).finish_non_exhaustive()
+    }
+}
+
+impl<P: Platform> DriverBlas<P> {
+    /// Makes a handle; the device is current.
+    pub(super) fn create(room: &Arc<Room<P>>, device: u32) -> Result<Self> {
+        const OPERATION: &str = "create_blas_handle";
+        let blas = room.platform.blas();
+        let quirks = room.platform.quirks();
+        let mut raw = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
+        let handle = Self {
+            room: Arc::clone(room),
+            device,
+            raw,
+            stream: None,
+            workspace: None,
+            math_mode: MathMode::Default,
+            count: Some(room.count_handle()),
+        };
+        if quirks.atomics_allowed_at_first {
+            // SAFETY: the handle was just made.
+            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes[0]) };
+            blas.codes.check(OPERATION, code)?;
+        }
+        Ok(handle)
+    }
+
+    #[inline]
+    fn enter(&self, operation: &'static str) -> Result<()> {
+        self.room.enter(operation)?;
+        if self.raw == 0 { Err(destroyed(operation)) } else { Ok(()) }
+    }
+
+    #[inline]
+    fn check(&self, operation: &'static str, code: i32) -> Result<()> {
+        self.room.platform.blas().codes.check(operation, code)
+    }
+
+    /// Binds the stream again, and what the vendor drops with it.
+    fn bind(&mut self, operation: &'static str, raw_stream: u64) -> Result<()> {
+        let calls = &self.room.platform.blas().calls;
+        // SAFETY: the handle is alive, and the caller holds the stream.
+        self.check(operation, unsafe { (calls.set_stream)(self.raw, raw_stream) })
+    }
+
+    fn close(&mut self) -> Result<()> {
+        const OPERATION: &str = "destroy";
+        if self.raw == 0 {
+            return Err(destroyed(OPERATION));
+        }
+        self.room.enter(OPERATION)?;
+        let outcome = {
+            let _relaxed = self.room.relaxed_if_capturing();
+            let _current = self.room.make_current(OPERATION, self.device)?;
+            // SAFETY: the handle is alive, and is not used after this.
+            let code = unsafe { (self.room.platform.blas().calls.destroy)(self.raw) };
+            self.check(OPERATION, code)
+        };
+        // Whatever the vendor said: a second try would be one on a handle that may be gone.
+        self.raw = 0;
+        self.count = None;
+        outcome
+    }
+}
+
+impl<P: Platform> Drop for DriverBlas<P> {
+    fn drop(&mut self) {
+        if self.raw == 0 {
+            return;
+        }
+        if !self.room.is_in_service() {
+            // Left on purpose: at exit and in a forked child the vendor is not called. The count refers to the room, which
+            // is left with it.
+            std::mem::forget(self.count.take());
+            return;
+        }
+        if let Err(error) = self.close() {
+            tracing::warn!("a BLAS handle was not destroyed: {error}");
+        }
+    }
+}
+
+#[cold]
+fn destroyed(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
+}
+
+#[cold]
+fn no_stream(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
+        .with_hint("call `set_stream` first")
+}
+
+/// `value` as the 64 bits with a sign that the vendors take.
+fn size(operation: &'static str, value: usize) -> Result<i64> {
+    i64::try_from(value).map_err(|_| {
+        Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than the vendor can count"))
+    })
+}
+
+impl<P: Platform> BlasHandle for DriverBlas<P> {
+    fn kind(&self) -> BlasKind {
+        BlasKind::Blas
+    }
+
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "set_stream";
+        self.enter(OPERATION)?;
+        let raw = {
+            let held = self.room.stream(OPERATION, stream)?;
+            if stream.device() != self.device {
+                return Err(wrong_device(OPERATION, stream, "the handle", self.device));
+            }
+            let code = {
+                // SAFETY: the handle is alive, and the stream is held.
+                unsafe { (self.room.platform.blas().calls.set_stream)(self.raw, held.raw()) }
+            };
+            self.room.platform.blas().codes.check(OPERATION, code)?;
+            held.raw()
+        };
+        self.stream = Some((stream, raw));
+        if self.room.platform.quirks().set_stream_resets_workspace {
+            self.workspace = None;
+        }
+        Ok(())
+    }
+
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        const OPERATION: &str = "set_workspace";
+        self.enter(OPERATION)?;
+        let capabilities = self.room.capabilities(OPERATION, self.device)?;
+        let Some(wanted) = workspace else {
+            // Binding the stream again is what puts a handle back on its own workspace.
+            if let Some((stream, _)) = self.stream
+                && self.workspace.is_some()
+            {
+                return self.set_stream(stream);
+            }
+            return Ok(());
+        };
+        let Some(set) = self.room.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
+            return Err(Error::lacks(OPERATION, "blas_workspace"));
+        };
+        if !wanted.ptr.is_aligned_to(capabilities.workspace_alignment) {
+            let message = format!("{:?} is not a multiple of {}", wanted.ptr, capabilities.workspace_alignment);
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                .with_hint("align the workspace as the capability `workspace_alignment` says"));
+        }
+        // SAFETY: the handle is alive; the caller vouches for the memory.
+        self.check(OPERATION, unsafe { set(self.raw, wanted.ptr.get(), wanted.bytes) })?;
+        self.workspace = Some(wanted);
+        Ok(())
+    }
+
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        const OPERATION: &str = "set_math_mode";
+        self.enter(OPERATION)?;
+        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
+            return Err(Error::lacks(OPERATION, "tf32"));
+        }
+        let platform = &self.room.platform;
+        if let (Some(modes), Some(set)) = (platform.quirks().math_modes, platform.blas().calls.set_math_mode) {
+            let number = match mode {
+                MathMode::Default => modes[0],
+                MathMode::Tf32 => modes[1],
+            };
+            // SAFETY: the handle is alive.
+            self.check(OPERATION, unsafe { set(self.raw, number) })?;
+        }
+        self.math_mode = mode;
+        Ok(())
+    }
+
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        const OPERATION: &str = "set_atomics_mode";
+        self.enter(OPERATION)?;
+        let [not_allowed, allowed] = self.room.platform.quirks().atomics_modes;
+        let number = match mode {
+            AtomicsMode::NotAllowed => not_allowed,
+            AtomicsMode::Allowed if self.room.capabilities(OPERATION, self.device)?.atomics_mode => allowed,
+            AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
+        };
+        // SAFETY: the handle is alive.
+        self.check(OPERATION, unsafe { (self.room.platform.blas().calls.set_atomics_mode)(self.raw, number) })
+    }
+
+    unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
+        const OPERATION: &str = "gemm";
+        self.enter(OPERATION)?;
+        let room = Arc::clone(&self.room);
+        let shape = &gemm.shape;
+        let capabilities = room.capabilities(OPERATION, self.device)?;
+        let (can, name) = match shape.data_type {
+            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
+            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
+            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
+            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
+        };
+        if !can {
+            return Err(Error::lacks(OPERATION, name));
+        }
+        if shape.is_empty() {
+            return Ok(());
+        }
+        let Some((stream, bound)) = self.stream else { return Err(no_stream(OPERATION)) };
+        let held = room.stream(OPERATION, stream)?;
+        let _current = room.make_current(OPERATION, self.device)?;
+        if held.raw() != bound {
+            // The stream was replaced under its id.
+            self.bind(OPERATION, held.raw())?;
+            self.stream = Some((stream, held.raw()));
+        }
+        let quirks = room.platform.quirks();
+        let blas = room.platform.blas();
+        let (transpose_a, transpose_b) =
+            (quirks.transpose_code(shape.transpose_a), quirks.transpose_code(shape.transpose_b));
+        // With a factor of 0 the product of A and B does not matter, NaN in them included: then nothing of them is read.
+        let k = if gemm.alpha == 0.0 { 0 } else { size(OPERATION, shape.k)? };
+        let (m, n) = (size(OPERATION, shape.m)?, size(OPERATION, shape.n)?);
+        let (lda, ldb, ldc) = (size(OPERATION, shape.lda)?, size(OPERATION, shape.ldb)?, size(OPERATION, shape.ldc)?);
+        let number = quirks.type_code(shape.data_type);
+        let compute = quirks.compute_code(shape.data_type, self.math_mode);
+        let (doubles, floats) = ([gemm.alpha, gemm.beta], [gemm.alpha as f32, gemm.beta as f32]);
+        let [alpha, beta]: [*const u8; 2] = match shape.data_type {
+            DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
+            _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
+        };
+        let (a, b, c) = (gemm.a.get(), gemm.b.get(), gemm.c.get());
+        let algorithm = quirks.default_algorithm;
+        let code = match shape.batch {
+            // SAFETY: the handle and its stream are alive; the caller vouches for the matrices; the factors are read
+            // during the call.
+            None => unsafe {
+                (blas.gemm)(
+                    self.raw,
+                    transpose_a,
+                    transpose_b,
+                    m,
+                    n,
+                    k,
+                    alpha,
+                    a,
+                    number,
+                    lda,
+                    b,
+                    number,
+                    ldb,
+                    beta,
+                    c,
+                    number,
+                    ldc,
+                    compute,
+                    algorithm,
+                )
+            },
+            Some(batch) => {
+                if !capabilities.strided_batch {
+                    return Err(Error::lacks(OPERATION, "strided_batch"));
+                }
+                let (stride_a, stride_b) = (size(OPERATION, batch.stride_a)?, size(OPERATION, batch.stride_b)?);
+                let (stride_c, count) = (size(OPERATION, batch.stride_c)?, size(OPERATION, batch.count)?);
+                // SAFETY: as above.
+                unsafe {
+                    (blas.gemm_batch)(
+                        self.raw,
+                        transpose_a,
+                        transpose_b,
+                        m,
+                        n,
+                        k,
+                        alpha,
+                        a,
+                        number,
+                        lda,
+                        stride_a,
+                        b,
+                        number,
+                        ldb,
+                        stride_b,
+                        beta,
+                        c,
+                        number,
+                        ldc,
+                        stride_c,
+                        count,
+                        compute,
+                        algorithm,
+                    )
+                }
+            }
+        };
+        blas.codes.check(OPERATION, code)
+    }
+
+    fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    fn destroy(&mut self) -> Result<()> {
+        self.close()
+    }
+}

@@ -1,0 +1,419 @@
+//! The tables of a driven backend: which vendor handle an id stands for, and that no handle is destroyed while a call
+//! uses it.
+//!
+//! A vendor crashes where a destroyed stream is used, and a safe call may race with the call that destroys. A lock or a
+//! count in the slot would be written by every call of every thread. So a call only announces, in a record of its own
+//! thread, which slots it uses (a *hazard*), then looks whether the slot still holds the id's object, and makes the vendor's
+//! call. Who destroys makes the id stale first, then looks for announcements: as long as one stands, the handle is put
+//! off and destroyed by a later call. One fence on each side orders the two: either the announcement is seen, or the
+//! stale slot is. `tests/loom_objects.rs` checks this.
+
+use std::marker::PhantomData;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{BackendTag, IdParts, ObjectId};
+use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering, fence};
+use std::num::NonZeroU32;
+
+use super::hazards::{self, Hazard};
+
+/// One object: what the id of its generation stands for.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// Generation in the upper half, device and [`LIVE`] in the lower one.
+    state: AtomicU64,
+    /// The vendor's handle.
+    raw: AtomicU64,
+    /// What the room remembers of it.
+    flags: AtomicU64,
+}
+
+/// Set in `Slot::state` while the slot holds an object.
+const LIVE: u64 = 1 << 31;
+
+const fn live(generation: u32, device: u32) -> u64 {
+    (generation as u64) << 32 | LIVE | device as u64
+}
+
+/// Slots of the first chunk; each further one is twice as large as the one before.
+const FIRST_CHUNK: u32 = 64;
+const CHUNKS: usize = 24;
+
+/// Where the slot is: its chunk, and the place there.
+const fn place(slot: u32) -> (usize, usize) {
+    let shifted = slot / FIRST_CHUNK + 1;
+    let chunk = shifted.ilog2();
+    (chunk as usize, (slot - FIRST_CHUNK * ((1 << chunk) - 1)) as usize)
+}
+
+const fn chunk_slots(chunk: usize) -> usize {
+    (FIRST_CHUNK as usize) << chunk
+}
+
+/// The objects of one kind that a backend has made.
+#[derive(Debug)]
+pub(super) struct Objects<I> {
+    tag: BackendTag,
+    chunks: [AtomicPtr<Slot>; CHUNKS],
+    book: Mutex<Book>,
+    kind: PhantomData<fn(I) -> I>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    slots: u32,
+    free: Vec<u32>,
+    live: u64,
+    /// Removed, but perhaps still used by a call of another thread.
+    put_off: Vec<Removed>,
+}
+
+/// What was taken out of a table and is to be destroyed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Removed {
+    slot: u32,
+    pub(super) device: u32,
+    pub(super) raw: u64,
+    pub(super) flags: u64,
+}
+
+/// A vendor handle that is not destroyed while this is alive.
+#[derive(Debug)]
+pub(super) struct Held<'t> {
+    pub(super) raw: u64,
+    slot: &'t Slot,
+    _hazard: Hazard,
+}
+
+impl Held<'_> {
+    pub(super) fn flags(&self) -> u64 {
+        self.slot.flags.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_flag(&self, flag: u64, on: bool) {
+        if on {
+            self.slot.flags.fetch_or(flag, Ordering::Relaxed);
+        } else {
+            self.slot.flags.fetch_and(!flag, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<I: ObjectId> Objects<I> {
+    pub(super) fn new(tag: BackendTag) -> Self {
+        Self {
+            tag,
+            chunks: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
+            book: Mutex::new(Book::default()),
+            kind: PhantomData,
+        }
+    }
+
+    /// Takes in a vendor handle and issues its id.
+    pub(super) fn insert(&self, operation: &'static str, device: u32, raw: u64, flags: u64) -> Result<I> {
+        let mut book = self.book.lock();
+        let index = match book.free.pop() {
+            Some(index) => index,
+            None => {
+                let index = book.slots;
+                let (chunk, _) = place(index);
+                if chunk >= CHUNKS {
+                    let message = format!("{index} {}s exist, there is no room for more", I::NAME);
+                    return Err(Error::new(ErrorKind::OutOfMemory, operation, message));
+                }
+                if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
+                    let empty = || Slot { state: AtomicU64::new(0), raw: AtomicU64::new(0), flags: AtomicU64::new(0) };
+                    let slots: Box<[Slot]> = (0..chunk_slots(chunk)).map(|_| empty()).collect();
+                    // Release: who finds the chunk finds its slots.
+                    self.chunks[chunk].store(Box::into_raw(slots).cast(), Ordering::Release);
+                }
+                book.slots += 1;
+                index
+            }
+        };
+        let Some(slot) = self.slot(index) else {
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids has lost a slot"));
+        };
+        let generation = (slot.state.load(Ordering::Relaxed) >> 32) as u32 + 1;
+        let Some(non_zero) = NonZeroU32::new(generation) else {
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids was used up"));
+        };
+        slot.raw.store(raw, Ordering::Relaxed);
+        slot.flags.store(flags, Ordering::Relaxed);
+        // Release: who sees the state sees the handle.
+        slot.state.store(live(generation, device), Ordering::Release);
+        book.live += 1;
+        let parts = IdParts { slot: index, generation: non_zero, tag: self.tag, device };
+        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        Ok(unsafe { I::from_parts(parts) })
+    }
+
+    #[inline]
+    fn slot(&self, index: u32) -> Option<&Slot> {
+        let (chunk, place) = place(index);
+        let slots = self.chunks.get(chunk)?.load(Ordering::Acquire);
+        if slots.is_null() {
+            return None;
+        }
+        // SAFETY: the chunk holds `chunk_slots(chunk)` slots, `place` is below that, and chunks live as long as the table.
+        Some(unsafe { &*slots.add(place) })
+    }
+
+    /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
+    #[inline]
+    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+        let parts = id.parts();
+        if parts.tag == self.tag
+            && let Some(slot) = self.slot(parts.slot)
+        {
+            let hazard = hazards::announce(std::ptr::from_ref(slot).cast_mut().cast());
+            // With the fence in `remove`: either the announcement is seen there, or the stale state here.
+            fence(Ordering::SeqCst);
+            if slot.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device) {
+                return Ok(Held { raw: slot.raw.load(Ordering::Relaxed), slot, _hazard: hazard });
+            }
+        }
+        Err(self.unknown(operation, id))
+    }
+
+    #[cold]
+    fn unknown(&self, operation: &'static str, id: I) -> Error {
+        if id.parts().tag == self.tag {
+            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
+                .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
+        } else {
+            let message = format!("{id:?} was issued by another backend than backend {}", self.tag.get());
+            Error::new(ErrorKind::InvalidHandle, operation, message)
+                .with_hint(format!("pass a {} that this backend created", I::NAME))
+        }
+    }
+
+    /// Makes `id` stale. What may be destroyed now is handed to `destroy`, one after the other and outside the lock: this
+    /// object, unless a call is using it, and those that were put off before and are used no more. The answer is that of
+    /// this object's destruction; a handle that is put off counts as destroyed.
+    pub(super) fn remove(
+        &self,
+        operation: &'static str,
+        id: I,
+        mut destroy: impl FnMut(&Removed) -> Result<()>,
+    ) -> Result<()> {
+        let parts = id.parts();
+        let removed = {
+            let mut book = self.book.lock();
+            let known = if parts.tag == self.tag { self.slot(parts.slot) } else { None };
+            let slot =
+                known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
+            let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
+            slot.state.store(u64::from(parts.generation.get()) << 32, Ordering::Relaxed);
+            book.live -= 1;
+            let (raw, flags) = (slot.raw.load(Ordering::Relaxed), slot.flags.load(Ordering::Relaxed));
+            Removed { slot: parts.slot, device: parts.device, raw, flags }
+        };
+        let mut answer = Ok(());
+        self.sweep_with(Some(removed), |removed_now| {
+            let outcome = destroy(removed_now);
+            if *removed_now == removed {
+                answer = outcome;
+            } else if let Err(error) = outcome {
+                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+            }
+        });
+        answer
+    }
+
+    /// Destroys what was put off and is used no more.
+    pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed) -> Result<()>) {
+        self.sweep_with(None, |removed| {
+            if let Err(error) = destroy(removed) {
+                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+            }
+        });
+    }
+
+    fn sweep_with(&self, first: Option<Removed>, mut destroy: impl FnMut(&Removed)) {
+        let candidates: Vec<Removed> = {
+            let mut book = self.book.lock();
+            first.into_iter().chain(book.put_off.drain(..)).collect()
+        };
+        if candidates.is_empty() {
+            return;
+        }
+        // With the fence in `hold`.
+        fence(Ordering::SeqCst);
+        for removed in candidates {
+            let used = self
+                .slot(removed.slot)
+                .is_some_and(|slot| hazards::is_announced(std::ptr::from_ref(slot).cast_mut().cast()));
+            if used {
+                self.book.lock().put_off.push(removed);
+                continue;
+            }
+            destroy(&removed);
+            // A slot whose generations are used up is never issued again.
+            let last = self
+                .slot(removed.slot)
+                .is_none_or(|slot| slot.state.load(Ordering::Relaxed) >> 32 == u64::from(u32::MAX));
+            if !last {
+                self.book.lock().free.push(removed.slot);
+            }
+        }
+    }
+
+    /// How many objects there are.
+    pub(super) fn live(&self) -> u64 {
+        self.book.lock().live
+    }
+
+    /// How many of them have a flag.
+    pub(super) fn live_with(&self, flag: u64) -> u64 {
+        let slots = self.book.lock().slots;
+        let has = |index: &u32| {
+            self.slot(*index).is_some_and(|slot| {
+                slot.state.load(Ordering::Acquire) & LIVE != 0 && slot.flags.load(Ordering::Relaxed) & flag != 0
+            })
+        };
+        (0..slots).filter(has).count() as u64
+    }
+}
+
+impl<I> Drop for Objects<I> {
+    fn drop(&mut self) {
+        for (chunk, slots) in self.chunks.iter().enumerate() {
+            let slots = slots.load(Ordering::Acquire);
+            if !slots.is_null() {
+                let slots = std::ptr::slice_from_raw_parts_mut(slots, chunk_slots(chunk));
+                // SAFETY: `insert` made the chunk from a box of this length, and nothing refers to the table any more.
+                drop(unsafe { Box::from_raw(slots) });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::StreamId;
+
+    #[test]
+    fn places_follow_one_another_without_a_gap() {
+        let mut expected = (0, 0);
+        for slot in 0..10_000 {
+            assert_eq!(place(slot), expected);
+            expected.1 += 1;
+            if expected.1 == chunk_slots(expected.0) {
+                expected = (expected.0 + 1, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn an_id_is_stale_once_removed_and_its_slot_is_used_again_for_another() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let old = table.insert("t", 3, 77, 0).unwrap();
+        assert_eq!((table.hold("t", old).unwrap().raw, old.device()), (77, 3));
+        let mut destroyed = Vec::new();
+        table
+            .remove("t", old, |removed| {
+                destroyed.push((removed.raw, removed.device));
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(destroyed, [(77, 3)]);
+        let new = table.insert("t", 3, 78, 0).unwrap();
+        assert_eq!(old.parts().slot, new.parts().slot);
+        assert_eq!(table.hold("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(table.remove("t", old, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!((table.hold("t", new).unwrap().raw, table.live()), (78, 1));
+    }
+
+    #[test]
+    fn ids_of_other_backends_and_forged_ones_are_refused() {
+        let (table, other) =
+            (Objects::<StreamId>::new(BackendTag::next()), Objects::<StreamId>::new(BackendTag::next()));
+        let id = table.insert("t", 1, 5, 0).unwrap();
+        assert_eq!(other.hold("t", id).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        for forged in [IdParts { device: 0, ..id.parts() }, IdParts { slot: 40_000_000, ..id.parts() }] {
+            // SAFETY: no runtime uses this table.
+            let forged = unsafe { StreamId::from_parts(forged) };
+            assert_eq!(table.hold("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        }
+    }
+
+    #[test]
+    fn what_a_call_uses_is_destroyed_only_after_it() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let id = table.insert("t", 0, 9, 0).unwrap();
+        let held = table.hold("t", id).unwrap();
+        let mut destroyed = 0;
+        table
+            .remove("t", id, |_| {
+                destroyed += 1;
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!((destroyed, table.live()), (0, 0));
+        assert!(table.hold("t", id).is_err());
+        // The slot is not used again before its handle is destroyed.
+        let other = table.insert("t", 0, 10, 0).unwrap();
+        assert_ne!(other.parts().slot, id.parts().slot);
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        assert_eq!(destroyed, 0);
+        drop(held);
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        assert_eq!(destroyed, 1);
+    }
+
+    #[test]
+    fn flags_are_counted_over_live_objects() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let ids: Vec<_> = (0..200).map(|raw| table.insert("t", 0, raw, raw & 1).unwrap()).collect();
+        table.remove("t", ids[1], |_| Ok(())).unwrap();
+        table.hold("t", ids[0]).unwrap().set_flag(1, true);
+        table.hold("t", ids[3]).unwrap().set_flag(1, false);
+        assert_eq!((table.live(), table.live_with(1)), (199, 99));
+        assert_eq!(table.hold("t", ids[0]).unwrap().flags(), 1);
+    }
+
+    #[test]
+    fn threads_that_use_and_one_that_destroys_never_meet_a_destroyed_object() {
+        use std::sync::atomic::AtomicBool;
+        // The handle is an index into this array; destroying marks it.
+        let destroyed: Vec<AtomicBool> = (0..2000).map(|_| AtomicBool::new(false)).collect();
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let current = std::sync::Mutex::new(table.insert("t", 0, 0, 0).unwrap());
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..20_000 {
+                        let id = *current.lock().unwrap();
+                        if let Ok(held) = table.hold("t", id) {
+                            assert!(!destroyed[held.raw as usize].load(std::sync::atomic::Ordering::SeqCst));
+                        }
+                    }
+                });
+            }
+            for raw in 1..2000 {
+                let next = table.insert("t", 0, raw, 0).unwrap();
+                let old = std::mem::replace(&mut *current.lock().unwrap(), next);
+                table
+                    .remove("t", old, |removed| {
+                        destroyed[removed.raw as usize].store(true, std::sync::atomic::Ordering::SeqCst);
+                        Ok(())
+                    })
+                    .unwrap();
+            }
+        });
+        table.sweep(|_| Ok(()));
+        assert_eq!(table.live(), 1);
+    }
+}
