@@ -475,7 +475,17 @@ fn thirty_kills_lose_nothing_and_free_nothing_early() {
     let nothing = ["leaked_bytes", "leaked_objects", "early_frees", "unexpected", "processes_left", "descriptors_left"];
     assert!(nothing.iter().all(|key| integer(key) == 0), "{object}");
     // What one process writes another reads, and memory does wait in limbo.
-    let something = ["opens", "releases", "expired_tickets", "checks", "words_changed", "limbo_peak_bytes", "shared"];
+    let something = [
+        "opens",
+        "releases",
+        "expired_tickets",
+        "checks",
+        "words_changed",
+        "limbo_peak_bytes",
+        "shared",
+        "killed_after_cut",
+        "cut_sockets",
+    ];
     assert!(something.iter().all(|key| integer(key) > 0), "{object}");
     assert!(object["seconds"].as_f64().unwrap() > 0.0);
     let table = highwater(&["soak", "ipc", "--kills", "3"]);

@@ -108,6 +108,9 @@ trait Accumulator: Pod + Add<Output = Self> + AddAssign + Mul<Output = Self> + P
         self
     }
 
+    /// `C = alpha * A * B + beta * C` on unchecked pointers.
+    const GEMM: UncheckedGemm<Self>;
+
     /// `c = a * b` with c column-major and packed; strides in elements.
     #[expect(clippy::too_many_arguments, reason = "the argument list of every GEMM")]
     fn multiply(
@@ -119,8 +122,38 @@ trait Accumulator: Pod + Add<Output = Self> + AddAssign + Mul<Output = Self> + P
         b: &[Self],
         b_strides: Strides,
         c: &mut [Self],
-    );
+    ) {
+        let reaches = |rows: usize, columns: usize, strides: Strides| {
+            (rows - 1) * strides.row + (columns - 1) * strides.column + 1
+        };
+        assert!(m > 0 && k > 0 && n > 0 && reaches(m, k, a_strides) <= a.len() && reaches(k, n, b_strides) <= b.len());
+        assert!(m * n <= c.len());
+        // SAFETY: the sizes were just checked against the slices, and `c` is borrowed exclusively. Strides are below the
+        // lengths of slices, so they fit `isize`.
+        unsafe {
+            (Self::GEMM)(
+                m,
+                k,
+                n,
+                Self::from_f64(1.0),
+                a.as_ptr(),
+                a_strides.row as isize,
+                a_strides.column as isize,
+                b.as_ptr(),
+                b_strides.row as isize,
+                b_strides.column as isize,
+                Self::from_f64(0.0),
+                c.as_mut_ptr(),
+                1,
+                m as isize,
+            );
+        }
+    }
 }
+
+/// Sizes, alpha, A and its strides, B and its strides, beta, C and its strides.
+type UncheckedGemm<T> =
+    unsafe fn(usize, usize, usize, T, *const T, isize, isize, *const T, isize, isize, T, *mut T, isize, isize);
 
 /// Distance between rows and between columns, in elements.
 #[derive(Debug, Clone, Copy)]
@@ -129,50 +162,9 @@ struct Strides {
     column: usize,
 }
 
-macro_rules! multiply_with {
-    ($gemm:path) => {
-        fn multiply(
-            m: usize,
-            k: usize,
-            n: usize,
-            a: &[Self],
-            a_strides: Strides,
-            b: &[Self],
-            b_strides: Strides,
-            c: &mut [Self],
-        ) {
-            let reaches = |rows: usize, columns: usize, strides: Strides| {
-                (rows - 1) * strides.row + (columns - 1) * strides.column + 1
-            };
-            assert!(
-                m > 0 && k > 0 && n > 0 && reaches(m, k, a_strides) <= a.len() && reaches(k, n, b_strides) <= b.len()
-            );
-            assert!(m * n <= c.len());
-            // SAFETY: the sizes were just checked against the slices, and `c` is borrowed exclusively. Strides are
-            // below the lengths of slices, so they fit `isize`.
-            unsafe {
-                $gemm(
-                    m,
-                    k,
-                    n,
-                    1.0,
-                    a.as_ptr(),
-                    a_strides.row as isize,
-                    a_strides.column as isize,
-                    b.as_ptr(),
-                    b_strides.row as isize,
-                    b_strides.column as isize,
-                    0.0,
-                    c.as_mut_ptr(),
-                    1,
-                    m as isize,
-                );
-            }
-        }
-    };
-}
-
 impl Accumulator for f32 {
+    const GEMM: UncheckedGemm<Self> = matrixmultiply::sgemm;
+
     fn from_f64(value: f64) -> Self {
         value as Self
     }
@@ -192,11 +184,11 @@ impl Accumulator for f32 {
         let half = (1 << (DROPPED - 1)) - 1 + (bits >> DROPPED & 1);
         Self::from_bits((bits + half) & !((1 << DROPPED) - 1))
     }
-
-    multiply_with!(matrixmultiply::sgemm);
 }
 
 impl Accumulator for f64 {
+    const GEMM: UncheckedGemm<Self> = matrixmultiply::dgemm;
+
     fn from_f64(value: f64) -> Self {
         value
     }
@@ -204,8 +196,6 @@ impl Accumulator for f64 {
     fn to_f64(self) -> f64 {
         self
     }
-
-    multiply_with!(matrixmultiply::dgemm);
 }
 
 /// An element type of matrices.

@@ -103,11 +103,22 @@ fn start_time(number: u32) -> Option<u32> {
 mod tests {
     use super::*;
 
+    /// A process that is killed with the test, however the test ends.
+    struct Sleeper(std::process::Child);
+
+    impl Drop for Sleeper {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
     #[test]
     fn a_process_has_ended_when_it_was_killed_and_not_before() {
         let peers = Peers::new();
         assert!(!peers.has_ended(peers.own));
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut sleeper = Sleeper(std::process::Command::new("sleep").arg("60").spawn().unwrap());
+        let child = &mut sleeper.0;
         let id = ProcessId::of(child.id(), start_time(child.id()).unwrap());
         assert!(!peers.has_ended(id) && !peers.has_ended(id));
         assert_eq!(peers.alive.lock().len(), 1);

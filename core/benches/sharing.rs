@@ -1,8 +1,9 @@
 //! Sharing between two processes, over the mock device. Run with `cargo bench -p highwater-core --bench sharing`.
 //!
 //! The other process is this program, started again. Both talk over pipes; the baseline is one line each way and nothing
-//! else. Both poll their pipes, as programs do that wait for a device too: a process that sleeps is woken by the system, which
-//! takes from 2 us (a processor that is busy) to 25 us (one that is asleep in a virtual machine) and says nothing about sharing.
+//! else. Both poll their pipes, as programs do that wait for a device too. In the group `two_processes_asleep` (run it alone by
+//! `-- asleep`) both sleep in blocking reads instead: a process that sleeps is woken by the system, which may take longer than
+//! all of it and says nothing about sharing.
 
 #![allow(dead_code, reason = "a file of the crate is compiled as part of this program")]
 
@@ -24,13 +25,23 @@ use criterion::{BatchSize, Criterion};
 use highwater_core::{DeviceBuffer, Runtime, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
 
+/// Set in the other process, to how it waits.
 const IMPORTER: &str = "HIGHWATER_BENCH_IMPORTER";
+const POLLING: &str = "polling";
+const ASLEEP: &str = "asleep";
 
 fn runtime() -> Runtime {
     Runtime::new(MockGpu::open(MockOptions::new().with_memory_bytes(8 << 30)).unwrap()).unwrap()
 }
 
-/// The next line of a pipe that does not block; `None` at its end.
+/// How the two processes wait for each other.
+#[derive(Clone, Copy, PartialEq)]
+enum Waiting {
+    Polling,
+    Asleep,
+}
+
+/// The next line of a pipe, whether reading from it blocks or not; `None` at its end.
 fn poll_line(pipe: &mut impl Read, line: &mut Vec<u8>) -> Option<String> {
     let mut bytes = [0; 512];
     while line.last() != Some(&b'\n') {
@@ -45,16 +56,18 @@ fn poll_line(pipe: &mut impl Read, line: &mut Vec<u8>) -> Option<String> {
     Some(text.trim_end().to_owned())
 }
 
-fn set_polled(pipe: impl AsFd) {
-    rustix::fs::fcntl_setfl(pipe, rustix::fs::OFlags::NONBLOCK).unwrap();
+fn prepare(pipe: impl AsFd, waiting: Waiting) {
+    if waiting == Waiting::Polling {
+        rustix::fs::fcntl_setfl(pipe, rustix::fs::OFlags::NONBLOCK).unwrap();
+    }
 }
 
 /// Opens each ticket that comes in, lets go of it, and says so.
-fn import() {
+fn import(waiting: Waiting) {
     let runtime = runtime();
     let mut out = std::io::stdout().lock();
     let mut input = std::fs::File::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
-    set_polled(&input);
+    prepare(&input, waiting);
     let mut line = Vec::new();
     while let Some(text) = poll_line(&mut input, &mut line) {
         if let Ok(ticket) = text.parse::<Ticket>() {
@@ -73,12 +86,13 @@ struct Importer {
 }
 
 impl Importer {
-    fn start() -> Self {
+    fn start(waiting: Waiting) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        let mut child = command.env(IMPORTER, "1").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let how = if waiting == Waiting::Polling { POLLING } else { ASLEEP };
+        let mut child = command.env(IMPORTER, how).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take().unwrap();
         let stdout = child.stdout.take().unwrap();
-        set_polled(&stdout);
+        prepare(&stdout, waiting);
         Self { child, stdin, stdout, line: Vec::new() }
     }
 
@@ -95,11 +109,11 @@ impl Importer {
     }
 }
 
-fn two_processes(criterion: &mut Criterion) {
+fn two_processes(criterion: &mut Criterion, name: &str, waiting: Waiting) {
     let exporter = runtime();
     let device = exporter.device(0).unwrap();
-    let mut importer = Importer::start();
-    let mut group = criterion.benchmark_group("two_processes");
+    let mut importer = Importer::start(waiting);
+    let mut group = criterion.benchmark_group(name);
     let buffer = device.allocate_shared::<u8>(1 << 20).unwrap();
     group.bench_function("baseline_a_line_each_way", |b| {
         // As long as a ticket's text.
@@ -184,12 +198,13 @@ fn outstanding(criterion: &mut Criterion) {
 }
 
 fn main() {
-    if std::env::var_os(IMPORTER).is_some() {
-        return import();
+    if let Some(how) = std::env::var_os(IMPORTER) {
+        return import(if how == ASLEEP { Waiting::Asleep } else { Waiting::Polling });
     }
     let mut criterion = Criterion::default().configure_from_args();
     one_count(&mut criterion);
     outstanding(&mut criterion);
-    two_processes(&mut criterion);
+    two_processes(&mut criterion, "two_processes", Waiting::Polling);
+    two_processes(&mut criterion, "two_processes_asleep", Waiting::Asleep);
     criterion.final_summary();
 }

@@ -1171,8 +1171,8 @@ impl RuntimeInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
+        // The last user of the runtime has ended the service; where that was the service itself, it does nothing more.
         if let Some(sharing) = self.sharing.get() {
-            sharing.stop();
             sharing.hang_up();
         }
         let mut result = self.destroy_dropped();

@@ -1,18 +1,23 @@
-//! Model checking of the counts that two processes share: every interleaving of the steps below is tried.
+//! Model checking of the counts that two processes share, and of the count by which one of them unmaps: every interleaving
+//! of the steps below is tried.
 //!
 //! The processes are threads here, and the shared memory is a cell that loom watches: it fails a test in which the exporter
-//! uses the memory again while the importer may still use it, or without having seen what the importer did.
+//! uses the memory again while the importer may still use it, or without having seen what the importer did. The addresses
+//! of an import are such a cell too, which who unmaps them writes.
 
-#![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
+#![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
 mod primitive {
-    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 }
 
 #[path = "../src/sharing/counts.rs"]
 mod counts;
+#[path = "../src/sharing/local.rs"]
+mod local;
 
 use counts::{Acquired, Flags, Slot};
+use local::LocalCount;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU64;
@@ -165,11 +170,9 @@ fn where_a_mapping_counts_the_memory_is_freed_after_it_is_gone() {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
                 // Trimmed: the mapping is read until it is taken down.
-                if shared.slot().begin_unmap() {
-                    shared.read();
-                    if shared.slot().end_unmap() {
-                        shared.released().raise(0);
-                    }
+                shared.read();
+                if shared.slot().unmapped() {
+                    shared.released().raise(0);
                 }
             })
         };
@@ -183,37 +186,6 @@ fn where_a_mapping_counts_the_memory_is_freed_after_it_is_gone() {
 }
 
 #[test]
-fn an_open_beside_an_unmap_is_one_or_the_other() {
-    loom::model(|| {
-        let shared = Shared::open();
-        shared.release();
-        let trimmer = {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                let unmaps = shared.slot().begin_unmap();
-                if unmaps {
-                    shared.reuse();
-                    assert!(!shared.slot().end_unmap());
-                }
-                unmaps
-            })
-        };
-        let opened = shared.slot().acquire();
-        if opened == Acquired::Yes {
-            shared.read();
-        }
-        let unmapped = trimmer.join().unwrap();
-        match opened {
-            Acquired::Yes => assert!(!unmapped),
-            other => {
-                assert_eq!(other, Acquired::NotMapped);
-                assert!(unmapped);
-            }
-        }
-    });
-}
-
-#[test]
 fn a_slot_that_serves_the_next_allocation_is_left_alone_by_the_old_mapping() {
     loom::model(|| {
         let shared = Shared::open();
@@ -221,11 +193,8 @@ fn a_slot_that_serves_the_next_allocation_is_left_alone_by_the_old_mapping() {
         assert!(shared.close(false));
         let unmapping = {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                if shared.slot().begin_unmap() {
-                    shared.slot().end_unmap();
-                }
-            })
+            // Whether the exporter is told does not matter: it freed this one long ago.
+            thread::spawn(move || shared.slot().unmapped())
         };
         // Meanwhile the exporter grants the next allocation of the slot.
         let next = Slot::new(&shared.word, SERIAL + 1);
@@ -254,5 +223,123 @@ fn every_raised_flag_is_drained_once() {
         shared.released().drain(|slot| drained.push(slot));
         drained.sort_unstable();
         assert_eq!(drained, [3, 70]);
+    });
+}
+
+/// An import: the word that it shares with the exporter, and what decides about its addresses.
+struct Import {
+    shared: Arc<Shared>,
+    open: LocalCount,
+    addresses: UnsafeCell<u32>,
+}
+
+impl Import {
+    /// Open once.
+    fn open() -> Arc<Self> {
+        let import = Self { shared: Shared::open(), open: LocalCount::open(), addresses: UnsafeCell::new(0) };
+        Arc::new(import)
+    }
+
+    /// Kept for the next open.
+    fn kept() -> Arc<Self> {
+        let import = Self::open();
+        assert!(!import.close());
+        import
+    }
+
+    /// Opens it again where it is not gone, uses it and lets go of it. Says whether this thread has unmapped it.
+    fn use_once(&self) -> bool {
+        if !self.open.enter() {
+            return false;
+        }
+        match self.shared.slot().acquire() {
+            Acquired::Yes => self.close(),
+            refused => {
+                assert_eq!(refused, Acquired::Closed);
+                self.leave()
+            }
+        }
+    }
+
+    /// Uses what is open, and lets go of it.
+    fn close(&self) -> bool {
+        // SAFETY: this thread has it open; loom fails the test where it is unmapped meanwhile.
+        self.addresses.with(|mapped| assert_eq!(unsafe { *mapped }, 0));
+        self.shared.release();
+        self.leave()
+    }
+
+    fn leave(&self) -> bool {
+        self.open.leave() && self.shared.slot().is_closed() && self.unmap()
+    }
+
+    fn unmap(&self) -> bool {
+        let unmaps = self.open.try_gone();
+        if unmaps {
+            // SAFETY: nobody has it open; loom fails the test where somebody reads it meanwhile.
+            self.addresses.with_mut(|mapped| unsafe { *mapped += 1 });
+            if self.shared.slot().unmapped() {
+                self.shared.released().raise(0);
+            }
+        }
+        unmaps
+    }
+
+    /// The exporter frees the allocation, and the importer that is told of it unmaps what nobody has open.
+    fn is_freed(&self) -> bool {
+        self.shared.slot().close();
+        assert!(self.shared.slot().is_closed());
+        self.unmap()
+    }
+}
+
+#[test]
+fn nothing_is_unmapped_while_a_thread_has_it_open() {
+    loom::model(|| {
+        let import = Import::kept();
+        let opening = {
+            let import = Arc::clone(&import);
+            thread::spawn(move || import.use_once())
+        };
+        // Trimmed: without a reason that the other thread could find.
+        let trimmed = import.unmap();
+        assert!(!opening.join().unwrap());
+        // Who is open is not unmapped then, and what is gone is not opened.
+        assert_ne!(import.open.enter(), trimmed);
+    });
+}
+
+#[test]
+fn what_is_closed_while_it_is_open_is_unmapped_once_and_never_forgotten() {
+    loom::model(|| {
+        let import = Import::open();
+        let closing = {
+            let import = Arc::clone(&import);
+            thread::spawn(move || import.close())
+        };
+        let by_the_service = import.is_freed();
+        let by_the_last = closing.join().unwrap();
+        assert!(by_the_service != by_the_last, "unmapped by {by_the_service} and {by_the_last}");
+        assert!(!import.open.enter());
+    });
+}
+
+#[test]
+fn an_open_a_close_and_an_unmap_at_once_leave_nothing_mapped() {
+    let mut model = loom::model::Builder::new();
+    // Of three threads: those interleavings in which a thread is interrupted so often at most.
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let import = Import::kept();
+        let opening = {
+            let import = Arc::clone(&import);
+            thread::spawn(move || import.use_once())
+        };
+        let trimming = {
+            let import = Arc::clone(&import);
+            thread::spawn(move || import.unmap())
+        };
+        let unmapped = [import.is_freed(), opening.join().unwrap(), trimming.join().unwrap()];
+        assert_eq!(unmapped.into_iter().filter(|unmapped| *unmapped).count(), 1);
     });
 }

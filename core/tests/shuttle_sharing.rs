@@ -1,22 +1,25 @@
 //! Random schedules of an exporter and two importers over the counts that they share: no allocation is freed while
 //! somebody holds it, and each is freed once, whoever dies and wherever.
 //!
-//! `counts.rs` is compiled against shuttle's types. Processes are sets of threads here; what surrounds the counts, the
+//! `counts.rs` and `local.rs` are compiled against shuttle's types. Processes are sets of threads here; what surrounds the counts, the
 //! exporter's books and the importers' tables of mappings, is told anew in its shortest form, step for step as
 //! `exporter.rs` and `importer.rs` do it.
 
-#![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
+#![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
 mod primitive {
-    pub(crate) use shuttle::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use shuttle::sync::atomic::{AtomicU64, Ordering, fence};
 }
 
 #[path = "../src/sharing/counts.rs"]
 mod counts;
+#[path = "../src/sharing/local.rs"]
+mod local;
 
 use std::collections::{HashMap, VecDeque};
 
 use counts::{Acquired, Flags, Slot};
+use local::LocalCount;
 use shuttle::rand::Rng;
 use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use shuttle::sync::{Arc, Mutex, MutexGuard};
@@ -257,7 +260,7 @@ type Alive<T> = Result<T, Killed>;
 struct Import {
     ticket: Ticket,
     table: Arc<Table>,
-    unmapped: Mutex<bool>,
+    open: LocalCount,
 }
 
 impl Import {
@@ -272,6 +275,8 @@ struct Importer {
     killed: AtomicBool,
     /// `None` while one thread opens the allocation.
     imports: Mutex<HashMap<Ticket, Option<Arc<Import>>>>,
+    /// Imports to unmap as soon as nobody has them open.
+    to_unmap: Mutex<Vec<Arc<Import>>>,
 }
 
 impl Importer {
@@ -294,18 +299,25 @@ impl Importer {
             let mut imports = self.imports();
             match imports.get(&ticket) {
                 Some(Some(import)) => {
-                    // Before anybody can take it out of the table: the word might count a younger mapping then.
-                    let acquired = import.slot().acquire();
                     let import = Arc::clone(import);
                     drop(imports);
-                    match acquired {
-                        Acquired::Yes => {
-                            self.take_in_hand(ticket);
-                            return Ok(Some(import));
-                        }
-                        Acquired::Closed => return Ok(None),
-                        Acquired::NotMapped => {}
+                    self.step()?;
+                    if import.open.enter() {
+                        self.step()?;
+                        return match import.slot().acquire() {
+                            Acquired::Yes => {
+                                self.take_in_hand(ticket);
+                                Ok(Some(import))
+                            }
+                            Acquired::Closed => {
+                                self.step()?;
+                                self.leave(&import);
+                                Ok(None)
+                            }
+                            Acquired::NotMapped => panic!("{ticket:?} is in the table, and its word says not mapped"),
+                        };
                     }
+                    // Being unmapped by another thread: wait for its end, then map anew.
                 }
                 Some(None) => drop(imports),
                 None => {
@@ -334,7 +346,7 @@ impl Importer {
         self.exporter.memory(ticket).mapped[self.number].fetch_add(1, Ordering::SeqCst);
         self.take_in_hand(ticket);
         self.step()?;
-        Ok(Some(Arc::new(Import { ticket, table, unmapped: Mutex::new(false) })))
+        Ok(Some(Arc::new(Import { ticket, table, open: LocalCount::open() })))
     }
 
     fn check(&self, ticket: Ticket) -> Alive<()> {
@@ -355,19 +367,21 @@ impl Importer {
         if last_of_closed {
             self.step()?;
             import.table.released().raise(import.ticket.index);
-            self.step()?;
-            self.unmap(import)?;
         }
+        self.step()?;
+        self.leave(import);
         Ok(())
     }
 
+    fn leave(&self, import: &Arc<Import>) {
+        if import.open.leave() && import.slot().is_closed() {
+            self.to_unmap.lock().unwrap().push(Arc::clone(import));
+        }
+    }
+
     fn unmap(&self, import: &Arc<Import>) -> Alive<()> {
-        {
-            let mut unmapped = import.unmapped.lock().unwrap();
-            if *unmapped || !import.slot().begin_unmap() {
-                return Ok(());
-            }
-            *unmapped = true;
+        if !import.open.try_gone() {
+            return Ok(());
         }
         self.step()?;
         let memory = self.exporter.memory(import.ticket);
@@ -376,7 +390,7 @@ impl Importer {
         }
         memory.mapped[self.number].fetch_sub(1, Ordering::SeqCst);
         self.step()?;
-        if import.slot().end_unmap() {
+        if import.slot().unmapped() {
             self.step()?;
             import.table.released().raise(import.ticket.index);
         }
@@ -390,17 +404,20 @@ impl Importer {
         imports.iter().try_for_each(|import| self.unmap(import))
     }
 
+    /// What the service does: unmaps what exporters have freed, and what was put on the list.
     fn unmap_closed(&self) -> Alive<()> {
-        let Some(table) = self.imports().values().flatten().next().map(|import| Arc::clone(&import.table)) else {
-            return Ok(());
-        };
-        let mut closed = Vec::new();
-        table.closed().drain(|index| {
-            let imports = self.imports();
-            let of_slot = imports.values().flatten().filter(|import| import.ticket.index == index);
-            closed.extend(of_slot.filter(|import| import.slot().is_closed()).cloned());
-        });
-        closed.iter().try_for_each(|import| self.unmap(import))
+        let table = self.imports().values().flatten().next().map(|import| Arc::clone(&import.table));
+        if let Some(table) = table {
+            table.closed().drain(|index| {
+                let imports = self.imports();
+                let of_slot = imports.values().flatten().filter(|import| import.ticket.index == index);
+                let closed = of_slot.filter(|import| import.slot().is_closed()).cloned();
+                self.to_unmap.lock().unwrap().extend(closed);
+            });
+        }
+        self.step()?;
+        let to_unmap = std::mem::take(&mut *self.to_unmap.lock().unwrap());
+        to_unmap.iter().try_for_each(|import| self.unmap(import))
     }
 
     /// One thread of the process; it lets go of everything in the end.
@@ -446,6 +463,7 @@ fn exporter_and_importers(or_maps: bool, kills: bool) {
                 exporter: Arc::clone(&exporter),
                 killed: AtomicBool::new(false),
                 imports: Mutex::new(HashMap::new()),
+                to_unmap: Mutex::new(Vec::new()),
             });
             let threads: Vec<_> = (0..THREADS)
                 .map(|_| {

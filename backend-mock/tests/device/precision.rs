@@ -43,9 +43,10 @@ fn check<T: Number>(rig: &Rig, handle: &mut dyn BlasHandle, problem: &Problem<T>
 fn check_all<T: Number>() {
     let rig = Rig::new(small());
     let batch = StridedBatch { count: 3, stride_a: 600, stride_b: 0, stride_c: 1000 };
+    // The handle's own workspace, one for a few columns, one for less than a column, and none.
     for workspace_bytes in [None, Some(1024), Some(60), Some(0)] {
         let mut handle = handle(&rig, BlasKind::Blas, workspace_bytes);
-        for (m, n, k) in [(1, 1, 1), (17, 23, 9), (8, 5, 70), (3, 2, 0)] {
+        for (m, n, k) in [(1, 1, 1), (17, 23, 9), (33, 4, 12), (8, 5, 70), (3, 2, 0)] {
             for transposes in 0..4 {
                 let mut shape = GemmShape::new(T::TYPE, m, n, k);
                 if transposes & 1 != 0 {
@@ -55,8 +56,8 @@ fn check_all<T: Number>() {
                     shape = shape.with_transposed_b();
                 }
                 let padded = shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 1, shape.ldc + 2);
-                for shape in [shape, padded.with_batch(batch)] {
-                    for (alpha, beta) in [(1.0, 0.0), (-0.5, 2.0)] {
+                for shape in [shape, padded, padded.with_batch(batch)] {
+                    for (alpha, beta) in [(1.0, 0.0), (-0.5, 2.0), (0.0, 0.5)] {
                         let what = format!("alpha {alpha}, beta {beta}, workspace {workspace_bytes:?}");
                         check::<T>(&rig, &mut *handle, &Problem::new(shape, alpha, beta), &what);
                     }
@@ -74,6 +75,16 @@ fn products_of_halves_are_right_for_every_shape_and_workspace() {
 #[test]
 fn products_of_bfloats_are_right_for_every_shape_and_workspace() {
     check_all::<bf16>();
+}
+
+#[test]
+fn products_of_floats_are_right_for_every_shape_and_workspace() {
+    check_all::<f32>();
+}
+
+#[test]
+fn products_of_doubles_are_right_for_every_shape_and_workspace() {
+    check_all::<f64>();
 }
 
 /// Sums that the type itself could not hold: 2048 + 1 is 2048 in f16, and 300 * 300 is infinite.

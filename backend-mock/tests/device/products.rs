@@ -1,96 +1,14 @@
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use bytemuck::Pod;
 use highwater_core::{
     AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, Epilogue, ErrorKind, FillPattern,
-    Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch, Transpose, Workspace,
+    Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch, Workspace,
 };
 use highwater_mock::Operation;
 
+use crate::reference::{Placed, Problem, values};
 use crate::rig::{Rig, kind, millis, small};
-
-/// An element type of products, for tests.
-trait Real: Pod + PartialEq + std::fmt::Debug {
-    const TYPE: DataType;
-    const TOLERANCE: f64;
-    fn new(value: f64) -> Self;
-    fn value(self) -> f64;
-}
-
-impl Real for f32 {
-    const TYPE: DataType = DataType::F32;
-    const TOLERANCE: f64 = 1e-4;
-    fn new(value: f64) -> Self {
-        value as f32
-    }
-    fn value(self) -> f64 {
-        self.into()
-    }
-}
-
-impl Real for f64 {
-    const TYPE: DataType = DataType::F64;
-    const TOLERANCE: f64 = 1e-12;
-    fn new(value: f64) -> Self {
-        value
-    }
-    fn value(self) -> f64 {
-        self
-    }
-}
-
-/// Values between -1 and 1 that look random.
-fn values<T: Real>(count: usize, seed: u64) -> Vec<T> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        T::new((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
-    };
-    (0..count).map(|_| next()).collect()
-}
-
-/// What a product is to give, computed in 64 bits, one sum after the other.
-fn reference<T: Real>(shape: &GemmShape, alpha: f64, beta: f64, a: &[T], b: &[T], c: &[T]) -> Vec<T> {
-    let mut result = c.to_vec();
-    let batch = shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 });
-    for index in 0..batch.count {
-        for j in 0..shape.n {
-            for i in 0..shape.m {
-                let sum: f64 = (0..shape.k)
-                    .map(|l| {
-                        let at = match shape.transpose_a {
-                            Transpose::No => i + l * shape.lda,
-                            Transpose::Yes => l + i * shape.lda,
-                        };
-                        let bt = match shape.transpose_b {
-                            Transpose::No => l + j * shape.ldb,
-                            Transpose::Yes => j + l * shape.ldb,
-                        };
-                        a[index * batch.stride_a + at].value() * b[index * batch.stride_b + bt].value()
-                    })
-                    .sum();
-                let place = index * batch.stride_c + i + j * shape.ldc;
-                let old = if beta == 0.0 { 0.0 } else { beta * c[place].value() };
-                result[place] = T::new(alpha * sum + old);
-            }
-        }
-    }
-    result
-}
-
-fn assert_close<T: Real>(seen: &[T], expected: &[T], what: &str) {
-    assert_eq!(seen.len(), expected.len());
-    for (index, (seen, expected)) in seen.iter().zip(expected).enumerate() {
-        let (seen, expected) = (seen.value(), expected.value());
-        assert!(
-            (seen - expected).abs() <= T::TOLERANCE * expected.abs().max(1.0),
-            "{what}: {index}: {seen} {expected}"
-        );
-    }
-}
 
 fn handle(rig: &Rig, kind: BlasKind) -> Box<dyn BlasHandle> {
     let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(kind)).unwrap();
@@ -111,59 +29,6 @@ fn run_plan(handle: &mut dyn BlasHandle, plan: PlanId, arguments: &PlanArguments
 fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_core::Result<()> {
     // SAFETY: tests keep the workspace until the products have completed.
     unsafe { handle.set_workspace(workspace) }
-}
-
-/// Runs one product and compares all of C, the padding between the columns included.
-fn check<T: Real>(rig: &Rig, handle: &mut dyn BlasHandle, shape: &GemmShape, alpha: f64, beta: f64, what: &str) {
-    let extents = shape.extents("test").unwrap();
-    let (a, b) = (values::<T>(extents.a.max(1), 1), values::<T>(extents.b.max(1), 2));
-    let c = values::<T>(extents.c + 5, 3);
-    let [da, db, dc] = [&a, &b, &c].map(|values| rig.upload(values));
-    gemm(handle, &Gemm::new(*shape, da, db, dc).with_scale(alpha, beta)).unwrap();
-    let seen = rig.download::<T>(dc, c.len(), rig.stream);
-    assert_close(&seen, &reference(shape, alpha, beta, &a, &b, &c), what);
-    for block in [da, db, dc] {
-        rig.free(0, block, None).unwrap();
-    }
-}
-
-fn check_all<T: Real>() {
-    let rig = Rig::new(small());
-    let mut handle = handle(&rig, BlasKind::Blas);
-    let batch = StridedBatch { count: 3, stride_a: 500, stride_b: 0, stride_c: 700 };
-    // The handle's own workspace, one for a few columns, one for less than a column, and none.
-    for workspace_bytes in [None, Some(1024), Some(64), Some(0)] {
-        let workspace = workspace_bytes.map(|bytes| Workspace { ptr: rig.allocate(0, 4096), bytes });
-        bind(&mut *handle, workspace).unwrap();
-        for (m, n, k) in [(1, 1, 1), (17, 23, 9), (33, 4, 12), (3, 2, 0)] {
-            for transposes in 0..4 {
-                let mut shape = GemmShape::new(T::TYPE, m, n, k);
-                if transposes & 1 != 0 {
-                    shape = shape.with_transposed_a();
-                }
-                if transposes & 2 != 0 {
-                    shape = shape.with_transposed_b();
-                }
-                let padded = shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 1, shape.ldc + 2);
-                for shape in [shape, padded, padded.with_batch(StridedBatch { stride_c: 1000, ..batch })] {
-                    for (alpha, beta) in [(1.0, 0.0), (-0.5, 2.0), (0.0, 0.5)] {
-                        let what = format!("{shape:?}, alpha {alpha}, beta {beta}, workspace {workspace_bytes:?}");
-                        check::<T>(&rig, &mut *handle, &shape, alpha, beta, &what);
-                    }
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn products_of_floats_are_right_for_every_shape_and_workspace() {
-    check_all::<f32>();
-}
-
-#[test]
-fn products_of_doubles_are_right_for_every_shape_and_workspace() {
-    check_all::<f64>();
 }
 
 #[test]
@@ -205,34 +70,27 @@ fn plans_apply_their_epilogue_and_respect_their_workspace() {
     let rig = Rig::new(small());
     let mut lt = handle(&rig, BlasKind::Lt);
     let shape = GemmShape::new(DataType::F32, 5, 7, 3).with_leading_dimensions(6, 4, 8);
-    let extents = shape.extents("test").unwrap();
-    let (a, b) = (values::<f32>(extents.a, 1), values::<f32>(extents.b, 2));
-    let (c, bias) = (values::<f32>(extents.c, 3), values::<f32>(5, 4));
-    let [da, db, dc, dbias] = [&a, &b, &c, &bias].map(|values| rig.upload(values));
+    let mut problem = Problem::<f32>::new(shape, 0.5, 2.0);
+    let placed = problem.place(&rig);
+    let before = vec![-9f32; problem.c.len()];
     for epilogue in [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu] {
+        problem.epilogue = epilogue;
         for workspace_bytes in [0, 40, 1 << 20] {
             let plan = lt.create_plan(&PlanOptions::new(shape, epilogue, workspace_bytes)).unwrap();
-            let dd = rig.upload(&vec![-9f32; extents.c]);
-            let mut arguments = PlanArguments::new(da, db, dd, epilogue.has_bias().then_some(dbias));
-            (arguments.alpha, arguments.beta, arguments.c) = (0.5, 2.0, dc);
+            let dd = rig.upload(&before);
+            let bias = epilogue.has_bias().then_some(placed.bias);
+            let mut arguments = PlanArguments::new(placed.a, placed.b, dd, bias);
+            (arguments.alpha, arguments.beta, arguments.c) = (problem.alpha, problem.beta, placed.c);
             run_plan(&mut *lt, plan, &arguments).unwrap();
-            let product = reference(&shape, 0.5, 2.0, &a, &b, &c);
-            let mut expected = vec![-9f32; extents.c];
-            for j in 0..7 {
-                for i in 0..5 {
-                    let mut value = product[j * 8 + i];
-                    value += if epilogue.has_bias() { bias[i] } else { 0.0 };
-                    expected[j * 8 + i] = if epilogue == Epilogue::BiasRelu { value.max(0.0) } else { value };
-                }
-            }
-            let seen = rig.download::<f32>(dd, extents.c, rig.stream);
-            assert_close(&seen, &expected, &format!("{epilogue:?} with {workspace_bytes} bytes"));
+            let seen = rig.download::<f32>(dd, before.len(), rig.stream);
+            problem.check_beside(&before, &seen, &format!("{epilogue:?} with {workspace_bytes} bytes"));
             lt.destroy_plan(plan).unwrap();
             assert_eq!(kind(lt.destroy_plan(plan)), ErrorKind::InvalidHandle);
             assert_eq!(kind(run_plan(&mut *lt, plan, &arguments)), ErrorKind::InvalidHandle);
         }
     }
     let plan = lt.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 0)).unwrap();
+    let Placed { a: da, b: db, c: dc, .. } = placed;
     assert_eq!(kind(run_plan(&mut *lt, plan, &PlanArguments::new(da, db, dc, None))), ErrorKind::InvalidArgument);
     let mut other = handle(&rig, BlasKind::Lt);
     assert_eq!(kind(other.destroy_plan(plan)), ErrorKind::InvalidHandle);
@@ -279,23 +137,24 @@ fn a_shared_workspace_needs_turns() {
                 scope.spawn(move || {
                     let mut handle = handle(rig, BlasKind::Blas);
                     bind(&mut *handle, Some(workspace)).unwrap();
-                    let (a, b) = (values::<f32>(size, seed), values::<f32>(size, seed + 10));
-                    let (da, db, dc) = (rig.upload(&a), rig.upload(&b), rig.upload(&vec![0f32; size]));
+                    let mut problem = Problem::<f32>::new(shape, 1.0, 0.0);
+                    (problem.a, problem.b) = (values(size, seed), values(size, seed + 10));
+                    let Placed { a, b, c, .. } = problem.place(rig);
                     start.wait();
                     {
                         let _turn = take_turns.then(|| turn.lock().unwrap());
-                        gemm(&mut *handle, &Gemm::new(shape, da, db, dc)).unwrap();
+                        gemm(&mut *handle, &Gemm::new(shape, a, b, c)).unwrap();
                     }
-                    (dc, reference(&shape, 1.0, 0.0, &a, &b, &vec![0f32; size]))
+                    (problem, c)
                 })
             });
             threads.map(|thread| thread.join().unwrap())
         });
-        let far = |(dc, expected): &(_, Vec<f32>)| {
-            let seen = rig.download::<f32>(*dc, size, rig.stream);
-            seen.iter().zip(expected).any(|(seen, expected)| (seen - expected).abs() > 1e-3)
+        let is_wrong = |(problem, c): &&(Problem<f32>, _)| {
+            let seen = rig.download::<f32>(*c, problem.c.len(), rig.stream);
+            problem.wrong(&problem.c, &seen).is_some()
         };
-        products.iter().filter(|product| far(product)).count()
+        products.iter().filter(is_wrong).count()
     };
     assert!(wrong_results(false) > 0, "handles without turns got right numbers");
     assert_eq!(wrong_results(true), 0);

@@ -96,10 +96,22 @@ impl<T: Number> Problem<T> {
         Placed { a, b, c, bias }
     }
 
-    /// Checks every element of the result, laid out as C, and that those between the columns are what they were.
+    /// Checks every element of the result, computed in the place of C, and that those between the columns are what they were.
     pub(crate) fn check(&self, seen: &[T], what: &str) {
-        assert_eq!(seen.len(), self.c.len());
-        let mut expected: Vec<_> = self.c.iter().map(|old| (old.value(), 0.0)).collect();
+        self.check_beside(&self.c, seen, what);
+    }
+
+    /// The same where the result lies as C does and somewhere else, over what was there `before`.
+    pub(crate) fn check_beside(&self, before: &[T], seen: &[T], what: &str) {
+        if let Some(wrong) = self.wrong(before, seen) {
+            panic!("{what}: {:?}: {wrong}", self.shape);
+        }
+    }
+
+    /// The first element that is wrong.
+    pub(crate) fn wrong(&self, before: &[T], seen: &[T]) -> Option<String> {
+        assert_eq!(seen.len(), before.len());
+        let mut expected: Vec<_> = before.iter().map(|old| (old.value(), 0.0)).collect();
         let batch = self.shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 });
         for index in 0..batch.count {
             for column in 0..self.shape.n {
@@ -109,14 +121,14 @@ impl<T: Number> Problem<T> {
                 }
             }
         }
-        for (index, (seen, (expected, bound))) in seen.iter().zip(expected).enumerate() {
+        seen.iter().zip(expected).enumerate().find_map(|(index, (seen, (expected, bound)))| {
             let error = (seen.value() - expected).abs();
-            assert!(
-                error <= bound,
-                "{what}: {:?}: element {index} is {seen:?}, expected {expected} within {bound:e}, off by {error:e}",
-                self.shape
-            );
-        }
+            // Not the other way round: an error may be no number.
+            let is_right = error <= bound;
+            let wrong =
+                || format!("element {index} is {seen:?}, expected {expected} within {bound:e}, off by {error:e}");
+            (!is_right).then(wrong)
+        })
     }
 
     /// The value of one element, and how far a device may be from it.

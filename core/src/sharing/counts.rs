@@ -6,31 +6,30 @@
 //! | bits | meaning |
 //! | --- | --- |
 //! | 0 to 31 | how often the importer has the allocation open |
-//! | 32 to 60 | generation: which of the allocations that use this slot one after another |
-//! | 61 | `UNMAPPING`: the importer is taking its mapping down; it opens the allocation anew from here on |
+//! | 32 to 61 | generation: which of the allocations that use this slot one after another |
 //! | 62 | `MAPPED`: the importer may still map the memory |
 //! | 63 | `CLOSED`: the exporter has freed the allocation; nobody opens it any more |
 //!
 //! | step | by | word |
 //! | --- | --- | --- |
 //! | [`Slot::grant`] | exporter, answering an open | sets generation and `MAPPED`, counts 1 up |
-//! | [`Slot::acquire`] | importer, mapping kept | counts 1 up unless `CLOSED`, `UNMAPPING` or another generation |
+//! | [`Slot::acquire`] | importer, mapping kept | counts 1 up unless `CLOSED`, not `MAPPED` or another generation |
 //! | [`Slot::release`] | importer, its device work done | counts 1 down |
 //! | [`Slot::close`] | exporter, when it frees | sets `CLOSED`; nobody holds it if the count was 0 |
-//! | [`Slot::begin_unmap`], [`Slot::end_unmap`] | importer | `UNMAPPING` if the count is 0; then both bits off |
+//! | [`Slot::unmapped`] | importer, its mapping taken down | takes `MAPPED` off |
 //!
 //! *Why nothing is freed early.* `close` and `acquire` are read-modify-writes of one word, so one comes first: either the
 //! acquire sees `CLOSED`, or the close sees the count. *Why nothing is lost.* Whoever brings a closed word to a state that
 //! nobody holds raises its flag afterwards, and the exporter looks at the word after the flag. *Orderings.* `release` and
-//! `end_unmap` are releases and `close` and [`Slot::is_held`] acquire, so that what the importer did to the memory happens
-//! before the exporter uses it again; flags are raised by release and drained by acquire for the same reason.
+//! `unmapped` are releases and `close` and [`Slot::is_held`] acquire, so that what the importer did to the memory happens
+//! before the exporter uses it again; flags are raised by release and drained by acquire for the same reason. *Who unmaps*
+//! is the importer's own affair: `local.rs`.
 
 use crate::primitive::{AtomicU64, Ordering};
 
 const COUNT: u64 = u32::MAX as u64;
 const GENERATION_SHIFT: u32 = 32;
-const GENERATION: u64 = ((1 << 29) - 1) << GENERATION_SHIFT;
-const UNMAPPING: u64 = 1 << 61;
+const GENERATION: u64 = ((1 << 30) - 1) << GENERATION_SHIFT;
 const MAPPED: u64 = 1 << 62;
 const CLOSED: u64 = 1 << 63;
 
@@ -53,7 +52,7 @@ pub(crate) enum Acquired {
     Yes,
     /// The exporter has freed the allocation.
     Closed,
-    /// The mapping is gone or going: ask the exporter.
+    /// The word says that there is no mapping, or counts as many opens as it can.
     NotMapped,
 }
 
@@ -90,7 +89,7 @@ impl<'t> Slot<'t> {
             if !self.is_of_this(word) || word & CLOSED != 0 {
                 return Acquired::Closed;
             }
-            if word & (MAPPED | UNMAPPING) != MAPPED || word & COUNT == COUNT {
+            if word & MAPPED == 0 || word & COUNT == COUNT {
                 return Acquired::NotMapped;
             }
             match self.word.compare_exchange_weak(word, word + 1, Ordering::AcqRel, Ordering::Acquire) {
@@ -115,7 +114,7 @@ impl<'t> Slot<'t> {
         while self.is_of_this(word) && word & COUNT != 0 {
             let mut next = word - 1;
             if next & COUNT == 0 {
-                next &= !(MAPPED | UNMAPPING);
+                next &= !MAPPED;
             }
             match self.word.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return,
@@ -142,31 +141,11 @@ impl<'t> Slot<'t> {
         !self.is_of_this(word) || word & CLOSED != 0
     }
 
-    /// Begins to take the mapping down: `false` where somebody has it open. The importer sees to it that only one thread
-    /// gets here.
-    pub(crate) fn begin_unmap(self) -> bool {
-        let mut word = self.word.load(Ordering::Acquire);
-        loop {
-            if !self.is_of_this(word) {
-                // The slot serves another allocation by now, so this one is closed and nobody has it open.
-                return true;
-            }
-            if word & COUNT != 0 {
-                return false;
-            }
-            match self.word.compare_exchange_weak(word, word | UNMAPPING, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return true,
-                Err(now) => word = now,
-            }
-        }
-    }
-
-    /// Ends it: the memory is not mapped any more. `true` where the exporter is to be told.
-    pub(crate) fn end_unmap(self) -> bool {
+    /// The memory is not mapped any more. `true` where the exporter has freed it, and is told by a flag.
+    pub(crate) fn unmapped(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) {
-            let next = word & !(MAPPED | UNMAPPING);
-            match self.word.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Acquire) {
+            match self.word.compare_exchange_weak(word, word & !MAPPED, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return word & CLOSED != 0,
                 Err(now) => word = now,
             }

@@ -15,12 +15,12 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::message::ExportKey;
-use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS};
+use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, ring};
+use super::ticket::not_given_out;
 use crate::buffer::DeviceBlock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ipc::Transport;
-use crate::memory::DevicePtr;
 use crate::pool::deferred::DeferredFree;
 use crate::pool::events::Mark;
 
@@ -109,21 +109,16 @@ struct CountPart {
 pub(crate) struct Grant {
     /// Keeps the memory while the backend exports it.
     pub(crate) block: Arc<DeviceBlock>,
-    pub(crate) ptr: DevicePtr,
     pub(crate) transport: Transport,
     pub(crate) bytes: u64,
     pub(crate) counts: Arc<OwnedFd>,
     pub(crate) ready: Arc<OwnedFd>,
 }
 
-fn place(index: u32) -> (usize, usize) {
-    (index as usize / SLOTS, index as usize % SLOTS)
-}
-
 impl PeerBook {
     /// Whether the importer holds an allocation.
     fn holds(&self, index: u32, serial: u64, or_maps: bool) -> bool {
-        let (part, slot) = place(index);
+        let (part, slot) = place_of(index);
         let part = self.parts.get(part).and_then(Option::as_ref);
         part.is_some_and(|part| part.segment.slot(slot, serial).is_held(or_maps))
     }
@@ -210,12 +205,12 @@ impl Exporter {
             None => u32::try_from(state.exports.len())
                 .map_err(|_| Error::new(ErrorKind::OutOfMemory, "share", "2^32 allocations are shared at once"))?,
         };
-        let (part, slot) = place(index);
+        let (part, slot) = place_of(index);
         if part == state.ready.len() {
             let (segment, file) = ReadySegment::create()?;
             state.ready.push(ReadyPart { segment: Arc::new(segment), file: Arc::new(file) });
         }
-        state.ready[part].segment.publish(slot, 0);
+        state.ready[part].segment.begin(slot);
         state.last_serial += 1;
         let serial = state.last_serial;
         let export = Export {
@@ -242,7 +237,7 @@ impl Exporter {
     pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<Mark>>) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let (part, slot) = place(key.index);
+        let (part, slot) = place_of(key.index);
         let ready = &state.ready[part].segment;
         let export = state.exports.get_mut(key.index as usize).and_then(Option::as_mut);
         let Some(export) = export.filter(|export| export.serial == key.serial) else { return 0 };
@@ -255,6 +250,7 @@ impl Exporter {
         }
         export.number += 1;
         let number = export.number;
+        ready.issue(slot, number);
         state.watches.push(Watch { key, number, after });
         self.watching.store(state.watches.len() as u64, Ordering::Relaxed);
         number
@@ -290,7 +286,7 @@ impl Exporter {
             done = true;
             let state = self.state.lock();
             if state.export(watch.key).is_some() {
-                let (part, slot) = place(watch.key.index);
+                let (part, slot) = place_of(watch.key.index);
                 let number = if failed { ReadySegment::FAILED } else { watch.number };
                 state.ready[part].segment.publish(slot, number);
             }
@@ -307,9 +303,9 @@ impl Exporter {
         done
     }
 
-    /// The block of an allocation of this process, and where its readiness is published. `bytes` and `number` are what
-    /// the ticket says of it.
-    pub(crate) fn own(&self, key: ExportKey, bytes: u64, number: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
+    /// The block of an allocation of this process, and where its readiness is published. `bytes` is what the ticket says of
+    /// it.
+    pub(crate) fn own(&self, key: ExportKey, bytes: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
         // Before the lock, so that it is dropped after it, as in `grant`.
         let block;
         let state = self.state.lock();
@@ -319,11 +315,10 @@ impl Exporter {
         };
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
         block = export.block.upgrade().ok_or_else(expired)?;
-        if bytes != export.bytes || number > export.number {
-            return Err(Error::new(ErrorKind::InvalidArgument, "open_shared", "a ticket that was not given out")
-                .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged"));
+        if bytes != export.bytes {
+            return Err(not_given_out("its size is not the allocation's"));
         }
-        let ready = Arc::clone(&state.ready[place(key.index).0].segment);
+        let ready = Arc::clone(&state.ready[place_of(key.index).0].segment);
         Ok((block, ready))
     }
 
@@ -335,7 +330,7 @@ impl Exporter {
             let mut state = self.state.lock();
             let state = &mut *state;
             let Some(export) = state.export(key) else { return Some(free) };
-            let (part, slot) = place(key.index);
+            let (part, slot) = place_of(key.index);
             for book in export.peers.iter().filter_map(|peer| state.peers.get(peer)) {
                 let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
                 if part.segment.slot(slot, key.serial).close() {
@@ -414,7 +409,7 @@ impl Exporter {
             || Error::new(ErrorKind::Expired, "open_shared", "the exporter has freed the buffer of this ticket");
         let export = state.export(key).filter(|export| export.limbo.is_none()).ok_or_else(expired)?;
         block = export.block.upgrade().ok_or_else(expired)?;
-        let (part, slot) = place(key.index);
+        let (part, slot) = place_of(key.index);
         let (transport, bytes) = (export.transport, export.bytes);
         let ready = Arc::clone(&state.ready[part].file);
         let book = state
@@ -442,14 +437,13 @@ impl Exporter {
         {
             export.peers.push(peer);
         }
-        let ptr = block.ptr;
-        Ok(Grant { block, ptr, transport, bytes, counts: counts.file, ready })
+        Ok(Grant { block, transport, bytes, counts: counts.file, ready })
     }
 
     /// Takes a grant back that the importer could not use.
     pub(crate) fn take_back(&self, peer: u64, key: ExportKey) -> Option<DeferredFree> {
         let mut state = self.state.lock();
-        let (part, slot) = place(key.index);
+        let (part, slot) = place_of(key.index);
         if let Some(part) = state.peers.get(&peer).and_then(|book| book.parts.get(part)?.as_ref()) {
             part.segment.slot(slot, key.serial).take_back();
         }

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -16,10 +16,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
+use super::local::LocalCount;
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
-use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS};
+use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
-use super::ticket::Ticket;
+use super::ticket::{Ticket, not_given_out};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ipc::{Descriptor, MemoryHandle};
 use crate::memory::DevicePtr;
@@ -115,22 +116,16 @@ struct Part {
 /// An allocation of another process, mapped here.
 #[derive(Debug)]
 pub(crate) struct Import {
-    key: ImportKey,
     pub(crate) link: Arc<Link>,
-    /// The ticket that it was opened with, for sharing it on.
+    /// The ticket that it was opened with, for sharing it on. The exporter has confirmed the allocation that it names.
     pub(crate) ticket: Ticket,
     counts: Arc<CountSegment>,
     ready: Arc<ReadySegment>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    pub(crate) bytes: u64,
-    /// How often it is open here, or [`GONE`]. The count that is shared with the exporter says the same, but what another
-    /// process can write decides nothing about addresses of this one.
-    open: AtomicU64,
+    /// Whether it may be unmapped.
+    open: LocalCount,
 }
-
-/// Being unmapped.
-const GONE: u64 = 1 << 63;
 
 #[derive(Debug)]
 struct PendingRelease {
@@ -152,17 +147,17 @@ pub(crate) trait Mapper {
     fn bell(&self) -> &Bell;
 }
 
-fn split(index: u32) -> (usize, usize) {
-    (index as usize / SLOTS, index as usize % SLOTS)
-}
-
 impl Import {
+    fn key(&self) -> ImportKey {
+        ImportKey { incarnation: self.ticket.incarnation, serial: self.ticket.serial, device: self.device }
+    }
+
     fn index(&self) -> u32 {
         self.ticket.index
     }
 
     fn slot(&self) -> Slot<'_> {
-        self.counts.slot(split(self.index()).1, self.key.serial)
+        self.counts.slot(place_of(self.index()).1, self.ticket.serial)
     }
 
     /// Whether a ticket with the serial number of this one is one of it.
@@ -170,16 +165,10 @@ impl Import {
         if ticket.index != self.index() {
             return Err(expired("the exporter has no such allocation".to_owned()));
         }
-        if ticket.allocation_bytes != self.bytes {
+        if ticket.allocation_bytes != self.ticket.allocation_bytes {
             return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
         }
         Ok(())
-    }
-
-    /// Keeps it mapped; `false` where it is being unmapped.
-    fn enter(&self) -> bool {
-        let once_more = |open: u64| (open & GONE == 0).then_some(open + 1);
-        self.open.fetch_update(Ordering::AcqRel, Ordering::Acquire, once_more).is_ok()
     }
 
     /// Waits until the device work before a share is done.
@@ -191,9 +180,20 @@ impl Import {
     }
 }
 
-/// Waits until the device work before a share is done; asks `check` now and then whether to go on.
+/// Waits until the device work before a share is done; asks `check` now and then whether to go on. The allocation is open,
+/// so that its slot stays its.
+///
+/// # Errors
+/// `InvalidArgument` for a number that no ticket was given; `DeviceLost` where the work failed.
 pub(crate) fn wait_ready(ready: &ReadySegment, index: u32, number: u64, check: impl Fn() -> Result<()>) -> Result<()> {
-    let slot = split(index).1;
+    let slot = place_of(index).1;
+    if ready.readiness(slot, number) == Readiness::Ready {
+        return Ok(());
+    }
+    // Its work would never be done.
+    if !ready.is_issued(slot, number) {
+        return Err(not_given_out("it names a share that was not made"));
+    }
     loop {
         match ready.wait(slot, number, Duration::from_millis(20)) {
             Readiness::Ready => return Ok(()),
@@ -304,7 +304,7 @@ impl Link {
         key: ExportKey,
         mapper: &dyn Mapper,
     ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
-        let (place, _) = split(key.index);
+        let (place, _) = place_of(key.index);
         let mut channel = self.channel.lock();
         let part = self.parts.lock().get(place).cloned().unwrap_or_default();
         *channel = channel.wrapping_add(1);
@@ -571,7 +571,7 @@ impl Importer {
                         return Err(import.link.ended());
                     }
                     import.check(ticket)?;
-                    if !import.enter() {
+                    if !import.open.enter() {
                         // Being unmapped by another thread: wait for its end, then map anew.
                         let mut state = self.state.lock();
                         let stands = |state: &State| {
@@ -616,17 +616,8 @@ impl Importer {
                 return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
             }
             let ptr = mapper.map(device, &handle).inspect_err(|_| link.abandon(export, mapper))?;
-            let import = Arc::new(Import {
-                key,
-                link,
-                ticket: ticket.clone(),
-                counts,
-                ready,
-                device,
-                ptr,
-                bytes: handle.bytes,
-                open: AtomicU64::new(1),
-            });
+            let import =
+                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: LocalCount::open() });
             let index = (ticket.incarnation, ticket.index);
             let mut state = self.state.lock();
             state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -692,18 +683,15 @@ impl Importer {
     pub(crate) fn release(&self, import: &Arc<Import>, bell: &Bell) {
         self.live.fetch_sub(1, Ordering::Relaxed);
         if import.slot().release() {
-            import.counts.released().raise(split(import.index()).1);
+            import.counts.released().raise(place_of(import.index()).1);
             import.link.ring();
         }
         self.leave(import, bell);
     }
 
-    /// Undoes [`Import::enter`].
+    /// Undoes [`LocalCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
-        let was_last = import.open.fetch_sub(1, Ordering::AcqRel) == 1;
-        // Whoever finds it closed or lost then finds nobody here, or is found by us: see `unmap`.
-        fence(Ordering::SeqCst);
-        if was_last && (import.slot().is_closed() || import.link.is_lost()) {
+        if import.open.leave() && (import.slot().is_closed() || import.link.is_lost()) {
             self.to_unmap.lock().push(Arc::clone(import));
             bell.ring();
         }
@@ -766,21 +754,18 @@ impl Importer {
     }
 
     fn unmap(&self, import: &Arc<Import>, mapper: &dyn Mapper) {
-        fence(Ordering::SeqCst);
-        if import.open.compare_exchange(0, GONE, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        if !import.open.try_gone() {
             // Open, or unmapped already. Who lets go of it last looks whether it is to be unmapped.
             return;
         }
-        // Nobody has it open here, whatever the exporter says.
-        import.slot().begin_unmap();
         mapper.unmap(import.device, import.ptr);
-        if import.slot().end_unmap() {
-            import.counts.released().raise(split(import.index()).1);
+        if import.slot().unmapped() {
+            import.counts.released().raise(place_of(import.index()).1);
             import.link.ring();
         }
         let mut state = self.state.lock();
-        state.imports.remove(&import.key);
-        let index = (import.key.incarnation, import.index());
+        state.imports.remove(&import.key());
+        let index = (import.ticket.incarnation, import.index());
         if let Some(imports) = state.by_index.get_mut(&index) {
             imports.retain(|other| !Arc::ptr_eq(other, import));
             if imports.is_empty() {
@@ -812,7 +797,7 @@ impl Importer {
     pub(crate) fn mapped(&self) -> (u64, u64) {
         let state = self.state.lock();
         let imports = || state.imports.values().flatten();
-        (imports().count() as u64, imports().map(|import| import.bytes).sum())
+        (imports().count() as u64, imports().map(|import| import.ticket.allocation_bytes).sum())
     }
 
     pub(crate) fn lost_links(&self) -> u64 {

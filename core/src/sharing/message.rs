@@ -15,10 +15,10 @@ use super::ticket::Fields;
 use crate::error::{Error, ErrorKind};
 use crate::ipc::Transport;
 
-/// Version of these messages.
-pub(crate) const PROTOCOL: u16 = 1;
+/// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
+pub(crate) const PROTOCOL: u16 = 2;
 /// Oldest version that is understood.
-pub(crate) const OLDEST_PROTOCOL: u16 = 1;
+pub(crate) const OLDEST_PROTOCOL: u16 = 2;
 /// Longest message.
 pub(crate) const LONGEST: usize = 768;
 const LONGEST_TEXT: usize = 512;

@@ -27,6 +27,7 @@
 mod counts;
 mod exporter;
 mod importer;
+mod local;
 mod message;
 mod segment;
 mod service;
@@ -295,7 +296,7 @@ impl Sharing {
     fn export(&self, runtime: &RuntimeInner, grant: &Grant) -> Result<MemoryHandle> {
         let ipc = runtime.ipc("share")?;
         // SAFETY: the block is alive as long as the grant.
-        unsafe { ipc.export_memory(grant.block.device, grant.ptr, grant.transport) }
+        unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
     }
 
     /// Frees what has left limbo, in the order of the streams that used it here.
@@ -342,7 +343,7 @@ impl Sharing {
     /// The original of a ticket of this runtime, once the device work before the share is done.
     pub(crate) fn original(&self, ticket: &Ticket, runtime: &RuntimeInner) -> Result<Arc<DeviceBlock>> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
-        let (block, ready) = self.exporter.own(key, ticket.allocation_bytes, ticket.number)?;
+        let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
         importer::wait_ready(&ready, ticket.index, ticket.number, || runtime.check("open_shared"))?;
         Ok(block)
     }

@@ -2,13 +2,14 @@
 //!
 //! A [`CountSegment`] belongs to one exporter and one importer and holds the words of `counts.rs`. A [`ReadySegment`]
 //! belongs to an exporter and is mapped by all its importers, who cannot write it: for each allocation, the number of
-//! the latest share whose device work is done. Sealed means that nobody can make the file shorter under a mapping, so a
+//! the latest share whose device work is done, and the greatest number that a ticket was given. The protocol's version
+//! (`message.rs`) is the layout's too. Sealed means that nobody can make the file shorter under a mapping, so a
 //! load never faults.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -20,6 +21,11 @@ use crate::error::Result;
 
 /// Slots of a segment; the slot of an allocation is the same in every segment of that number.
 pub(crate) const SLOTS: usize = 1 << 16;
+/// Which segment an allocation is in by its index, and which slot of it.
+pub(crate) fn place_of(index: u32) -> (usize, usize) {
+    (index as usize / SLOTS, index as usize % SLOTS)
+}
+
 const BIT_WORDS: usize = SLOTS / 64;
 const SUMMARY_WORDS: usize = BIT_WORDS / 64;
 
@@ -32,7 +38,9 @@ const COUNT_WORDS: usize = COUNTS + SLOTS;
 
 /// The first words of a ready segment; word 0 is waited on.
 const READY_HEADER: usize = 8;
-const READY_WORDS: usize = READY_HEADER + SLOTS;
+const READY: usize = READY_HEADER;
+const ISSUED: usize = READY + SLOTS;
+const READY_WORDS: usize = ISSUED + SLOTS;
 
 const PAGE: usize = 4096;
 
@@ -142,7 +150,7 @@ impl CountSegment {
     }
 }
 
-/// For [`SLOTS`] allocations of an exporter, the latest share whose device work is done.
+/// For [`SLOTS`] allocations of an exporter, the latest share whose device work is done, and the latest share of all.
 #[derive(Debug)]
 pub(crate) struct ReadySegment(Mapping);
 
@@ -169,11 +177,36 @@ impl ReadySegment {
         Mapping::open(file, READY_WORDS, ProtFlags::READ).map(Self)
     }
 
+    /// Begins with an allocation that nobody has a ticket of. Nobody waits for the one before it in this slot: who waits
+    /// has it open, and the slot of what is open is not given away.
+    pub(crate) fn begin(&self, slot: usize) {
+        self.issue(slot, 0);
+        self.publish(slot, 0);
+    }
+
+    /// Says that tickets of an allocation have numbers up to this one; called before such a ticket is given out.
+    ///
+    /// Importers compare numbers with this one and ask nobody, so whoever has the ticket has to see it, by whatever way the
+    /// ticket came. The fence here and the one in [`ReadySegment::is_issued`] see to that: the ticket's bytes are written
+    /// after the one and read before the other, and by a release fence before a write and an acquire fence after the read
+    /// of what was written, all that comes before the first happens before all that comes after the second (for memory
+    /// that the processes share; a way through the kernel orders no less).
+    pub(crate) fn issue(&self, slot: usize, number: u64) {
+        self.0.words()[ISSUED + slot].store(number, Ordering::Relaxed);
+        fence(Ordering::Release);
+    }
+
+    /// Whether a ticket with this number can have been given out. For who has the allocation open: then the slot is its.
+    pub(crate) fn is_issued(&self, slot: usize, number: u64) -> bool {
+        fence(Ordering::Acquire);
+        number <= self.0.words()[ISSUED + slot].load(Ordering::Relaxed)
+    }
+
     /// Publishes that the device work before share `number` is done.
     pub(crate) fn publish(&self, slot: usize, number: u64) {
         let words = self.0.words();
         // Release: what the device work did is visible to who reads the number.
-        words[READY_HEADER + slot].store(number, Ordering::Release);
+        words[READY + slot].store(number, Ordering::Release);
         let published = self.published();
         published.fetch_add(1, Ordering::Release);
         // Shared between processes, so no PRIVATE flag. Waking nobody is no error.
@@ -182,7 +215,7 @@ impl ReadySegment {
 
     #[inline]
     pub(crate) fn readiness(&self, slot: usize, number: u64) -> Readiness {
-        match self.0.words()[READY_HEADER + slot].load(Ordering::Acquire) {
+        match self.0.words()[READY + slot].load(Ordering::Acquire) {
             Self::FAILED => Readiness::Failed,
             ready if ready >= number => Readiness::Ready,
             _ => Readiness::Waiting,
@@ -212,5 +245,35 @@ impl ReadySegment {
         // SAFETY: word 0 of the header is mapped, aligned, and used as this 32-bit atomic only; an importer's mapping is
         // read-only, and it only loads and waits.
         unsafe { &*self.0.base.as_ptr().cast::<AtomicU32>() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_importer_sees_the_numbers_of_the_allocation_that_has_the_slot() {
+        let (exporter, file) = ReadySegment::create().unwrap();
+        let importer = ReadySegment::open(&file).unwrap();
+        for slot in [0, 1, SLOTS - 1] {
+            exporter.begin(slot);
+            exporter.issue(slot, 1);
+            exporter.issue(slot, 2);
+            exporter.publish(slot, 1);
+            assert_eq!([1, 2, 3].map(|number| importer.is_issued(slot, number)), [true, true, false]);
+            assert_eq!(importer.readiness(slot, 1), Readiness::Ready);
+            assert_eq!(importer.readiness(slot, 2), Readiness::Waiting);
+            // The next allocation begins anew.
+            exporter.begin(slot);
+            assert_eq!([0, 1].map(|number| importer.is_issued(slot, number)), [true, false]);
+            assert_eq!([0, 1].map(|number| importer.readiness(slot, number)), [Readiness::Ready, Readiness::Waiting]);
+        }
+    }
+
+    #[test]
+    fn a_file_of_another_layout_is_too_short() {
+        let (_, file) = Mapping::create(READY_WORDS - SLOTS, true).unwrap();
+        assert!(ReadySegment::open(&file).is_err());
     }
 }

@@ -163,6 +163,12 @@ impl Ticket {
     }
 }
 
+/// An error about a ticket that says of its allocation what its exporter has never said.
+pub(super) fn not_given_out(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "open_shared", format!("a ticket that was not given out: {what}"))
+        .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged")
+}
+
 /// Takes fields off the front of a message.
 pub(crate) struct Fields<'b> {
     pub(crate) bytes: &'b [u8],

@@ -271,7 +271,6 @@ fn an_exporter_that_is_behind_with_reading_is_waited_for() {
 
 const MAPPED: u64 = 1 << 62;
 const CLOSED: u64 = 1 << 63;
-const UNMAPPING: u64 = 1 << 61;
 
 /// Somebody of the same user who speaks the protocol and shares real memory, but not as an exporter should.
 struct Impostor {
@@ -284,7 +283,7 @@ struct Impostor {
 
 fn sealed_file() -> std::fs::File {
     let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-    rustix::fs::ftruncate(&file, 1 << 20).unwrap();
+    rustix::fs::ftruncate(&file, 2 << 20).unwrap();
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
     file.into()
 }
@@ -339,7 +338,7 @@ impl Impostor {
         let serving = std::thread::spawn(move || {
             let socket = rustix::net::accept(&listener).unwrap();
             let (_, line) = receive(&socket);
-            send(&socket, &message(2, &[&[1, 0, 1, 0], &incarnation]), &[]);
+            send(&socket, &message(2, &[&[2, 0, 2, 0], &incarnation]), &[]);
             let (question, _) = receive(&socket);
             let opened = [&0x1_u32.to_le_bytes()[..], &handle.device_uuid, &handle.bytes.to_le_bytes()].concat();
             let opened = [&opened[..], &handle.payload, &1_u32.to_le_bytes()].concat();
@@ -362,7 +361,7 @@ impl Impostor {
 
     /// Writes the word of its allocation, whose index is 0.
     fn scribble(&self, word: u64) {
-        let word = word | (self.serial & ((1 << 29) - 1)) << 32;
+        let word = word | (self.serial & ((1 << 30) - 1)) << 32;
         self.counts.write_all_at(&word.to_le_bytes(), (16 + 16 + 1024 + 1024) * 8).unwrap();
     }
 
@@ -407,11 +406,17 @@ fn an_exporter_that_scribbles_on_the_counts_makes_nobody_wait() {
     owner.stream.synchronize().unwrap();
     let impostor = Impostor::polite(&owner, &buffer);
     let opened = importer.runtime.open_shared::<u32>(&impostor.ticket).unwrap();
-    for word in [UNMAPPING | MAPPED | 1, 1, MAPPED | u64::from(u32::MAX)] {
+    let another_generation = 1 << 61 | MAPPED | 1;
+    let words = [
+        (1, ErrorKind::InvalidArgument),
+        (MAPPED | u64::from(u32::MAX), ErrorKind::InvalidArgument),
+        (another_generation, ErrorKind::Expired),
+    ];
+    for (word, expected) in words {
         impostor.scribble(word);
         let (runtime, ticket) = (importer.runtime.clone(), impostor.ticket.clone());
         let kind = in_time(move || kind_of(runtime.open_shared(&ticket)));
-        assert_eq!(kind, ErrorKind::InvalidArgument, "{word:x}");
+        assert_eq!(kind, expected, "{word:x}");
     }
     drop(opened);
     assert_eq!(importer.runtime.statistics().sharing.imports, 0);

@@ -19,6 +19,7 @@ use super::super::child::{self, wait_readable};
 use super::super::failure::Failure;
 use super::super::frame::Inbox;
 use super::super::{Verdict, child::die};
+use super::descriptors::cut_sockets;
 use super::heir;
 use super::message::{Deed, Offer};
 use super::pattern::Pattern;
@@ -72,6 +73,8 @@ struct Consumer<'s> {
     /// Work may be outstanding.
     queued: bool,
     bequeathed: bool,
+    /// To its exporter it looks dead.
+    cut_off: bool,
 }
 
 enum Never {}
@@ -99,6 +102,7 @@ impl<'s> Consumer<'s> {
             held: Vec::new(),
             queued: false,
             bequeathed: false,
+            cut_off: false,
         })
     }
 
@@ -154,12 +158,17 @@ impl<'s> Consumer<'s> {
     }
 
     fn step(&mut self, random: &mut Random) -> Result<()> {
+        if self.cut_off {
+            // It holds on to what it has, and would see another's contents where the exporter has freed it.
+            return if random.percent(50) { self.use_queued(random) } else { self.check(random) };
+        }
         match random.within(0..1000) {
             0..350 => self.open(random),
             350..450 => self.open_again(random),
             450..650 => self.use_queued(random),
             650..800 => self.check(random),
-            800..994 => self.release(random),
+            800..988 => self.release(random),
+            988..994 => self.cut(),
             _ => self.bequeath(random),
         }
     }
@@ -251,6 +260,15 @@ impl<'s> Consumer<'s> {
         let opens = 1 + usize::from(held.floats.is_some());
         drop(held);
         (0..opens).try_for_each(|_| self.tell(Deed::Released))
+    }
+
+    /// Cuts its connections to the exporter's library, and lives on.
+    fn cut(&mut self) -> Result<()> {
+        if self.held.is_empty() {
+            return Ok(());
+        }
+        self.cut_off = true;
+        self.tell(Deed::Cut(cut_sockets(self.socket)?))
     }
 
     /// Leaves a child behind and dies soon after.

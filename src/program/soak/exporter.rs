@@ -129,6 +129,7 @@ struct Consumer {
     /// When it is killed, where it does not do so itself.
     until: Instant,
     bequeathed: bool,
+    cut_off: bool,
     work_queued: bool,
 }
 
@@ -206,7 +207,14 @@ impl<'a> Exporter<'a> {
         let life = Duration::from_micros(self.random.within(0..life.as_micros() as u64));
         let until = Instant::now() + life;
         self.started += 1;
-        self.consumers.push(Consumer { child, inbox: Inbox::default(), until, bequeathed: false, work_queued: false });
+        self.consumers.push(Consumer {
+            child,
+            inbox: Inbox::default(),
+            until,
+            bequeathed: false,
+            cut_off: false,
+            work_queued: false,
+        });
         let newest = self.consumers.len() - 1;
         for index in 0..self.blocks.len() {
             self.offer(newest, index);
@@ -314,6 +322,10 @@ impl<'a> Exporter<'a> {
                     consumer.bequeathed = true;
                     self.report.inherited_descriptors += descriptors;
                 }
+                Deed::Cut(sockets) => {
+                    consumer.cut_off = true;
+                    self.report.cut_sockets += sockets;
+                }
                 Deed::Stolen(what) => self.report.early_frees.add(format!("seen by consumer {pid}: {what}")),
                 Deed::Failed(what) => self.report.unexpected.add(format!("a consumer: {what}")),
             }
@@ -368,6 +380,7 @@ impl<'a> Exporter<'a> {
                     self.heirs.pop_front();
                 }
             }
+            self.report.killed_after_cut += u64::from(consumer.cut_off);
             self.report.killed_with_work += u64::from(consumer.work_queued);
             self.progress.advance(1);
         }

@@ -4,34 +4,23 @@
 //! the heir keeps them, until the exporter lets go of its end of the consumer's socket.
 
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};
 
 use anyhow::Result;
 use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 
 use super::super::Verdict;
+use super::descriptors::copies;
 
 /// Starts an heir that holds every descriptor of this process; says how many.
 ///
 /// Nobody waits for it: when this process dies, it becomes a child of the exporter.
 pub(super) fn leave() -> io::Result<u64> {
-    let own = pidfd_open(getpid(), PidfdFlags::empty())?;
-    // A copy of a descriptor stands for the same open file or socket. The copies are all gone from this process when this
-    // returns, and nobody else starts a process here meanwhile.
-    let mut copies: Vec<OwnedFd> = Vec::new();
-    for entry in std::fs::read_dir("/proc/self/fd")? {
-        let Some(number) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        if number > 2
-            // Closed by another thread meanwhile, or refused by a sandbox.
-            && let Ok(copy) = pidfd_getfd(&own, number, PidfdGetfdFlags::empty())
-        {
-            fcntl_setfd(&copy, FdFlags::empty())?;
-            copies.push(copy);
-        }
-    }
+    // The copies are all gone from this process when this returns, and nobody else starts a process here meanwhile.
+    let copies = copies()?;
+    copies.iter().try_for_each(|copy| fcntl_setfd(copy, FdFlags::empty()))?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     Command::new("/proc/self/exe")
         .arg0("highwater")

@@ -28,6 +28,8 @@ pub(super) enum Deed {
     Idle,
     /// A child was left behind that holds so many of this process's descriptors.
     Bequeathed(u64),
+    /// So many sockets were cut, and the memory that is open is still used.
+    Cut(u64),
     /// The contents of a buffer are not its own.
     Stolen(String),
     /// Something that must not fail did.
@@ -67,6 +69,7 @@ impl Deed {
             Self::Bequeathed(descriptors) => (6, *descriptors, ""),
             Self::Stolen(what) => (7, 0, what.as_str()),
             Self::Failed(what) => (8, 0, what.as_str()),
+            Self::Cut(sockets) => (9, *sockets, ""),
         };
         Message::new(DEED).number(kind).number(number).bytes(text.as_bytes()).send(socket)
     }
@@ -85,6 +88,7 @@ impl Deed {
             (DEED, 6) => Ok(Self::Bequeathed(number)),
             (DEED, 7) => Ok(Self::Stolen(text)),
             (DEED, 8) => Ok(Self::Failed(text)),
+            (DEED, 9) => Ok(Self::Cut(number)),
             _ => Err(malformed("it is no deed")),
         }
     }
@@ -112,6 +116,7 @@ mod tests {
             Deed::Queued,
             Deed::Idle,
             Deed::Bequeathed(9),
+            Deed::Cut(2),
             Deed::Stolen("word 7".into()),
             Deed::Failed("open".into()),
         ];

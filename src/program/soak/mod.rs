@@ -2,11 +2,12 @@
 //!
 //! This process is the exporter (`exporter`): it allocates buffers, shares them, frees them while others still use them, and
 //! allocates again. Its children are the consumers (`consumer`): they open tickets, once or often, use the memory on a
-//! stream, drop it, leave a child behind that holds their descriptors (`heir`), and are killed, by the exporter or by
-//! themselves, at a random step after a random delay. What is in a buffer tells whose it is (`pattern`), so that memory
+//! stream, drop it, leave a child behind that holds their descriptors (`heir`) or cut their sockets and go on writing, and are
+//! killed, by the exporter or by themselves, at a random step after a random delay. What is in a buffer tells whose it is (`pattern`), so that memory
 //! that is freed too early, or written by somebody who has lost it, shows. At the end everything has to be back.
 
 pub(super) mod consumer;
+mod descriptors;
 mod exporter;
 pub(super) mod heir;
 mod message;

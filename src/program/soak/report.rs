@@ -28,6 +28,9 @@ pub(super) struct Report {
     pub(super) inherited_descriptors: u64,
     /// Of those children, how many still lived when all memory had come back.
     pub(super) heirs_at_the_end: u64,
+    /// Consumers killed that had cut their sockets and gone on writing, and how many sockets those were.
+    pub(super) killed_after_cut: u64,
+    pub(super) cut_sockets: u64,
     /// Consumers killed with work queued.
     pub(super) killed_with_work: u64,
     pub(super) limbo_peak_bytes: u64,
@@ -89,6 +92,8 @@ impl Report {
             "kills": self.kills,
             "killed_after_fork": self.killed_after_fork,
             "killed_with_work": self.killed_with_work,
+            "killed_after_cut": self.killed_after_cut,
+            "cut_sockets": self.cut_sockets,
             "inherited_descriptors": self.inherited_descriptors,
             "heirs_at_the_end": self.heirs_at_the_end,
             "shared": self.shared,
@@ -110,14 +115,14 @@ impl Report {
     }
 
     pub(super) fn to_table(&self) -> Table {
-        let Self { kills, killed_after_fork, killed_with_work, inherited_descriptors, .. } = self;
+        let Self { kills, killed_after_fork, killed_after_cut, killed_with_work, inherited_descriptors, .. } = self;
         let Self { shared, opens, releases, expired_tickets, checks, words_changed, .. } = self;
         let Self { processes_left, descriptors_left, shared_files_left, .. } = self;
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         let killed = format!(
             "{kills} in {:.1} s; {killed_with_work} with work queued, {killed_after_fork} after a fork (the children held \
-             {inherited_descriptors} descriptors)",
+             {inherited_descriptors} descriptors), {killed_after_cut} after they had cut their sockets",
             self.elapsed.as_secs_f64()
         );
         table.add_row(["kills", &killed]);
