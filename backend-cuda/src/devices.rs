@@ -97,6 +97,8 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.create_during_capture = true;
     can.host_address_is_device_address = has(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)
         && has(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+    // What one registration stalls the GPU calls of other threads by grows with its bytes: some 4 ms for these.
+    can.register_piece_bytes = 64 << 20;
     can.ipc_transports = transports(cuda, device);
     can.shareable_memory = !can.ipc_transports.is_empty();
     can.workspace_alignment = 256;

@@ -1,7 +1,7 @@
 //! Page-locked host memory, emulated by anonymous mappings and a table of what is locked.
 //!
 //! Nothing is locked in fact; the table makes copies as strict as the fastest hardware is: a range outside of the table,
-//! or across two entries of it, is refused.
+//! or across two entries of it, is refused. Registered memory counts against the limit as allocated memory does.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ptr::NonNull;
@@ -35,7 +35,7 @@ struct Block {
 struct Table {
     /// By address. No two entries overlap.
     blocks: BTreeMap<usize, Block>,
-    allocated_bytes: u64,
+    locked_bytes: u64,
     /// In test mode, what was freed last and is still mapped, the oldest first.
     freed: VecDeque<(HostPtr, usize)>,
 }
@@ -112,11 +112,28 @@ impl MockHost {
         }
     }
 
-    /// Checks that a range lies inside one page-locked block.
+    /// Checks that a range lies inside one page-locked block. One that begins in a registration and reaches out of it, also
+    /// where another one follows without a gap, gives what vendors give for it: an invalid argument.
     pub(crate) fn range(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) -> Result<()> {
-        if self.table.read().contains(ptr.address(), bytes) {
+        let table = self.table.read();
+        if table.contains(ptr.address(), bytes) {
             return Ok(());
         }
+        if let Some((start, block)) = table.around(ptr.address())
+            && block.registered
+            && ptr.address() - start < block.bytes
+        {
+            return Err(operation
+                .error(
+                    ErrorKind::InvalidArgument,
+                    format!(
+                        "{what}: {bytes} bytes at {ptr:?} reach out of the {} registered at {start:#x}",
+                        block.bytes
+                    ),
+                )
+                .with_hint("cut copies at the borders between registrations"));
+        }
+        drop(table);
         Err(operation
             .error(
                 ErrorKind::InvalidPointer,
@@ -151,6 +168,13 @@ fn no_bytes(operation: Operation) -> Error {
     operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1")
 }
 
+fn exhausted(operation: Operation, bytes: usize, locked: u64, limit: u64) -> Error {
+    let free = limit - locked;
+    operation
+        .error(ErrorKind::OutOfMemory, format!("{bytes} bytes were asked for, {free} of {limit} are free"))
+        .with_hint("free page-locked memory, or open the mock with more host memory")
+}
+
 // SAFETY: each block is an anonymous mapping of its own, zeroed, page-aligned, at least as large as asked for, and
 // unmapped only by `free` or with the allocator itself.
 unsafe impl HostAllocator for MockHost {
@@ -161,21 +185,11 @@ unsafe impl HostAllocator for MockHost {
         if bytes == 0 {
             return Err(no_bytes(operation));
         }
-        let exhausted = |allocated: u64| {
-            operation
-                .error(
-                    ErrorKind::OutOfMemory,
-                    format!(
-                        "{bytes} bytes were asked for, {} of {} are free",
-                        self.limit_bytes - allocated,
-                        self.limit_bytes
-                    ),
-                )
-                .with_hint("free page-locked memory, or open the mock with more host memory")
-        };
         let mut table = self.table.write();
-        if bytes as u64 > self.limit_bytes - table.allocated_bytes {
-            return Err(exhausted(table.allocated_bytes));
+        let locked = table.locked_bytes;
+        let exhausted = || exhausted(operation, bytes, locked, self.limit_bytes);
+        if bytes as u64 > self.limit_bytes - locked {
+            return Err(exhausted());
         }
         // SAFETY: a new private mapping at an address of the kernel's choice.
         let address = unsafe {
@@ -187,8 +201,8 @@ unsafe impl HostAllocator for MockHost {
             )
         };
         let address = address.ok().and_then(|address| NonNull::new(address.cast::<u8>()));
-        let ptr = HostPtr::new(address.ok_or_else(|| exhausted(table.allocated_bytes))?);
-        table.allocated_bytes += bytes as u64;
+        let ptr = HostPtr::new(address.ok_or_else(exhausted)?);
+        table.locked_bytes += bytes as u64;
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: false });
         drop(table);
         self.look(operation, "were handed out", ptr, bytes);
@@ -209,7 +223,7 @@ unsafe impl HostAllocator for MockHost {
             }
         };
         table.blocks.remove(&ptr.address());
-        table.allocated_bytes -= bytes as u64;
+        table.locked_bytes -= bytes as u64;
         // Unmapping much takes long; the address is not given out again before it is done.
         drop(table);
         self.look(operation, "were freed", ptr, bytes);
@@ -247,6 +261,10 @@ unsafe impl HostAllocator for MockHost {
                 block.bytes
             ));
         }
+        if bytes as u64 > self.limit_bytes - table.locked_bytes {
+            return Err(exhausted(operation, bytes, table.locked_bytes, self.limit_bytes));
+        }
+        table.locked_bytes += bytes as u64;
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: true });
         Ok(())
     }
@@ -260,6 +278,7 @@ unsafe impl HostAllocator for MockHost {
         let mut table = self.table.write();
         if let Some(&Block { bytes, registered: true, .. }) = table.blocks.get(&ptr.address()) {
             table.blocks.remove(&ptr.address());
+            table.locked_bytes -= bytes as u64;
             drop(table);
             self.look(operation, "were unregistered", ptr, bytes);
             return Ok(());

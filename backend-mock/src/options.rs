@@ -14,6 +14,8 @@ pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
 /// Device memory is made of pages of this size.
 const PAGE: u64 = 4096;
 const MAX_DEVICES: u32 = 64;
+/// Far less than on hardware, so that blocks of a few megabytes have several pieces.
+const REGISTER_PIECE_BYTES: usize = 4 << 20;
 /// More than a page table maps comfortably.
 const MAX_MEMORY_BYTES: u64 = 1 << 42;
 
@@ -207,7 +209,7 @@ impl MockOptions {
     /// | key | value |
     /// |---|---|
     /// | `devices` | a number |
-    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
+    /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `ipc-transports` | `descriptor` or `none` |
     /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
     /// | `create-handle-latency` | `DEVICE:TIME` |
@@ -253,6 +255,7 @@ impl MockOptions {
             "blas-workspace-bytes" => self.capabilities.blas_workspace_bytes = size()?,
             "lt-workspace-bytes" => self.capabilities.lt_workspace_bytes = size()?,
             "workspace-alignment" => self.capabilities.workspace_alignment = size()?,
+            "register-piece-bytes" => self.capabilities.register_piece_bytes = size()?,
             "ipc-transports" => {
                 self.capabilities.ipc_transports = match value {
                     "descriptor" => TRANSPORTS,
@@ -392,6 +395,7 @@ fn default_capabilities() -> Capabilities {
     capabilities.workspace_alignment = 256;
     capabilities.blas_workspace_bytes = 32 << 20;
     capabilities.lt_workspace_bytes = 1 << 20;
+    capabilities.register_piece_bytes = REGISTER_PIECE_BYTES;
     capabilities
 }
 
@@ -423,6 +427,7 @@ const KEYS: &[&str] = &[
     "blas-workspace-bytes",
     "lt-workspace-bytes",
     "workspace-alignment",
+    "register-piece-bytes",
     "ipc-transports",
     "latency",
     "gemm-gap",
@@ -514,6 +519,7 @@ mod tests {
             "devices=2, memory=64MiB,host_memory=1GiB,latency=1ms,gemm-gap=20us,create-handle-latency=0:200ms,\
              fail=allocate:3,fail=copy:1:device-lost,lt=off,peer-copy=off,write_combined=off,handle-per-stream=on,\
              blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,ipc-transports=none,\
+             register-piece-bytes=2MiB,\
              chance=fill:1000,chance=open_memory:5:permission-denied,seed=42,quarantine-bytes=1MiB,\
              quarantine_frees=10,checks=on,",
         )
@@ -525,7 +531,7 @@ mod tests {
         assert!(!capabilities.lt_plans && !capabilities.peer_copy && !capabilities.write_combined);
         assert!(capabilities.handle_per_stream && capabilities.gemm_f32);
         assert_eq!((capabilities.blas_workspace_bytes, capabilities.lt_workspace_bytes), (65536, 4096));
-        assert_eq!(capabilities.workspace_alignment, 512);
+        assert_eq!((capabilities.workspace_alignment, capabilities.register_piece_bytes), (512, 2 << 20));
         assert!(capabilities.ipc_transports.is_empty());
         assert!(options.checks);
         assert_eq!((options.seed, options.quarantine), (42, Quarantine { bytes: Some(1 << 20), frees: Some(10) }));

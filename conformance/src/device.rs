@@ -699,24 +699,38 @@ impl Drop for Pinned<'_> {
     }
 }
 
-/// Memory of this process, page-locked for as long as the guard lives.
+/// Memory of this process, page-locked for as long as the guard lives, in one registration or several that touch.
 #[derive(Debug)]
 pub(crate) struct Registered<'b> {
     backend: &'b dyn Backend,
     allocator: Arc<dyn HostAllocator>,
     memory: Pages,
-    registered: bool,
+    piece_bytes: usize,
+    /// How many pieces are registered, from the first one.
+    registered: usize,
     users: Users,
 }
 
 impl<'b> Registered<'b> {
+    /// One registration.
     pub(crate) fn new(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
+        Self::in_pieces(backend, bytes, usize::MAX)
+    }
+
+    /// Registrations of so many bytes each, a multiple of the page; the last may be shorter.
+    pub(crate) fn in_pieces(backend: &'b dyn Backend, bytes: &[u8], piece_bytes: usize) -> Result<Self> {
         let mut memory = Pages::new(bytes.len());
         memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        let piece_bytes = piece_bytes.min(memory.len());
         let allocator = backend.host_allocator();
-        // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
-        unsafe { allocator.register(memory.ptr(), memory.len(), &HostOptions::new())? };
-        Ok(Self { backend, allocator, memory, registered: true, users: Users::default() })
+        let mut new = Self { backend, allocator, memory, piece_bytes, registered: 0, users: Users::default() };
+        for start in (0..new.memory.len()).step_by(piece_bytes) {
+            let length = piece_bytes.min(new.memory.len() - start);
+            // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
+            unsafe { new.allocator.register(new.memory.ptr().offset(start), length, &HostOptions::new())? };
+            new.registered += 1;
+        }
+        Ok(new)
     }
 
     pub(crate) fn memory(&self) -> &Pages {
@@ -724,7 +738,14 @@ impl<'b> Registered<'b> {
     }
 
     pub(crate) fn all(&self) -> Span<'_> {
-        Span { location: Location::Host(self.memory.ptr()), bytes: self.memory.len(), users: &self.users }
+        self.span(0..self.memory.len())
+    }
+
+    pub(crate) fn span(&self, range: Range<usize>) -> Span<'_> {
+        let bytes = self.memory.len();
+        assert!(range.start <= range.end && range.end <= bytes, "a case cuts {range:?} from {bytes} bytes");
+        let location = Location::Host(self.memory.ptr().offset(range.start));
+        Span { location, bytes: range.len(), users: &self.users }
     }
 
     /// The bytes, once no device uses them any more.
@@ -736,15 +757,19 @@ impl<'b> Registered<'b> {
     /// Unregisters now, and gives the answer.
     pub(crate) fn unregister(&mut self) -> Result<()> {
         self.users.settle(self.backend)?;
-        self.registered = false;
-        // SAFETY: no device uses the pages any more.
-        unsafe { self.allocator.unregister(self.memory.ptr()) }
+        let mut result = Ok(());
+        for index in 0..std::mem::take(&mut self.registered) {
+            let start = self.memory.ptr().offset(index * self.piece_bytes);
+            // SAFETY: no device uses the pages any more.
+            result = result.and(unsafe { self.allocator.unregister(start) });
+        }
+        result
     }
 }
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        if self.registered {
+        if self.registered > 0 {
             let _ = self.unregister();
         }
     }

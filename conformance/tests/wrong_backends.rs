@@ -11,8 +11,9 @@ use highwater_conformance::{Launcher, Options, Report, Status, run, serve_peer};
 use highwater_core::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId,
-    HostAllocator, Identity, IpcSharing, LiveObjects, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle,
-    MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
+    HostAllocator, HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, Location, MathMode, MemoryCopy, MemoryFill,
+    MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport,
+    Workspace,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -47,10 +48,12 @@ enum Mistake {
     FreesEarly,
     /// Destroys an executable graph together with its pending launches.
     DropsPendingLaunches,
+    /// Registers the first page of memory and none of the rest.
+    RegistersAPage,
 }
 
 impl Mistake {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::None,
         Self::RunsAtEnqueue,
         Self::ForgetsWaits,
@@ -65,6 +68,7 @@ impl Mistake {
         Self::ReplaysOnce,
         Self::FreesEarly,
         Self::DropsPendingLaunches,
+        Self::RegistersAPage,
     ];
 
     fn name(self) -> String {
@@ -325,7 +329,8 @@ unsafe impl Backend for Wrapper {
     }
 
     fn host_allocator(&self) -> Arc<dyn HostAllocator> {
-        self.inner.host_allocator()
+        let inner = self.inner.host_allocator();
+        if self.mistake == Mistake::RegistersAPage { Arc::new(RegistersAPage(inner)) } else { inner }
     }
 
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
@@ -472,6 +477,35 @@ impl BlasHandle for WrappedHandle {
     }
 }
 
+#[derive(Debug)]
+struct RegistersAPage(Arc<dyn HostAllocator>);
+
+// SAFETY: what it gives out is the mock's.
+unsafe impl HostAllocator for RegistersAPage {
+    fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
+        self.0.allocate(bytes, options)
+    }
+
+    unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: handed on as it came.
+        unsafe { self.0.free(ptr) }
+    }
+
+    unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
+        // SAFETY: handed on as it came, or less of it.
+        unsafe { self.0.register(ptr, bytes.min(4096), options) }
+    }
+
+    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: handed on as it came.
+        unsafe { self.0.unregister(ptr) }
+    }
+
+    fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
+        self.0.device_address(ptr, device)
+    }
+}
+
 /// Options with a launcher of second processes that make the same mistake.
 fn options(mistake: Mistake) -> Options {
     let launcher = Launcher::current_executable().unwrap();
@@ -615,4 +649,10 @@ fn a_backend_that_drops_pending_launches_with_their_graph_fails() {
         "capture.pending_products_finish_when_all_is_destroyed",
     ];
     assert_fails(Mistake::DropsPendingLaunches, "capture.pending_", &cases);
+}
+
+#[test]
+fn a_backend_that_registers_one_page_fails() {
+    let cases = ["host.registered_memory_is_copied_up_to_its_ends"];
+    assert_fails(Mistake::RegistersAPage, "host.register-copies", &cases);
 }

@@ -89,6 +89,20 @@ fn pinned(criterion: &mut Criterion) {
             BatchSize::PerIteration,
         );
     });
+    // Every request is a miss: the block is mapped, touched, registered, unregistered and unmapped.
+    let uncached = Runtime::with_options(gpu.clone(), &RuntimeOptions::new().with_host_cache_bytes(0)).unwrap();
+    group.sample_size(20);
+    group.bench_function("allocate_and_free_miss_64MiB", |b| {
+        b.iter(|| drop(black_box(uncached.pinned::<u8>(64 << 20).unwrap())));
+    });
+    group.bench_function("baseline_zeroed_vector_touched_by_one_thread_64MiB", |b| {
+        b.iter(|| {
+            let mut values = vec![0_u8; 64 << 20];
+            values.iter_mut().step_by(4096).for_each(|value| *value = 1);
+            black_box(values)
+        });
+    });
+    group.sample_size(100);
     let host = gpu.host_allocator();
     group.bench_function("baseline_backend_allocate_and_free_1MiB", |b| {
         b.iter(|| {

@@ -418,7 +418,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `copy.zero`: 0 bytes copy nothing and give no error.
     ///
     /// # Safety
-    /// - Both ranges lie inside one block each: device memory of the device named, or one page-locked host block.
+    /// - Both ranges lie inside one block each: device memory of the device named, or one page-locked host block or one
+    ///   registration.
     /// - They do not overlap, and both blocks stay allocated until the copy has completed.
     /// - Until then nobody writes the source, and nobody reads or writes a host destination.
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()>;
@@ -440,10 +441,10 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `capture.not-executed`: nothing enqueued during the capture is executed.
     /// - `capture.begin-again`: beginning on a stream that takes part in a capture gives `Capture`.
     /// - `capture.joins`: a stream that waits for an event recorded in the capture takes part in it from there on.
-    /// - `capture.undisturbed`: allocating and freeing plain memory and page-locked memory, exporting, opening and closing
-    ///   memory that processes share, creating and destroying events, asking and waiting for events that were recorded
-    ///   outside and for streams that take no part, and making handles (where `create_during_capture` holds) neither fail
-    ///   nor disturb the capture, from whichever thread and in whichever mode.
+    /// - `capture.undisturbed`: allocating and freeing plain memory and page-locked memory, registering and unregistering
+    ///   memory, exporting, opening and closing memory that processes share, creating and destroying events, asking and
+    ///   waiting for events that were recorded outside and for streams that take no part, and making handles (where
+    ///   `create_during_capture` holds) neither fail nor disturb the capture, from whichever thread and in whichever mode.
     /// - `capture.no-answer`: asking or waiting for a stream that takes part, or an event recorded in the capture, gives
     ///   `Capture`; the capture may be lost by it.
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {

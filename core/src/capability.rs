@@ -69,6 +69,10 @@ pub struct Capabilities {
     /// A stream's wait for an event of another process ends when that process does, also where the event was not reached.
     /// Where it is false, such a wait can be for ever.
     pub event_waits_end_with_peer: bool,
+    /// Bytes that core registers at a time when it makes large blocks of page-locked memory itself, which needs
+    /// `host_register`; 0: the backend's own allocation serves every size. A copy must not cross from one registration into
+    /// another; core cuts its copies. Core makes whole huge pages of 2 MiB of it.
+    pub register_piece_bytes: usize,
     /// Ways in which this device's memory can be shared with another process.
     pub ipc_transports: Transports,
     /// Alignment in bytes that a BLAS workspace must have.
@@ -111,6 +115,7 @@ impl Capabilities {
             host_address_is_device_address: false,
             pinned_cached_by_device: false,
             event_waits_end_with_peer: false,
+            register_piece_bytes: 0,
             ipc_transports: Transports::NONE,
             workspace_alignment: 256,
             blas_workspace_bytes: 0,

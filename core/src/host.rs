@@ -42,12 +42,14 @@ impl HostOptions {
 /// Raw page-locked host memory: memory that devices copy from and to at full speed and without the CPU.
 ///
 /// Mapping, pre-faulting, caching and rounding are core's; this trait only makes the vendor's calls. Every call may be
-/// slow and may stall the GPU calls of other threads.
+/// slow and may stall the GPU calls of other threads. Where the fact `register_piece_bytes` is not 0, core has small blocks
+/// from `allocate`, and maps large ones itself and registers them in pieces of that size.
 ///
 /// # Safety
 /// Core makes slices of what `allocate` gives. So an implementation must keep `host.usable`, `host.aligned` and
 /// `memory.disjoint` (for host blocks): the block is as large as asked for, initialised, readable and writable, aligned,
-/// apart from every other live object, and stays so until `free`.
+/// apart from every other live object, and stays so until `free`. Core unmaps what it has registered: so once `unregister` has
+/// succeeded, and where `register` was refused, neither the vendor nor a device uses the range.
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     /// Allocates page-locked memory with unspecified contents.
@@ -69,6 +71,8 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
 
     /// Page-locks memory that somebody else allocated. Needs `host_register`.
     ///
+    /// - `host.register-copies`: within one registration, registered memory is copied as allocated memory is, from its first
+    ///   byte to its last; from one registration into another that touches it, no copy has to work.
     /// - `host.register-overlap`: a range that overlaps one already registered gives `InvalidArgument`.
     ///
     /// # Safety

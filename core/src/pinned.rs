@@ -21,6 +21,9 @@ use crate::scalar::Element;
 /// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive, so
 /// while the graph lives, [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] take the place of slices.
 ///
+/// Large buffers are made of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory is not
+/// mapped, neither large nor, with most vendors, small.
+///
 /// A buffer that the CPU is writing cannot be copied from or to:
 ///
 /// ```compile_fail,E0502
@@ -102,6 +105,27 @@ impl<T: Element> PinnedBuffer<T> {
     #[must_use]
     pub fn ptr(&self) -> HostPtr {
         self.block().ptr
+    }
+
+    /// Where the registrations lie that the memory is made of, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order
+    /// and without gaps. Small buffers lie in one. Vendors refuse a copy that crosses from one registration into the next
+    /// (CUDA: error 1), so the methods of [`Stream`](crate::Stream) cut theirs at these borders, and code that copies by itself
+    /// has to do the same. A border may lie inside a value.
+    ///
+    /// ```
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// const MIB: usize = 1 << 20;
+    /// let options = MockOptions::new().with_capabilities(|can| can.register_piece_bytes = 4 * MIB);
+    /// let runtime = Runtime::new(MockGpu::open(options)?)?;
+    /// let pinned = runtime.pinned::<f32>(10 * MIB / 4)?;
+    /// let registrations: Vec<_> = pinned.registrations().collect();
+    /// assert_eq!(registrations, [0..4 * MIB, 4 * MIB..8 * MIB, 8 * MIB..10 * MIB]);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    pub fn registrations(&self) -> impl Iterator<Item = Range<usize>> + use<T> {
+        self.block().cut(0..self.len * size_of::<T>()).filter(|part| !part.is_empty())
     }
 
     pub(crate) fn block(&self) -> &PinnedBlock {
@@ -228,9 +252,10 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         &self.buffer.runtime
     }
 
-    /// Address of the first value.
-    pub(crate) fn ptr(&self) -> HostPtr {
-        self.buffer.ptr().offset(self.range.start * size_of::<T>())
+    /// Where the values lie in the block, in bytes.
+    pub(crate) fn bytes(&self) -> Range<usize> {
+        // Inside the block, whose size is a `usize`.
+        self.range.start * size_of::<T>()..self.range.end * size_of::<T>()
     }
 }
 

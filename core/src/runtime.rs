@@ -16,7 +16,6 @@ use crate::capture::{DeviceGate, GraphStatistics, Graphs, Quiet, in_capture, ref
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
-use crate::host::{HostAllocator, HostOptions};
 use crate::id::StreamId;
 use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
@@ -27,6 +26,7 @@ use crate::pool::block_uses::{BlockUses, CpuAccess};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::events::{EventPool, Mark};
 use crate::pool::host::{Found, HostCache, KeptBlock, OwnedBlock, PinnedBlock};
+use crate::pool::host_memory::{Freed, HostMemory};
 use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
 use crate::pool::{HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey, size_class};
@@ -153,7 +153,7 @@ impl Drop for Users {
 
 pub(crate) struct RuntimeInner {
     pub(crate) backend: Arc<dyn Backend>,
-    host: Arc<dyn HostAllocator>,
+    host_memory: HostMemory,
     pub(crate) generation: Generation,
     pub(crate) numerics: Numerics,
     pub(crate) devices: Box<[DeviceState]>,
@@ -183,6 +183,13 @@ struct SpareHandle {
     pooled: PooledHandle,
     /// The last work of that stream; `None` where it could not be marked.
     after: Option<Arc<Mark>>,
+}
+
+/// An operation that was not enqueued as a whole.
+pub(crate) struct NotEnqueued {
+    pub(crate) error: Error,
+    /// Whether a part of it was.
+    pub(crate) in_part: bool,
 }
 
 /// What the runtime knows about a device.
@@ -281,7 +288,7 @@ impl Runtime {
         };
         let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
         let inner = RuntimeInner {
-            host: backend.host_allocator(),
+            host_memory: HostMemory::new(backend.host_allocator(), devices.iter().map(|device| &device.capabilities)),
             backend,
             generation,
             numerics: options.numerics,
@@ -385,12 +392,13 @@ impl Runtime {
             .iter()
             .map(|device| device.workspaces.held())
             .fold((0, 0), |sum, held| (sum.0 + held.0, sum.1 + held.1));
+        let (remnant_blocks, remnant_bytes) = inner.host_memory.remnants();
         Statistics {
             blas_handles: inner.blas_handles.statistics(),
             lt_handles: inner.lt_handles.statistics(),
             workspaces,
             workspace_bytes,
-            host: inner.host_cache.statistics(),
+            host: HostCacheStatistics { remnant_blocks, remnant_bytes, ..inner.host_cache.statistics() },
             sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases.load(Ordering::Relaxed),
@@ -976,8 +984,8 @@ impl RuntimeInner {
         if self.host_cache.may_exceed_cap() {
             self.keep_host_cache_to_cap();
         }
-        let options = HostOptions::new();
-        let ptr = match self.host.allocate(block_bytes, &options) {
+        let allocate = || self.host_memory.allocate(block_bytes, |error| self.count_failed_release(error));
+        let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.rounds.begin();
                 // A release that is refused is counted, and keeps nobody from trying with what the others gave.
@@ -986,11 +994,11 @@ impl RuntimeInner {
                 }
                 drop(round);
                 self.rounds.wait();
-                self.host.allocate(block_bytes, &options)?
+                allocate()?
             }
             result => result?,
         };
-        let block = PinnedBlock::new(ptr, block_bytes, class);
+        let block = PinnedBlock::new(ptr, block_bytes, class, piece_bytes);
         let info = HostBlockInfo { base: ptr, bytes: block_bytes };
         self.ledger.insert_host(HostBlock { info, class, uses: Arc::clone(&block.uses) });
         self.host_cache.count_given(&block, bytes, true);
@@ -1027,7 +1035,7 @@ impl RuntimeInner {
         self.host_cache.keep_to_cap(
             |mark| self.is_surely_passed(mark),
             // SAFETY: the block is in nobody's hands and no stream uses it any more.
-            |block| self.note(unsafe { self.free_pinned(block) }).is_ok(),
+            |block| unsafe { self.free_pinned(block) }.0,
         );
     }
 
@@ -1094,13 +1102,13 @@ impl RuntimeInner {
 
     /// Frees the page-locked blocks that nobody uses.
     fn trim_host(&self) -> Result<()> {
-        let mut result = Ok(());
+        // First: what becomes a remnant below was tried a moment ago.
+        let mut result = self.host_memory.release_remnants(|error| self.count_failed_release(error));
         self.host_cache.trim(
             |mark| self.is_surely_passed(mark),
             |block| {
                 // SAFETY: the block is in nobody's hands and no stream uses it any more.
-                let freed = self.note(unsafe { self.free_pinned(block) });
-                let taken = freed.is_ok();
+                let (taken, freed) = unsafe { self.free_pinned(block) };
                 result = std::mem::replace(&mut result, Ok(())).and(freed);
                 taken
             },
@@ -1108,14 +1116,26 @@ impl RuntimeInner {
         result
     }
 
+    /// Frees a block. Says whether it is gone, and what the backend refused, which is counted.
+    ///
     /// # Safety
     /// Nobody uses the block any more, outstanding device work included.
-    unsafe fn free_pinned(&self, block: &PinnedBlock) -> Result<()> {
-        let known = self.ledger.remove_host(block.ptr)?;
-        // SAFETY: the block came from this allocator (the ledger knows it); nobody uses it (the caller's promise).
-        unsafe { self.host.free(block.ptr) }.inspect_err(|_| self.ledger.insert_host(known))?;
+    unsafe fn free_pinned(&self, block: &PinnedBlock) -> (bool, Result<()>) {
+        let known = match self.ledger.remove_host(block.ptr) {
+            Ok(known) => known,
+            Err(error) => return (false, self.note(Err(error))),
+        };
+        // SAFETY: the block came from there (the ledger knows it); nobody uses it (the caller's promise).
+        let refused = match unsafe { self.host_memory.free(block.ptr, block.bytes, block.piece_bytes) } {
+            Freed::Whole => Ok(()),
+            Freed::InPart(error) => Err(error),
+            Freed::Refused(error) => {
+                self.ledger.insert_host(known);
+                return (false, self.note(Err(error)));
+            }
+        };
         self.host_cache.count_freed(block);
-        Ok(())
+        (true, self.note(refused))
     }
 
     /// Records that `stream` uses a block, in an operation that is enqueued by `enqueue`.
@@ -1129,7 +1149,7 @@ impl RuntimeInner {
         stream: &StreamCore,
         writes: bool,
         recordable: bool,
-        enqueue: impl FnOnce(&mut TurnState) -> Result<()>,
+        enqueue: impl FnOnce(&mut TurnState) -> Result<(), NotEnqueued>,
     ) -> Result<()> {
         let begun = block.uses.begin(stream.key, writes).map_err(|_| {
             // The borrow of the buffer keeps such access and copies apart.
@@ -1145,23 +1165,29 @@ impl RuntimeInner {
             let enqueued = enqueue(&mut turn);
             drop(turn);
             surplus.into_iter().for_each(|kept| self.let_go_pinned(kept));
-            return enqueued;
+            return enqueued.map_err(|refused| refused.error);
         }
         for mark in &begun.racing {
             self.backend.stream_wait_event(stream.id, mark.event())?;
         }
-        enqueue(&mut turn)?;
+        let enqueued = match enqueue(&mut turn) {
+            Ok(()) => Ok(()),
+            // The stream uses the block, as if all had been enqueued.
+            Err(NotEnqueued { error, in_part: true }) => Err(error),
+            Err(NotEnqueued { error, in_part: false }) => return Err(error),
+        };
         if let Err(error) = self.backend.record_event(mark.event(), stream.id) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
             // with the block: it is never touched or given out again, and freed when the runtime ends.
-            return stream.wait_for_all(turn).map_err(|_| {
+            let waited = stream.wait_for_all(turn).map_err(|_| {
                 block.uses.unmarked.store(true, Ordering::Relaxed);
                 error
             });
+            return waited.and(enqueued);
         }
         drop(turn);
         begun.settle(Arc::new(mark));
-        Ok(())
+        enqueued
     }
 
     // ---------------------------------------------------------------- the end
@@ -1215,8 +1241,9 @@ impl RuntimeInner {
             // Its marks go back to their pools, also where the free is refused.
             block.uses.are_over(|_| true);
             // SAFETY: the devices have executed everything, and no buffer owns the block.
-            result = result.and(self.note(unsafe { self.free_pinned(&block) }));
+            result = result.and(unsafe { self.free_pinned(&block) }.1);
         }
+        result = result.and(self.host_memory.release_remnants(|error| self.count_failed_release(error)));
         for device in &self.devices {
             for workspace in device.workspaces.take_all() {
                 // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
@@ -1238,7 +1265,7 @@ impl RuntimeInner {
             self.devices.iter().map(|device| (device.events.hold_lock(), device.workspaces.hold_lock())).collect();
         let handles = (self.blas_handles.hold_locks(), self.lt_handles.hold_locks());
         let memory = (self.ledger.hold_locks(), self.host_cache.hold_locks(), self.deferred.hold_lock());
-        let lists = (self.stranded.lock(), self.spare_handles.lock());
+        let lists = (self.stranded.lock(), self.spare_handles.lock(), self.host_memory.hold_lock());
         let sharing = self.sharing.get().map(|sharing| sharing.hold_locks());
         let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
@@ -1260,6 +1287,7 @@ impl RuntimeInner {
             || self.lt_handles.is_locked()
             || self.ledger.is_locked()
             || self.host_cache.is_locked()
+            || self.host_memory.is_locked()
             || self.deferred.is_locked()
             || self.stranded.is_locked()
             || self.spare_handles.is_locked()

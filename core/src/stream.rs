@@ -8,6 +8,7 @@
 //! whether a call comes before, in or after a capture of the stream (see `capture.rs`).
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -26,7 +27,7 @@ use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryF
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
 use crate::pool::events::Mark;
-use crate::runtime::{Runtime, RuntimeInner};
+use crate::runtime::{NotEnqueued, Runtime, RuntimeInner};
 use crate::scalar::Element;
 
 /// A queue of operations of one device, executed in the order of the calls.
@@ -601,22 +602,29 @@ impl Stream {
         self.check_here(operation, &device)?;
         let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };
         Self::check_len(operation, src_len, dst_len)?;
-        let on_device = Location::Device { device: device.device(), ptr: device.ptr() };
-        let on_host = Location::Host(host.ptr());
-        let copy = if to_host {
-            MemoryCopy::new(on_host, on_device, device.bytes())
-        } else {
-            MemoryCopy::new(on_device, on_host, device.bytes())
+        let block = host.block();
+        let range = host.bytes();
+        let part_of = |part: &Range<usize>| {
+            let ptr = device.ptr().offset(part.start - range.start);
+            let on_device = Location::Device { device: device.device(), ptr };
+            let on_host = Location::Host(block.ptr.offset(part.start));
+            let (dst, src) = if to_host { (on_host, on_device) } else { (on_device, on_host) };
+            MemoryCopy::new(dst, src, part.len())
         };
         device.block.note_use(&self.core);
         let recordable = kind != CopyKind::Awaited;
-        inner.use_pinned(operation, host.block(), &self.core, to_host, recordable, |turn| {
+        inner.use_pinned(operation, block, &self.core, to_host, recordable, |turn| {
             turn.keep_device(device.block);
-            // SAFETY: both ranges lie in one live block each. The device block is freed, and the host block used again or
-            // touched by the CPU, only after this stream has passed the copy: `note_use` and `use_pinned` see to that, and
-            // the latter has made this stream wait for every other stream whose use would race with the copy. Where the
-            // copy is recorded, the graph keeps both, and each launch does the same.
-            unsafe { backend.copy(&copy, self.core.id) }
+            // No vendor copies across the border between two registrations.
+            block.cut(range.clone()).try_for_each(|part| {
+                // SAFETY: both ranges lie in one live block each, that of the host in one registration. The device block is
+                // freed, and the host block used again or touched by the CPU, only after this stream has passed the copy:
+                // `note_use` and `use_pinned` see to that, and the latter has made this stream wait for every other stream
+                // whose use would race with the copy. Where the copy is recorded, the graph keeps both, and each launch
+                // does the same.
+                let enqueued = unsafe { backend.copy(&part_of(&part), self.core.id) };
+                enqueued.map_err(|error| NotEnqueued { error, in_part: part.start > range.start })
+            })
         })
     }
 

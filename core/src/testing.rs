@@ -112,6 +112,7 @@ impl Watched {
 #[derive(Debug)]
 struct ManualHost {
     live: Mutex<BTreeMap<usize, Layout>>,
+    registered: Mutex<BTreeMap<usize, usize>>,
     /// Freed blocks, kept so that no address comes twice.
     freed: Mutex<Vec<(usize, Layout)>>,
     state: Arc<Mutex<State>>,
@@ -184,6 +185,7 @@ impl ManualBackend {
         let watched = Arc::<Watched>::default();
         let host = ManualHost {
             live: Mutex::default(),
+            registered: Mutex::default(),
             freed: Mutex::default(),
             state: Arc::clone(&state),
             watched: Arc::clone(&watched),
@@ -247,9 +249,9 @@ impl ManualBackend {
         self.state.lock().enqueue_use("enqueue_use", stream, &[address]).unwrap();
     }
 
-    /// How many blocks of page-locked memory there are.
+    /// How many blocks of page-locked memory there are, each registration one.
     pub(crate) fn live_host_blocks(&self) -> u64 {
-        self.host.live.lock().len() as u64
+        (self.host.live.lock().len() + self.host.registered.lock().len()) as u64
     }
 
     /// Whether a block of page-locked memory starts at `address`.
@@ -298,7 +300,7 @@ unsafe impl Backend for ManualBackend {
             streams: state.streams.len() as u64,
             events: state.events.len() as u64,
             allocations: state.blocks.len() as u64,
-            host_allocations: self.host.live.lock().len() as u64,
+            host_allocations: self.live_host_blocks(),
             graphs: (state.graphs.len() + state.executables.len()) as u64,
             ..LiveObjects::default()
         }
@@ -582,6 +584,22 @@ unsafe impl HostAllocator for ManualHost {
         drop(state);
         let layout = self.live.lock().remove(&address).expect("a live block");
         self.freed.lock().push((address, layout));
+        Ok(())
+    }
+    unsafe fn register(&self, ptr: HostPtr, bytes: usize, _: &HostOptions) -> Result<()> {
+        self.watched.check();
+        let mut registered = self.registered.lock();
+        let before = registered.range(..ptr.address() + bytes).next_back();
+        assert!(before.is_none_or(|(start, bytes)| start + bytes <= ptr.address()), "{ptr:?} is registered already");
+        registered.insert(ptr.address(), bytes);
+        Ok(())
+    }
+    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+        self.watched.check();
+        let address = ptr.address() as u64;
+        assert!(!self.state.lock().is_in_use(address), "{ptr:?} is unregistered while a stream uses it");
+        assert!(!self.state.lock().is_recorded(address), "{ptr:?} is unregistered while a graph has recorded it");
+        assert!(self.registered.lock().remove(&ptr.address()).is_some(), "{ptr:?} is not registered");
         Ok(())
     }
     fn device_address(&self, ptr: HostPtr, _: u32) -> Result<DevicePtr> {

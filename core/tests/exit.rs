@@ -11,6 +11,9 @@ use highwater_mock::{MockGpu, MockOptions};
 
 const SCENARIO: &str = "HIGHWATER_TEST_EXIT_SCENARIO";
 
+/// More than one piece of the mock's.
+const LARGE: usize = 9 << 20;
+
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();
 
 thread_local! {
@@ -78,7 +81,16 @@ fn scenario() {
             }
         });
     }
-    KEPT.with(|kept| kept.borrow_mut().push((stream.clone(), runtime.pinned(4096).unwrap())));
+    // One that makes large page-locked blocks, in pieces, and gives them back.
+    thread::spawn(|| {
+        let runtime = RUNTIME.get().unwrap();
+        loop {
+            drop(runtime.pinned::<u8>(LARGE).map(drop).and_then(|()| runtime.trim()));
+        }
+    });
+    for bytes in [4096, LARGE] {
+        KEPT.with(|kept| kept.borrow_mut().push((stream.clone(), runtime.pinned(bytes).unwrap())));
+    }
     let lease = stream.blas().unwrap();
     thread::sleep(Duration::from_millis(50));
     match scenario.as_str() {

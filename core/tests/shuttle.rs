@@ -165,7 +165,7 @@ impl Rig {
             Found::Waiting(waiting) => {
                 self.cache.take_waiting(class, waiting, bytes, Mark::is_passed).unwrap_or_else(|| {
                     let number = self.allocated.fetch_add(1, Ordering::SeqCst) as usize;
-                    let block = PinnedBlock::new(HostPtr(number), block_bytes, class);
+                    let block = PinnedBlock::new(HostPtr(number), block_bytes, class, None);
                     self.cache.count_given(&block, bytes, true);
                     block
                 })

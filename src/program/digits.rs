@@ -136,7 +136,7 @@ pub(super) fn with_advice(error: anyhow::Error) -> anyhow::Error {
             "the job ran out of device memory",
             "use fewer `--threads`, or a device with more memory (the mock's size is `HIGHWATER_MOCK=memory=4GiB`)",
         ),
-        (ErrorKind::OutOfMemory, "host_allocate") => (
+        (ErrorKind::OutOfMemory, "host_allocate" | "host_register" | "pinned") => (
             "the job ran out of page-locked memory",
             "use fewer `--threads`, or allow more (the mock's limit is `HIGHWATER_MOCK=host-memory=1GiB`)",
         ),

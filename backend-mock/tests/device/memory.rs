@@ -188,9 +188,13 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
         assert_eq!(kind(rig.host.register(start, 1, &options)), ErrorKind::InvalidArgument);
         assert_eq!(kind(rig.host.register(middle, 0, &options)), ErrorKind::InvalidArgument);
         rig.host.register(middle, 2048, &options).unwrap();
-        // Two registered ranges that touch are still two.
-        let across = rig.copy(at(0, block), Location::Host(start), 4096, rig.stream);
-        assert_eq!(kind(across), ErrorKind::InvalidPointer);
+        // Two registered ranges that touch are still two, in either direction, and there is no reaching out of the last one.
+        for (from, bytes) in [(start, 4096), (start, 2049), (place(2047, &mut memory), 2), (middle, 2049)] {
+            let across = rig.copy(at(0, block), Location::Host(from), bytes, rig.stream);
+            assert_eq!(kind(across), ErrorKind::InvalidArgument, "{bytes} bytes at {from:?}");
+            let across = rig.copy(Location::Host(from), at(0, block), bytes, rig.stream);
+            assert_eq!(kind(across), ErrorKind::InvalidArgument, "{bytes} bytes at {from:?}");
+        }
         rig.copy(at(0, block), Location::Host(start), 2048, rig.stream).unwrap();
         rig.gpu.synchronize_stream(rig.stream).unwrap();
         assert_eq!(kind(rig.host.free(start)), ErrorKind::InvalidPointer);
@@ -201,6 +205,17 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
         assert_eq!(kind(rig.host.device_address(start, 0)), ErrorKind::InvalidPointer);
     }
     assert_eq!(rig.download::<u8>(block, 2048, rig.stream), [5; 2048]);
+    let little = Rig::new(small().with_host_memory_bytes(4096));
+    let filler = little.pinned(2048);
+    // SAFETY: the vector outlives its registration, and no copy uses it.
+    unsafe {
+        assert_eq!(kind(little.host.register(start, 2049, &options)), ErrorKind::OutOfMemory);
+        little.host.register(start, 2048, &options).unwrap();
+        assert_eq!(kind(little.host.allocate(1, &options)), ErrorKind::OutOfMemory);
+        little.host.unregister(start).unwrap();
+        little.host.free(filler).unwrap();
+    }
+    little.pinned(4096);
     let without = Rig::new(small().with_capabilities(|c| c.host_register = false));
     // SAFETY: refused before anything happens.
     assert_eq!(kind(unsafe { without.host.register(start, 8, &options) }), ErrorKind::Unsupported);

@@ -10,7 +10,7 @@ use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
-use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
 use crate::matrix::Product;
 
 cases! {
@@ -265,6 +265,9 @@ fn disturb(backend: &dyn Backend, recorded_before: &Event<'_>) -> CaseResult {
     let block = Block::new(backend, 5000)?;
     let pinned = Pinned::new(backend, 5000)?;
     drop((block, pinned));
+    if backend.capabilities(DEVICE)?.host_register {
+        Registered::new(backend, &[1; 5000])?.unregister()?;
+    }
     let event = Event::new(backend)?;
     check!(event.query()?.is_complete(), "an event that was never recorded is pending during a capture");
     drop(event);

@@ -17,6 +17,7 @@ cases! {
     device_address_is_the_host_address: ["host.device-address"] needs [needs::has::host_address_is_device_address];
     write_combined_memory_is_usable: ["host.usable", "host.aligned"] needs [needs::has::write_combined];
     registered_memory_is_usable: ["host.usable", "backend.live-objects"] needs [needs::has::host_register];
+    registered_memory_is_copied_up_to_its_ends: ["host.register-copies"] needs [needs::has::host_register];
     registered_memory_does_not_overlap: ["host.register-overlap"] needs [needs::has::host_register];
     unknown_memory_is_not_unregistered: ["host.unregister-unknown"] needs [needs::has::host_register];
 }
@@ -136,6 +137,39 @@ fn registered_memory_is_usable(backend: &dyn Backend) -> CaseResult {
     registered.unregister()?;
     check_eq!(backend.live_objects().host_allocations, before, "page-locked blocks after unregister");
     check!(registered.memory().bytes() == [0x3c; BYTES], "registered memory lost its bytes when it was unregistered");
+    Ok(())
+}
+
+/// Two registrations without a gap: copies inside each of them, those that begin and end at the border among them.
+fn registered_memory_is_copied_up_to_its_ends(backend: &dyn Backend) -> CaseResult {
+    const PIECE: usize = 1 << 18;
+    let content = Random::new(9).bytes(2 * PIECE);
+    let (stream, block) = (Stream::new(backend)?, Block::new(backend, 2 * PIECE)?);
+    let source = Registered::in_pieces(backend, &content, PIECE)?;
+    let target = Registered::in_pieces(backend, &vec![0x5a; 2 * PIECE], PIECE)?;
+    let mut expected = vec![0x5a; 2 * PIECE];
+    for (start, end) in [
+        (0, 1),
+        (1, 4096),
+        (5000, PIECE - 1),
+        (PIECE - 1, PIECE),
+        (PIECE, PIECE + 1),
+        (PIECE + 1, PIECE + 64),
+        (PIECE + 4096, 2 * PIECE - 3),
+        (2 * PIECE - 1, 2 * PIECE),
+    ] {
+        stream.copy(block.span(start..end), source.span(start..end))?;
+        stream.copy(target.span(start..end), block.span(start..end))?;
+        expected[start..end].copy_from_slice(&content[start..end]);
+    }
+    stream.synchronize()?;
+    check!(target.read()? == expected, "copies between two registrations that touch changed bytes");
+    for half in [0..PIECE, PIECE..2 * PIECE] {
+        stream.copy(block.span(half.clone()), source.span(half.clone()))?;
+        stream.copy(target.span(half.clone()), block.span(half))?;
+    }
+    stream.synchronize()?;
+    check!(target.read()? == content, "whole registrations that touch were copied and changed");
     Ok(())
 }
 

@@ -26,6 +26,8 @@
 //! allocation may read the held bytes from before it and leave the excess to the next one.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::num::NonZeroUsize;
+use std::ops::Range;
 
 use super::block_uses::BlockUses;
 use super::events::Mark;
@@ -46,13 +48,30 @@ pub(crate) struct PinnedBlock {
     pub(crate) bytes: usize,
     pub(crate) class: usize,
     pub(crate) uses: Arc<BlockUses>,
+    /// Size of the pieces that it was registered in, the last of which may be shorter; `None` where the backend allocated it.
+    pub(crate) piece_bytes: Option<NonZeroUsize>,
     /// When a buffer gave it back, on the cache's clock, which runs only where there is a cap.
     idle_since: u64,
 }
 
 impl PinnedBlock {
-    pub(crate) fn new(ptr: HostPtr, bytes: usize, class: usize) -> OwnedBlock {
-        Box::new(Self { ptr, bytes, class, uses: BlockUses::new(), idle_since: 0 })
+    pub(crate) fn new(ptr: HostPtr, bytes: usize, class: usize, piece_bytes: Option<NonZeroUsize>) -> OwnedBlock {
+        Box::new(Self { ptr, bytes, class, uses: BlockUses::new(), piece_bytes, idle_since: 0 })
+    }
+
+    /// Cuts a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
+    /// one part.
+    pub(crate) fn cut(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let piece_bytes = self.piece_bytes;
+        let mut rest = Some(range);
+        std::iter::from_fn(move || {
+            let Range { start, end } = rest.take()?;
+            let border = piece_bytes.map_or(end, |piece| (start / piece + 1).saturating_mul(piece.get()));
+            if border < end {
+                rest = Some(border..end);
+            }
+            Some(start..end.min(border))
+        })
     }
 }
 
@@ -511,13 +530,18 @@ pub struct HostCacheStatistics {
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
+    /// Blocks that the backend took back in part only: it refused to unregister the rest of their pieces. They are not held,
+    /// nobody uses them, and they are tried again by [`Runtime::trim`](crate::Runtime::trim) and by the end of the runtime.
+    pub remnant_blocks: u64,
+    /// Bytes of those.
+    pub remnant_bytes: u64,
     /// Requests served from the cache.
     pub hits: u64,
     /// Requests that the backend served.
     pub misses: u64,
-    /// Blocks that the backend allocated.
+    /// Blocks that the backend allocated or registered.
     pub allocations: u64,
-    /// Blocks that were given back to the backend, for whichever reason.
+    /// Blocks that were given back to the backend, for whichever reason, those of which it took a part only included.
     pub frees: u64,
     /// Blocks that were given back because of the cap.
     pub cap_evictions: u64,

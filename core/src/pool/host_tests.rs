@@ -112,6 +112,35 @@ fn blocks_above_the_cap_that_streams_use_are_given_back_once_they_are_done() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
+// ------------------------------------------------------------------------------------------------ pieces
+
+#[test]
+fn pieces_are_registered_and_unregistered_under_no_lock_and_only_when_every_one_is_unused() {
+    const PIECE: usize = 2 << 20;
+    let backend = ManualBackend::with_capabilities(|can| {
+        can.host_register = true;
+        can.register_piece_bytes = PIECE;
+    });
+    let runtime = Runtime::with_options(backend.clone(), &RuntimeOptions::new().with_host_cache_bytes(0)).unwrap();
+    backend.watch_locks_of(&runtime);
+    let stream = stream(&runtime);
+    let pinned = runtime.pinned::<u8>(3 * PIECE).unwrap();
+    let at = address(&pinned);
+    let buffer = runtime.device(0).unwrap().allocate(3 * PIECE).unwrap();
+    // Over the second border only.
+    let part = PIECE + 5..3 * PIECE;
+    stream.copy_to_device(pinned.slice(part.clone()).unwrap(), buffer.slice(part).unwrap()).unwrap();
+    let in_use = [at, at + PIECE as u64 + 5, at + 2 * PIECE as u64].map(|address| backend.is_in_use(address));
+    assert_eq!(in_use, [false, true, true], "one copy for each piece that is touched");
+    drop(pinned);
+    assert_eq!((host(&runtime).waiting_blocks, backend.live_host_blocks()), (1, 3));
+    backend.advance(stream.id());
+    runtime.trim().unwrap();
+    assert_eq!((host(&runtime).held_blocks, backend.live_host_blocks()), (0, 0));
+    drop((buffer, stream));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
 // ------------------------------------------------------------------------------------------------ streams
 
 #[test]

@@ -4,12 +4,14 @@
 //! deadlocks N + 1 threads that meet at a barrier); what is expensive is made outside every lock; destructors make no
 //! vendor call that waits.
 
+mod available;
 pub(crate) mod block_uses;
 pub(crate) mod deferred;
 pub(crate) mod events;
 mod handles;
 mod handoff;
 pub(crate) mod host;
+pub(crate) mod host_memory;
 #[cfg(test)]
 mod host_tests;
 #[cfg(test)]

@@ -1,0 +1,502 @@
+//! Where the host cache has its blocks from: small ones from the backend's `allocate`, large ones from the system, registered
+//! with the backend in pieces.
+//!
+//! A vendor's allocation faults its pages in on one thread inside the driver and keeps the GPU calls of other threads out
+//! meanwhile: on an H200, 386 ms for 1 GiB, in which other threads stood still for 577 ms. So a large block is made here. It
+//! is mapped, asks for huge pages, is touched by several threads at once, and is registered piece by piece by the caller while
+//! later pieces are still being touched. Other threads are kept out for as long as one piece takes, a few milliseconds. The
+//! touching threads have the affinity and the memory policy of the caller, so that `numactl` says where the pages are.
+//!
+//! *Pieces.* Their size is the backend's fact `register_piece_bytes`, made whole huge pages; the last piece of a block ends
+//! with the block. A copy must not cross from one registration into another, so copies are cut at the borders
+//! ([`PinnedBlock::cut`](super::host::PinnedBlock::cut)).
+//!
+//! *Refusals.* What is registered must not be unmapped: the device would go on using pages that belong to somebody else.
+//! Pieces are unregistered from the last to the first, and the first refusal stops that. A block of which no piece could be
+//! unregistered is as it was. One that is unregistered in part is no use to anybody: it is a *remnant*, which is tried again by
+//! each trim and by the end of the runtime, and else stays mapped to the end of the process.
+//!
+//! *Forks.* A child must not share pages that a device writes: whichever process wrote to one first would get a copy, and if
+//! that were the parent, the device and the parent would no longer see the same page. So the mapping is kept out of children
+//! (`MADV_DONTFORK`), as vendors keep their own allocations out, which also saves copying its page tables. In a child the
+//! addresses are not mapped. Objects of the parent are refused there before they touch memory.
+//!
+//! No lock is held when the backend is called.
+
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::available;
+use crate::capability::Capabilities;
+use crate::error::{Error, ErrorKind, Result};
+use crate::host::{HostAllocator, HostOptions};
+use crate::memory::HostPtr;
+
+const OPERATION: &str = "pinned";
+
+/// What the kernel backs a mapping with where it can, and so what mappings are aligned to.
+const HUGE_PAGE: usize = 2 << 20;
+/// The smallest page of any machine.
+const PAGE: usize = 4 << 10;
+/// What a thread touches at a time: about half a millisecond.
+const GRAIN: usize = 2 * HUGE_PAGE;
+/// More threads than this wait for memory, not for each other.
+const MOST_THREADS: usize = 16;
+/// Blocks up to this part of a piece are the backend's own. Its allocation takes other threads' calls about eight times as long
+/// as registering as many bytes does, so the largest of them is no worse than one piece.
+const OWN_PART: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    allocator: Arc<dyn HostAllocator>,
+    /// `None` where the backend allocates every block.
+    piece_bytes: Option<NonZeroUsize>,
+    remnants: Mutex<Vec<Mapped>>,
+}
+
+/// What became of a block that was to be given back.
+#[derive(Debug)]
+#[must_use]
+pub(crate) enum Freed {
+    /// It is gone.
+    Whole,
+    /// It is as it was.
+    Refused(Error),
+    /// It is a remnant.
+    InPart(Error),
+}
+
+/// A mapping whose first `registered` pieces are registered. Nothing happens to it when it is dropped.
+#[derive(Debug)]
+struct Mapped {
+    ptr: HostPtr,
+    bytes: usize,
+    piece_bytes: NonZeroUsize,
+    registered: usize,
+}
+
+impl HostMemory {
+    /// Blocks are registered where every device can use them that way, in pieces that suit all.
+    pub(crate) fn new<'c>(
+        allocator: Arc<dyn HostAllocator>,
+        devices: impl IntoIterator<Item = &'c Capabilities>,
+    ) -> Self {
+        let piece_of = |device: &Capabilities| if device.host_register { device.register_piece_bytes } else { 0 };
+        let least = devices.into_iter().map(piece_of).min().and_then(NonZeroUsize::new);
+        let whole_pages = |bytes: NonZeroUsize| NonZeroUsize::new(bytes.get().checked_next_multiple_of(HUGE_PAGE)?);
+        Self { allocator, piece_bytes: least.and_then(whole_pages), remnants: Mutex::default() }
+    }
+
+    /// The size of the pieces that a block of so many bytes is registered in; `None` where the backend allocates it.
+    fn piece_bytes_for(&self, bytes: usize) -> Option<NonZeroUsize> {
+        self.piece_bytes.filter(|piece| bytes > (piece.get() / OWN_PART).max(HUGE_PAGE))
+    }
+
+    /// Makes a block, and says in pieces of which size it was registered. `refused` is told of a release that the backend
+    /// refused on the way.
+    pub(crate) fn allocate(&self, bytes: usize, refused: impl Fn(&Error)) -> Result<(HostPtr, Option<NonZeroUsize>)> {
+        let Some(piece_bytes) = self.piece_bytes_for(bytes) else {
+            return Ok((self.allocator.allocate(bytes, &HostOptions::new())?, None));
+        };
+        if let Some(available) = available::refuses(bytes) {
+            let message = format!("{bytes} bytes were asked for, the system has {available} available");
+            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
+                .with_hint("drop buffers and trim, or raise the memory limit of the process's control group"));
+        }
+        let mut mapped = Mapped { ptr: map(bytes)?, bytes, piece_bytes, registered: 0 };
+        if let Err(error) = mapped.touch_and_register(&*self.allocator) {
+            // SAFETY: nobody was told of the memory.
+            if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
+                refused(&error);
+                self.remnants.lock().push(mapped);
+            }
+            return Err(error);
+        }
+        Ok((mapped.ptr, Some(piece_bytes)))
+    }
+
+    /// Gives back a block that [`HostMemory::allocate`] made, with the sizes that it told.
+    ///
+    /// # Safety
+    /// Nobody uses the block any more, outstanding device work included, and it is given back once, unless that was refused.
+    pub(crate) unsafe fn free(&self, ptr: HostPtr, bytes: usize, piece_bytes: Option<NonZeroUsize>) -> Freed {
+        let Some(piece_bytes) = piece_bytes else {
+            // SAFETY: the block came from this allocator; the rest is as promised by the caller.
+            return unsafe { self.allocator.free(ptr) }.map_or_else(Freed::Refused, |()| Freed::Whole);
+        };
+        let pieces = bytes.div_ceil(piece_bytes.get());
+        let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: pieces };
+        // SAFETY: as promised by the caller.
+        match unsafe { mapped.release(&*self.allocator) } {
+            Ok(()) => Freed::Whole,
+            Err(error) if mapped.registered == pieces => Freed::Refused(error),
+            Err(error) => {
+                self.remnants.lock().push(mapped);
+                Freed::InPart(error)
+            }
+        }
+    }
+
+    /// Tries the remnants once more; `refused` is told of each that stays one. Gives the first refusal.
+    pub(crate) fn release_remnants(&self, refused: impl Fn(&Error)) -> Result<()> {
+        let remnants = std::mem::take(&mut *self.remnants.lock());
+        let mut result = Ok(());
+        for mut mapped in remnants {
+            // SAFETY: a remnant is in nobody's hands, and no device work used it when it became one.
+            if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
+                refused(&error);
+                self.remnants.lock().push(mapped);
+                result = result.and(Err(error));
+            }
+        }
+        result
+    }
+
+    /// How many remnants there are, and of how many bytes.
+    pub(crate) fn remnants(&self) -> (u64, u64) {
+        let remnants = self.remnants.lock();
+        (remnants.len() as u64, remnants.iter().map(|mapped| mapped.bytes as u64).sum())
+    }
+}
+
+impl Mapped {
+    fn pieces(&self) -> usize {
+        self.bytes.div_ceil(self.piece_bytes.get())
+    }
+
+    /// Where a piece begins, and how many bytes it has.
+    fn piece(&self, index: usize) -> (HostPtr, usize) {
+        let offset = index * self.piece_bytes.get();
+        (self.ptr.offset(offset), self.piece_bytes.get().min(self.bytes - offset))
+    }
+
+    /// Touches every page and registers every piece, the one while the other goes on.
+    fn touch_and_register(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
+        let touching = Touching::new(self);
+        thread::scope(|scope| {
+            let most = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MOST_THREADS);
+            let spawn = || {
+                let builder = thread::Builder::new().name("highwater-touch".to_owned()).stack_size(1 << 17);
+                builder.spawn_scoped(scope, || touching.work())
+            };
+            // A thread that cannot be had is done without.
+            let started = (0..most.min(touching.grains)).map_while(|_| spawn().ok()).count();
+            if started == 0 {
+                touching.work();
+            }
+            // Also where the backend panics: the scope waits for the threads.
+            let _stop = StopOnDrop(&touching);
+            (0..self.pieces()).try_for_each(|index| {
+                touching.wait_for(index);
+                let (ptr, bytes) = self.piece(index);
+                // SAFETY: the range is mapped, readable and writable, and is unmapped only once it is unregistered.
+                let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
+                registered.map_err(|error| self.not_registered(&error))?;
+                self.registered += 1;
+                Ok(())
+            })
+        })
+    }
+
+    /// The error of the first piece that is not registered.
+    fn not_registered(&self, error: &Error) -> Error {
+        let message = format!(
+            "{} bytes were mapped to be page-locked in {} pieces of {} bytes; registering piece {} failed: {}",
+            self.bytes,
+            self.pieces(),
+            self.piece_bytes,
+            self.registered + 1,
+            error.message()
+        );
+        let told = Error::new(error.kind(), error.operation(), message).with_hint(error.hint());
+        match error.code() {
+            Some(code) => told.with_code(code),
+            None => told,
+        }
+    }
+
+    /// Unregisters and unmaps; where that is refused, what is left can be tried again.
+    ///
+    /// # Safety
+    /// Nobody uses the memory any more, outstanding device work included.
+    unsafe fn release(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
+        while self.registered > 0 {
+            let (ptr, _) = self.piece(self.registered - 1);
+            // SAFETY: registered with this address; no device work uses it, as promised by the caller.
+            unsafe { allocator.unregister(ptr) }?;
+            self.registered -= 1;
+        }
+        // SAFETY: the mapping was made by `map` with this length. The backend knows nothing of it any more, and nobody uses it,
+        // as promised by the caller.
+        unsafe { unmap(self.ptr.as_ptr(), self.bytes) }
+    }
+}
+
+/// A mapping that several threads touch at once, in grains that are handed out in the order of addresses, so that the first
+/// piece is ready first.
+#[derive(Debug)]
+struct Touching {
+    ptr: HostPtr,
+    bytes: usize,
+    piece_bytes: usize,
+    grains_of_piece: usize,
+    grains: usize,
+    /// The grain that is handed out next. Relaxed: it orders nothing.
+    next: AtomicUsize,
+    /// Grains of each piece that are not touched yet.
+    left: Mutex<Vec<usize>>,
+    is_ready: Condvar,
+}
+
+impl Touching {
+    fn new(mapped: &Mapped) -> Self {
+        let piece_bytes = mapped.piece_bytes.get();
+        let left: Vec<_> = (0..mapped.pieces()).map(|index| mapped.piece(index).1.div_ceil(GRAIN)).collect();
+        Self {
+            ptr: mapped.ptr,
+            bytes: mapped.bytes,
+            piece_bytes,
+            grains_of_piece: piece_bytes.div_ceil(GRAIN),
+            grains: left.iter().sum(),
+            next: AtomicUsize::new(0),
+            left: Mutex::new(left),
+            is_ready: Condvar::new(),
+        }
+    }
+
+    /// Touches grains until none is left.
+    fn work(&self) {
+        loop {
+            let grain = self.next.fetch_add(1, Ordering::Relaxed);
+            if grain >= self.grains {
+                return;
+            }
+            // Only the last piece has fewer grains than the others.
+            let (piece, of_piece) = (grain / self.grains_of_piece, grain % self.grains_of_piece);
+            let start = piece * self.piece_bytes + of_piece * GRAIN;
+            let end = self.bytes.min((piece + 1) * self.piece_bytes).min(start + GRAIN);
+            for offset in (start..end).step_by(PAGE) {
+                // SAFETY: inside the mapping, which is writable, zeroed and lives until all threads are done. Nobody else
+                // writes there: grains do not overlap, and the backend locks pages whose grains are done.
+                unsafe { self.ptr.as_ptr().add(offset).write_volatile(0) };
+            }
+            let mut left = self.left.lock();
+            left[piece] -= 1;
+            if left[piece] == 0 {
+                self.is_ready.notify_one();
+            }
+        }
+    }
+
+    /// Waits until a piece is touched.
+    fn wait_for(&self, piece: usize) {
+        let mut left = self.left.lock();
+        while left[piece] > 0 {
+            self.is_ready.wait(&mut left);
+        }
+    }
+}
+
+/// Keeps the threads from taking further grains.
+struct StopOnDrop<'t>(&'t Touching);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.next.store(self.0.grains, Ordering::Relaxed);
+    }
+}
+
+/// Maps zeroed memory that begins with a huge page and is in no child.
+fn map(bytes: usize) -> Result<HostPtr> {
+    let failed = |what: &str, error: Errno| {
+        let kind = match error {
+            Errno::NOMEM | Errno::AGAIN => ErrorKind::OutOfMemory,
+            _ => ErrorKind::OperatingSystem,
+        };
+        Error::new(kind, OPERATION, format!("{bytes} bytes to be page-locked could not be {what}: {error}"))
+            .with_code(i64::from(error.raw_os_error()))
+            .with_hint("free memory, or raise the limits of the process (`ulimit -v`, vm.max_map_count)")
+    };
+    // The kernel aligns to pages: there is a place for a whole number of huge pages in one more.
+    let mapped_bytes = bytes.checked_add(HUGE_PAGE).ok_or_else(|| failed("mapped", Errno::NOMEM))?;
+    // SAFETY: a new private mapping at an address of the kernel's choice.
+    let mapped = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            mapped_bytes,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE,
+        )
+    };
+    let start = mapped.map_err(|error| failed("mapped", error))?.cast::<u8>();
+    let head = start.addr().next_multiple_of(HUGE_PAGE) - start.addr();
+    let ptr = start.wrapping_add(head);
+    // What is mapped still, as offsets. Nothing is unmapped twice: it may be somebody else's meanwhile.
+    let mut left = 0..mapped_bytes;
+    let mut prepare = || {
+        if head < HUGE_PAGE {
+            // SAFETY: the end of the mapping just made, behind the block; nobody uses it.
+            unsafe { rustix::mm::munmap(ptr.wrapping_add(bytes).cast(), HUGE_PAGE - head) }?;
+            left.end = head + bytes;
+        }
+        if head > 0 {
+            // SAFETY: the beginning of the mapping just made, before the block; nobody uses it.
+            unsafe { rustix::mm::munmap(start.cast(), head) }?;
+            left.start = head;
+        }
+        // SAFETY: the block lies in the mapping just made; the advice changes no contents.
+        unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxDontFork) }
+    };
+    if let Err(error) = prepare() {
+        // SAFETY: what is left of the mapping just made; nobody uses it.
+        if let Err(error) = unsafe { rustix::mm::munmap(start.wrapping_add(left.start).cast(), left.len()) } {
+            tracing::warn!("{} bytes of address space stay mapped: {error}", left.len());
+        }
+        return Err(failed("prepared", error));
+    }
+    // SAFETY: as above. A kernel without huge pages refuses, and all is only slower.
+    if let Err(error) = unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxHugepage) } {
+        tracing::debug!("no huge pages for page-locked memory: {error}");
+    }
+    NonNull::new(ptr).map(HostPtr::new).ok_or_else(|| failed("mapped", Errno::NOMEM))
+}
+
+/// # Safety
+/// The range is a mapping of [`map`] that nobody uses.
+unsafe fn unmap(start: *mut u8, bytes: usize) -> Result<()> {
+    // SAFETY: as promised by the caller.
+    unsafe { rustix::mm::munmap(start.cast(), bytes) }.map_err(|error| {
+        Error::new(ErrorKind::OperatingSystem, OPERATION, format!("{bytes} bytes could not be unmapped: {error}"))
+            .with_code(i64::from(error.raw_os_error()))
+            .with_hint("raise vm.max_map_count; it is tried again by `Runtime::trim`")
+    })
+}
+
+#[cfg(test)]
+impl HostMemory {
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.remnants.lock())
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.remnants.is_locked()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::DevicePtr;
+
+    /// Registers nothing in fact; remembers what it was told, and whether all of it was touched by then.
+    #[derive(Debug, Default)]
+    struct Register {
+        registered: Mutex<Vec<(usize, usize)>>,
+        untouched_pages: AtomicUsize,
+    }
+
+    // SAFETY: gives out no memory.
+    unsafe impl HostAllocator for Register {
+        fn allocate(&self, bytes: usize, _: &HostOptions) -> Result<HostPtr> {
+            Err(Error::new(ErrorKind::OutOfMemory, OPERATION, format!("{bytes} bytes were asked for here")))
+        }
+        unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
+            Err(Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr:?}")))
+        }
+        unsafe fn register(&self, ptr: HostPtr, bytes: usize, _: &HostOptions) -> Result<()> {
+            let mut pages = vec![0_u8; bytes.div_ceil(PAGE)];
+            // SAFETY: asks about memory that is mapped, and has room for the answers: no page is smaller.
+            assert_eq!(unsafe { libc::mincore(ptr.as_ptr().cast(), bytes, pages.as_mut_ptr()) }, 0);
+            // SAFETY: asks a number.
+            let system_page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+            let untouched = pages.iter().take(bytes.div_ceil(system_page)).filter(|page| *page & 1 == 0).count();
+            self.untouched_pages.fetch_add(untouched, Ordering::Relaxed);
+            self.registered.lock().push((ptr.address(), bytes));
+            Ok(())
+        }
+        unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+            let last = self.registered.lock().pop();
+            assert_eq!(last.map(|(address, _)| address), Some(ptr.address()), "from the last to the first");
+            Ok(())
+        }
+        fn device_address(&self, ptr: HostPtr, _: u32) -> Result<DevicePtr> {
+            Ok(DevicePtr::new(ptr.address() as u64))
+        }
+    }
+
+    fn open(piece_bytes: usize) -> (Arc<Register>, HostMemory) {
+        let mut capabilities = Capabilities::none();
+        capabilities.host_register = true;
+        capabilities.register_piece_bytes = piece_bytes;
+        let register = Arc::<Register>::default();
+        (Arc::clone(&register), HostMemory::new(register, [&capabilities]))
+    }
+
+    #[test]
+    fn every_page_is_touched_before_its_piece_is_registered() {
+        const MIB: usize = 1 << 20;
+        for (piece, bytes) in [(2, 5 * MIB), (4, 16 * MIB), (6, 15 * MIB), (10, 21 * MIB + 65536), (64, 9 * MIB)] {
+            let (register, memory) = open(piece * MIB);
+            let (ptr, pieces) = memory.allocate(bytes, |error| panic!("{error}")).unwrap();
+            assert_eq!(register.untouched_pages.load(Ordering::Relaxed), 0);
+            let expected = (0..bytes)
+                .step_by(piece * MIB)
+                .map(|start| (ptr.address() + start, (piece * MIB).min(bytes - start)))
+                .collect::<Vec<_>>();
+            assert_eq!(*register.registered.lock(), expected);
+            // SAFETY: nobody uses it.
+            let freed = unsafe { memory.free(ptr, bytes, pieces) };
+            assert!(matches!(freed, Freed::Whole), "{freed:?}");
+            assert!(register.registered.lock().is_empty());
+        }
+    }
+
+    #[test]
+    fn the_mapping_is_aligned_and_the_kernel_knows_what_it_is_for() {
+        let bytes = HUGE_PAGE + 4 * 65536;
+        let ptr = map(bytes).unwrap();
+        assert!(ptr.address().is_multiple_of(HUGE_PAGE));
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        // The kernel may have merged it with a neighbour of the same kind.
+        let contains = |line: &str| {
+            let ends = line.split(' ').next().and_then(|range| range.split_once('-'));
+            let ends = ends.and_then(|(start, end)| {
+                Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
+            });
+            ends.is_some_and(|ends| ends.start <= ptr.address() && ptr.address() + bytes <= ends.end)
+        };
+        let flags = smaps.lines().skip_while(|line| !contains(line)).find(|line| line.starts_with("VmFlags:"));
+        let flags = flags.expect("it is mapped");
+        assert!(flags.contains(" dc"), "kept out of children: {flags}");
+        if std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            assert!(flags.contains(" hg"), "huge pages: {flags}");
+        }
+        // SAFETY: mapped above, and used by nobody.
+        unsafe { unmap(ptr.as_ptr(), bytes) }.unwrap();
+    }
+
+    #[test]
+    fn devices_that_differ_agree_on_the_smallest_piece_and_on_none_where_one_cannot_register() {
+        let device = |register: bool, piece: usize| {
+            let mut capabilities = Capabilities::none();
+            capabilities.host_register = register;
+            capabilities.register_piece_bytes = piece;
+            capabilities
+        };
+        let pieces = |devices: &[Capabilities]| {
+            HostMemory::new(Arc::<Register>::default(), devices).piece_bytes.map(NonZeroUsize::get)
+        };
+        assert_eq!(pieces(&[]), None);
+        assert_eq!(pieces(&[device(true, 64 << 20), device(true, 5 << 20)]), Some(6 << 20));
+        assert_eq!(pieces(&[device(true, 64 << 20), device(false, 64 << 20)]), None);
+        assert_eq!(pieces(&[device(true, 64 << 20), device(true, 0)]), None);
+        assert_eq!(pieces(&[device(true, usize::MAX)]), None);
+    }
+}
