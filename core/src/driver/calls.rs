@@ -30,6 +30,10 @@ macro_rules! vendor_calls {
         }
 
         impl $table {
+            /// The fields, and the symbols' names without the vendor's prefix.
+            $visibility const NAMES: &'static [(&'static str, &'static str)] =
+                &[$( (stringify!($field), $name), )* $( (stringify!($optional), $optional_name), )*];
+
             /// Fills the table from `library`; `symbol` makes the vendor's symbol of a name.
             ///
             /// # Errors
