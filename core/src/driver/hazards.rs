@@ -1,28 +1,33 @@
 //! Announcements of what each thread is using: a record per thread, found by whoever wants to destroy something.
 //!
-//! Records form a list that only grows, to the most threads that announced at once; a thread that ends gives its record
-//! to the next.
+//! Who uses an object announces it, fences, and then looks whether it still stands. Who destroys it makes it stale, fences, and
+//! then looks for announcements. With a sequentially consistent fence on each side, not both miss the other.
+//! `tests/loom_hazards.rs` tries every interleaving. Which record is whose is `records.rs`'s affair.
 
-use std::cell::Cell;
 use std::marker::PhantomData;
 
-use crate::primitive::{AtomicBool, AtomicPtr, Ordering};
+use crate::primitive::{AtomicBool, AtomicPtr, Ordering, fence};
 
-/// Most announcements of one thread at once: a call uses two objects at most.
-const PER_THREAD: usize = 4;
+/// Most announcements in one record at once: a call uses two objects at most, and may be made inside another.
+const PER_RECORD: usize = 4;
 
+/// What one thread announces.
 #[derive(Debug)]
-struct Record {
+pub(crate) struct Record {
     taken: AtomicBool,
-    cells: [AtomicPtr<()>; PER_THREAD],
+    cells: [AtomicPtr<()>; PER_RECORD],
     next: AtomicPtr<Record>,
 }
 
-static RECORDS: AtomicPtr<Record> = AtomicPtr::new(std::ptr::null_mut());
+/// All records, which form a list that only grows, to the most threads that announced at once.
+#[derive(Debug)]
+pub(crate) struct Registry {
+    first: AtomicPtr<Record>,
+}
 
 /// An announcement; ends when it is dropped, in the thread that made it.
 #[derive(Debug)]
-pub(super) struct Hazard {
+pub(crate) struct Hazard {
     record: &'static Record,
     cell: usize,
     /// Whether the record was taken for this announcement alone.
@@ -36,123 +41,87 @@ impl Drop for Hazard {
         // Release: the use comes before the end of the announcement.
         self.record.cells[self.cell].store(std::ptr::null_mut(), Ordering::Release);
         if self.borrowed {
-            self.record.taken.store(false, Ordering::Release);
+            self.record.give_back();
         }
     }
 }
 
-/// The record of a thread, given back when it ends.
-struct Own(Cell<Option<&'static Record>>);
+impl Record {
+    /// Announces that this thread uses `object`, in its own record; `None` where the record is full. The caller then looks
+    /// whether the object still stands.
+    #[inline]
+    pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
+        // Relaxed: the cells are written by this thread only.
+        let cell = self.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
+        self.cells[cell].store(object, Ordering::Relaxed);
+        // With the fence in `is_announced`.
+        fence(Ordering::SeqCst);
+        Some(Hazard { record: self, cell, borrowed: false, own_thread: PhantomData })
+    }
 
-impl Drop for Own {
-    fn drop(&mut self) {
-        if let Some(record) = self.0.take() {
-            record.taken.store(false, Ordering::Release);
-        }
+    /// Leaves the record to another thread; nothing is announced in it any more.
+    pub(crate) fn give_back(&self) {
+        // Release: who takes it finds its cells empty.
+        self.taken.store(false, Ordering::Release);
     }
 }
 
-thread_local! {
-    static OWN: Own = const { Own(Cell::new(None)) };
-}
+impl Registry {
+    pub(crate) fn new() -> Self {
+        Self { first: AtomicPtr::new(std::ptr::null_mut()) }
+    }
 
-/// Announces that this thread uses `object`. The caller has to fence before it looks whether the object still stands.
-#[inline]
-pub(super) fn announce(object: *mut ()) -> Hazard {
-    let own = OWN.try_with(|own| {
-        own.0.get().unwrap_or_else(|| {
-            let record = take();
-            own.0.set(Some(record));
-            record
-        })
-    });
-    match own {
-        Ok(record) => {
-            // Relaxed: the cells are written by this thread only.
-            if let Some(cell) = record.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null()) {
-                record.cells[cell].store(object, Ordering::Relaxed);
-                return Hazard { record, cell, borrowed: false, own_thread: PhantomData };
+    /// A record that nobody else has.
+    #[cold]
+    pub(crate) fn take(&self) -> &'static Record {
+        for record in self.records() {
+            // Acquire: what the thread before did with its cells is over.
+            if record.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                return record;
             }
-            announce_apart(object)
         }
-        // The thread is ending, and its record is gone already.
-        Err(_) => announce_apart(object),
-    }
-}
-
-#[cold]
-fn announce_apart(object: *mut ()) -> Hazard {
-    let record = take();
-    record.cells[0].store(object, Ordering::Relaxed);
-    Hazard { record, cell: 0, borrowed: true, own_thread: PhantomData }
-}
-
-/// A record that nobody else has.
-#[cold]
-fn take() -> &'static Record {
-    for record in records() {
-        // Acquire: what the thread before did with its cells is over.
-        if record.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-            return record;
+        let record: &'static Record = Box::leak(Box::new(Record {
+            taken: AtomicBool::new(true),
+            cells: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
+            next: AtomicPtr::new(std::ptr::null_mut()),
+        }));
+        let own = std::ptr::from_ref(record).cast_mut();
+        let mut first = self.first.load(Ordering::Relaxed);
+        loop {
+            record.next.store(first, Ordering::Relaxed);
+            // Release: who finds the record finds its cells. That it is found by whoever has to is a matter of the fences: it
+            // is put here before the thread's first announcement.
+            match self.first.compare_exchange(first, own, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return record,
+                Err(other) => first = other,
+            }
         }
     }
-    let record: &'static Record = Box::leak(Box::new(Record {
-        taken: AtomicBool::new(true),
-        cells: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
-        next: AtomicPtr::new(std::ptr::null_mut()),
-    }));
-    let own = std::ptr::from_ref(record).cast_mut();
-    let mut first = RECORDS.load(Ordering::Relaxed);
-    loop {
-        record.next.store(first, Ordering::Relaxed);
-        // Release: who finds the record finds its cells. SeqCst, as the search in `is_announced` has to find every record
-        // whose announcement precedes the searcher's fence.
-        match RECORDS.compare_exchange(first, own, Ordering::SeqCst, Ordering::Relaxed) {
-            Ok(_) => return record,
-            Err(other) => first = other,
-        }
-    }
-}
 
-fn records() -> impl Iterator<Item = &'static Record> {
-    let mut next = RECORDS.load(Ordering::SeqCst);
-    std::iter::from_fn(move || {
-        // SAFETY: records are leaked boxes, published whole, and never freed.
-        let record: &'static Record = unsafe { next.as_ref() }?;
-        next = record.next.load(Ordering::Acquire);
-        Some(record)
-    })
-}
-
-/// Whether any thread announces `object`. The caller has made the object stale and fenced before.
-pub(super) fn is_announced(object: *mut ()) -> bool {
-    // Acquire: where the announcement has ended, the use is over.
-    records().any(|record| record.cells.iter().any(|cell| cell.load(Ordering::Acquire) == object))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn announcements_are_seen_until_they_end() {
-        let objects = [0_u8; 6];
-        let at = |index: usize| std::ptr::from_ref(&objects[index]).cast_mut().cast::<()>();
-        // More than a record holds.
-        let hazards: Vec<_> = (0..6).map(|index| announce(at(index))).collect();
-        assert!((0..6).all(|index| is_announced(at(index))));
-        drop(hazards);
-        assert!(!(0..6).any(|index| is_announced(at(index))));
+    /// Announces in a record that is taken for it alone.
+    #[cold]
+    pub(crate) fn announce_apart(&self, object: *mut ()) -> Hazard {
+        let record = self.take();
+        record.cells[0].store(object, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        Hazard { record, cell: 0, borrowed: true, own_thread: PhantomData }
     }
 
-    #[test]
-    fn a_thread_that_ends_leaves_its_record_to_another() {
-        let object = 0_u8;
-        let address = std::ptr::from_ref(&object) as usize;
-        for _ in 0..50 {
-            std::thread::spawn(move || drop(announce(address as *mut ()))).join().unwrap();
-        }
-        // Other tests announce as well, each with a few threads.
-        assert!(records().count() < 40, "{}", records().count());
+    pub(crate) fn records(&self) -> impl Iterator<Item = &'static Record> {
+        let mut next = self.first.load(Ordering::Acquire);
+        std::iter::from_fn(move || {
+            // SAFETY: records are leaked boxes, published whole, and never freed.
+            let record: &'static Record = unsafe { next.as_ref() }?;
+            next = record.next.load(Ordering::Acquire);
+            Some(record)
+        })
+    }
+
+    /// Whether any thread announces `object`. The caller has made the object stale before.
+    pub(crate) fn is_announced(&self, object: *mut ()) -> bool {
+        // With the fence in `announce`.
+        fence(Ordering::SeqCst);
+        // Acquire: where the announcement has ended, the use is over.
+        self.records().any(|record| record.cells.iter().any(|cell| cell.load(Ordering::Acquire) == object))
     }
 }

@@ -21,6 +21,7 @@ mod ipc;
 mod library;
 mod objects;
 mod platform;
+mod records;
 mod room;
 mod unavailable;
 mod vendor;

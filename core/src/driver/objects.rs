@@ -6,16 +6,17 @@
 //! thread, which slots it uses (a *hazard*), then looks whether the slot still holds the id's object, and makes the vendor's
 //! call. Who destroys makes the id stale first, then looks for announcements: as long as one stands, the handle is put
 //! off and destroyed by a later call. One fence on each side orders the two: either the announcement is seen, or the
-//! stale slot is. `tests/loom_objects.rs` checks this.
+//! stale slot is (`hazards.rs`).
 
 use std::marker::PhantomData;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{BackendTag, IdParts, ObjectId};
-use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering, fence};
+use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
 use std::num::NonZeroU32;
 
-use super::hazards::{self, Hazard};
+use super::hazards::Hazard;
+use super::records;
 
 /// One object: what the id of its generation stands for.
 #[derive(Debug)]
@@ -166,9 +167,7 @@ impl<I: ObjectId> Objects<I> {
         if parts.tag == self.tag
             && let Some(slot) = self.slot(parts.slot)
         {
-            let hazard = hazards::announce(std::ptr::from_ref(slot).cast_mut().cast());
-            // With the fence in `remove`: either the announcement is seen there, or the stale state here.
-            fence(Ordering::SeqCst);
+            let hazard = records::announce(std::ptr::from_ref(slot).cast_mut().cast());
             if slot.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device) {
                 return Ok(Held { raw: slot.raw.load(Ordering::Relaxed), slot, _hazard: hazard });
             }
@@ -238,12 +237,10 @@ impl<I: ObjectId> Objects<I> {
         if candidates.is_empty() {
             return;
         }
-        // With the fence in `hold`.
-        fence(Ordering::SeqCst);
         for removed in candidates {
             let used = self
                 .slot(removed.slot)
-                .is_some_and(|slot| hazards::is_announced(std::ptr::from_ref(slot).cast_mut().cast()));
+                .is_some_and(|slot| records::is_announced(std::ptr::from_ref(slot).cast_mut().cast()));
             if used {
                 self.book.lock().put_off.push(removed);
                 continue;

@@ -1,0 +1,100 @@
+//! The record in which each thread announces what it uses.
+
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use super::hazards::{Hazard, Record, Registry};
+
+fn registry() -> &'static Registry {
+    static REGISTRY: OnceLock<Registry> = OnceLock::new();
+    REGISTRY.get_or_init(Registry::new)
+}
+
+/// The record of a thread, given back when it ends.
+struct Own(Cell<Option<&'static Record>>);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        if let Some(record) = self.0.take() {
+            record.give_back();
+        }
+    }
+}
+
+thread_local! {
+    static OWN: Own = const { Own(Cell::new(None)) };
+}
+
+/// Announces that this thread uses `object`. The caller then looks whether the object still stands.
+#[inline]
+pub(super) fn announce(object: *mut ()) -> Hazard {
+    let own = OWN.try_with(|own| {
+        own.0.get().unwrap_or_else(|| {
+            let record = registry().take();
+            own.0.set(Some(record));
+            record
+        })
+    });
+    // Where the thread is ending, its record is gone already.
+    match own.ok().and_then(|record| record.announce(object)) {
+        Some(hazard) => hazard,
+        None => registry().announce_apart(object),
+    }
+}
+
+/// Whether any thread announces `object`. The caller has made the object stale before.
+pub(super) fn is_announced(object: *mut ()) -> bool {
+    registry().is_announced(object)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announcements_are_seen_until_they_end() {
+        let objects = [0_u8; 6];
+        let at = |index: usize| std::ptr::from_ref(&objects[index]).cast_mut().cast::<()>();
+        // More than a record holds.
+        let hazards: Vec<_> = (0..6).map(|index| announce(at(index))).collect();
+        assert!((0..6).all(|index| is_announced(at(index))));
+        drop(hazards);
+        assert!(!(0..6).any(|index| is_announced(at(index))));
+    }
+
+    #[test]
+    fn a_thread_that_ends_leaves_its_record_to_another() {
+        let object = 0_u8;
+        let address = std::ptr::from_ref(&object).addr();
+        for _ in 0..50 {
+            std::thread::spawn(move || drop(announce(std::ptr::without_provenance_mut(address)))).join().unwrap();
+        }
+        // Other tests announce as well, each with a few threads.
+        assert!(registry().records().count() < 40, "{}", registry().records().count());
+    }
+
+    #[test]
+    fn a_destructor_of_an_ending_thread_can_announce() {
+        struct Late(usize);
+        impl Drop for Late {
+            fn drop(&mut self) {
+                let hazard = announce(std::ptr::without_provenance_mut(self.0));
+                assert!(is_announced(std::ptr::without_provenance_mut(self.0)));
+                drop(hazard);
+            }
+        }
+        thread_local! {
+            static LATE: Cell<Option<Late>> = const { Cell::new(None) };
+        }
+        let object = 0_u8;
+        let address = std::ptr::from_ref(&object).addr();
+        std::thread::spawn(move || {
+            // Made before the record, so it is dropped after it.
+            LATE.set(Some(Late(address)));
+            drop(announce(std::ptr::without_provenance_mut(address)));
+        })
+        .join()
+        .unwrap();
+        assert!(!is_announced(std::ptr::without_provenance_mut(address)));
+    }
+}
