@@ -19,6 +19,9 @@ none_of core "$(dependencies highwater-core --all-features)" "$vendors|highwater
 none_of backend-cuda "$(dependencies highwater-cuda)" 'highwater|highwater-(rocm|mock|conformance)'
 none_of backend-rocm "$(dependencies highwater-rocm)" 'highwater|highwater-(cuda|mock|conformance)'
 none_of backend-mock "$(dependencies highwater-mock)" "$vendors|highwater|highwater-(cuda|rocm|conformance)"
+simulated="$vendors|highwater|highwater-(cuda|rocm|conformance)"
+none_of backend-mock/simulated/engine "$(dependencies highwater-simulated-engine)" "$simulated"
+none_of backend-mock/simulated/cuda "$(dependencies highwater-simulated-cuda)" "$simulated"
 none_of conformance "$(dependencies highwater-conformance)" "$vendors|highwater|highwater-(cuda|rocm|mock)"
 
 program='clap|clap_derive|indicatif|comfy-table|anyhow|serde_json|safetensors|highwater-conformance|highwater-mock'

@@ -1,4 +1,4 @@
-//! BLAS and Lt handles: binding, checks, and the two commands of each product.
+//! BLAS and Lt handles: binding and checks.
 //!
 //! Binding is what pools do before every call, so it is cheap: a stream or workspace that was found good is remembered
 //! together with the epoch of the table it was found in, and is good until the epoch moves.
@@ -10,17 +10,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_core::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode,
-    PlanArguments, PlanId, PlanOptions, Result, StreamId, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments,
+    PlanId, PlanOptions, Result, StreamId, Workspace,
 };
 
 use crate::arena::Owner;
 use crate::device::Device;
 use crate::exit;
 use crate::gpu::{self, Shared};
-use crate::kernel::{OwnWorkspace, Product, intermediate_bytes, panels};
+use crate::kernel::OwnWorkspace;
 use crate::operation::{Operation, Tally};
-use crate::stream::{Command, Stream};
+use crate::product::{RawProduct, Room, Scale};
+use crate::stream::Stream;
 
 /// Bytes of the workspace that every handle has of its own.
 const OWN_WORKSPACE_BYTES: usize = 64 * 1024;
@@ -53,23 +54,6 @@ struct BoundStream {
     epoch: u64,
     /// Fetched with the first product.
     stream: Option<Arc<Stream>>,
-}
-
-/// A product as the caller names it.
-struct Call<'a> {
-    shape: &'a GemmShape,
-    alpha: f64,
-    beta: f64,
-    a: DevicePtr,
-    b: DevicePtr,
-    c: DevicePtr,
-    d: DevicePtr,
-    bias: Option<DevicePtr>,
-    epilogue: Epilogue,
-    math_mode: MathMode,
-    atomics_mode: AtomicsMode,
-    /// Bytes of workspace that may be used at most.
-    workspace_limit: usize,
 }
 
 impl MockBlas {
@@ -212,75 +196,19 @@ impl Context {
         }
     }
 
-    fn enqueue(&mut self, operation: Operation, call: &Call<'_>) -> Result<()> {
-        let extents = call.shape.extents(operation.name())?;
-        if call.shape.is_empty() {
+    fn enqueue(&mut self, operation: Operation, product: &RawProduct, workspace_limit: usize) -> Result<()> {
+        product.shape.extents(operation.name())?;
+        if product.shape.is_empty() {
             return Ok(());
         }
         let stream = self.bound_stream(operation)?;
-        let size = call.shape.data_type.bytes();
-        let device = self.device();
-        // Matrices that the product does not read may be anywhere.
-        let range = |what: &str, ptr: DevicePtr, elements: usize, used: bool| {
-            if !used || elements == 0 {
-                return Ok(0);
-            }
-            if !ptr.is_aligned_to(size) {
-                return Err(operation.error(
-                    ErrorKind::InvalidArgument,
-                    format!("{what} is at {ptr:?}, not at a multiple of the {size} bytes of an element"),
-                ));
-            }
-            device.range(operation, what, ptr, elements * size)
+        let (workspace, own) = match (self.workspace, &self.own) {
+            (Some(workspace), _) => (workspace, None),
+            (None, Some(own)) => (Workspace { ptr: own.ptr, bytes: own.bytes }, Some(Arc::clone(own))),
+            (None, None) => return Err(destroyed(operation)),
         };
-        let reads_factors = call.alpha != 0.0 && call.shape.k != 0;
-        let bias = match call.bias {
-            _ if !call.epilogue.has_bias() => None,
-            Some(bias) => Some(range("the bias", bias, call.shape.m, true)?),
-            None => {
-                return Err(operation.error(
-                    ErrorKind::InvalidArgument,
-                    format!("the epilogue {:?} reads a bias, and none is given", call.epilogue),
-                ));
-            }
-        };
-        let workspace = self.workspace.map_or_else(
-            || {
-                self.own
-                    .as_ref()
-                    .map(|own| Workspace { ptr: own.ptr, bytes: own.bytes })
-                    .ok_or_else(|| destroyed(operation))
-            },
-            Ok,
-        )?;
-        let capacity = workspace.bytes.min(call.workspace_limit) / intermediate_bytes(call.shape.data_type);
-        let product = Arc::new(Product {
-            device: self.device,
-            shape: *call.shape,
-            alpha: call.alpha,
-            beta: call.beta,
-            a: range("A", call.a, extents.a, reads_factors)?,
-            b: range("B", call.b, extents.b, reads_factors)?,
-            c: range("C", call.c, extents.c, call.beta != 0.0)?,
-            d: range("the result", call.d, extents.c, true)?,
-            bias,
-            epilogue: call.epilogue,
-            tf32: call.math_mode == MathMode::Tf32 && call.shape.data_type == DataType::F32,
-            atomics: call.atomics_mode != AtomicsMode::NotAllowed,
-            workspace: device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?,
-            own: self.own.clone().filter(|_| self.workspace.is_none()),
-        });
-        if capacity == 0 {
-            return stream.enqueue(operation, Command::MultiplyAndFinish(product));
-        }
-        for panel in panels(call.shape, capacity) {
-            stream.enqueue(operation, Command::Multiply(Arc::clone(&product), panel))?;
-            if !self.gpu.gemm_gap.is_zero() {
-                std::thread::sleep(self.gpu.gemm_gap);
-            }
-            stream.enqueue(operation, Command::Finish(Arc::clone(&product), panel))?;
-        }
-        Ok(())
+        let room = Room { workspace, own, limit: workspace_limit };
+        product.enqueue(operation, self.device(), &stream, Some(room), self.gpu.gemm_gap).map(|_| ())
     }
 }
 
@@ -368,21 +296,12 @@ impl BlasHandle for MockBlas {
         let operation = Operation::Gemm;
         self.0.enter_as(operation, BlasKind::Blas)?;
         self.0.check_type(operation, &gemm.shape)?;
-        let call = Call {
-            shape: &gemm.shape,
-            alpha: gemm.alpha,
-            beta: gemm.beta,
-            a: gemm.a,
-            b: gemm.b,
-            c: gemm.c,
-            d: gemm.c,
-            bias: None,
-            epilogue: Epilogue::None,
-            math_mode: self.0.math_mode,
-            atomics_mode: self.0.atomics_mode,
-            workspace_limit: usize::MAX,
-        };
-        self.0.enqueue(operation, &call)
+        let mut product = RawProduct::new(gemm.shape, gemm.a, gemm.b, gemm.c);
+        product.alpha = Scale::Value(gemm.alpha);
+        product.beta = Scale::Value(gemm.beta);
+        product.math_mode = self.0.math_mode;
+        product.atomics_mode = self.0.atomics_mode;
+        self.0.enqueue(operation, &product, usize::MAX)
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
@@ -427,21 +346,15 @@ impl BlasHandle for MockBlas {
                 )
                 .with_hint("make the plan with the alignment that the operands have"));
         }
-        let call = Call {
-            shape: &options.shape,
-            alpha: arguments.alpha,
-            beta: arguments.beta,
-            a: arguments.a,
-            b: arguments.b,
-            c: arguments.c,
-            d: arguments.d,
-            bias: arguments.bias,
-            epilogue: options.epilogue,
-            math_mode: options.math_mode,
-            atomics_mode: options.atomics_mode,
-            workspace_limit: options.workspace_bytes,
-        };
-        self.0.enqueue(operation, &call)
+        let mut product = RawProduct::new(options.shape, arguments.a, arguments.b, arguments.d);
+        product.c = arguments.c;
+        product.alpha = Scale::Value(arguments.alpha);
+        product.beta = Scale::Value(arguments.beta);
+        product.bias = arguments.bias;
+        product.epilogue = options.epilogue;
+        product.math_mode = options.math_mode;
+        product.atomics_mode = options.atomics_mode;
+        self.0.enqueue(operation, &product, options.workspace_bytes)
     }
 
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {

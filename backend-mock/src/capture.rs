@@ -147,6 +147,14 @@ impl Queue {
         }
     }
 
+    /// Loses the capture that the stream takes part in, if any.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn lose_capture(&self, why: &'static str) {
+        if let Some(recorder) = self.recording() {
+            recorder.lose(why);
+        }
+    }
+
     /// Takes a stream that was destroyed out of its capture; gives what is to be dropped outside the lock.
     pub(crate) fn leave_capture(&mut self) -> Option<(Part, Vec<Command>)> {
         let part = self.part.take()?;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use highwater_core::{DevicePtr, StreamId};
 use parking_lot::Mutex;
 
-use crate::kernel::{Panel, Product};
+use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
 use crate::operation::Operation;
 use crate::stream::{Command, Engine};
 
@@ -221,6 +221,9 @@ fn uses(command: &Command, engine: &Engine, device: u32) -> Vec<Use> {
             uses
         }
         Command::Record(_) | Command::Wait(_) | Command::Release { .. } => Vec::new(),
+        // What it touches is not known here.
+        #[cfg(feature = "simulated")]
+        Command::Call(_) => Vec::new(),
         #[cfg(test)]
         Command::Panic => Vec::new(),
     }
@@ -239,14 +242,19 @@ fn factors(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
 }
 
 fn results(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
-    let (size, extents) = (product.shape.data_type.bytes(), product.shape.extents("checks"));
+    let (size, extents) = (product.output.bytes(), product.shape.extents("checks"));
     let Ok(extents) = extents else { return Vec::new() };
-    let mut uses = vec![on(device, product.d, extents.c * size, true)];
-    if product.beta != 0.0 {
+    let mut uses = vec![on(device, product.d, product.extent_d() * size, true)];
+    if !product.beta.is_zero() {
         uses.push(on(device, product.c, extents.c * size, false));
     }
-    if let Some(bias) = product.bias {
-        uses.push(on(device, bias, product.shape.m * size, false));
+    if let Some((bias, data_type)) = product.bias {
+        uses.push(on(device, bias, product.shape.m * data_type.bytes(), false));
+    }
+    for factor in [product.alpha, product.beta] {
+        if let Factor::At { offset, data_type } = factor {
+            uses.push(on(device, offset, data_type.bytes(), false));
+        }
     }
     uses
 }
@@ -255,5 +263,5 @@ fn results(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
 /// command itself.
 fn workspace(product: &Product, panel: Panel) -> Option<(usize, usize)> {
     let elements = panel.rows * panel.columns * panel.batches;
-    product.own.is_none().then(|| (product.workspace, elements * product.shape.data_type.bytes()))
+    product.own.is_none().then(|| (product.workspace, elements * intermediate_bytes(product.shape.data_type)))
 }

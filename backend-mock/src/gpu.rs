@@ -168,6 +168,11 @@ impl MockGpu {
         Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
     }
 
+    #[cfg(feature = "simulated")]
+    pub(crate) fn shared(&self) -> Arc<Shared> {
+        Arc::clone(&self.shared)
+    }
+
     /// Changes the extra time that every operation of a stream takes, from the next one on.
     pub fn set_latency(&self, latency: Duration) {
         // Relaxed: a setting, which orders nothing.

@@ -61,6 +61,26 @@ impl Imports {
         Some(offset)
     }
 
+    /// Takes addresses that `insert` will not hand out until all the others were; `None` when none are left.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Option<u64> {
+        let start = self.place(bytes.checked_add(alignment)?)?;
+        Some(start.next_multiple_of(alignment))
+    }
+
+    /// Takes in a mapping at an offset that `reserve` gave. `false` where something is open there.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn insert_at(&mut self, offset: u64, source: Source, mapping: Mapping) -> bool {
+        let end = offset + mapping.bytes();
+        let overlaps = |start: u64, other: &Import| start < end && offset < start + other.mapping.bytes();
+        if self.open.range(..end).next_back().is_some_and(|(&start, other)| overlaps(start, other)) {
+            return false;
+        }
+        self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1 });
+        self.offsets.insert(source, offset);
+        true
+    }
+
     /// Undoes one open. `None` where nothing is open at the offset, else the mapping if that was the last one.
     pub(crate) fn close(&mut self, offset: u64) -> Option<Option<Arc<Mapping>>> {
         let import = self.open.get_mut(&offset)?;

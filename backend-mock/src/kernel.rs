@@ -76,18 +76,60 @@ impl Drop for OwnWorkspace {
     }
 }
 
+/// A factor of a product, checked.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Factor {
+    Value(f64),
+    /// Read from the device's memory when the result is written.
+    At {
+        offset: usize,
+        data_type: DataType,
+    },
+}
+
+impl Factor {
+    fn read(self, memory: &DeviceMemory) -> f64 {
+        fn one<T: Element>(memory: &DeviceMemory, offset: usize) -> f64 {
+            let mut value = [T::zeroed()];
+            memory.read_slice(offset, &mut value);
+            value[0].widen().to_f64()
+        }
+        match self {
+            Self::Value(value) => value,
+            Self::At { offset, data_type } => match data_type {
+                DataType::F64 => one::<f64>(memory, offset),
+                DataType::F16 => one::<half::f16>(memory, offset),
+                DataType::Bf16 => one::<half::bf16>(memory, offset),
+                _ => one::<f32>(memory, offset),
+            },
+        }
+    }
+
+    /// Whether it is 0 whatever happens until the result is written.
+    pub(crate) fn is_zero(self) -> bool {
+        self == Self::Value(0.0)
+    }
+}
+
 /// One product, checked: the offsets of its matrices in the device's memory, in bytes.
 #[derive(Debug)]
 pub(crate) struct Product {
     pub(crate) device: u32,
+    /// With the element type of A and B.
     pub(crate) shape: GemmShape,
-    pub(crate) alpha: f64,
-    pub(crate) beta: f64,
+    /// Element type of C and D, with sums of the same width as those of A and B.
+    pub(crate) output: DataType,
+    pub(crate) alpha: Factor,
+    pub(crate) beta: Factor,
     pub(crate) a: usize,
     pub(crate) b: usize,
     pub(crate) c: usize,
     pub(crate) d: usize,
-    pub(crate) bias: Option<usize>,
+    /// Leading dimension of D, and the distance of one D to the next, in elements.
+    pub(crate) ldd: usize,
+    pub(crate) stride_d: usize,
+    /// Offset and element type, whose sums are as wide as those of the result.
+    pub(crate) bias: Option<(usize, DataType)>,
     pub(crate) epilogue: Epilogue,
     /// Whether the factors are rounded to TF32.
     pub(crate) tf32: bool,
@@ -254,10 +296,10 @@ pub(crate) fn intermediate_bytes(data_type: DataType) -> usize {
     }
 }
 
-/// Calls a method with the element type of the product.
+/// Calls a method with an element type.
 macro_rules! with_element {
-    ($product:ident.$method:ident($($argument:expr),*)) => {
-        match $product.shape.data_type {
+    ($data_type:expr, $product:ident.$method:ident($($argument:expr),*)) => {
+        match $data_type {
             DataType::F64 => $product.$method::<f64>($($argument),*),
             DataType::F16 => $product.$method::<half::f16>($($argument),*),
             DataType::Bf16 => $product.$method::<half::bf16>($($argument),*),
@@ -269,17 +311,24 @@ macro_rules! with_element {
 impl Product {
     /// Executes the first half.
     pub(crate) fn multiply(&self, memory: &DeviceMemory, panel: Panel) {
-        with_element!(self.multiply_as(memory, panel));
+        with_element!(self.shape.data_type, self.multiply_as(memory, panel));
     }
 
     /// Executes the second half.
     pub(crate) fn finish(&self, memory: &DeviceMemory, panel: Panel) {
-        with_element!(self.finish_as(memory, panel));
+        with_element!(self.output, self.finish_as(memory, panel));
     }
 
     /// Executes both halves, without a workspace.
     pub(crate) fn multiply_and_finish(&self, memory: &DeviceMemory) {
-        with_element!(self.multiply_and_finish_as(memory));
+        match (self.shape.data_type, self.output) {
+            (DataType::F64, _) => self.multiply_and_finish_as::<f64, f64>(memory),
+            (DataType::F16, DataType::F32) => self.multiply_and_finish_as::<half::f16, f32>(memory),
+            (DataType::F16, _) => self.multiply_and_finish_as::<half::f16, half::f16>(memory),
+            (DataType::Bf16, DataType::F32) => self.multiply_and_finish_as::<half::bf16, f32>(memory),
+            (DataType::Bf16, _) => self.multiply_and_finish_as::<half::bf16, half::bf16>(memory),
+            _ => self.multiply_and_finish_as::<f32, f32>(memory),
+        }
     }
 
     fn multiply_as<T: Element>(&self, memory: &DeviceMemory, panel: Panel) {
@@ -298,16 +347,22 @@ impl Product {
         }
     }
 
-    fn multiply_and_finish_as<T: Element>(&self, memory: &DeviceMemory) {
+    fn multiply_and_finish_as<T: Element, U: Element<Wide = T::Wide>>(&self, memory: &DeviceMemory) {
         for panel in panels(&self.shape, self.shape.m * self.shape.n) {
             let product = self.product::<T>(memory, panel, panel.batch);
-            self.store::<T>(memory, panel, panel.batch, &product);
+            self.store::<U>(memory, panel, panel.batch, &product);
         }
     }
 
     /// Whether A and B have no part in the result.
     pub(crate) fn ignores_factors(&self) -> bool {
-        self.alpha == 0.0 || self.shape.k == 0
+        self.alpha.is_zero() || self.shape.k == 0
+    }
+
+    /// How many elements of D the product reaches.
+    pub(crate) fn extent_d(&self) -> usize {
+        let (batches, columns) = (self.shape.batch_count().saturating_sub(1), self.shape.n.saturating_sub(1));
+        batches * self.stride_d + columns * self.ldd + self.shape.m
     }
 
     fn strides(&self) -> StridedBatch {
@@ -355,31 +410,36 @@ impl Product {
     /// `D = epilogue(alpha * product + beta * C)` for one product of the batch.
     fn store<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize, product: &[T::Wide]) {
         let Panel { row, rows, column, columns, .. } = panel;
-        let (alpha, beta) = (T::Wide::from_f64(self.alpha), T::Wide::from_f64(self.beta));
-        let place = |base: usize, column: usize| {
-            base + (batch * self.strides().stride_c + column * self.shape.ldc + row) * size_of::<T>()
+        let (alpha, beta) = (self.alpha.read(memory), self.beta.read(memory));
+        let (ignores_factors, adds_c) = (alpha == 0.0 || self.shape.k == 0, beta != 0.0);
+        let (alpha, beta) = (T::Wide::from_f64(alpha), T::Wide::from_f64(beta));
+        let place = |base: usize, stride: usize, ld: usize, column: usize| {
+            base + (batch * stride + column * ld + row) * size_of::<T>()
         };
-        let bias = self.bias.filter(|_| self.epilogue.has_bias()).map(|bias| {
-            let mut values = vec![T::zeroed(); rows];
-            memory.read_slice(bias + row * size_of::<T>(), &mut values);
-            values
+        let place_c = |column| place(self.c, self.strides().stride_c, self.shape.ldc, column);
+        let place_d = |column| place(self.d, self.stride_d, self.ldd, column);
+        let bias = self.bias.filter(|_| self.epilogue.has_bias()).map(|(bias, data_type)| match data_type {
+            DataType::F16 => widened::<half::f16, T::Wide>(memory, bias, row, rows),
+            DataType::Bf16 => widened::<half::bf16, T::Wide>(memory, bias, row, rows),
+            DataType::F64 => widened::<f64, T::Wide>(memory, bias, row, rows),
+            _ => widened::<f32, T::Wide>(memory, bias, row, rows),
         });
         let mut old = vec![T::zeroed(); rows];
         let mut result = vec![T::zeroed(); rows];
         for index in 0..columns {
-            if self.beta != 0.0 {
-                memory.read_slice(place(self.c, column + index), &mut old);
+            if adds_c {
+                memory.read_slice(place_c(column + index), &mut old);
             }
             for (i, value) in result.iter_mut().enumerate() {
                 let mut sum = T::Wide::zeroed();
-                if !self.ignores_factors() {
+                if !ignores_factors {
                     sum = alpha * product[index * rows + i];
                 }
-                if self.beta != 0.0 {
+                if adds_c {
                     sum += beta * old[i].widen();
                 }
                 if let Some(bias) = &bias {
-                    sum += bias[i].widen();
+                    sum += bias[i];
                 }
                 *value = T::narrow(match self.epilogue {
                     Epilogue::Relu | Epilogue::BiasRelu => relu(sum),
@@ -387,9 +447,15 @@ impl Product {
                     _ => sum,
                 });
             }
-            memory.write_slice(place(self.d, column + index), &result);
+            memory.write_slice(place_d(column + index), &result);
         }
     }
+}
+
+/// Part of a vector, as wide as the sums that it is added to.
+fn widened<T: Element, W: Accumulator>(memory: &DeviceMemory, base: usize, row: usize, rows: usize) -> Vec<W> {
+    let values = load::<T>(memory, base, rows, (row, rows), (0, 1));
+    values.into_iter().map(|value| W::from_f64(value.widen().to_f64())).collect()
 }
 
 /// A NaN stays one.

@@ -45,10 +45,12 @@
 //! - `gpu`: the `Backend`; `blas`: the handles; `host`: page-locked memory
 //! - `device`, `arena`, `device_memory`, `mapping`: a device, which parts of its memory are taken, and the bytes
 //! - `ipc`, `imports`, `shared_event`, `sealed_file`, `peers`: memory and events of other processes, and whether those live
-//! - `stream`, `event`, `kernel`: queues and workers, points in streams, and what a product computes
+//! - `stream`, `event`: queues and workers, points in streams
+//! - `product`, `kernel`: the commands of a product, and what they compute
 //! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
 //! - `checks`: test mode
 //! - `exit`: the end of the process
+//! - `simulated`: what the simulated vendor libraries (`backend-mock/simulated`) need of the inside
 //!
 //! # How it differs from hardware
 //! It is stricter: a copy from or to memory that is not page-locked, a range that is not inside one live block, and a
@@ -84,11 +86,17 @@ mod mapping;
 mod operation;
 mod options;
 mod peers;
+mod product;
 mod sealed_file;
 mod shared_event;
+#[cfg(feature = "simulated")]
+#[doc(hidden)]
+pub mod simulated;
 mod stream;
 
 pub use checks::{POISON, Violation};
 pub use gpu::MockGpu;
 pub use operation::Operation;
 pub use options::{ENVIRONMENT_VARIABLE, MockOptions};
+#[doc(hidden)]
+pub use product::{RawProduct, Scale};

@@ -91,7 +91,7 @@ fn is_readable(descriptor: &OwnedFd) -> bool {
 }
 
 /// When a process was started, in the kernel's ticks; the low half. See proc_pid_stat(5), field 22.
-fn start_time(number: u32) -> Option<u32> {
+pub(crate) fn start_time(number: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
     // The second field, the name in parentheses, may hold anything.
     let (_, fields) = stat.rsplit_once(')')?;

@@ -65,6 +65,9 @@ pub(crate) enum Command {
     Finish(Arc<Product>, Panel),
     /// Both halves at once, for a product that was given no room for intermediate results.
     MultiplyAndFinish(Arc<Product>),
+    /// Runs code of the host.
+    #[cfg(feature = "simulated")]
+    Call(crate::simulated::Call),
     #[cfg(test)]
     Panic,
 }
@@ -96,6 +99,8 @@ impl Command {
             Self::Multiply(product, panel) => product.multiply(memory(product.device), panel),
             Self::Finish(product, panel) => product.finish(memory(product.device), panel),
             Self::MultiplyAndFinish(product) => product.multiply_and_finish(memory(product.device)),
+            #[cfg(feature = "simulated")]
+            Self::Call(call) => call.run(),
             #[cfg(test)]
             Self::Panic => panic!("a command that panics, as the test asked"),
         }
@@ -326,6 +331,23 @@ impl Stream {
         }
         drop(queue);
         if self.device().is_lost() { Err(device::lost(operation, self.device)) } else { Ok(()) }
+    }
+
+    /// Waits for what has been enqueued before the call, whether the stream is destroyed, lost or takes part in a capture.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn drain(&self) {
+        let mut queue = self.queue.lock();
+        let target = queue.enqueued;
+        while queue.completed < target {
+            self.passed.wait(&mut queue);
+        }
+    }
+
+    /// Whether everything that was enqueued has been executed.
+    #[cfg(feature = "simulated")]
+    pub(crate) fn is_idle(&self) -> bool {
+        let queue = self.queue.lock();
+        queue.completed == queue.enqueued
     }
 
     fn work(&self) {

@@ -1,0 +1,49 @@
+//! What the look-alikes of cuBLAS and cuBLASLt share.
+//!
+//! Like the real ones they stand on the driver: contexts, memory and waiting go through functions that `libcuda.so.1`
+//! exports for everybody. Only the kernels are reached through a private [`table`], which the simulated driver exports as
+//! `highwater_simulated_blas`.
+//!
+//! - `table`: the private table, and a product as it crosses it
+//! - `driver`: the driver's functions, and which context is current
+//! - `signature`: what of a function the ABI sees, for tests
+//! - `slots`: what the libraries' handles and descriptors lie in
+//! - `status`: the codes, their names and texts
+//! - `types`: element and compute types, and which go together
+
+use std::sync::OnceLock;
+
+pub mod driver;
+pub mod signature;
+pub mod slots;
+pub mod status;
+pub mod table;
+pub mod types;
+
+/// The variable that sets the version which the libraries say they are.
+pub const VERSION_VARIABLE: &str = "HIGHWATER_SIMULATED_CUBLAS_VERSION";
+
+/// The version that the libraries say they are; 130100 unless set.
+#[must_use]
+pub fn version() -> u32 {
+    static VERSION: OnceLock<u32> = OnceLock::new();
+    *VERSION.get_or_init(|| std::env::var(VERSION_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(130_100))
+}
+
+/// What `cublasGetProperty` answers for a part of the version.
+#[must_use]
+pub fn version_part(part: u32) -> Option<i32> {
+    let part = match part {
+        0 => version() / 10_000,
+        1 => version() / 100 % 100,
+        2 => version() % 100,
+        _ => return None,
+    };
+    i32::try_from(part).ok()
+}
+
+/// Runs the body of an exported function. A panic does not cross into foreign code, it is an internal error.
+pub fn guarded(body: impl FnOnce() -> u32) -> u32 {
+    // Unwind safety: what a panic leaves behind is the state of a slot, whose lock says that it was poisoned.
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(status::INTERNAL_ERROR)
+}

@@ -1,0 +1,242 @@
+//! A look-alike of NVIDIA's cuBLASLt over the mock.
+//!
+//! It has the symbols and the ABI of `libcublasLt.so.13` as far as Highwater uses them, and the rules of the real one.
+//! A handle has no state but its context; stream and workspace come with each call. An algorithm says how much workspace
+//! it passes intermediate results through, and runs only the problem that it was found for.
+//!
+//! What the real library computes and this one does not: matrices in row-major or tiled order, integers, complex and
+//! 8-bit types, epilogues with auxiliary outputs or gradients, vectors of alpha. Those find no algorithm (15).
+
+#![allow(non_snake_case, reason = "the symbols have the vendor's names")]
+#![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
+#![allow(clippy::too_many_arguments, reason = "the argument lists of the vendor's functions")]
+
+mod algorithm;
+mod attributes;
+mod problem;
+#[cfg(test)]
+mod witness;
+
+use std::ffi::{c_char, c_void};
+
+use highwater_simulated_blas::driver::{Driver, Home};
+use highwater_simulated_blas::slots::Slots;
+use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED, SUCCESS};
+use highwater_simulated_blas::{guarded, version, version_part};
+
+use crate::algorithm::{Algorithm, HeuristicResult};
+use crate::attributes::{Description, Layout, Preference};
+use crate::problem::{Operands, Problem};
+
+static HANDLES: Slots<Home> = Slots::new(*b"LtHandle");
+static DESCRIPTIONS: Slots<Description> = Slots::new(*b"LtMatmul");
+static LAYOUTS: Slots<Layout> = Slots::new(*b"LtLayout");
+static PREFERENCES: Slots<Preference> = Slots::new(*b"LtPrefer");
+
+macro_rules! export {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+        $(
+            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
+            $(#[$doc])*
+            ///
+            /// # Safety
+            /// Pointers are null or valid for what the vendor's function of this name reads and writes, and handles and
+            /// descriptors are null or were given by the function that makes them.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
+                guarded(move || {
+                    let body = move || -> Result<(), u32> { $body };
+                    body().err().unwrap_or(SUCCESS)
+                })
+            }
+        )*
+    };
+}
+
+/// Writes an answer.
+///
+/// # Safety
+/// `place` is null or valid for a write.
+unsafe fn put<T>(place: *mut T, value: T) -> Result<(), u32> {
+    if place.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller says that the place is valid when it is not null.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// A copy of what a handle or descriptor stands for.
+///
+/// # Safety
+/// `address` is null or was given by the function that makes descriptors of some kind.
+unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: u32) -> Result<T, u32> {
+    // SAFETY: the caller's promise.
+    unsafe { slots.with(address, |value| *value) }.ok_or(missing)
+}
+
+/// The problem of a call.
+///
+/// # Safety
+/// As for [`copy`], for each of them.
+unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> Result<Problem, u32> {
+    // SAFETY: the caller's promise.
+    let layout = |address| unsafe { copy(&LAYOUTS, address, INVALID_VALUE) };
+    // SAFETY: as above.
+    let description = unsafe { copy(&DESCRIPTIONS, description, INVALID_VALUE) }?;
+    Problem::new(&description, [layout(a)?, layout(b)?, layout(c)?, layout(d)?])
+}
+
+export! {
+    fn cublasLtCreate(handle: *mut *mut c_void) {
+        if handle.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let home = Driver::get()?.home()?;
+        // SAFETY: the caller gives a place for a handle.
+        unsafe { put(handle, HANDLES.insert(home)) }
+    }
+
+    fn cublasLtDestroy(handle: *mut c_void) {
+        // SAFETY: the handle is null or was given by `cublasLtCreate`.
+        unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
+    }
+
+    fn cublasLtGetProperty(part: u32, value: *mut i32) {
+        // SAFETY: the caller gives a place for a number, or null.
+        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number) })
+    }
+
+    fn cublasLtMatmulDescCreate(description: *mut *mut c_void, compute_type: u32, scale_type: u32) {
+        if description.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for a descriptor.
+        unsafe { put(description, DESCRIPTIONS.insert(Description::new(compute_type, scale_type))) }
+    }
+
+    fn cublasLtMatmulDescDestroy(description: *mut c_void) {
+        // SAFETY: the descriptor is null or was given by its function.
+        unsafe { DESCRIPTIONS.remove(description) }.map(|_| ()).ok_or(INVALID_VALUE)
+    }
+
+    fn cublasLtMatmulDescSetAttribute(description: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
+        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        unsafe { DESCRIPTIONS.with(description, |description| description.set(attribute, value, bytes)) }
+            .unwrap_or(Err(INVALID_VALUE))
+    }
+
+    fn cublasLtMatmulDescGetAttribute(
+        description: *mut c_void, attribute: u32, value: *mut c_void, bytes: usize, written: *mut usize,
+    ) {
+        // SAFETY: as above, for writing; and the place for the number is valid or null.
+        unsafe { DESCRIPTIONS.with(description, |description| description.get(attribute, value, bytes, written)) }
+            .unwrap_or(Err(INVALID_VALUE))
+    }
+
+    fn cublasLtMatrixLayoutCreate(layout: *mut *mut c_void, data_type: u32, rows: u64, columns: u64, ld: i64) {
+        if layout.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for a descriptor.
+        unsafe { put(layout, LAYOUTS.insert(Layout::new(data_type, rows, columns, ld))) }
+    }
+
+    fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) {
+        // SAFETY: the descriptor is null or was given by its function.
+        unsafe { LAYOUTS.remove(layout) }.map(|_| ()).ok_or(INVALID_VALUE)
+    }
+
+    fn cublasLtMatrixLayoutSetAttribute(layout: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
+        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        unsafe { LAYOUTS.with(layout, |layout| layout.set(attribute, value, bytes)) }.unwrap_or(Err(INVALID_VALUE))
+    }
+
+    fn cublasLtMatmulPreferenceCreate(preference: *mut *mut c_void) {
+        if preference.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for a descriptor.
+        unsafe { put(preference, PREFERENCES.insert(Preference::default())) }
+    }
+
+    fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) {
+        // SAFETY: the descriptor is null or was given by its function.
+        unsafe { PREFERENCES.remove(preference) }.map(|_| ()).ok_or(INVALID_VALUE)
+    }
+
+    fn cublasLtMatmulPreferenceSetAttribute(
+        preference: *mut c_void, attribute: u32, value: *const c_void, bytes: usize,
+    ) {
+        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        unsafe { PREFERENCES.with(preference, |preference| preference.set(attribute, value, bytes)) }
+            .unwrap_or(Err(INVALID_VALUE))
+    }
+
+    /// There is one algorithm for each problem that the kernels can compute.
+    fn cublasLtMatmulAlgoGetHeuristic(
+        handle: *mut c_void, description: *mut c_void,
+        a: *mut c_void, b: *mut c_void, c: *mut c_void, d: *mut c_void,
+        preference: *mut c_void, wanted: i32, results: *mut HeuristicResult, found: *mut i32,
+    ) {
+        // SAFETY: the handle is null or was given by its function.
+        unsafe { copy(&HANDLES, handle, NOT_INITIALIZED) }?;
+        if wanted < 1 || results.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for the number, or null.
+        unsafe { put(found, 0) }?;
+        // SAFETY: the descriptors are null or were given by their functions.
+        let (problem, preference) =
+            unsafe { (problem(description, [a, b, c, d])?, copy(&PREFERENCES, preference, INVALID_VALUE)?) };
+        let result = Algorithm::of(&problem, &preference).result();
+        // SAFETY: there is room for one result at least, and the place for the number was found good above.
+        unsafe {
+            results.write(result);
+            found.write(1);
+        }
+        Ok(())
+    }
+
+    /// Without an algorithm it takes the one that the heuristic would give for the workspace.
+    fn cublasLtMatmul(
+        handle: *mut c_void, description: *mut c_void, alpha: *const c_void,
+        a: *const c_void, a_layout: *mut c_void, b: *const c_void, b_layout: *mut c_void, beta: *const c_void,
+        c: *const c_void, c_layout: *mut c_void, d: *mut c_void, d_layout: *mut c_void,
+        algorithm: *const Algorithm, workspace: *mut c_void, workspace_bytes: usize, stream: *mut c_void,
+    ) {
+        // SAFETY: the handle is null or was given by its function.
+        let home = unsafe { copy(&HANDLES, handle, NOT_INITIALIZED) }?;
+        // SAFETY: the descriptors are null or were given by their functions.
+        let problem = unsafe { problem(description, [a_layout, b_layout, c_layout, d_layout]) }?;
+        // SAFETY: the caller gives an algorithm, or null.
+        let algorithm = match unsafe { algorithm.as_ref() } {
+            Some(algorithm) => *algorithm,
+            None => Algorithm::of(&problem, &Preference::without_alignment(workspace_bytes as u64)),
+        };
+        let operands = Operands {
+            alpha, beta, a: a as u64, b: b as u64, c: c as u64, d: d as u64,
+            workspace: workspace as u64, workspace_bytes: workspace_bytes as u64, stream,
+        };
+        // SAFETY: alpha and beta are valid or null, where the description says, and the stream is one of the driver.
+        unsafe { problem.run(home, &algorithm, &operands) }
+    }
+}
+
+/// The vendor's `cublasLtGetVersion`.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtGetVersion() -> usize {
+    version() as usize
+}
+
+/// The vendor's `cublasLtGetStatusName`.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtGetStatusName(code: u32) -> *const c_char {
+    status::name(code).as_ptr()
+}
+
+/// The vendor's `cublasLtGetStatusString`.
+#[unsafe(no_mangle)]
+pub extern "C" fn cublasLtGetStatusString(code: u32) -> *const c_char {
+    status::text(code).as_ptr()
+}

@@ -1,0 +1,179 @@
+//! A matrix product as its descriptors have it.
+
+use std::ffi::c_void;
+use std::hash::{Hash, Hasher};
+
+use highwater_simulated_blas::driver::{Driver, Home};
+use highwater_simulated_blas::status::{INVALID_VALUE, NOT_SUPPORTED};
+use highwater_simulated_blas::table::Product;
+use highwater_simulated_blas::types::{Compute, R_32F, R_64F, read_scale};
+
+use crate::algorithm::Algorithm;
+use crate::attributes::{Description, Layout};
+
+/// Addresses that are taken for workspaces.
+const WORKSPACE_ALIGNMENT: u64 = 16;
+
+/// A product, checked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Problem {
+    /// Without addresses and scales.
+    product: Product,
+    /// What `product.bias` will be.
+    bias: u64,
+}
+
+/// What a call brings along.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Operands {
+    pub(crate) alpha: *const c_void,
+    pub(crate) beta: *const c_void,
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    pub(crate) c: u64,
+    pub(crate) d: u64,
+    pub(crate) workspace: u64,
+    pub(crate) workspace_bytes: u64,
+    pub(crate) stream: *mut c_void,
+}
+
+fn is_transposed(operation: u32) -> Result<bool, u32> {
+    match operation {
+        0 => Ok(false),
+        // Elements are real, so that conjugating changes nothing.
+        1 | 2 => Ok(true),
+        _ => Err(INVALID_VALUE),
+    }
+}
+
+impl Problem {
+    /// # Errors
+    /// `INVALID_VALUE` for what does not fit together, `NOT_SUPPORTED` for what the kernels cannot do.
+    pub(crate) fn new(description: &Description, layouts: [Layout; 4]) -> Result<Self, u32> {
+        let [a, b, c, d] = layouts;
+        let compute = Compute::new(description.compute_type)?;
+        let (transpose_a, transpose_b) =
+            (is_transposed(description.transpose_a)?, is_transposed(description.transpose_b)?);
+        let op = |layout: &Layout, transposed| {
+            if transposed { (layout.columns, layout.rows) } else { (layout.rows, layout.columns) }
+        };
+        let ((m, k), (inner, n)) = (op(&a, transpose_a), op(&b, transpose_b));
+        let fits = inner == k && [c, d].iter().all(|layout| (layout.rows, layout.columns) == (m, n));
+        let usual = |layout: &Layout| {
+            let tight = u64::try_from(layout.ld).is_ok_and(|ld| ld >= layout.rows.max(1));
+            layout.batch >= 1 && layout.batch == d.batch && layout.stride >= 0 && (tight || layout.order != 0)
+        };
+        if !fits || !layouts.iter().all(usual) {
+            return Err(INVALID_VALUE);
+        }
+        let has_bias = description.epilogue & 4 != 0;
+        let special = description.is_special
+            || description.pointer_mode > 1
+            || description.bias_batch_stride != 0
+            || !matches!(description.epilogue, 1 | 2 | 4 | 6 | 32 | 36)
+            || layouts.iter().any(|layout| layout.is_special || layout.order != 0);
+        let bias_type = u32::try_from(description.bias_type).unwrap_or(d.data_type);
+        // A bias is of the type of D; 32 bits beside halves are in the manual for some types only, and harmless.
+        let bias_fits = !has_bias || bias_type == d.data_type || (bias_type == R_32F && d.data_type != R_64F);
+        if special || description.scale_type != compute.scale || c.data_type != d.data_type || !bias_fits {
+            return Err(NOT_SUPPORTED);
+        }
+        compute.check(description.compute_type, a.data_type, b.data_type, d.data_type)?;
+        // Nothing to multiply is nothing that an algorithm is for.
+        if [m, n, k].contains(&0) {
+            return Err(INVALID_VALUE);
+        }
+        // Checked above not to be negative.
+        let number = |value: i64| value.unsigned_abs();
+        let product = Product {
+            device: 0,
+            input: a.data_type,
+            output: d.data_type,
+            bias_type,
+            scale_type: compute.scale,
+            epilogue: description.epilogue,
+            transpose_a: transpose_a.into(),
+            transpose_b: transpose_b.into(),
+            tf32: compute.tf32.into(),
+            atomics: 0,
+            device_scales: description.pointer_mode,
+            batched: (d.batch > 1).into(),
+            stream: std::ptr::null_mut(),
+            m,
+            n,
+            k,
+            lda: number(a.ld),
+            ldb: number(b.ld),
+            ldc: number(c.ld),
+            ldd: number(d.ld),
+            batch: u64::from(d.batch.unsigned_abs()),
+            stride_a: number(a.stride),
+            stride_b: number(b.stride),
+            stride_c: number(c.stride),
+            stride_d: number(d.stride),
+            a: 0,
+            b: 0,
+            c: 0,
+            d: 0,
+            bias: 0,
+            alpha: 0,
+            beta: 0,
+            workspace: 0,
+            workspace_bytes: 0,
+        };
+        Ok(Self { product, bias: description.bias })
+    }
+
+    /// Bytes of all intermediate results at once.
+    pub(crate) fn intermediate_bytes(&self) -> u64 {
+        self.product.intermediate_bytes()
+    }
+
+    /// A number that another problem has by accident only.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let p = &self.product;
+        let mut hasher = std::hash::DefaultHasher::new();
+        [p.input, p.output, p.bias_type, p.scale_type, p.epilogue, p.transpose_a, p.transpose_b, p.tf32, p.batched]
+            .hash(&mut hasher);
+        [p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.ldd, p.batch, p.stride_a, p.stride_b, p.stride_c, p.stride_d]
+            .hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// Alpha and beta are null or valid, on the host or the device as the description says, and the stream is one of the
+    /// driver.
+    pub(crate) unsafe fn run(&self, home: Home, algorithm: &Algorithm, operands: &Operands) -> Result<(), u32> {
+        let &Operands { alpha, beta, a, b, c, d, workspace, workspace_bytes, stream } = operands;
+        let needed = algorithm.workspace_for(self).ok_or(INVALID_VALUE)?;
+        let has_room = workspace_bytes >= needed
+            && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
+            && (needed == 0 || workspace != 0);
+        let has_bias = self.product.epilogue & 4 != 0;
+        if alpha.is_null() || beta.is_null() || !has_room || (has_bias && self.bias == 0) {
+            return Err(INVALID_VALUE);
+        }
+        let mut product = self.product;
+        let scale = |scale: *const c_void| {
+            if product.device_scales != 0 {
+                return scale as u64;
+            }
+            // SAFETY: the caller says that alpha and beta are valid; in this mode they are read during the call.
+            unsafe { read_scale(scale, product.scale_type) }.to_bits()
+        };
+        let (alpha, beta) = (scale(alpha), scale(beta));
+        let reads_c = product.device_scales != 0 || f64::from_bits(beta) != 0.0;
+        let in_place = c == d && (product.ldc, product.stride_c) != (product.ldd, product.stride_d);
+        if (reads_c && (c == 0 || in_place)) || d == 0 || a == 0 || b == 0 || !algorithm.takes([a, b, c, d]) {
+            return Err(INVALID_VALUE);
+        }
+        product.device = home.device;
+        (product.stream, product.a, product.b, product.c, product.d) = (stream, a, b, c, d);
+        (product.bias, product.alpha, product.beta) = (self.bias, alpha, beta);
+        (product.workspace, product.workspace_bytes) = (workspace, needed);
+        // SAFETY: the caller's promise.
+        unsafe { Driver::get()?.launch(&product) }
+    }
+}

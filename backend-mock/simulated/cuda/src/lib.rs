@@ -1,0 +1,770 @@
+//! A look-alike of NVIDIA's CUDA driver library over the mock.
+//!
+//! It has the symbols and the ABI of `libcuda.so.1` as far as Highwater uses them, and the rules of the real one, which the
+//! engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
+//! devices there are and what they are like, `HIGHWATER_SIMULATED_CUDA` how the library differs from a healthy one.
+
+#![allow(non_snake_case, reason = "the symbols have the vendor's names")]
+#![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use highwater_simulated_engine::blas::{self, BlasTable};
+use highwater_simulated_engine::copies::{self, Direction};
+use highwater_simulated_engine::memory::{self, Attribute};
+use highwater_simulated_engine::vmm::{self, Properties};
+use highwater_simulated_engine::{
+    Answer, Code, captures, contexts, current, devices, events, host, ipc, process, streams,
+};
+
+pub(crate) mod layout;
+mod symbols;
+
+use layout::{AccessDescription, AllocationProperties, IpcHandle, Uuid};
+
+/// Runs a call. A panic becomes a code, because none may pass the border.
+fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
+    // Unwind safety: what a panicking call leaves half done is behind locks and atomics of the engine.
+    let answer = catch_unwind(AssertUnwindSafe(|| match process::injected(function) {
+        Some(code) => Err(code),
+        None => body(),
+    }));
+    match answer {
+        Ok(Ok(())) => 0,
+        Ok(Err(code)) => code.0,
+        Err(_) => Code::UNKNOWN.0,
+    }
+}
+
+/// Writes an answer.
+///
+/// # Safety
+/// `place` is null or valid for a write.
+unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
+    if place.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: the caller says that the place is valid when it is not null.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// Writes a text with its zero byte, cut to the room that there is.
+///
+/// # Safety
+/// `place` is null or valid for `room` bytes.
+unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> {
+    let room = usize::try_from(room).ok().filter(|&room| room > 0 && !place.is_null()).ok_or(Code::INVALID_VALUE)?;
+    let length = text.len().min(room - 1);
+    // SAFETY: the caller says that there is room for so many bytes, and the text is as long.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast(), length);
+        place.add(length).write(0);
+    }
+    Ok(())
+}
+
+/// Writes an attribute, as wide as it is.
+///
+/// # Safety
+/// `place` is null or valid for a write of the attribute.
+unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> {
+    // SAFETY: the caller says so.
+    unsafe {
+        match value {
+            Attribute::Narrow(value) => put(place.cast(), value),
+            Attribute::Wide(value) => put(place.cast(), value),
+        }
+    }
+}
+
+/// Reads an argument that is given by its address.
+///
+/// # Safety
+/// `place` is null or valid for a read.
+unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
+    if place.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: the caller says that the place is valid when it is not null.
+    Ok(unsafe { place.read() })
+}
+
+/// Handles, which are numbers to the engine, are pointers in the vendor's headers.
+type Handle = *mut c_void;
+
+fn number(handle: Handle) -> u64 {
+    handle.addr() as u64
+}
+
+fn handle(number: u64) -> Handle {
+    std::ptr::without_provenance_mut(number as usize)
+}
+
+fn address<T>(pointer: *const T) -> u64 {
+    pointer.expose_provenance() as u64
+}
+
+/// A function of the host.
+type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
+
+macro_rules! export {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+        $(
+            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
+            $(#[$doc])*
+            ///
+            /// # Safety
+            /// Pointers are null or valid for what the vendor's function of this name reads and writes.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
+                call(stringify!($name), move || $body)
+            }
+        )*
+    };
+}
+
+/// The table that the look-alikes of the BLAS libraries call.
+#[unsafe(no_mangle)]
+pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
+    blas::table()
+}
+
+export! {
+    fn cuInit(flags: u32) {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        process::initialize()
+    }
+
+    fn cuDriverGetVersion(version: *mut i32) {
+        let answer = process::variants()?.driver_version;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(version, answer) }
+    }
+
+    fn cuDeviceGetCount(count: *mut i32) {
+        let answer = devices::count()? as i32;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(count, answer) }
+    }
+
+    fn cuDeviceGet(device: *mut i32, ordinal: i32) {
+        devices::get(ordinal)?;
+        let answer = ordinal;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device, answer) }
+    }
+
+    fn cuDeviceGetName(name: *mut c_char, length: i32, device: i32) {
+        let text = devices::name(device)?;
+        // SAFETY: the caller gives room for so many bytes, or null.
+        unsafe { put_text(name, length, &text) }
+    }
+
+    fn cuDeviceGetUuid_v2(uuid: *mut Uuid, device: i32) {
+        let answer = Uuid(devices::uuid(device)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(uuid, answer) }
+    }
+
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
+        let answer = devices::memory_bytes(device)? as usize;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(bytes, answer) }
+    }
+
+    fn cuDeviceGetPCIBusId(name: *mut c_char, length: i32, device: i32) {
+        let text = devices::pci_bus_id(device)?;
+        if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives room for so many bytes, or null.
+        unsafe { put_text(name, length, &text) }
+    }
+
+    fn cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32) {
+        let answer = devices::attribute(attribute, device)?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(value, answer) }
+    }
+
+    fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
+        let answer = i32::from(devices::can_access_peer(device, peer)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(can, answer) }
+    }
+
+    fn cuCtxEnablePeerAccess(context: Handle, flags: u32) {
+        devices::enable_peer_access(number(context), flags)
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: i32) {
+        if context.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(contexts::retain(devices::get(device)?)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(context, answer) }
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) {
+        contexts::release(devices::get(device)?)
+    }
+
+    fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
+        let (with, is_active) = contexts::state(devices::get(device)?)?;
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            put(flags, with)?;
+            put(active, i32::from(is_active))
+        }
+    }
+
+    fn cuCtxGetCurrent(context: *mut Handle) {
+        let answer = handle(current::get()?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(context, answer) }
+    }
+
+    fn cuCtxSetCurrent(context: Handle) {
+        current::set(number(context))
+    }
+
+    fn cuCtxPushCurrent_v2(context: Handle) {
+        current::push(number(context))
+    }
+
+    fn cuCtxPopCurrent_v2(context: *mut Handle) {
+        let answer = handle(current::pop()?);
+        if context.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(context, answer) }
+    }
+
+    fn cuCtxGetDevice(device: *mut i32) {
+        let answer = {
+            process::simulation()?;
+            devices::ordinal(current::device().ok_or(Code::INVALID_CONTEXT)?)?
+        };
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device, answer) }
+    }
+
+    fn cuCtxSynchronize() {
+        streams::synchronize_context()
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+        process::with_context()?;
+        for (place, value) in [(least, streams::PRIORITIES.0), (greatest, streams::PRIORITIES.1)] {
+            if !place.is_null() {
+                // SAFETY: the caller gives places for the answers, or null.
+                unsafe { put(place, value) }?;
+            }
+        }
+        Ok(())
+    }
+
+    fn cuStreamCreate(stream: *mut Handle, flags: u32) {
+        if stream.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(streams::create(flags, 0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(stream, answer) }
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
+        if stream.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(streams::create(flags, priority)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(stream, answer) }
+    }
+
+    fn cuStreamDestroy_v2(stream: Handle) {
+        streams::destroy(number(stream))
+    }
+
+    fn cuStreamQuery(stream: Handle) {
+        streams::query(number(stream))
+    }
+
+    fn cuStreamSynchronize(stream: Handle) {
+        streams::synchronize(number(stream))
+    }
+
+    fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) {
+        events::stream_wait(number(stream), number(event), flags)
+    }
+
+    fn cuStreamGetCtx(stream: Handle, context: *mut Handle) {
+        let answer = handle(current::handle_of(process::simulation()?.stream(number(stream))?.device));
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(context, answer) }
+    }
+
+    fn cuStreamGetPriority(stream: Handle, priority: *mut i32) {
+        let answer = process::simulation()?.stream(number(stream))?.priority;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(priority, answer) }
+    }
+
+    fn cuStreamGetFlags(stream: Handle, flags: *mut u32) {
+        let answer = process::simulation()?.stream(number(stream))?.flags;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(flags, answer) }
+    }
+
+    fn cuStreamGetId(stream: Handle, id: *mut u64) {
+        let answer = process::simulation()?.stream(number(stream))?.number;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(id, answer) }
+    }
+
+    fn cuStreamBeginCapture_v2(stream: Handle, mode: u32) {
+        captures::begin(number(stream), mode)
+    }
+
+    fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
+        if graph.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
+        unsafe { put(graph, handle(0)) }?;
+        let answer = handle(captures::end(number(stream))?);
+        // SAFETY: as above.
+        unsafe { put(graph, answer) }
+    }
+
+    fn cuStreamIsCapturing(stream: Handle, status: *mut u32) {
+        let answer = captures::is_capturing(number(stream))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(status, answer) }
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) {
+        // SAFETY: the caller gives a mode, or null.
+        let new = unsafe { get(mode) }?;
+        let old = captures::exchange_mode(new)?;
+        // SAFETY: the place was not null.
+        unsafe { put(mode, old) }
+    }
+
+    fn cuGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
+        if executable.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(captures::instantiate(number(graph), flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(executable, answer) }
+    }
+
+    fn cuGraphLaunch(executable: Handle, stream: Handle) {
+        captures::launch(number(executable), number(stream))
+    }
+
+    fn cuGraphDestroy(graph: Handle) {
+        captures::destroy_graph(number(graph))
+    }
+
+    fn cuGraphExecDestroy(executable: Handle) {
+        captures::destroy_executable(number(executable))
+    }
+
+    fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
+        let found = captures::nodes(number(graph))?;
+        if nodes.is_null() {
+            // SAFETY: the caller gives a place for the count, or null.
+            return unsafe { put(count, found.len()) };
+        }
+        // SAFETY: the caller says for how many nodes there is room.
+        let room = unsafe { get(count) }?;
+        for index in 0..room {
+            let node = found.get(index).map_or(std::ptr::null_mut(), |&node| handle(node));
+            // SAFETY: the caller gives room for so many.
+            unsafe { nodes.add(index).write(node) };
+        }
+        // SAFETY: the place was not null.
+        unsafe { put(count, found.len().min(room)) }
+    }
+
+    fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
+        let answer = captures::node_kind(number(node))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(kind, answer) }
+    }
+
+    fn cuLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
+        // SAFETY: function and argument are what the caller promised the vendor they are.
+        unsafe { captures::launch_host_function(number(stream), function, argument) }
+    }
+
+    fn cuEventCreate(event: *mut Handle, flags: u32) {
+        if event.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(events::create(flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(event, answer) }
+    }
+
+    fn cuEventDestroy_v2(event: Handle) {
+        events::destroy(number(event))
+    }
+
+    fn cuEventRecord(event: Handle, stream: Handle) {
+        events::record(number(event), number(stream))
+    }
+
+    fn cuEventQuery(event: Handle) {
+        events::query(number(event))
+    }
+
+    fn cuEventSynchronize(event: Handle) {
+        events::synchronize(number(event))
+    }
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
+        let answer = events::elapsed(number(start), number(end))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(milliseconds, answer) }
+    }
+
+    fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: Handle, end: Handle) {
+        let answer = events::elapsed(number(start), number(end))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(milliseconds, answer) }
+    }
+
+    fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) {
+        if ptr.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = memory::allocate(bytes)?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(ptr, answer) }
+    }
+
+    fn cuMemFree_v2(ptr: u64) {
+        memory::free(ptr)
+    }
+
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let (unused, all) = memory::info()?;
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            put(free, unused as usize)?;
+            put(total, all as usize)
+        }
+    }
+
+    fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, ptr: u64) {
+        let (start, length) = memory::address_range(ptr)?;
+        // SAFETY: the caller gives places for the answers; the vendor lets either be null.
+        unsafe {
+            if !base.is_null() {
+                put(base, start)?;
+            }
+            if !bytes.is_null() {
+                put(bytes, length as usize)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn cuMemAllocAsync(ptr: *mut u64, bytes: usize, stream: Handle) {
+        if ptr.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = memory::allocate_ordered(bytes, number(stream))?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(ptr, answer) }
+    }
+
+    fn cuMemFreeAsync(ptr: u64, stream: Handle) {
+        memory::free_ordered(ptr, number(stream))
+    }
+
+    fn cuDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
+        let answer = handle(memory::default_pool(devices::get(device)?)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(pool, answer) }
+    }
+
+    fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
+        let value = if memory::pool_attribute_is_wide(attribute)? {
+            // SAFETY: the caller gives the attribute, which has 64 bits, or null.
+            Attribute::Wide(unsafe { get(value.cast()) }?)
+        } else {
+            // SAFETY: the caller gives the attribute, which has 32 bits, or null.
+            Attribute::Narrow(unsafe { get(value.cast()) }?)
+        };
+        memory::set_pool_attribute(number(pool), attribute, value)
+    }
+
+    fn cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
+        let answer = memory::pool_attribute(number(pool), attribute)?;
+        // SAFETY: the caller gives a place for this attribute, or null.
+        unsafe { put_attribute(value, answer) }
+    }
+
+    fn cuMemPoolTrimTo(pool: Handle, _keep: usize) {
+        memory::trim_pool(number(pool))
+    }
+
+    fn cuMemPoolSetAccess(pool: Handle, descriptions: *const AccessDescription, count: usize) {
+        for index in 0..count {
+            // SAFETY: the caller gives so many descriptions.
+            let description = unsafe { get(descriptions.wrapping_add(index)) }?;
+            if description.location_kind != 1 {
+                return Err(Code::INVALID_VALUE);
+            }
+            memory::set_pool_access(number(pool), description.location, description.flags)?;
+        }
+        Ok(())
+    }
+
+    fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: u32) {
+        if ptr.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = std::ptr::with_exposed_provenance_mut(host::allocate(bytes, flags)? as usize);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(ptr, answer) }
+    }
+
+    fn cuMemFreeHost(ptr: *mut c_void) {
+        host::free(address(ptr))
+    }
+
+    fn cuMemHostRegister_v2(ptr: *mut c_void, bytes: usize, flags: u32) {
+        host::register(address(ptr), bytes, flags)
+    }
+
+    fn cuMemHostUnregister(ptr: *mut c_void) {
+        host::unregister(address(ptr))
+    }
+
+    fn cuMemHostGetDevicePointer_v2(device_ptr: *mut u64, ptr: *mut c_void, flags: u32) {
+        let answer = host::device_address(address(ptr), flags)?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device_ptr, answer) }
+    }
+
+    fn cuPointerGetAttribute(value: *mut c_void, attribute: u32, ptr: u64) {
+        let answer = memory::pointer_attribute(attribute, ptr)?;
+        // SAFETY: the caller gives a place for this attribute, or null.
+        unsafe { put_attribute(value, answer) }
+    }
+
+    fn cuMemcpyAsync(dst: u64, src: u64, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy(dst, src, bytes, number(stream), Direction::Any) }
+    }
+
+    fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy(dst, address(src), bytes, number(stream), Direction::ToDevice) }
+    }
+
+    fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: u64, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy(address(dst), src, bytes, number(stream), Direction::ToHost) }
+    }
+
+    fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy(dst, src, bytes, number(stream), Direction::OnDevices) }
+    }
+
+    fn cuMemcpyPeerAsync(dst: u64, dst_context: Handle, src: u64, src_context: Handle, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_peer(dst, number(dst_context), src, number(src_context), bytes, number(stream)) }
+    }
+
+    fn cuMemcpyHtoD_v2(dst: u64, src: *const c_void, bytes: usize) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_now(dst, address(src), bytes, Direction::ToDevice) }
+    }
+
+    fn cuMemcpyDtoH_v2(dst: *mut c_void, src: u64, bytes: usize) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_now(address(dst), src, bytes, Direction::ToHost) }
+    }
+
+    fn cuMemcpyDtoD_v2(dst: u64, src: u64, bytes: usize) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::copy_now(dst, src, bytes, Direction::OnDevices) }
+    }
+
+    fn cuMemsetD8Async(dst: u64, value: u8, count: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::fill(dst, u32::from(value), 1, count, number(stream)) }
+    }
+
+    fn cuMemsetD16Async(dst: u64, value: u16, count: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::fill(dst, u32::from(value), 2, count, number(stream)) }
+    }
+
+    fn cuMemsetD32Async(dst: u64, value: u32, count: usize, stream: Handle) {
+        // SAFETY: the memory is what the caller promised the vendor it is.
+        unsafe { copies::fill(dst, value, 4, count, number(stream)) }
+    }
+
+    fn cuIpcGetMemHandle(handle: *mut IpcHandle, ptr: u64) {
+        let answer = IpcHandle(ipc::export_memory(ptr)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(handle, answer) }
+    }
+
+    fn cuIpcOpenMemHandle_v2(ptr: *mut u64, handle: IpcHandle, flags: u32) {
+        if ptr.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = ipc::open_memory(&handle.0, flags)?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(ptr, answer) }
+    }
+
+    fn cuIpcCloseMemHandle(ptr: u64) {
+        ipc::close_memory(ptr)
+    }
+
+    fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: Handle) {
+        let answer = IpcHandle(ipc::export_event(number(event))?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(handle, answer) }
+    }
+
+    fn cuIpcOpenEventHandle(event: *mut Handle, exported: IpcHandle) {
+        if event.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(ipc::open_event(&exported.0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(event, answer) }
+    }
+
+    fn cuMemCreate(allocation: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) {
+        if allocation.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives properties, or null.
+        let properties = Properties::from(unsafe { get(properties) }?);
+        let answer = vmm::create(bytes, &properties, flags)?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(allocation, answer) }
+    }
+
+    fn cuMemRelease(allocation: u64) {
+        vmm::release(allocation)
+    }
+
+    fn cuMemRetainAllocationHandle(allocation: *mut u64, ptr: *mut c_void) {
+        let answer = vmm::retain(ptr.addr() as u64)?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(allocation, answer) }
+    }
+
+    fn cuMemAddressReserve(ptr: *mut u64, bytes: usize, alignment: usize, _hint: u64, flags: u64) {
+        if ptr.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = vmm::reserve(bytes, alignment, flags)?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(ptr, answer) }
+    }
+
+    fn cuMemAddressFree(ptr: u64, bytes: usize) {
+        vmm::free_addresses(ptr, bytes)
+    }
+
+    fn cuMemMap(ptr: u64, bytes: usize, offset: usize, allocation: u64, flags: u64) {
+        vmm::map(ptr, bytes, offset, allocation, flags)
+    }
+
+    fn cuMemUnmap(ptr: u64, bytes: usize) {
+        vmm::unmap(ptr, bytes)
+    }
+
+    fn cuMemSetAccess(ptr: u64, bytes: usize, descriptions: *const AccessDescription, count: usize) {
+        for index in 0..count {
+            // SAFETY: the caller gives so many descriptions.
+            let description = unsafe { get(descriptions.wrapping_add(index)) }?;
+            vmm::set_access(ptr, bytes, description.location_kind, description.location, description.flags)?;
+        }
+        Ok(())
+    }
+
+    fn cuMemExportToShareableHandle(exported: *mut c_void, allocation: u64, kind: u32, flags: u64) {
+        if exported.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = vmm::export(allocation, kind, flags)?;
+        // SAFETY: the caller gives a place for a descriptor, which is an `int`.
+        unsafe { put(exported.cast(), answer) }
+    }
+
+    fn cuMemImportFromShareableHandle(allocation: *mut u64, exported: *mut c_void, kind: u32) {
+        if allocation.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)?;
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(allocation, answer) }
+    }
+
+    fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: u32) {
+        // SAFETY: the caller gives properties, or null.
+        let properties = Properties::from(unsafe { get(properties) }?);
+        if option > 1 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = vmm::granularity(&properties)? as usize;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(bytes, answer) }
+    }
+
+    fn cuGetErrorName(error: u32, name: *mut *const c_char) {
+        let answer = {
+            let (name, _) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
+            name.as_ptr().cast()
+        };
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(name, answer) }
+    }
+
+    fn cuGetErrorString(error: u32, text: *mut *const c_char) {
+        let answer = {
+            let (_, text) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
+            text.as_ptr().cast()
+        };
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(text, answer) }
+    }
+
+    fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, _version: i32, _flags: u64, status: *mut u32) {
+        if symbol.is_null() || function.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a text with its zero byte.
+        let name = unsafe { CStr::from_ptr(symbol) };
+        let found = symbols::find(name);
+        // SAFETY: the caller gives places for the answers; the status may be null.
+        unsafe {
+            put(function, found.unwrap_or(std::ptr::null_mut()))?;
+            if !status.is_null() {
+                put(status, if found.is_some() { 0 } else { 1 })?;
+            }
+        }
+        found.map(|_| ()).ok_or(Code::NOT_FOUND)
+    }
+}

@@ -1,0 +1,124 @@
+//! Which context is current in each thread.
+//!
+//! Only primary contexts exist. A context's handle is a number that looks like a pointer and stands for its device; it is
+//! the same whenever the context is made anew, as with the vendor.
+
+use std::cell::Cell;
+
+use crate::code::{Answer, Code};
+use crate::process::{Simulation, simulation};
+
+const HANDLES: u64 = 0x00c0_0000_0000;
+const STEP: u64 = 0x1000;
+
+/// Contexts that a thread can stack.
+const DEPTH: usize = 64;
+
+/// The contexts of a thread, the current one last. Plain data, so that it is there to the very end of the thread.
+#[derive(Clone, Copy)]
+struct Stack {
+    depth: usize,
+    devices: [u8; DEPTH],
+}
+
+thread_local! {
+    static STACK: Cell<Stack> = const { Cell::new(Stack { depth: 0, devices: [0; DEPTH] }) };
+}
+
+/// The device whose context is current.
+#[inline]
+#[must_use]
+pub fn device() -> Option<u32> {
+    let stack = STACK.get();
+    stack.depth.checked_sub(1).map(|top| u32::from(stack.devices[top]))
+}
+
+/// The handle of a device's primary context.
+#[must_use]
+pub fn handle_of(device: u32) -> u64 {
+    HANDLES + u64::from(device) * STEP
+}
+
+/// The device of a context's handle; `None` for a number that is none.
+#[must_use]
+pub fn device_of(simulation: &Simulation, handle: u64) -> Option<u32> {
+    let device = handle.checked_sub(HANDLES).filter(|offset| offset.is_multiple_of(STEP))? / STEP;
+    u32::try_from(device).ok().filter(|&device| simulation.check_device(device).is_ok())
+}
+
+/// The context of a handle; 0 is none.
+fn context_of(simulation: &Simulation, handle: u64) -> Answer<Option<u32>> {
+    match handle {
+        0 => Ok(None),
+        _ => device_of(simulation, handle).map(Some).ok_or(Code::INVALID_CONTEXT),
+    }
+}
+
+/// The handle of the current context, 0 where there is none.
+///
+/// # Errors
+/// 3 and 4.
+pub fn get() -> Answer<u64> {
+    simulation()?;
+    Ok(device().map_or(0, handle_of))
+}
+
+/// Replaces the current context. A null one takes the current one away, and the one below comes back.
+///
+/// # Errors
+/// 3, 4, and 201 for what is no context.
+pub fn set(handle: u64) -> Answer<()> {
+    let context = context_of(simulation()?, handle)?;
+    let mut stack = STACK.get();
+    match context {
+        None => stack.depth = stack.depth.saturating_sub(1),
+        Some(device) => {
+            stack.depth = stack.depth.max(1);
+            stack.devices[stack.depth - 1] = device as u8;
+        }
+    }
+    STACK.set(stack);
+    Ok(())
+}
+
+/// Makes a context current above the one that is.
+///
+/// # Errors
+/// As [`set`], and 201 for a null one and when the thread has stacked too many.
+pub fn push(handle: u64) -> Answer<()> {
+    let device = context_of(simulation()?, handle)?.ok_or(Code::INVALID_CONTEXT)?;
+    let mut stack = STACK.get();
+    *stack.devices.get_mut(stack.depth).ok_or(Code::INVALID_CONTEXT)? = device as u8;
+    stack.depth += 1;
+    STACK.set(stack);
+    Ok(())
+}
+
+/// Takes the current context away and gives its handle.
+///
+/// # Errors
+/// 3, 4, and 201 when there is none.
+pub fn pop() -> Answer<u64> {
+    simulation()?;
+    let device = device().ok_or(Code::INVALID_CONTEXT)?;
+    let mut stack = STACK.get();
+    stack.depth -= 1;
+    STACK.set(stack);
+    Ok(handle_of(device))
+}
+
+/// Makes the device's context current if none is, and makes that context first if need be, as the vendor's runtime does
+/// for a thread that calls one of its libraries. Gives the device whose context is current then.
+///
+/// # Errors
+/// 3, 4, and the code by which the context was lost.
+pub fn or_runtime_default() -> Answer<u32> {
+    let simulation = simulation()?;
+    if let Some(device) = device() {
+        simulation.check_context(device)?;
+        return Ok(device);
+    }
+    simulation.retain_for_runtime(0)?;
+    set(handle_of(0))?;
+    Ok(0)
+}

@@ -1,0 +1,50 @@
+//! What simulated vendor libraries are made of: one mock for the whole process, behind raw handles and the vendor's own
+//! rules.
+//!
+//! The library itself (`backend-mock/simulated/cuda`) only has the exported symbols. Each calls a function of this crate,
+//! which answers with a value or with a [`Code`]. The rules are those that a real device was seen to have (an NVIDIA H200,
+//! driver 580.159, CUDA 13.0), or that the vendor's manual states; where neither says, the functions' words do.
+//!
+//! # Where what is
+//! - [`process`]: the one simulation of the process, from `cuInit` to exit; [`variants`]: what can be set from outside;
+//!   `visible`: which devices there are
+//! - [`current`], [`contexts`]: which context is current in a thread, and primary contexts
+//! - [`devices`]: what devices are like
+//! - [`streams`], [`events`], [`captures`]: streams and what the default ones wait for, events, captures and graphs
+//! - [`memory`], [`host`], [`copies`]: device memory and pools, page-locked memory, copies and fills
+//! - [`vmm`], [`ipc`]: memory that is mapped, and what other processes open
+//! - [`blas`]: what the BLAS libraries' look-alikes call
+//!
+//! # How it differs from the vendor's
+//! - A stale handle answers 400; a real driver crashes. Handles are never used again.
+//! - Every process has devices of its own: what another one allocates leaves its free memory as it is.
+//! - Memory that was freed in stream order goes back to the device at once, whatever the pool's threshold. Pools other than
+//!   the default one, managed memory, memory of the host by `cuMemCreate` and fabric handles do not exist.
+//! - Copies reach every device without peer access, as with the vendor; kernels reach no other device with it.
+//! - A graph cannot be launched into a capture (801), and a capture cannot wait for an event outside of it by flag (801).
+//! - The legacy default stream waits for the per-thread default stream of the calling thread only.
+//! - That the exporter has freed what a legacy handle names is not noticed. An event of another process is opened for the
+//!   same device only.
+//!
+//! Codes that stem from the manual and were not seen on a device: 401 for beginning and ending a capture out of turn, 713
+//! for host memory that was never registered, 500 for an address range of nothing, 709 for a context whose last
+//! retain is gone, 400 for the legacy handle of a process that has ended and of an event that is not interprocess.
+
+pub mod blas;
+pub mod captures;
+pub mod code;
+pub mod contexts;
+pub mod copies;
+pub mod current;
+pub mod devices;
+pub mod events;
+pub mod host;
+pub mod ipc;
+pub mod memory;
+pub mod process;
+pub mod streams;
+pub mod variants;
+mod visible;
+pub mod vmm;
+
+pub use code::{Answer, Code};

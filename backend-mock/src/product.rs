@@ -1,0 +1,248 @@
+//! A product on its way into a stream: its ranges are checked, and it becomes two commands for each panel.
+//!
+//! [`RawProduct`] says all that the kernels can do, which is more than the trait `BlasHandle` asks for: results wider than
+//! the factors, D apart from C, scales that are read on the device. It is for code that stands in for a vendor's BLAS
+//! library on top of the mock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use highwater_core::{AtomicsMode, DataType, DevicePtr, Epilogue, ErrorKind, GemmShape, MathMode, Result, Workspace};
+
+use crate::device::Device;
+use crate::kernel::{Factor, OwnWorkspace, Product, intermediate_bytes, panels};
+use crate::operation::Operation;
+use crate::stream::{Command, Stream};
+
+/// A scale of a product: `alpha` or `beta`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scale {
+    /// This value.
+    Value(f64),
+    /// An element of this type in the device's memory, read when the result is written.
+    Device(DevicePtr, DataType),
+}
+
+/// `D = epilogue(alpha * op(A) * op(B) + beta * C)`, for `MockGpu::enqueue_product`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct RawProduct {
+    /// Sizes, leading dimensions, batch; the element type is that of A and B.
+    pub shape: GemmShape,
+    /// Element type of C and D: that of A and B, or 32 bits where those are halves.
+    pub output: DataType,
+    /// Element type of the bias: that of the output, or any but 64 bits where that has not 64 bits.
+    pub bias_type: DataType,
+    /// Factor of the product.
+    pub alpha: Scale,
+    /// Factor of C; with 0 C is not read.
+    pub beta: Scale,
+    /// First element of A.
+    pub a: DevicePtr,
+    /// First element of B.
+    pub b: DevicePtr,
+    /// First element of C.
+    pub c: DevicePtr,
+    /// First element of D.
+    pub d: DevicePtr,
+    /// Leading dimension of D, in elements.
+    pub ldd: usize,
+    /// Elements from one D of a batch to the next; the Ds do not overlap.
+    pub stride_d: usize,
+    /// First element of the bias, where the epilogue has one.
+    pub bias: Option<DevicePtr>,
+    /// What follows the product.
+    pub epilogue: Epilogue,
+    /// Precision of the factors of 32 bits.
+    pub math_mode: MathMode,
+    /// Whether the order of sums is free.
+    pub atomics_mode: AtomicsMode,
+}
+
+/// Where intermediate results go.
+pub(crate) struct Room {
+    pub(crate) workspace: Workspace,
+    /// Keeps the workspace, where it is a handle's own.
+    pub(crate) own: Option<Arc<OwnWorkspace>>,
+    /// Bytes that may be used at most.
+    pub(crate) limit: usize,
+}
+
+impl RawProduct {
+    /// `C = A * B` in full precision, all of one element type.
+    #[must_use]
+    pub const fn new(shape: GemmShape, a: DevicePtr, b: DevicePtr, c: DevicePtr) -> Self {
+        Self {
+            shape,
+            output: shape.data_type,
+            bias_type: shape.data_type,
+            alpha: Scale::Value(1.0),
+            beta: Scale::Value(0.0),
+            a,
+            b,
+            c,
+            d: c,
+            ldd: shape.ldc,
+            stride_d: match shape.batch {
+                Some(batch) => batch.stride_c,
+                None => 0,
+            },
+            bias: None,
+            epilogue: Epilogue::None,
+            math_mode: MathMode::Default,
+            atomics_mode: AtomicsMode::NotAllowed,
+        }
+    }
+
+    /// Checks what the shape alone does not say.
+    fn check(&self, operation: Operation) -> Result<()> {
+        let same = self.output == self.shape.data_type;
+        let widened = self.output == DataType::F32 && matches!(self.shape.data_type, DataType::F16 | DataType::Bf16);
+        if !same && !widened {
+            return Err(operation.error(
+                ErrorKind::Unsupported,
+                format!("the mock writes no products of {:?} as {:?}", self.shape.data_type, self.output),
+            ));
+        }
+        let wide = |data_type| data_type == DataType::F64;
+        let scales = [self.alpha, self.beta].into_iter().filter_map(|scale| match scale {
+            Scale::Value(_) => None,
+            Scale::Device(_, data_type) => Some(data_type),
+        });
+        let bias = self.epilogue.has_bias().then_some(self.bias_type);
+        if scales.chain(bias).any(|data_type| wide(data_type) && !wide(self.output)) {
+            return Err(operation.error(
+                ErrorKind::Unsupported,
+                format!("the mock adds no scale or bias of 64 bits to results of {:?}", self.output),
+            ));
+        }
+        // The same rules as for C.
+        let mut shape = self.shape;
+        shape.ldc = self.ldd;
+        if let Some(batch) = &mut shape.batch {
+            batch.stride_c = self.stride_d;
+        }
+        shape.extents(operation.name()).map(|_| ())
+    }
+
+    /// Checks the ranges and enqueues the product, through `room` where there is some. Gives the number of commands.
+    pub(crate) fn enqueue(
+        &self,
+        operation: Operation,
+        device: &Device,
+        stream: &Arc<Stream>,
+        room: Option<Room>,
+        gap: Duration,
+    ) -> Result<usize> {
+        let extents = self.shape.extents(operation.name())?;
+        self.check(operation)?;
+        if self.shape.is_empty() {
+            return Ok(0);
+        }
+        // Matrices that the product does not read may be anywhere.
+        let range = |what: &str, ptr: DevicePtr, elements: usize, data_type: DataType, used: bool| {
+            if !used || elements == 0 {
+                return Ok(0);
+            }
+            let size = data_type.bytes();
+            if !ptr.is_aligned_to(size) {
+                return Err(operation.error(
+                    ErrorKind::InvalidArgument,
+                    format!("{what} is at {ptr:?}, not at a multiple of the {size} bytes of an element"),
+                ));
+            }
+            device.range(operation, what, ptr, elements * size)
+        };
+        let factor = |what: &str, scale: Scale| match scale {
+            Scale::Value(value) => Ok(Factor::Value(value)),
+            Scale::Device(ptr, data_type) => {
+                range(what, ptr, 1, data_type, true).map(|offset| Factor::At { offset, data_type })
+            }
+        };
+        let (alpha, beta) = (factor("alpha", self.alpha)?, factor("beta", self.beta)?);
+        let (input, output) = (self.shape.data_type, self.output);
+        let reads_factors = !alpha.is_zero() && self.shape.k != 0;
+        let bias = match self.bias {
+            _ if !self.epilogue.has_bias() => None,
+            Some(bias) => Some((range("the bias", bias, self.shape.m, self.bias_type, true)?, self.bias_type)),
+            None => {
+                return Err(operation.error(
+                    ErrorKind::InvalidArgument,
+                    format!("the epilogue {:?} reads a bias, and none is given", self.epilogue),
+                ));
+            }
+        };
+        let capacity = room.as_ref().map_or(0, |room| room.workspace.bytes.min(room.limit)) / intermediate_bytes(input);
+        let workspace = match &room {
+            Some(Room { workspace, .. }) => {
+                device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?
+            }
+            None => 0,
+        };
+        let mut product = Product {
+            device: device.ordinal,
+            shape: self.shape,
+            output,
+            alpha,
+            beta,
+            a: range("A", self.a, extents.a, input, reads_factors)?,
+            b: range("B", self.b, extents.b, input, reads_factors)?,
+            c: range("C", self.c, extents.c, output, !beta.is_zero())?,
+            d: 0,
+            ldd: self.ldd,
+            stride_d: self.stride_d,
+            bias,
+            epilogue: self.epilogue,
+            tf32: self.math_mode == MathMode::Tf32 && input == DataType::F32,
+            atomics: self.atomics_mode != AtomicsMode::NotAllowed,
+            workspace,
+            own: room.and_then(|room| room.own),
+        };
+        product.d = range("the result", self.d, product.extent_d(), output, true)?;
+        let product = Arc::new(product);
+        if capacity == 0 {
+            return stream.enqueue(operation, Command::MultiplyAndFinish(product)).map(|()| 1);
+        }
+        let mut commands = 0;
+        for panel in panels(&self.shape, capacity) {
+            stream.enqueue(operation, Command::Multiply(Arc::clone(&product), panel))?;
+            if !gap.is_zero() {
+                std::thread::sleep(gap);
+            }
+            stream.enqueue(operation, Command::Finish(Arc::clone(&product), panel))?;
+            commands += 2;
+        }
+        Ok(commands)
+    }
+}
+
+#[cfg(feature = "simulated")]
+impl crate::MockGpu {
+    /// Enqueues a product on a stream of `device`, with its intermediate results in `workspace`; without one it is a
+    /// single command. It counts as a call of [`Operation::Gemm`], and gives the number of commands.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `Unsupported` for what the product asks for, `InvalidPointer` for ranges that are not inside
+    /// one block of the device, `InvalidHandle` for an unknown stream, `WrongDevice` for a stream of another device.
+    ///
+    /// # Safety
+    /// As for [`BlasHandle::run_plan`](highwater_core::BlasHandle::run_plan), and the workspace is used by nobody else
+    /// until the product has completed.
+    pub unsafe fn enqueue_product(
+        &self,
+        device: u32,
+        stream: highwater_core::StreamId,
+        product: &RawProduct,
+        workspace: Option<Workspace>,
+    ) -> Result<usize> {
+        let (shared, operation) = (self.shared(), Operation::Gemm);
+        shared.calls.enter(operation)?;
+        let queue = shared.stream(operation, stream)?;
+        let found = shared.device(operation, device)?;
+        if stream.device() != device {
+            return Err(crate::gpu::wrong_device(operation, stream, "the product", device));
+        }
+        let room = workspace.map(|workspace| Room { workspace, own: None, limit: usize::MAX });
+        product.enqueue(operation, found, &queue, room, shared.gemm_gap)
+    }
+}

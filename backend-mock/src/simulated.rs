@@ -1,0 +1,363 @@
+//! What the simulated vendor libraries need of the inside of the mock, and nobody else.
+//!
+//! A simulated driver has its vendor's rules, which it checks itself; what it finds good it hands to the engine through
+//! [`Hooks`] and the [`Backend`](highwater_core::Backend). The hooks check that nothing outside of the device's memory
+//! is touched, and leave what is allowed to the caller.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use highwater_core::{DevicePtr, ErrorKind, Location, Result, StreamId};
+
+use crate::arena::Owner;
+use crate::event::Point;
+use crate::gpu::{MockGpu, Shared};
+use crate::imports::Source;
+use crate::mapping::Mapping;
+use crate::operation::Operation;
+use crate::sealed_file::{self, page_bytes};
+use crate::stream::{Command, Stream};
+
+/// Code that a stream's worker runs in its turn; more than once when a graph that recorded it is launched more than once.
+#[derive(Clone)]
+pub struct Call(Arc<dyn Fn() + Send + Sync>);
+
+impl Call {
+    /// Wraps the code. It must not wait for the stream that it runs on.
+    #[must_use]
+    pub fn new(code: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(code))
+    }
+
+    pub(crate) fn run(&self) {
+        (self.0)();
+    }
+}
+
+impl fmt::Debug for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Call")
+    }
+}
+
+/// The inside of a mock, as simulated vendor libraries use it; keeps the devices alive.
+#[derive(Clone)]
+pub struct Hooks(Arc<Shared>);
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hooks")
+    }
+}
+
+impl Hooks {
+    /// The inside of `gpu`.
+    #[must_use]
+    pub fn new(gpu: &MockGpu) -> Self {
+        Self(gpu.shared())
+    }
+
+    /// Whether this is still the process that opened the mock.
+    #[inline]
+    #[must_use]
+    pub fn is_own_process(&self) -> bool {
+        self.0.calls.is_own_process()
+    }
+
+    /// Counts a call and lets it fail if the mock was told so, as its own calls do.
+    ///
+    /// # Errors
+    /// `Forked` in a forked child, else the fault that is due.
+    pub fn enter(&self, operation: Operation) -> Result<()> {
+        self.0.calls.enter(operation)
+    }
+
+    // ------------------------------------------------------------------ streams
+
+    /// Has a stream run code in its turn, or its capture record it.
+    ///
+    /// # Errors
+    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    pub fn enqueue_call(&self, stream: StreamId, call: Call) -> Result<()> {
+        let operation = Operation::Copy;
+        self.0.stream(operation, stream)?.enqueue(operation, Command::Call(call))
+    }
+
+    /// Enqueues a copy whose device sides lie in the memory of their device; host memory may be any, and a stream of any
+    /// device will do.
+    ///
+    /// # Errors
+    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn enqueue_copy(&self, stream: StreamId, dst: Location, src: Location, bytes: usize) -> Result<()> {
+        let operation = Operation::Copy;
+        self.0.calls.enter(operation)?;
+        let queue = self.0.stream(operation, stream)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let on_device = |what: &str, device: u32, ptr: DevicePtr| {
+            self.0.device(operation, device)?.range(operation, what, ptr, bytes)
+        };
+        let command = match (dst, src) {
+            (Location::Device { device, ptr }, Location::Host(src)) => {
+                Command::CopyToDevice { src, dst: on_device("destination", device, ptr)?, bytes, device }
+            }
+            (Location::Host(dst), Location::Device { device, ptr }) => {
+                Command::CopyToHost { src: on_device("source", device, ptr)?, dst, bytes, device }
+            }
+            (Location::Device { device: dst_device, ptr: dst }, Location::Device { device: src_device, ptr: src }) => {
+                let dst = on_device("destination", dst_device, dst)?;
+                let src = on_device("source", src_device, src)?;
+                Command::CopyOnDevices { src, src_device, dst, dst_device, bytes }
+            }
+            (Location::Host(dst), Location::Host(src)) => {
+                let (dst, src) = (dst.address(), src.address());
+                Command::Call(Call::new(move || {
+                    // SAFETY: the caller promised that both ranges stay and that nobody else writes them; they may overlap.
+                    unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes) };
+                }))
+            }
+        };
+        queue.enqueue(operation, command)
+    }
+
+    /// Enqueues a copy of `bytes` to device memory, which the call takes along.
+    ///
+    /// # Errors
+    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    pub fn enqueue_write(&self, stream: StreamId, device: u32, ptr: DevicePtr, bytes: Vec<u8>) -> Result<()> {
+        let operation = Operation::Copy;
+        self.0.calls.enter(operation)?;
+        let queue = self.0.stream(operation, stream)?;
+        let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes.len())?;
+        let engine = Arc::clone(&self.0.engine);
+        let call = Call::new(move || engine.devices[device as usize].memory.write_slice(dst, &bytes));
+        queue.enqueue(operation, Command::Call(call))
+    }
+
+    /// Enqueues a fill of device memory with `pattern`, eight bytes whose period divides the address; a stream of any device
+    /// will do.
+    ///
+    /// # Errors
+    /// As [`Backend::fill`](highwater_core::Backend::fill).
+    pub fn enqueue_fill(
+        &self,
+        stream: StreamId,
+        device: u32,
+        ptr: DevicePtr,
+        bytes: usize,
+        pattern: u64,
+    ) -> Result<()> {
+        let operation = Operation::Fill;
+        self.0.calls.enter(operation)?;
+        let queue = self.0.stream(operation, stream)?;
+        let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes)?;
+        queue.enqueue(operation, Command::Fill { device, dst, bytes, pattern })
+    }
+
+    /// Lets what `stream` is given from here on come after what `before` has been given. Does nothing where either takes
+    /// part in a capture.
+    ///
+    /// # Errors
+    /// As [`Backend::record_event`](highwater_core::Backend::record_event).
+    pub fn order(&self, stream: StreamId, before: StreamId) -> Result<()> {
+        let operation = Operation::StreamWaitEvent;
+        let (after, before) = (self.0.stream(operation, stream)?, self.0.stream(operation, before)?);
+        if Arc::ptr_eq(&after, &before) || before.is_idle() || before.is_recording() || after.is_recording() {
+            return Ok(());
+        }
+        let point = before.record(operation, Point::new())?;
+        after.wait_for(operation, point)
+    }
+
+    /// Loses the capture that a stream takes part in, if any; `why` stands in the errors of the calls that follow.
+    pub fn lose_capture(&self, stream: StreamId, why: &'static str) {
+        if let Ok(stream) = self.0.stream(Operation::IsCapturing, stream) {
+            stream.queue.lock().lose_capture(why);
+        }
+    }
+
+    /// Whether the device was lost: by a command that panicked, or by [`MockGpu::lose_device`].
+    #[must_use]
+    pub fn is_lost(&self, device: u32) -> bool {
+        self.0.engine.devices.get(device as usize).is_some_and(crate::device::Device::is_lost)
+    }
+
+    fn streams(&self, device: u32) -> Vec<Arc<Stream>> {
+        let device = self.0.engine.devices.get(device as usize);
+        let streams = device.map(|device| device.streams.lock().clone()).unwrap_or_default();
+        streams.iter().filter_map(std::sync::Weak::upgrade).collect()
+    }
+
+    /// Waits until the device has executed everything that was enqueued before the call. Captures are not disturbed.
+    pub fn wait_for_device(&self, device: u32) {
+        for stream in self.streams(device) {
+            stream.drain();
+        }
+    }
+
+    // ------------------------------------------------------------------ memory
+
+    /// First address and length of the device's own memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such device.
+    pub fn own_memory(&self, device: u32) -> Result<(u64, u64)> {
+        let memory = &self.0.device(Operation::MemoryInfo, device)?.memory;
+        Ok((memory.base(), memory.bytes()))
+    }
+
+    /// The file that holds the device's own memory, byte for byte.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such device.
+    pub fn memory_file(&self, device: u32) -> Result<&OwnedFd> {
+        Ok(self.0.device(Operation::ExportMemory, device)?.memory.file())
+    }
+
+    /// Offset, length and number of the allocation that begins at `ptr`, which was made to be shared.
+    ///
+    /// # Errors
+    /// `InvalidPointer` and `InvalidArgument` for other memory.
+    pub fn shareable(&self, device: u32, ptr: DevicePtr) -> Result<(u64, u64, u64)> {
+        let (offset, block) =
+            self.0.device(Operation::ExportMemory, device)?.shareable(Operation::ExportMemory, ptr)?;
+        Ok((offset, block.bytes, block.serial))
+    }
+
+    /// Takes bytes of the device for memory that lies elsewhere.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn take(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
+        self.0.device(Operation::Allocate, device)?.allocate(Operation::Allocate, bytes, Owner::Mock)
+    }
+
+    /// Undoes [`Hooks::take`].
+    pub fn give_back(&self, device: u32, ptr: DevicePtr, bytes: usize) {
+        if let Ok(device) = self.0.device(Operation::Free, device) {
+            device.free_own(ptr, bytes as u64);
+        }
+    }
+
+    /// Opens a part of a memory file for a device; the same part again gives the same address, and counts.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the file is no sealed memory file or too short, `OutOfMemory`.
+    pub fn open(&self, device: u32, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<DevicePtr> {
+        let operation = Operation::OpenMemory;
+        let device = self.0.device(operation, device)?;
+        let (source, length) = checked_source(operation, file, offset, bytes, serial)?;
+        let mut imports = device.memory.imports.write();
+        let place = match imports.open_again(&source) {
+            Some(place) => place,
+            None => {
+                let mapping = map(operation, file, offset, length)?;
+                imports.insert(source, mapping).ok_or_else(|| {
+                    operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
+                })?
+            }
+        };
+        Ok(DevicePtr::new(device.memory.base() + place))
+    }
+
+    /// Undoes one [`Hooks::open`] or [`Hooks::map`].
+    ///
+    /// # Errors
+    /// `InvalidPointer` where nothing is open.
+    pub fn close(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        let operation = Operation::CloseMemory;
+        self.0.device(operation, device)?.close_import(operation, ptr)
+    }
+
+    /// Addresses of the device at which nothing lies yet.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reserve(&self, device: u32, bytes: u64, alignment: u64) -> Result<u64> {
+        let operation = Operation::Allocate;
+        let memory = &self.0.device(operation, device)?.memory;
+        // The window of addresses counts from the start of the own memory, which is aligned to a page only.
+        let shift = memory.base() % alignment;
+        let place = bytes.checked_add(alignment).and_then(|bytes| memory.imports.write().reserve(bytes, alignment));
+        let place = place.ok_or_else(|| {
+            operation.error(ErrorKind::OutOfMemory, format!("no addresses are left for {bytes} bytes"))
+        })?;
+        Ok(memory.base() + place + (alignment - shift) % alignment)
+    }
+
+    /// Maps a part of a memory file at an address of [`Hooks::reserve`].
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the file is no sealed memory file or too short, `InvalidPointer` when something is mapped
+    /// there.
+    pub fn map(&self, device: u32, address: u64, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<()> {
+        let operation = Operation::OpenMemory;
+        let memory = &self.0.device(operation, device)?.memory;
+        let (source, length) = checked_source(operation, file, offset, bytes, serial)?;
+        let mapping = map(operation, file, offset, length)?;
+        let place = address.checked_sub(memory.base()).filter(|&place| place >= memory.bytes());
+        if place.is_some_and(|place| memory.imports.write().insert_at(place, source, mapping)) {
+            return Ok(());
+        }
+        Err(operation.error(ErrorKind::InvalidPointer, format!("nothing can be mapped at {address:#x}")))
+    }
+}
+
+/// A memory file of `bytes` zeros, without a name in any file system and sealed in its size. `name` is seen in `/proc`.
+///
+/// # Errors
+/// Of the system.
+pub fn create_file(name: &str, bytes: u64) -> std::io::Result<OwnedFd> {
+    Ok(sealed_file::create(name, bytes)?)
+}
+
+/// The size of a page of the system.
+#[must_use]
+pub fn page_size() -> u64 {
+    page_bytes()
+}
+
+/// Inode number and size of a memory file that is sealed against shrinking.
+///
+/// # Errors
+/// `InvalidArgument` for any other file.
+pub fn check_file(file: &OwnedFd) -> Result<(u64, u64)> {
+    let (id, bytes) = sealed_file::check(Operation::OpenMemory, file)?;
+    Ok((id.inode, bytes))
+}
+
+/// When a process was started, in the kernel's ticks, the low half; `None` when there is no such process.
+#[must_use]
+pub fn start_time(process: u32) -> Option<u32> {
+    crate::peers::start_time(process)
+}
+
+/// Whether the process has begun to exit, as the mock sees it.
+#[must_use]
+pub fn is_exiting() -> bool {
+    crate::exit::has_begun()
+}
+
+fn checked_source(operation: Operation, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<(Source, u64)> {
+    let (id, file_bytes) = sealed_file::check(operation, file)?;
+    let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
+    let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
+    if bytes == 0 || !offset.is_multiple_of(page_bytes()) || !fits {
+        return Err(operation.error(
+            ErrorKind::InvalidArgument,
+            format!("{bytes} bytes at {offset} were asked for, the file has {file_bytes}"),
+        ));
+    }
+    Ok((Source { file: id, offset, bytes, serial }, length))
+}
+
+fn map(operation: Operation, file: &OwnedFd, offset: u64, length: u64) -> Result<Mapping> {
+    // SAFETY: `checked_source` found the file long enough and sealed against becoming shorter.
+    unsafe { Mapping::new(file, offset, length) }
+        .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))
+}
