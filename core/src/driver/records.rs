@@ -25,18 +25,32 @@ thread_local! {
     static OWN: Own = const { Own(Cell::new(None)) };
 }
 
+/// This thread's record; `None` where the thread is ending and its record is gone already.
+#[inline]
+fn own() -> Option<&'static Record> {
+    OWN.try_with(|own| own.0.get().unwrap_or_else(|| first(own))).ok()
+}
+
+#[cold]
+fn first(own: &Own) -> &'static Record {
+    let record = registry().take();
+    own.0.set(Some(record));
+    record
+}
+
+/// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.
+#[inline]
+pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard) {
+    match own().and_then(|record| record.announce_both(first, second)) {
+        Some(hazards) => hazards,
+        None => (registry().announce_apart(first), registry().announce_apart(second)),
+    }
+}
+
 /// Announces that this thread uses `object`. The caller then looks whether the object still stands.
 #[inline]
 pub(super) fn announce(object: *mut ()) -> Hazard {
-    let own = OWN.try_with(|own| {
-        own.0.get().unwrap_or_else(|| {
-            let record = registry().take();
-            own.0.set(Some(record));
-            record
-        })
-    });
-    // Where the thread is ending, its record is gone already.
-    match own.ok().and_then(|record| record.announce(object)) {
+    match own().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,
         None => registry().announce_apart(object),
     }
