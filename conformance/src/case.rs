@@ -119,6 +119,7 @@ pub(crate) mod needs {
         gemm_f64,
         gemm_f16,
         gemm_bf16,
+        gemm_mixed,
         tf32,
         atomics_mode,
         blas_workspace,
