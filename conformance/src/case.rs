@@ -161,6 +161,12 @@ impl Failure {
         Self::at(Location::caller(), message)
     }
 
+    /// The same with more to read.
+    pub(crate) fn with_details(mut self, details: &str) -> Self {
+        self.message = format!("{}: {details}", self.message);
+        self
+    }
+
     /// A failure that another place in the source is to be blamed for.
     pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
         Self { message: message.into(), location }
