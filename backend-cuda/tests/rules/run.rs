@@ -218,8 +218,10 @@ fn run(rules: &[&'static Rule]) -> Vec<Result> {
             let (result, goes_on) = one(&mut server);
             let rule = waiting.pop_front();
             print(rule, results.len() + 1, rules.len(), &result.outcome);
+            // A broken rule may have left an open capture or a lost context behind.
+            let spoilt = !goes_on || matches!(result.outcome, Outcome::Broken(_));
             results.push(result);
-            if !goes_on {
+            if spoilt {
                 break;
             }
         }
