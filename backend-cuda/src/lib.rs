@@ -21,7 +21,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use highwater_core::driver::{
-    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmCall, Opened, Search, Unavailable, environment_path,
+    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64, Opened, Search, Unavailable,
+    environment_path,
 };
 use highwater_core::{Backend, BackendTag, Error, Identity};
 
@@ -81,16 +82,26 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
                 .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
             calls::CublasCalls::load(&cublas.library, calls::blas_symbol)
                 .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
-            cublas.library.symbol("cublasGemmEx_64").map(|found| std::mem::transmute::<*const (), GemmCall>(found)),
+            cublas.library.symbol("cublasGemmEx").map(|found| std::mem::transmute::<*const (), GemmCall>(found)),
             cublas
                 .library
-                .symbol("cublasGemmStridedBatchedEx_64")
+                .symbol("cublasGemmStridedBatchedEx")
                 .map(|found| std::mem::transmute::<*const (), GemmBatchCall>(found)),
         )
     };
     let (Some(gemm), Some(gemm_batch)) = (gemm, gemm_batch) else {
-        let missing = ["cublasGemmEx_64".to_owned(), "cublasGemmStridedBatchedEx_64".to_owned()];
+        let missing = ["cublasGemmEx".to_owned(), "cublasGemmStridedBatchedEx".to_owned()];
         return Err(driver::missing_symbols(&cublas, &missing, update));
+    };
+    // SAFETY: as above.
+    let (gemm_64, gemm_batch_64) = unsafe {
+        (
+            cublas.library.symbol("cublasGemmEx_64").map(|found| std::mem::transmute::<*const (), GemmCall64>(found)),
+            cublas
+                .library
+                .symbol("cublasGemmStridedBatchedEx_64")
+                .map(|found| std::mem::transmute::<*const (), GemmBatchCall64>(found)),
+        )
     };
     let mut identity = Identity::new("cuda", "NVIDIA CUDA", BackendTag::next());
     identity.versions = vec![
@@ -104,7 +115,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let platform = Cuda {
         driver,
         mapped: MappedCalls::new(&driver.own),
-        blas: Blas { calls: common, gemm, gemm_batch, codes: &codes::CUBLAS },
+        blas: Blas { calls: common, gemm, gemm_batch, gemm_64, gemm_batch_64, codes: &codes::CUBLAS },
         lt: lt_calls,
     };
     let devices = devices::describe(&platform)?;

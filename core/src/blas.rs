@@ -244,12 +244,14 @@ impl GemmShape {
 
     /// Number of products.
     #[must_use]
+    #[inline]
     pub fn batch_count(&self) -> usize {
         self.batch.map_or(1, |batch| batch.count)
     }
 
     /// Whether C has no element, so that nothing is computed and nothing is touched.
     #[must_use]
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.m == 0 || self.n == 0 || self.batch_count() == 0
     }
@@ -259,50 +261,70 @@ impl GemmShape {
     ///
     /// # Errors
     /// `InvalidArgument` for a leading dimension below the rows, overlapping Cs, or sizes past the address space.
+    #[inline]
     pub fn extents(&self, operation: &'static str) -> Result<Extents> {
+        self.reach().ok_or_else(|| self.unreachable(operation))
+    }
+
+    /// The extents, if nothing is wrong. Products are checked by this in each call, so what is wrong is said elsewhere.
+    #[inline]
+    pub(crate) fn reach(&self) -> Option<Extents> {
+        let leading = self.lda >= self.rows_a().max(1) && self.ldb >= self.rows_b().max(1) && self.ldc >= self.m.max(1);
+        let matrix = |rows: usize, columns: usize, ld: usize| -> Option<usize> {
+            if rows == 0 || columns == 0 { Some(0) } else { (columns - 1).checked_mul(ld)?.checked_add(rows) }
+        };
+        let one = Extents {
+            a: matrix(self.rows_a(), self.columns_a(), self.lda)?,
+            b: matrix(self.rows_b(), self.columns_b(), self.ldb)?,
+            c: matrix(self.m, self.n, self.ldc)?,
+        };
+        let all = match &self.batch {
+            None => one,
+            Some(batch) => {
+                if batch.count > 1 && batch.stride_c < one.c {
+                    return None;
+                }
+                let batched = |one: usize, stride: usize| match batch.count {
+                    0 => Some(0),
+                    _ if one == 0 => Some(0),
+                    count => (count - 1).checked_mul(stride)?.checked_add(one),
+                };
+                Extents {
+                    a: batched(one.a, batch.stride_a)?,
+                    b: batched(one.b, batch.stride_b)?,
+                    c: batched(one.c, batch.stride_c)?,
+                }
+            }
+        };
+        let fits = |elements: usize, of: DataType| {
+            elements.checked_mul(of.bytes()).is_some_and(|bytes| isize::try_from(bytes).is_ok())
+        };
+        let fits = fits(all.a, self.data_type) && fits(all.b, self.data_type) && fits(all.c, self.output);
+        (leading && fits).then_some(all)
+    }
+
+    /// What is wrong with a shape that reaches nowhere.
+    #[cold]
+    fn unreachable(&self, operation: &'static str) -> Error {
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
         for (name, ld, rows) in
             [("lda", self.lda, self.rows_a()), ("ldb", self.ldb, self.rows_b()), ("ldc", self.ldc, self.m)]
         {
             if ld < rows.max(1) {
-                return Err(invalid(format!("{name} is {ld}, the matrix has {rows} rows"))
-                    .with_hint("a leading dimension is at least the number of stored rows, and at least 1"));
+                return invalid(format!("{name} is {ld}, the matrix has {rows} rows"))
+                    .with_hint("a leading dimension is at least the number of stored rows, and at least 1");
             }
         }
-        let matrix = |rows: usize, columns: usize, ld: usize| -> Option<usize> {
-            if rows == 0 || columns == 0 { Some(0) } else { (columns - 1).checked_mul(ld)?.checked_add(rows) }
-        };
-        let batched = |one: Option<usize>, stride: usize| -> Option<usize> {
-            let one = one?;
-            match self.batch_count() {
-                0 => Some(0),
-                _ if one == 0 => Some(0),
-                count => (count - 1).checked_mul(stride)?.checked_add(one),
-            }
-        };
-        let StridedBatch { count, stride_a, stride_b, stride_c } =
-            self.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 });
-        let one_c = matrix(self.m, self.n, self.ldc);
-        if let Some(one_c) = one_c
-            && count > 1
-            && stride_c < one_c
+        let alone = Self { batch: None, ..*self };
+        if let (Some(batch), Some(one)) = (&self.batch, alone.reach())
+            && batch.count > 1
+            && batch.stride_c < one.c
         {
-            return Err(invalid(format!("stride_c is {stride_c}, but one C reaches {one_c} elements"))
-                .with_hint("the Cs of a batch may not overlap"));
+            return invalid(format!("stride_c is {}, but one C reaches {} elements", batch.stride_c, one.c))
+                .with_hint("the Cs of a batch may not overlap");
         }
-        let extents = || {
-            Some(Extents {
-                a: batched(matrix(self.rows_a(), self.columns_a(), self.lda), stride_a)?,
-                b: batched(matrix(self.rows_b(), self.columns_b(), self.ldb), stride_b)?,
-                c: batched(one_c, stride_c)?,
-            })
-        };
-        let (factor, result) = (self.data_type, self.output);
-        let fits = |elements: usize, of: DataType| elements <= isize::MAX as usize / of.bytes();
-        extents().filter(|e| fits(e.a, factor) && fits(e.b, factor) && fits(e.c, result)).ok_or_else(|| {
-            invalid(format!("{self:?} reaches past the address space"))
-                .with_hint("check the sizes, leading dimensions and strides")
-        })
+        invalid(format!("{self:?} reaches past the address space"))
+            .with_hint("check the sizes, leading dimensions and strides")
     }
 }
 

@@ -499,8 +499,39 @@ fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
     of_lease.or_else(numerics::of_thread).unwrap_or(stream.runtime().inner.numerics)
 }
 
-/// Everything that can be wrong with a product, before the vendor is called.
+/// Everything that can be wrong with a product, before the vendor is called. Products pass here one after the other, so what is
+/// wrong is found out and said elsewhere: code that does not run is code that need not be fetched.
+#[inline]
 fn check_product<T: Scalar, R: Scalar>(
+    operation: &'static str,
+    stream: &Stream,
+    shape: &GemmShape,
+    a: DeviceSlice<'_, T>,
+    b: DeviceSlice<'_, T>,
+    c: DeviceSlice<'_, R>,
+) -> Result<()> {
+    let inner = &stream.runtime().inner;
+    let is_fine = inner.is_in_service()
+        && shape.data_type == T::DATA_TYPE
+        && shape.output == R::DATA_TYPE
+        && inner.device(stream.device()).capabilities.can_multiply(shape)
+        && stream.has_here(&a)
+        && stream.has_here(&b)
+        && stream.has_here(&c)
+        && shape.reach().is_some_and(|reach| {
+            a.len() >= reach.a
+                && b.len() >= reach.b
+                && c.len() >= reach.c
+                && !c.overlaps(reach.c, &a, reach.a)
+                && !c.overlaps(reach.c, &b, reach.b)
+        });
+    if is_fine { Ok(()) } else { explain_product(operation, stream, shape, a, b, c) }
+}
+
+/// What is wrong with a product.
+#[cold]
+#[inline(never)]
+fn explain_product<T: Scalar, R: Scalar>(
     operation: &'static str,
     stream: &Stream,
     shape: &GemmShape,

@@ -137,6 +137,31 @@ impl Capabilities {
     /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
     #[inline]
     pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        if self.can_multiply(shape) { Ok(()) } else { self.explain_product(operation, shape) }
+    }
+
+    /// Whether the device multiplies such matrices.
+    #[inline]
+    pub(crate) const fn can_multiply(&self, shape: &GemmShape) -> bool {
+        let factors = match shape.data_type {
+            DataType::F32 => self.gemm_f32,
+            DataType::F64 => self.gemm_f64,
+            DataType::F16 => self.gemm_f16,
+            DataType::Bf16 => self.gemm_bf16,
+        };
+        let pair = match (shape.data_type, shape.output) {
+            (DataType::F16, DataType::F16)
+            | (DataType::Bf16, DataType::Bf16)
+            | (DataType::F32, DataType::F32)
+            | (DataType::F64, DataType::F64) => true,
+            (DataType::F16 | DataType::Bf16, DataType::F32) => self.gemm_mixed,
+            _ => false,
+        };
+        factors && pair && (shape.batch.is_none() || self.strided_batch)
+    }
+
+    #[cold]
+    fn explain_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
         let (able, name) = match shape.data_type {
             DataType::F32 => (self.gemm_f32, "gemm_f32"),
             DataType::F64 => (self.gemm_f64, "gemm_f64"),

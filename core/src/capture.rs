@@ -578,6 +578,7 @@ impl Recording {
 
 impl TurnState {
     /// Keeps a block that the call uses, where it is recorded.
+    #[inline]
     pub(crate) fn keep_device(&mut self, block: &Arc<DeviceBlock>) {
         if let Some(recording) = &mut self.recording {
             recording.parts.device.entry(Arc::as_ptr(block).addr()).or_insert_with(|| {

@@ -41,6 +41,27 @@ impl Generation {
     }
 }
 
+/// The generation that an object was made in, with the page at hand: for paths where even the way to the page counts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Guard {
+    page: &'static AtomicU64,
+    generation: Generation,
+}
+
+impl Guard {
+    /// That of this process.
+    pub(crate) fn new() -> Self {
+        Self { page: page(), generation: Generation::current() }
+    }
+
+    /// Whether this process is the one that the guard was made in.
+    #[inline(always)]
+    pub(crate) fn is_current(&self) -> bool {
+        // Relaxed: as in `Generation::is_current`.
+        self.page.load(Ordering::Relaxed) == self.generation.0
+    }
+}
+
 /// The number of the next generation. A child inherits the parent's value and moves on from it, so parent and child
 /// never share a number; two children may, and share no objects.
 static NEXT: AtomicU64 = AtomicU64::new(1);

@@ -33,7 +33,12 @@ impl DevicePtr {
     /// Whether the address is a multiple of `alignment`.
     #[must_use]
     pub const fn is_aligned_to(self, alignment: usize) -> bool {
-        alignment != 0 && self.0.is_multiple_of(alignment as u64)
+        // Alignments are powers of two nearly always, for which no division is needed.
+        if alignment.is_power_of_two() {
+            self.0 & (alignment as u64 - 1) == 0
+        } else {
+            alignment != 0 && self.0.is_multiple_of(alignment as u64)
+        }
     }
 }
 

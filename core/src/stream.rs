@@ -11,6 +11,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -176,11 +177,42 @@ impl StreamCore {
     }
 
     /// Waits for the stream's turn and holds it until the guard is dropped.
+    #[inline]
     pub(crate) fn turn(&self) -> Turn<'_> {
-        self.turn.lock()
+        match self.turn.try_lock() {
+            Some(turn) => turn,
+            None => self.turn_of_many(),
+        }
+    }
+
+    /// The turn where another thread has it, for as long as the vendor takes to enqueue one call: some microseconds, which is
+    /// less than it takes to put a thread to sleep and to wake it up. So this one looks again and again for a while, and then
+    /// lets others run between looks, before it sleeps.
+    #[cold]
+    fn turn_of_many(&self) -> Turn<'_> {
+        const SPIN: Duration = Duration::from_micros(50);
+        const YIELD: Duration = Duration::from_micros(500);
+        let began = Instant::now();
+        loop {
+            let waited = began.elapsed();
+            if waited < SPIN {
+                (0..16).for_each(|_| std::hint::spin_loop());
+            } else if waited < YIELD {
+                std::thread::yield_now();
+            } else {
+                return self.turn.lock();
+            }
+            // Looking first: an exchange that fails would take the line from who has the turn.
+            if !self.turn.is_locked()
+                && let Some(turn) = self.turn.try_lock()
+            {
+                return turn;
+            }
+        }
     }
 
     /// The turn, for a call that enqueues. Refused where other code captures the stream: nobody would keep what is used.
+    #[inline]
     pub(crate) fn enter(&self, operation: &'static str) -> Result<Turn<'_>> {
         let turn = self.turn();
         if self.ask_capture && turn.recording.is_none() && self.backend.is_capturing(self.id)? {
@@ -528,6 +560,12 @@ impl Stream {
             .with_hint("allocate from the stream's own runtime"));
         }
         Ok(())
+    }
+
+    /// Whether a slice is of this runtime and on this device.
+    #[inline]
+    pub(crate) fn has_here<T: Element>(&self, slice: &DeviceSlice<'_, T>) -> bool {
+        Arc::ptr_eq(&slice.block.runtime.inner, &self.runtime.inner) && slice.device() == self.device()
     }
 
     pub(crate) fn check_here<T: Element>(&self, operation: &'static str, slice: &DeviceSlice<'_, T>) -> Result<()> {

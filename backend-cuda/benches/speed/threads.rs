@@ -1,6 +1,6 @@
 //! Sixteen threads on four streams: handles from the pool against a private handle in each thread.
 //!
-//! A workspace may be used by one stream only, so each private handle has one for each stream.
+//! A workspace may be used by one stream only, so a private handle that goes from stream to stream has one for each.
 
 use std::sync::Barrier;
 use std::thread;
@@ -29,6 +29,8 @@ struct Shared<'b> {
     /// Products of a thread in a round: all of them together stay below what a stream's queue holds.
     calls: usize,
     rounds: usize,
+    /// Whether a thread goes from stream to stream; else it stays on one.
+    rotates: bool,
     barrier: Barrier,
 }
 
@@ -53,6 +55,11 @@ struct Seen {
 }
 
 pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
+    compare(bench, table, false)?;
+    compare(bench, table, true)
+}
+
+fn compare(bench: &Bench<'_>, table: &mut Table, rotates: bool) -> Result<()> {
     let quick = bench.options.quick;
     let shared = Shared {
         bench,
@@ -60,6 +67,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
         raw_streams: (0..STREAMS).map(|_| bench.raw.stream()).collect::<Result<_>>()?,
         calls: if quick { 8 } else { 100 },
         rounds: bench.options.pairs.min(200),
+        rotates,
         barrier: Barrier::new(THREADS),
     };
     let workers = (0..THREADS).map(|number| Worker::new(&shared, number)).collect::<Result<Vec<_>>>()?;
@@ -80,8 +88,16 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     };
     let [wrong, raw_wrong] = [0, 1].map(|side| seen.iter().map(|seen| seen.wrong[side]).sum::<usize>());
     ensure!(raw_wrong == 0, "{raw_wrong} raw products are wrong: the comparison itself is broken");
-    let what = format!("{THREADS} threads on {STREAMS} streams, gemm 32x32x32 f32; raw: private handles");
-    table.push(Row::pairs(what, &pairs).unit(Unit::Calls).bar(Bar::Faster));
+    let row = if rotates {
+        let what = format!("the same, another stream in each call; raw: {} private workspaces", THREADS * STREAMS);
+        Row::pairs(what, &pairs).unit(Unit::Calls)
+    } else {
+        let what = format!(
+            "{THREADS} threads on {STREAMS} streams, gemm 32x32x32 f32; raw: {THREADS} private handles and workspaces"
+        );
+        Row::pairs(what, &pairs).unit(Unit::Calls).bar(Bar::Faster)
+    };
+    table.push(row);
     let all = (shared.rounds + WARM) as f64 * products;
     table.push(
         Row::once(format!("wrong ones among {all} products"), wrong as f64, None).unit(Unit::Count).bar(Bar::Zero),
@@ -91,6 +107,12 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
         Row::once("handles that the pool has made by then", handles as f64, Some(THREADS as f64)).unit(Unit::Count),
     );
     Ok(())
+}
+
+impl Shared<'_> {
+    fn stream_of(&self, thread: usize, call: usize) -> usize {
+        if self.rotates { (thread + call) % STREAMS } else { thread % STREAMS }
+    }
 }
 
 impl Worker {
@@ -161,7 +183,7 @@ impl Worker {
     fn ours(&self, shared: &Shared<'_>) -> Result<()> {
         let shape = GemmShape::of::<f32>(SIZE, SIZE, SIZE);
         for call in 0..shared.calls {
-            let stream = &shared.streams[(self.number + call) % STREAMS];
+            let stream = &shared.streams[shared.stream_of(self.number, call)];
             let c = self.c.slice(call * ELEMENTS..(call + 1) * ELEMENTS)?;
             stream.blas()?.gemm(&shape, 1.0, &self.a[call % self.a.len()], &self.b, 0.0, c)?;
         }
@@ -172,8 +194,11 @@ impl Worker {
         let Bench { raw, options, .. } = shared.bench;
         let (kind, size) = (kind_of(DataType::F32)?, SIZE as i32);
         for call in 0..shared.calls {
-            let i = (self.number + call) % STREAMS;
-            raw.bind(&self.raw_handle, &shared.raw_streams[i], &self.raw_workspaces[i], options.workspace_bytes)?;
+            let i = shared.stream_of(self.number, call);
+            // A handle that stays on its stream is bound once.
+            if shared.rotates || call == 0 {
+                raw.bind(&self.raw_handle, &shared.raw_streams[i], &self.raw_workspaces[i], options.workspace_bytes)?;
+            }
             let c = self.c.ptr().get() + (call * ELEMENTS * size_of::<f32>()) as u64;
             let matrices = [self.a[call % self.a.len()].ptr().get(), self.b.ptr().get(), c];
             // SAFETY: the buffers hold matrices of this size and live until the streams were waited for; no two products

@@ -246,7 +246,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let (held, event) = room.stream_and_event(OPERATION, stream, event)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
-        room.check(OPERATION, unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw, 0) })
+        room.check(OPERATION, unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) })
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
@@ -337,7 +337,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let _current = room.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw, held.raw()) })
+        room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw(), held.raw()) })
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
@@ -347,7 +347,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mark = room.events.hold(OPERATION, event)?;
         let _relaxed = room.relaxed_if_capturing();
         // SAFETY: the event is held.
-        match unsafe { (room.platform.calls().event_query)(mark.raw) } {
+        match unsafe { (room.platform.calls().event_query)(mark.raw()) } {
             0 => Ok(Completion::Complete),
             code if code == room.platform.quirks().not_ready => Ok(Completion::Pending),
             code => Err(room.platform.codes().error(OPERATION, code)),
@@ -361,7 +361,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mark = room.events.hold(OPERATION, event)?;
         let _relaxed = room.relaxed_if_capturing();
         // SAFETY: the event is held.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_synchronize)(mark.raw) })
+        room.check(OPERATION, unsafe { (room.platform.calls().event_synchronize)(mark.raw()) })
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
@@ -384,7 +384,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut milliseconds = 0.0_f32;
         let quirks = room.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
-        match unsafe { (room.platform.calls().event_elapsed)(&mut milliseconds, first.raw, last.raw) } {
+        match unsafe { (room.platform.calls().event_elapsed)(&mut milliseconds, first.raw(), last.raw()) } {
             // A negative time, of an end that comes first, is none.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
@@ -406,7 +406,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.room.enter(OPERATION)?;
         let held = self.room.events.hold(OPERATION, event)?;
         self.abilities(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
-        Ok(held.raw)
+        Ok(held.raw())
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
@@ -705,7 +705,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _current = room.make_current(OPERATION, graph.device())?;
         let mut raw = 0;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
-        room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw, 0) })?;
+        room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
         room.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = room.platform.calls().graph_exec_destroy {
                 // SAFETY: nobody else knows the graph.
@@ -725,7 +725,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let launch = required(OPERATION, room.platform.calls().graph_launch, "capture")?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held; the caller vouches for the memory that the graph recorded.
-        room.check(OPERATION, unsafe { launch(executable.raw, held.raw()) })
+        room.check(OPERATION, unsafe { launch(executable.raw(), held.raw()) })
     }
 
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::backend::wrong_device;
 use super::platform::Platform;
 use super::room::{HandleCount, Room};
-use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, MathMode, Workspace};
+use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, GemmShape, MathMode, Workspace};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 
@@ -56,22 +56,15 @@ impl<P: Platform> DriverBlas<P> {
         Ok(handle)
     }
 
-    #[inline]
+    #[inline(always)]
     fn enter(&self, operation: &'static str) -> Result<()> {
         self.room.enter(operation)?;
         if self.raw == 0 { Err(destroyed(operation)) } else { Ok(()) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn check(&self, operation: &'static str, code: i32) -> Result<()> {
         self.room.platform.blas().codes.check(operation, code)
-    }
-
-    /// Binds the stream again, and what the vendor drops with it.
-    fn bind(&mut self, operation: &'static str, raw_stream: u64) -> Result<()> {
-        let calls = &self.room.platform.blas().calls;
-        // SAFETY: the handle is alive, and the caller holds the stream.
-        self.check(operation, unsafe { (calls.set_stream)(self.raw, raw_stream) })
     }
 
     fn close(&mut self) -> Result<()> {
@@ -122,11 +115,107 @@ fn no_stream(operation: &'static str) -> Error {
         .with_hint("call `set_stream` first")
 }
 
-/// `value` as the 64 bits with a sign that the vendors take.
-fn size(operation: &'static str, value: usize) -> Result<i64> {
-    i64::try_from(value).map_err(|_| {
-        Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than the vendor can count"))
-    })
+#[cold]
+fn too_large(operation: &'static str, shape: &GemmShape) -> Error {
+    let message = format!("{shape:?} has a size that the vendor's BLAS cannot count");
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller ones")
+}
+
+/// The numbers of a product in the type that a call takes them in.
+struct Sizes<N> {
+    sizes: [N; 3],
+    leading: [N; 3],
+    count: N,
+}
+
+impl<N: TryFrom<usize>> Sizes<N> {
+    /// `None` where one of them does not fit.
+    #[inline(always)]
+    fn of(gemm: &Gemm) -> Option<Self> {
+        let fit = |numbers: [usize; 3]| -> Option<[N; 3]> {
+            let [first, second, third] = numbers.map(|number| N::try_from(number).ok());
+            Some([first?, second?, third?])
+        };
+        let shape = &gemm.shape;
+        // With a factor of 0 the product of A and B does not matter, NaN in them included: then nothing of them is read.
+        let k = if gemm.alpha == 0.0 { 0 } else { shape.k };
+        Some(Self {
+            sizes: fit([shape.m, shape.n, k])?,
+            leading: fit([shape.lda, shape.ldb, shape.ldc])?,
+            count: N::try_from(shape.batch_count()).ok()?,
+        })
+    }
+}
+
+/// Enqueues a product and answers with the vendor's status. Sizes of 32 bits are passed as such where they fit, since every BLAS
+/// has those calls.
+///
+/// # Safety
+/// The handle is alive and bound to a live stream; the rest is as [`BlasHandle::gemm`] says.
+#[inline]
+unsafe fn enqueue<P: Platform>(
+    operation: &'static str,
+    platform: &P,
+    handle: u64,
+    math_mode: MathMode,
+    gemm: &Gemm,
+) -> Result<i32> {
+    let (quirks, blas, shape) = (platform.quirks(), platform.blas(), &gemm.shape);
+    let (op_a, op_b) = (quirks.transpose_code(shape.transpose_a), quirks.transpose_code(shape.transpose_b));
+    let (factor, result) = (quirks.type_code(shape.data_type), quirks.type_code(shape.output));
+    let (compute, algorithm) = (quirks.compute_code(shape.data_type, math_mode), quirks.default_algorithm);
+    let (a, b, c) = (gemm.a.get(), gemm.b.get(), gemm.c.get());
+    let (doubles, floats) = ([gemm.alpha, gemm.beta], [gemm.alpha as f32, gemm.beta as f32]);
+    let [alpha, beta]: [*const u8; 2] = match shape.data_type {
+        DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
+        _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
+    };
+    let strides = match &shape.batch {
+        None => None,
+        Some(batch) => {
+            let [stride_a, stride_b, stride_c] =
+                [batch.stride_a, batch.stride_b, batch.stride_c].map(|stride| i64::try_from(stride).ok());
+            match (stride_a, stride_b, stride_c) {
+                (Some(stride_a), Some(stride_b), Some(stride_c)) => Some((stride_a, stride_b, stride_c)),
+                _ => return Err(too_large(operation, shape)),
+            }
+        }
+    };
+    if let Some(Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count }) = Sizes::<i32>::of(gemm) {
+        // SAFETY: as the caller vouches; the factors are read during the call.
+        return Ok(unsafe {
+            match strides {
+                None => (blas.gemm)(
+                    handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
+                    algorithm,
+                ),
+                Some((stride_a, stride_b, stride_c)) => (blas.gemm_batch)(
+                    handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
+                    result, ldc, stride_c, count, compute, algorithm,
+                ),
+            }
+        });
+    }
+    let Some(Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count }) = Sizes::<i64>::of(gemm) else {
+        return Err(too_large(operation, shape));
+    };
+    match (strides, blas.gemm_64, blas.gemm_batch_64) {
+        // SAFETY: as above.
+        (None, Some(call), _) => Ok(unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
+                algorithm,
+            )
+        }),
+        // SAFETY: as above.
+        (Some((stride_a, stride_b, stride_c)), _, Some(call)) => Ok(unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
+                result, ldc, stride_c, count, compute, algorithm,
+            )
+        }),
+        _ => Err(too_large(operation, shape)),
+    }
 }
 
 impl<P: Platform> BlasHandle for DriverBlas<P> {
@@ -222,7 +311,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         const OPERATION: &str = "gemm";
         self.enter(OPERATION)?;
-        let room = Arc::clone(&self.room);
+        let room = &*self.room;
         let shape = &gemm.shape;
         room.capabilities(OPERATION, self.device)?.check_product(OPERATION, shape)?;
         if shape.is_empty() {
@@ -233,86 +322,13 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let _current = room.make_current(OPERATION, self.device)?;
         if held.raw() != bound {
             // The stream was replaced under its id.
-            self.bind(OPERATION, held.raw())?;
+            // SAFETY: the handle is alive, and the stream is held.
+            self.check(OPERATION, unsafe { (room.platform.blas().calls.set_stream)(self.raw, held.raw()) })?;
             self.stream = Some((stream, held.raw()));
         }
-        let quirks = room.platform.quirks();
-        let blas = room.platform.blas();
-        let (transpose_a, transpose_b) =
-            (quirks.transpose_code(shape.transpose_a), quirks.transpose_code(shape.transpose_b));
-        // With a factor of 0 the product of A and B does not matter, NaN in them included: then nothing of them is read.
-        let k = if gemm.alpha == 0.0 { 0 } else { size(OPERATION, shape.k)? };
-        let (m, n) = (size(OPERATION, shape.m)?, size(OPERATION, shape.n)?);
-        let (lda, ldb, ldc) = (size(OPERATION, shape.lda)?, size(OPERATION, shape.ldb)?, size(OPERATION, shape.ldc)?);
-        let (factor, result) = (quirks.type_code(shape.data_type), quirks.type_code(shape.output));
-        let compute = quirks.compute_code(shape.data_type, self.math_mode);
-        let (doubles, floats) = ([gemm.alpha, gemm.beta], [gemm.alpha as f32, gemm.beta as f32]);
-        let [alpha, beta]: [*const u8; 2] = match shape.data_type {
-            DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
-            _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
-        };
-        let (a, b, c) = (gemm.a.get(), gemm.b.get(), gemm.c.get());
-        let algorithm = quirks.default_algorithm;
-        let code = match shape.batch {
-            // SAFETY: the handle and its stream are alive; the caller vouches for the matrices; the factors are read
-            // during the call.
-            None => unsafe {
-                (blas.gemm)(
-                    self.raw,
-                    transpose_a,
-                    transpose_b,
-                    m,
-                    n,
-                    k,
-                    alpha,
-                    a,
-                    factor,
-                    lda,
-                    b,
-                    factor,
-                    ldb,
-                    beta,
-                    c,
-                    result,
-                    ldc,
-                    compute,
-                    algorithm,
-                )
-            },
-            Some(batch) => {
-                let (stride_a, stride_b) = (size(OPERATION, batch.stride_a)?, size(OPERATION, batch.stride_b)?);
-                let (stride_c, count) = (size(OPERATION, batch.stride_c)?, size(OPERATION, batch.count)?);
-                // SAFETY: as above.
-                unsafe {
-                    (blas.gemm_batch)(
-                        self.raw,
-                        transpose_a,
-                        transpose_b,
-                        m,
-                        n,
-                        k,
-                        alpha,
-                        a,
-                        factor,
-                        lda,
-                        stride_a,
-                        b,
-                        factor,
-                        ldb,
-                        stride_b,
-                        beta,
-                        c,
-                        result,
-                        ldc,
-                        stride_c,
-                        count,
-                        compute,
-                        algorithm,
-                    )
-                }
-            }
-        };
-        blas.codes.check(OPERATION, code)
+        // SAFETY: the handle and its stream are alive; the caller vouches for the matrices.
+        let code = unsafe { enqueue(OPERATION, &room.platform, self.raw, self.math_mode, gemm) }?;
+        self.check(OPERATION, code)
     }
 
     fn raw(&self) -> u64 {

@@ -176,9 +176,32 @@ vendor_calls! {
     }
 }
 
-/// A product with sizes of 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
+/// A product with sizes of 32 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
 /// its type, ldc, compute type, algorithm.
 pub type GemmCall = unsafe extern "C" fn(
+    u64,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    *const u8,
+    u64,
+    i32,
+    i32,
+    u64,
+    i32,
+    i32,
+    *const u8,
+    u64,
+    i32,
+    i32,
+    i32,
+    i32,
+) -> i32;
+
+/// The same with sizes of 64 bits.
+pub type GemmCall64 = unsafe extern "C" fn(
     u64,
     i32,
     i32,
@@ -200,8 +223,35 @@ pub type GemmCall = unsafe extern "C" fn(
     i32,
 ) -> i32;
 
-/// The same for a batch: a stride follows each leading dimension, and the count follows C.
+/// A batch with sizes of 32 bits: a stride follows each leading dimension, and the count follows C.
 pub type GemmBatchCall = unsafe extern "C" fn(
+    u64,
+    i32,
+    i32,
+    i32,
+    i32,
+    i32,
+    *const u8,
+    u64,
+    i32,
+    i32,
+    i64,
+    u64,
+    i32,
+    i32,
+    i64,
+    *const u8,
+    u64,
+    i32,
+    i32,
+    i64,
+    i32,
+    i32,
+    i32,
+) -> i32;
+
+/// The same with sizes of 64 bits.
+pub type GemmBatchCall64 = unsafe extern "C" fn(
     u64,
     i32,
     i32,

@@ -60,7 +60,7 @@ impl Codes {
     ///
     /// # Errors
     /// As [`Codes::error`], for every code but 0.
-    #[inline]
+    #[inline(always)]
     pub fn check(&self, operation: &'static str, code: i32) -> crate::Result<()> {
         if code == 0 { Ok(()) } else { Err(self.error(operation, code)) }
     }

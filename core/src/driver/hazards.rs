@@ -28,47 +28,52 @@ pub(crate) struct Registry {
 /// An announcement; ends when it is dropped, in the thread that made it.
 #[derive(Debug)]
 pub(crate) struct Hazard {
-    record: &'static Record,
-    cell: usize,
-    /// Whether the record was taken for this announcement alone.
-    borrowed: bool,
+    cell: &'static AtomicPtr<()>,
     own_thread: PhantomData<*const ()>,
 }
 
 impl Drop for Hazard {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
         // Release: the use comes before the end of the announcement.
-        self.record.cells[self.cell].store(std::ptr::null_mut(), Ordering::Release);
-        if self.borrowed {
-            self.record.give_back();
-        }
+        self.cell.store(std::ptr::null_mut(), Ordering::Release);
+    }
+}
+
+impl Hazard {
+    #[inline(always)]
+    const fn new(cell: &'static AtomicPtr<()>) -> Self {
+        Self { cell, own_thread: PhantomData }
     }
 }
 
 impl Record {
+    /// A cell of the record in which nothing is announced, from `first` on.
+    #[inline(always)]
+    fn free_from(&'static self, first: usize) -> Option<usize> {
+        // Relaxed: the cells are written by this thread only.
+        (first..PER_RECORD).find(|&cell| self.cells[cell].load(Ordering::Relaxed).is_null())
+    }
+
     /// Announces that this thread uses `object`, in its own record; `None` where the record is full. The caller then looks
     /// whether the object still stands.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
-        // Relaxed: the cells are written by this thread only.
-        let cell = self.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
+        let cell = &self.cells[self.free_from(0)?];
         // With the fence in `is_announced`.
-        store_and_fence(&self.cells[cell], object);
-        Some(Hazard { record: self, cell, borrowed: false, own_thread: PhantomData })
+        store_and_fence(cell, object);
+        Some(Hazard::new(cell))
     }
 
     /// Announces two objects at the price of one.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
-        let cell = self.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
-        let rest = self.cells.get(cell + 1..)?;
-        let other = cell + 1 + rest.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
+        let index = self.free_from(0)?;
+        let (cell, other) = (&self.cells[index], &self.cells[self.free_from(index + 1)?]);
         // The fence behind the second store is behind the first one too.
-        self.cells[cell].store(first, Ordering::Relaxed);
-        store_and_fence(&self.cells[other], second);
-        let hazard = |cell| Hazard { record: self, cell, borrowed: false, own_thread: PhantomData };
-        Some((hazard(cell), hazard(other)))
+        cell.store(first, Ordering::Relaxed);
+        store_and_fence(other, second);
+        Some((Hazard::new(cell), Hazard::new(other)))
     }
 
     /// Leaves the record to another thread; nothing is announced in it any more.
@@ -92,17 +97,22 @@ impl Registry {
                 return record;
             }
         }
+        self.add(std::ptr::null_mut())
+    }
+
+    /// Adds a record, with `object` announced in its first cell. That it is found by whoever has to is a matter of the fences:
+    /// the caller fences after it, or is going to before it looks.
+    fn add(&self, object: *mut ()) -> &'static Record {
         let record: &'static Record = Box::leak(Box::new(Record {
             taken: AtomicBool::new(true),
-            cells: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
+            cells: std::array::from_fn(|cell| AtomicPtr::new(if cell == 0 { object } else { std::ptr::null_mut() })),
             next: AtomicPtr::new(std::ptr::null_mut()),
         }));
         let own = std::ptr::from_ref(record).cast_mut();
         let mut first = self.first.load(Ordering::Relaxed);
         loop {
             record.next.store(first, Ordering::Relaxed);
-            // Release: who finds the record finds its cells. That it is found by whoever has to is a matter of the fences: it
-            // is put here before the thread's first announcement.
+            // Release: who finds the record finds its cells.
             match self.first.compare_exchange(first, own, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return record,
                 Err(other) => first = other,
@@ -110,12 +120,19 @@ impl Registry {
         }
     }
 
-    /// Announces in a record that is taken for it alone.
+    /// Announces without a record of one's own: in a registry whose records are nobody's, where a cell is taken by
+    /// announcing in it.
     #[cold]
     pub(crate) fn announce_apart(&self, object: *mut ()) -> Hazard {
-        let record = self.take();
-        store_and_fence(&record.cells[0], object);
-        Hazard { record, cell: 0, borrowed: true, own_thread: PhantomData }
+        let take = |cell: &&AtomicPtr<()>| {
+            // Acquire: the announcement that was there before is over.
+            cell.compare_exchange(std::ptr::null_mut(), object, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let cell = self.records().flat_map(|record| &record.cells).find(take);
+        let cell = cell.unwrap_or_else(|| &self.add(object).cells[0]);
+        // With the fence in `is_announced`.
+        fence(Ordering::SeqCst);
+        Hazard::new(cell)
     }
 
     pub(crate) fn records(&self) -> impl Iterator<Item = &'static Record> {

@@ -295,7 +295,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let _current = room.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
         // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
-        room.check(OPERATION, unsafe { export(&mut payload, held.raw) })?;
+        room.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
         Ok(EventHandle::new(uuid, payload.0))
     }
 

@@ -28,7 +28,7 @@ mod vendor;
 
 pub use crate::vendor_calls;
 pub use backend::DriverBackend;
-pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
+pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64, IpcHandle};
 pub use codes::{Code, Codes};
 pub use exit::watch_exit;
 pub use library::{Library, OpenFailure};

@@ -41,6 +41,7 @@ const FIRST_CHUNK: u32 = 64;
 const CHUNKS: usize = 24;
 
 /// Where the slot is: its chunk, and the place there.
+#[inline(always)]
 const fn place(slot: u32) -> (usize, usize) {
     let shifted = slot / FIRST_CHUNK + 1;
     let chunk = shifted.ilog2();
@@ -52,15 +53,16 @@ const fn chunk_slots(chunk: usize) -> usize {
 }
 
 impl Slot {
+    #[inline(always)]
     fn address(&self) -> *mut () {
         std::ptr::from_ref(self).cast_mut().cast()
     }
 
     /// The handle, where the slot still holds the object of these parts. The use was announced before.
-    #[inline]
+    #[inline(always)]
     fn held(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_>> {
         let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
-        stands.then(|| Held { raw: self.raw.load(Ordering::Relaxed), slot: self, _hazard: hazard })
+        stands.then(|| Held { slot: self, _hazard: hazard })
     }
 }
 
@@ -94,12 +96,19 @@ pub(super) struct Removed {
 /// A vendor handle that is not destroyed while this is alive.
 #[derive(Debug)]
 pub(super) struct Held<'t> {
-    pub(super) raw: u64,
     slot: &'t Slot,
     _hazard: Hazard,
 }
 
 impl Held<'_> {
+    /// The vendor's handle.
+    #[inline(always)]
+    pub(super) fn raw(&self) -> u64 {
+        // Relaxed: written before the state that was seen.
+        self.slot.raw.load(Ordering::Relaxed)
+    }
+
+    #[inline(always)]
     pub(super) fn flags(&self) -> u64 {
         self.slot.flags.load(Ordering::Relaxed)
     }
@@ -162,7 +171,7 @@ impl<I: ObjectId> Objects<I> {
         Ok(unsafe { I::from_parts(parts) })
     }
 
-    #[inline]
+    #[inline(always)]
     fn slot(&self, index: u32) -> Option<&Slot> {
         let (chunk, place) = place(index);
         let slots = self.chunks.get(chunk)?.load(Ordering::Acquire);
@@ -174,13 +183,13 @@ impl<I: ObjectId> Objects<I> {
     }
 
     /// The slot of an id of this backend; whether it still holds the id's object is another question.
-    #[inline]
+    #[inline(always)]
     fn slot_of(&self, parts: &IdParts) -> Option<&Slot> {
         if parts.tag == self.tag { self.slot(parts.slot) } else { None }
     }
 
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
-    #[inline]
+    #[inline(always)]
     pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
         let parts = id.parts();
         if let Some(slot) = self.slot_of(&parts)
@@ -192,7 +201,7 @@ impl<I: ObjectId> Objects<I> {
     }
 
     /// The vendor handles of two ids of two tables, at the price of one.
-    #[inline]
+    #[inline(always)]
     pub(super) fn hold_with<'t, J: ObjectId>(
         &'t self,
         operation: &'static str,
@@ -343,7 +352,7 @@ mod tests {
     fn an_id_is_stale_once_removed_and_its_slot_is_used_again_for_another() {
         let table = Objects::<StreamId>::new(BackendTag::next());
         let old = table.insert("t", 3, 77, 0).unwrap();
-        assert_eq!((table.hold("t", old).unwrap().raw, old.device()), (77, 3));
+        assert_eq!((table.hold("t", old).unwrap().raw(), old.device()), (77, 3));
         let mut destroyed = Vec::new();
         table
             .remove("t", old, |removed| {
@@ -356,7 +365,7 @@ mod tests {
         assert_eq!(old.parts().slot, new.parts().slot);
         assert_eq!(table.hold("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
         assert_eq!(table.remove("t", old, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
-        assert_eq!((table.hold("t", new).unwrap().raw, table.live()), (78, 1));
+        assert_eq!((table.hold("t", new).unwrap().raw(), table.live()), (78, 1));
     }
 
     #[test]
@@ -430,7 +439,7 @@ mod tests {
                     for _ in 0..20_000 {
                         let id = *current.lock().unwrap();
                         if let Ok(held) = table.hold("t", id) {
-                            assert!(!destroyed[held.raw as usize].load(std::sync::atomic::Ordering::SeqCst));
+                            assert!(!destroyed[held.raw() as usize].load(std::sync::atomic::Ordering::SeqCst));
                         }
                     }
                 });

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64};
 use super::codes::Codes;
 use super::room::Room;
 use crate::blas::{BlasHandle, DataType, MathMode, Transpose};
@@ -94,6 +94,10 @@ pub struct Blas {
     pub gemm: GemmCall,
     /// A batch.
     pub gemm_batch: GemmBatchCall,
+    /// One product of sizes that 32 bits do not hold, where the vendor has it.
+    pub gemm_64: Option<GemmCall64>,
+    /// A batch of such.
+    pub gemm_batch_64: Option<GemmBatchCall64>,
     /// What its codes mean.
     pub codes: &'static Codes,
 }

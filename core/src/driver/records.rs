@@ -5,16 +5,24 @@ use std::sync::OnceLock;
 
 use super::hazards::{Hazard, Record, Registry};
 
+/// The records of threads.
 fn registry() -> &'static Registry {
     static REGISTRY: OnceLock<Registry> = OnceLock::new();
     REGISTRY.get_or_init(Registry::new)
 }
 
-/// The record of a thread, given back when it ends.
+/// Records of nobody, for threads that are ending and for a thread that announces more than its record holds.
+fn common() -> &'static Registry {
+    static COMMON: OnceLock<Registry> = OnceLock::new();
+    COMMON.get_or_init(Registry::new)
+}
+
+/// Gives a thread's record back when it ends.
 struct Own(Cell<Option<&'static Record>>);
 
 impl Drop for Own {
     fn drop(&mut self) {
+        CURRENT.set(None);
         if let Some(record) = self.0.take() {
             record.give_back();
         }
@@ -22,43 +30,49 @@ impl Drop for Own {
 }
 
 thread_local! {
+    /// What the hot path reads: it has no destructor, so that nothing has to be asked before it is read.
+    static CURRENT: Cell<Option<&'static Record>> = const { Cell::new(None) };
     static OWN: Own = const { Own(Cell::new(None)) };
 }
 
 /// This thread's record; `None` where the thread is ending and its record is gone already.
-#[inline]
+#[inline(always)]
 fn own() -> Option<&'static Record> {
-    OWN.try_with(|own| own.0.get().unwrap_or_else(|| first(own))).ok()
+    CURRENT.get().or_else(first)
 }
 
 #[cold]
-fn first(own: &Own) -> &'static Record {
-    let record = registry().take();
-    own.0.set(Some(record));
-    record
+fn first() -> Option<&'static Record> {
+    OWN.try_with(|own| {
+        let record = registry().take();
+        own.0.set(Some(record));
+        CURRENT.set(Some(record));
+        record
+    })
+    .ok()
 }
 
 /// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.
-#[inline]
+#[inline(always)]
 pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard) {
     match own().and_then(|record| record.announce_both(first, second)) {
         Some(hazards) => hazards,
-        None => (registry().announce_apart(first), registry().announce_apart(second)),
+        None => (common().announce_apart(first), common().announce_apart(second)),
     }
 }
 
 /// Announces that this thread uses `object`. The caller then looks whether the object still stands.
-#[inline]
+#[inline(always)]
 pub(super) fn announce(object: *mut ()) -> Hazard {
     match own().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,
-        None => registry().announce_apart(object),
+        None => common().announce_apart(object),
     }
 }
 
 /// Whether any thread announces `object`. The caller has made the object stale before.
 pub(super) fn is_announced(object: *mut ()) -> bool {
-    registry().is_announced(object)
+    registry().is_announced(object) || common().is_announced(object)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fork::Generation;
+use crate::fork::{self, Generation};
 use crate::id::{EventId, GraphExecId, GraphId, StreamId};
 use crate::ipc::Transport;
 use crate::memory::HostPtr;
@@ -78,7 +78,7 @@ pub struct Room<P: Platform> {
     pub(super) platform: P,
     pub(super) identity: Identity,
     pub(super) devices: Vec<DeviceState>,
-    generation: Generation,
+    generation: fork::Guard,
     pub(super) streams: Objects<StreamId>,
     pub(super) events: Objects<EventId>,
     pub(super) graphs: Objects<GraphId>,
@@ -117,13 +117,13 @@ pub struct HeldStream<'r> {
 impl HeldStream<'_> {
     /// The vendor's handle.
     #[must_use]
-    #[inline]
+    #[inline(always)]
     pub const fn raw(&self) -> u64 {
         self.raw
     }
 
     /// Whether it is a default stream, which is that of the current device.
-    #[inline]
+    #[inline(always)]
     pub(super) const fn is_default(&self) -> bool {
         self.held.is_none()
     }
@@ -144,7 +144,7 @@ pub struct Current<'r, P: Platform> {
 }
 
 impl<P: Platform> Drop for Current<'_, P> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
         if let Some(previous) = self.previous {
             self.platform.restore(previous);
@@ -199,7 +199,7 @@ impl<P: Platform> Room<P> {
             platform: opened.platform,
             identity: opened.identity,
             devices,
-            generation: Generation::current(),
+            generation: fork::Guard::new(),
             streams: Objects::new(tag),
             events: Objects::new(tag),
             graphs: Objects::new(tag),
@@ -226,7 +226,7 @@ impl<P: Platform> Room<P> {
     ///
     /// # Errors
     /// `Forked` and `ShuttingDown`.
-    #[inline]
+    #[inline(always)]
     pub fn enter(&self, operation: &'static str) -> Result<()> {
         if self.generation.is_current() && !exit::has_begun() { Ok(()) } else { Err(self.out_of_service(operation)) }
     }
@@ -255,23 +255,28 @@ impl<P: Platform> Room<P> {
     ///
     /// # Errors
     /// By [`Platform::codes`].
-    #[inline]
+    #[inline(always)]
     pub fn check(&self, operation: &'static str, code: i32) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.platform.codes().error(operation, code)) }
     }
 
+    #[inline(always)]
     pub(super) fn device(&self, operation: &'static str, device: u32) -> Result<&DeviceState> {
-        self.devices.get(device as usize).ok_or_else(|| {
-            let message = format!("device {device} was asked for, there are {}", self.devices.len());
-            Error::new(ErrorKind::InvalidArgument, operation, message)
-                .with_hint("ordinals count from 0 and are below `device_count`")
-        })
+        self.devices.get(device as usize).ok_or_else(|| self.no_device(operation, device))
+    }
+
+    #[cold]
+    fn no_device(&self, operation: &'static str, device: u32) -> Error {
+        let message = format!("device {device} was asked for, there are {}", self.devices.len());
+        Error::new(ErrorKind::InvalidArgument, operation, message)
+            .with_hint("ordinals count from 0 and are below `device_count`")
     }
 
     /// What a device can do.
     ///
     /// # Errors
     /// `InvalidArgument` for a device that is not there.
+    #[inline(always)]
     pub fn capabilities(&self, operation: &'static str, device: u32) -> Result<&Capabilities> {
         Ok(&self.device(operation, device)?.capabilities)
     }
@@ -280,7 +285,7 @@ impl<P: Platform> Room<P> {
     ///
     /// # Errors
     /// What the vendor gives.
-    #[inline]
+    #[inline(always)]
     pub fn make_current(&self, operation: &'static str, device: u32) -> Result<Current<'_, P>> {
         match self.platform.make_current(device) {
             Ok(previous) => Ok(Current { platform: &self.platform, previous }),
@@ -292,17 +297,17 @@ impl<P: Platform> Room<P> {
     ///
     /// # Errors
     /// `InvalidHandle` for a stale, foreign or forged id, `Unsupported` for a default stream that the device lacks.
-    #[inline]
+    #[inline(always)]
     pub fn stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
             return self.default_stream(operation, id);
         }
         let held = self.streams.hold(operation, id)?;
-        Ok(HeldStream { raw: held.raw, held: Some(held) })
+        Ok(HeldStream { raw: held.raw(), held: Some(held) })
     }
 
     /// The handles of a stream and an event, at the price of one.
-    #[inline]
+    #[inline(always)]
     pub(super) fn stream_and_event(
         &self,
         operation: &'static str,
@@ -313,7 +318,7 @@ impl<P: Platform> Room<P> {
             return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
         }
         let (held, mark) = self.streams.hold_with(operation, stream, &self.events, event)?;
-        Ok((HeldStream { raw: held.raw, held: Some(held) }, mark))
+        Ok((HeldStream { raw: held.raw(), held: Some(held) }, mark))
     }
 
     #[cold]
@@ -335,7 +340,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Makes the stream's device current where the stream's handle does not say which it is.
-    #[inline]
+    #[inline(always)]
     pub(super) fn current_for(
         &self,
         operation: &'static str,
@@ -359,12 +364,12 @@ impl<P: Platform> Room<P> {
 
     /// The same where a capture may be open. Captures of other code are known of only if it has lent streams; asking each time
     /// would cost every query a third of its time.
-    #[inline]
+    #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self) -> Option<Relaxed<'_, P>> {
         if self.may_capture() { Some(self.relaxed()) } else { None }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn may_capture(&self) -> bool {
         // Relaxed: who has to see a capture's beginning was told of it by other means.
         self.captures.load(Ordering::Relaxed) != 0 || self.foreign.load(Ordering::Relaxed)
@@ -389,7 +394,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Whether the stream takes part in a capture, where one may be open at all.
-    #[inline]
+    #[inline(always)]
     pub(super) fn takes_part(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<bool> {
         if !self.may_capture() || stream.is_default() { Ok(false) } else { self.capture_state(operation, stream.raw) }
     }
@@ -405,7 +410,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Refuses what would lose a capture or become a part of it that nobody meant.
-    #[inline]
+    #[inline(always)]
     pub(super) fn refuse_in_capture(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<()> {
         if self.takes_part(operation, stream)? {
             return Err(Error::new(ErrorKind::Capture, operation, "the stream takes part in a capture")
