@@ -108,7 +108,7 @@ struct Wrapper {
 
 /// Copies that a stream takes before the call for the next one waits, where there is a limit: less than two helpings of
 /// work.
-const MOST_QUEUED: usize = 16;
+const MOST_QUEUED: usize = 8;
 
 /// What a stream does later than it was told to.
 #[derive(Debug, Default)]
