@@ -167,6 +167,9 @@ impl Wrapper {
 
     /// Waits until the stream has few copies queued.
     fn queue_copy(&self, stream: StreamId) -> Result<()> {
+        if self.inner.is_capturing(stream).unwrap_or(false) {
+            return Ok(());
+        }
         let after = self.inner.create_event(stream.device(), &EventOptions::new())?;
         self.inner.record_event(after, stream)?;
         let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
@@ -663,9 +666,9 @@ fn a_backend_that_forgets_waits_fails() {
 
 /// With a queue that is full soon, the calls for the work last nearly as long as the work.
 #[test]
-fn a_backend_that_queues_few_copies_waits_for_no_later_record() {
-    let (report, failed) = failures(Mistake::QueuesFewCopies, "event.wait-snapshot");
-    assert!(failed.is_empty() && report.passed() == 3, "{report}");
+fn a_backend_that_queues_few_copies_passes() {
+    let (report, failed) = failures(Mistake::QueuesFewCopies, "events.");
+    assert!(failed.is_empty() && report.passed() > 20, "{report}");
 }
 
 #[test]
