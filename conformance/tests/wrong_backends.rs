@@ -3,7 +3,7 @@
 //! A suite that passes a right backend says little before it has failed a wrong one. The wrapper that breaks nothing
 //! passes everything, so that what the others fail is their own mistake.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -27,6 +27,8 @@ enum Mistake {
     RunsAtEnqueue,
     /// Takes a wait for an event and forgets it.
     ForgetsWaits,
+    /// Nothing, and lets the caller of a copy wait where a stream has many already.
+    QueuesFewCopies,
     /// Looks at an event when the stream gets to its wait, and not when the wait is called.
     LooksWhenThere,
     /// Writes results of the factors' type whatever is asked for.
@@ -58,10 +60,11 @@ enum Mistake {
 }
 
 impl Mistake {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::None,
         Self::RunsAtEnqueue,
         Self::ForgetsWaits,
+        Self::QueuesFewCopies,
         Self::LooksWhenThere,
         Self::IgnoresTheOutput,
         Self::IgnoresBeta,
@@ -99,7 +102,13 @@ struct Wrapper {
     side: StreamId,
     /// Waits and copies that are made when the stream gets there.
     late: Mutex<HashMap<StreamId, Late>>,
+    /// An event after each copy that a stream has queued.
+    queued: Mutex<HashMap<StreamId, VecDeque<EventId>>>,
 }
+
+/// Copies that a stream takes before the call for the next one waits, where there is a limit: less than two helpings of
+/// work.
+const MOST_QUEUED: usize = 8;
 
 /// What a stream does later than it was told to.
 #[derive(Debug, Default)]
@@ -112,7 +121,9 @@ struct Late {
 
 impl Wrapper {
     fn new(mistake: Mistake) -> Self {
-        let inner = MockGpu::open(MockOptions::new()).unwrap();
+        // Long copies, so that few of them are a good deal of work.
+        let latency = Duration::from_millis(u64::from(mistake == Mistake::QueuesFewCopies));
+        let inner = MockGpu::open(MockOptions::new().with_latency(latency)).unwrap();
         let side = inner.create_stream(0, &StreamOptions::new()).unwrap();
         Self {
             inner,
@@ -123,6 +134,7 @@ impl Wrapper {
             held_back: Mutex::default(),
             side,
             late: Mutex::default(),
+            queued: Mutex::default(),
         }
     }
 
@@ -151,6 +163,31 @@ impl Wrapper {
         let taken: Vec<Late> =
             self.late().extract_if(|on, _| stream.is_none_or(|stream| stream == *on)).map(|(_, late)| late).collect();
         taken.into_iter().flat_map(|late| late.copies).try_for_each(|copy| copy.join().unwrap())
+    }
+
+    /// Waits until the stream has few copies queued.
+    fn queue_copy(&self, stream: StreamId) -> Result<()> {
+        if self.inner.is_capturing(stream).unwrap_or(false) {
+            return Ok(());
+        }
+        let after = self.inner.create_event(stream.device(), &EventOptions::new())?;
+        self.inner.record_event(after, stream)?;
+        let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
+        let queue = queued.entry(stream).or_default();
+        queue.push_back(after);
+        while queue.len() > MOST_QUEUED {
+            let Some(first) = queue.pop_front() else { break };
+            self.inner.synchronize_event(first)?;
+            self.inner.destroy_event(first)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets the copies of the stream, or of every stream, for which nobody waits here.
+    fn forget_queued(&self, stream: Option<StreamId>) -> Result<()> {
+        let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut forgotten = queued.extract_if(|on, _| stream.is_none_or(|stream| stream == *on));
+        forgotten.try_for_each(|(_, events)| events.into_iter().try_for_each(|event| self.inner.destroy_event(event)))
     }
 
     /// Takes the copy, if the stream has waits to look at before it.
@@ -215,6 +252,7 @@ unsafe impl Backend for Wrapper {
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
         self.join_late(Some(stream))?;
+        self.forget_queued(Some(stream))?;
         self.inner.destroy_stream(stream)
     }
 
@@ -226,11 +264,13 @@ unsafe impl Backend for Wrapper {
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
         self.let_go(stream)?;
         self.join_late(Some(stream))?;
+        self.forget_queued(Some(stream))?;
         self.inner.synchronize_stream(stream)
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
         self.join_late(None)?;
+        self.forget_queued(None)?;
         self.inner.synchronize_device(device)
     }
 
@@ -319,7 +359,8 @@ unsafe impl Backend for Wrapper {
             self.inner.synchronize_stream(side)?;
         }
         // SAFETY: handed on as it came.
-        self.enqueued(stream, unsafe { self.inner.copy(copy, stream) })
+        self.enqueued(stream, unsafe { self.inner.copy(copy, stream) })?;
+        if self.mistake == Mistake::QueuesFewCopies { self.queue_copy(stream) } else { Ok(()) }
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
@@ -623,13 +664,20 @@ fn a_backend_that_forgets_waits_fails() {
     assert_eq!(failed, ["events.destroyed_events_keep_their_waits"], "{report}");
 }
 
+/// With a queue that is full soon, the calls for the work last nearly as long as the work.
+#[test]
+fn a_backend_that_queues_few_copies_passes() {
+    let (report, failed) = failures(Mistake::QueuesFewCopies, "events.");
+    assert!(failed.is_empty() && report.passed() > 20, "{report}");
+}
+
 #[test]
 fn a_backend_that_looks_at_an_event_when_the_stream_gets_there_fails() {
     let case = "events.waits_ignore_later_records_of_pending_streams";
     let (report, failed) = failures(Mistake::LooksWhenThere, case);
     assert_eq!(failed, [case], "{report}");
     let text = report.to_string();
-    assert!(text.contains("helpings the calls took") && text.contains("the stream went on after"), "{text}");
+    assert!(text.contains("the stream was not at its wait") && text.contains("and went on when"), "{text}");
 }
 
 #[test]

@@ -542,7 +542,7 @@ fn explain_product<T: Scalar, R: Scalar>(
     stream.runtime().inner.check(operation)?;
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
     for (what, of_shape, of_buffers) in
-        [("factors", shape.data_type, T::DATA_TYPE), ("result", shape.output, R::DATA_TYPE)]
+        [("factors", shape.data_type, T::DATA_TYPE), ("a result", shape.output, R::DATA_TYPE)]
     {
         if of_shape != of_buffers {
             let message = format!("the shape has {what} of {of_shape:?}, the buffers are of {of_buffers:?}");

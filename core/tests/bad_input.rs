@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use half::{bf16, f16};
 use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Result, Runtime, StridedBatch};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
@@ -16,6 +17,44 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, words: &str) 
     assert_eq!(error.kind(), kind, "{error}");
     assert!(error.to_string().contains(words), "{error}");
     assert!(!error.hint().is_empty(), "nothing says what to do: {error}");
+}
+
+#[test]
+fn pairs_of_types_that_do_not_fit() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let (half, bfloat) = (device.allocate::<f16>(16).unwrap(), device.allocate::<bf16>(16).unwrap());
+    let (single, double) = (device.allocate::<f32>(16).unwrap(), device.allocate::<f64>(16).unwrap());
+    let mut blas = stream.blas().unwrap();
+
+    let mixed = GemmShape::mixed::<f16, f32>(4, 4, 4);
+    let words = "the shape has a result of F32, the buffers are of F16";
+    let plain = blas.gemm(&mixed, f16::ONE, &half, &half, f16::ZERO, &half);
+    refused(plain, ErrorKind::InvalidArgument, words);
+    let words = "the shape has factors of F16, the buffers are of Bf16";
+    let other = blas.gemm_mixed(&mixed, 1.0, &bfloat, &bfloat, 0.0, &single);
+    refused(other, ErrorKind::InvalidArgument, words);
+
+    let words = "no product has factors of F32 and a result of F64";
+    let shape = GemmShape::mixed::<f32, f64>(4, 4, 4);
+    refused(blas.gemm_mixed(&shape, 1.0, &single, &single, 0.0, &double), ErrorKind::Unsupported, words);
+    let words = "no product has factors of F16 and a result of Bf16";
+    let shape = GemmShape::mixed::<f16, bf16>(4, 4, 4);
+    let narrow = blas.gemm_mixed(&shape, bf16::ONE, &half, &half, bf16::ZERO, &bfloat);
+    refused(narrow, ErrorKind::Unsupported, words);
+
+    let small = single.slice(0..15).unwrap();
+    let short = blas.gemm_mixed(&mixed, 1.0, &half, &half, 0.0, small);
+    refused(short, ErrorKind::InvalidArgument, "C has 15 values, the product reaches 16");
+    let mut lt = stream.lt().unwrap();
+    let bias = single.slice(3..6).unwrap();
+    let plan = lt.matmul_mixed(&mixed, Epilogue::Bias, 1.0, &half, &half, 0.0, &single, Some(bias));
+    refused(plan, ErrorKind::InvalidArgument, "the bias has 3 values, D has 4 rows");
+    let bias = single.slice(12..16).unwrap();
+    let plan = lt.matmul_mixed(&mixed, Epilogue::Bias, 1.0, &half, &half, 0.0, &single, Some(bias));
+    refused(plan, ErrorKind::InvalidArgument, "D overlaps the bias");
+    assert_eq!((gpu.calls(Operation::Gemm), gpu.calls(Operation::CreatePlan)), (0, 0));
 }
 
 #[test]
@@ -63,7 +102,7 @@ fn sizes_and_shapes_that_do_not_fit() {
     refused(
         blas.gemm(&GemmShape::of::<f64>(4, 4, 4), 1.0, &large, &large, 0.0, &other),
         ErrorKind::InvalidArgument,
-        "the shape is of F64",
+        "the shape has factors of F64",
     );
     drop(blas);
     let mut lt = stream.lt().unwrap();

@@ -165,6 +165,67 @@ fn half_types_are_multiplied_and_accumulated_in_32_bits() {
     assert_eq!(sum(&stream, bf16::ONE), K as f64);
 }
 
+/// The sum of 4097 ones and the 0.25 that was in C, as 32 bits.
+fn mixed_sum<T: Scalar>(stream: &Stream, one: T) -> Result<f32> {
+    const K: usize = 4097;
+    let a = stream.upload(&[one; K])?;
+    let c = stream.upload(&[0.5_f32])?;
+    stream.blas()?.gemm_mixed(&GemmShape::mixed::<T, f32>(1, 1, K), 1.0, &a, &a, 0.5, &c)?;
+    Ok(stream.download(&c)?[0])
+}
+
+/// The same by a plan, with the 0.25 as a bias.
+fn mixed_plan<T: Scalar>(stream: &Stream, one: T) -> Result<f32> {
+    const K: usize = 4097;
+    let a = stream.upload(&[one; K])?;
+    let (d, bias) = (stream.upload(&[f32::NAN])?, stream.upload(&[0.25_f32])?);
+    let shape = GemmShape::mixed::<T, f32>(1, 1, K);
+    stream.lt()?.matmul_mixed(&shape, Epilogue::BiasRelu, 1.0, &a, &a, 0.0, &d, Some((&bias).into()))?;
+    Ok(stream.download(&d)?[0])
+}
+
+#[test]
+fn mixed_products_are_stored_in_32_bits_without_a_rounding_before() {
+    // TF32 concerns factors of 32 bits only.
+    let (gpu, _runtime, stream) = open(TF32, |_| ());
+    // 4097.25 has 15 bits; f16 has 11 and bf16 has 8.
+    assert_eq!(mixed_sum(&stream, f16::ONE).unwrap(), 4097.25);
+    assert_eq!(mixed_sum(&stream, bf16::ONE).unwrap(), 4097.25);
+    assert_eq!(mixed_plan(&stream, f16::ONE).unwrap(), 4097.25);
+    assert_eq!(mixed_plan(&stream, bf16::ONE).unwrap(), 4097.25);
+    assert_eq!(gpu.calls(Operation::CreatePlan), 2);
+    // Another type of result is another plan.
+    let (a, d) = (stream.upload(&[bf16::ONE; 4097]).unwrap(), stream.upload(&[bf16::ONE]).unwrap());
+    let bias = stream.upload(&[bf16::ONE]).unwrap();
+    let shape = GemmShape::of::<bf16>(1, 1, 4097);
+    let mut lt = stream.lt().unwrap();
+    lt.matmul(&shape, Epilogue::BiasRelu, bf16::ONE, &a, &a, bf16::ZERO, &d, Some((&bias).into())).unwrap();
+    assert_eq!(stream.download(&d).unwrap(), [bf16::from_f32(4096.0)]);
+    assert_eq!(gpu.calls(Operation::CreatePlan), 3);
+    // Equal types are the ordinary product, in TF32 here.
+    let (fine, one) = (stream.upload(&[FINE]).unwrap(), stream.upload(&[1.0_f32]).unwrap());
+    let c = stream.upload(&[0.0_f32]).unwrap();
+    let mut blas = stream.blas().unwrap();
+    blas.gemm_mixed(&GemmShape::of::<f32>(1, 1, 1), 1.0, &fine, &one, 0.0, &c).unwrap();
+    assert_eq!(stream.download(&c).unwrap(), [1.0]);
+}
+
+#[test]
+fn mixed_products_need_their_ability_and_nothing_else_needs_it() {
+    let (gpu, _runtime, stream) = open(Numerics::new(), |capabilities| capabilities.gemm_mixed = false);
+    for refused in [mixed_sum(&stream, f16::ONE), mixed_plan(&stream, bf16::ONE)] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("gemm_mixed"), "{error}");
+    }
+    assert_eq!((gpu.calls(Operation::Gemm), gpu.calls(Operation::CreatePlan)), (0, 0));
+    assert_eq!(product(&stream, f16::ONE, f16::ONE).unwrap(), f16::ONE);
+    assert_eq!(mixed_sum(&stream, 1.0_f32).unwrap(), 4097.25);
+    let (_gpu, _runtime, stream) = open(Numerics::new(), |capabilities| capabilities.gemm_bf16 = false);
+    assert!(mixed_sum(&stream, bf16::ONE).unwrap_err().to_string().contains("gemm_bf16"));
+    assert_eq!(mixed_sum(&stream, f16::ONE).unwrap(), 4097.25);
+}
+
 #[test]
 fn every_epilogue_follows_its_product() {
     let (_gpu, _runtime, stream) = open(Numerics::new(), |_| ());

@@ -104,7 +104,7 @@ fn what_the_mock_says_it_can_do() {
     assert!(can.host_register && can.write_combined && can.legacy_default_stream);
     assert!(can.set_stream_resets_workspace && !can.handle_per_stream && can.host_address_is_device_address);
     assert!(can.capture && can.create_during_capture);
-    assert!(can.gemm_f16 && can.gemm_bf16 && can.tf32);
+    assert!(can.gemm_f16 && can.gemm_bf16 && can.gemm_mixed && can.tf32);
     assert!(can.foreign_objects && can.per_thread_default_stream);
     assert!(can.shareable_memory && can.ipc_transports == Transports::NONE.with(Transport::Descriptor));
     assert!(rig.gpu.ipc_sharing().is_some());

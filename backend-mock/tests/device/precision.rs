@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use half::{bf16, f16};
 use highwater_core::{
     AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, DataType, ErrorKind, Gemm, GemmShape, MathMode,
-    PlanArguments, PlanOptions, StridedBatch, Workspace,
+    PlanArguments, PlanOptions, Scalar, StridedBatch, Workspace,
 };
 use proptest::prelude::*;
 
@@ -228,6 +228,60 @@ fn products_repeat_bit_for_bit_unless_atomics_are_allowed() {
     }
 }
 
+/// A product of halves that is stored in 32 bits, through each kind of workspace.
+fn check_mixed<T: Number + Scalar>() {
+    let rig = Rig::new(small());
+    for workspace_bytes in [None, Some(60), Some(0)] {
+        let mut handle = handle(&rig, BlasKind::Blas, workspace_bytes);
+        for (m, n, k) in [(1, 1, 1), (17, 9, 33), (8, 5, 70)] {
+            let shape = GemmShape::new(T::TYPE, m, n, k);
+            let factors = Problem::<T>::new(shape, 1.0, 0.0);
+            let placed = factors.place(&rig);
+            // The same elements in 32 bits, whose products of few digits are exact, and so are their sums.
+            let wide = |elements: &[T]| elements.iter().map(|x| Scalar::to_f64(*x) as f32).collect::<Vec<_>>();
+            let (a, b) = (rig.upload(&wide(&factors.a)), rig.upload(&wide(&factors.b)));
+            let old: Vec<f32> = (0..m * n).map(|i| i as f32 * 0.001).collect();
+            let (c, expected) = (rig.upload(&old), rig.upload(&old));
+            let mixed = Gemm::new(shape.with_output(DataType::F32), placed.a, placed.b, c).with_scale(1.0, 0.5);
+            let same = Gemm::new(GemmShape::new(DataType::F32, m, n, k), a, b, expected).with_scale(1.0, 0.5);
+            // SAFETY: the blocks are as large as the shapes say and live as long as the rig.
+            unsafe {
+                handle.gemm(&mixed).unwrap();
+                handle.gemm(&same).unwrap();
+            }
+            let seen: Vec<f32> = rig.download(c, m * n, rig.stream);
+            assert_eq!(seen, rig.download::<f32>(expected, m * n, rig.stream), "{m}x{n}x{k} {workspace_bytes:?}");
+            assert_ne!(seen, old);
+            for block in [placed.a, placed.b, placed.c, placed.bias, a, b, c, expected] {
+                rig.free(0, block, None).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn mixed_products_are_those_of_widened_factors() {
+    check_mixed::<f16>();
+    check_mixed::<bf16>();
+}
+
+#[test]
+fn results_of_mixed_products_are_checked_with_their_own_size() {
+    let rig = Rig::new(small());
+    let (factors, c) = (rig.allocate(0, 32), rig.allocate(0, 63));
+    let mut blas = handle(&rig, BlasKind::Blas, None);
+    // SAFETY: what is too small or not aligned is refused before anything is touched.
+    let mut run = |shape, c| unsafe { blas.gemm(&Gemm::new(shape, factors, factors, c)) };
+    let half = GemmShape::new(DataType::F16, 4, 4, 4);
+    run(half, c).unwrap();
+    assert_eq!(kind(run(half.with_output(DataType::F32), c)), ErrorKind::InvalidPointer);
+    let small = GemmShape::new(DataType::F16, 3, 3, 3);
+    assert_eq!(kind(run(small.with_output(DataType::F32), c.offset(2))), ErrorKind::InvalidArgument);
+    run(small, c.offset(2)).unwrap();
+    run(small.with_output(DataType::F32), c.offset(4)).unwrap();
+    rig.gpu.synchronize_stream(rig.stream).unwrap();
+}
+
 #[test]
 fn types_and_precisions_that_the_device_lacks_are_refused() {
     let rig = Rig::new(small().with_capabilities(|c| {
@@ -250,6 +304,11 @@ fn types_and_precisions_that_the_device_lacks_are_refused() {
     let atomics = options(DataType::F32).with_atomics_mode(AtomicsMode::Allowed);
     assert_eq!(kind(lt.create_plan(&atomics)), ErrorKind::Unsupported);
     lt.create_plan(&options(DataType::F16)).unwrap();
+    let mut mixed = options(DataType::F16);
+    mixed.shape = mixed.shape.with_output(DataType::F32);
+    lt.create_plan(&mixed).unwrap();
+    mixed.shape = GemmShape::new(DataType::Bf16, 1, 1, 1).with_output(DataType::F32);
+    assert_eq!(kind(lt.create_plan(&mixed)), ErrorKind::Unsupported);
 }
 
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Handle, Stream};
-use crate::matrix::{GUARD_BYTES, Product};
+use crate::matrix::{GUARD_BYTES, Product, Types};
 
 cases! {
     group "blas";
@@ -33,6 +33,8 @@ cases! {
     equal_calls_give_equal_bits_f64: ["blas.deterministic"] needs [needs::has::gemm_f64];
     equal_calls_give_equal_bits_f16: ["blas.deterministic"] needs [needs::has::gemm_f16];
     equal_calls_give_equal_bits_bf16: ["blas.deterministic"] needs [needs::has::gemm_bf16];
+    equal_calls_give_equal_bits_bf16_to_f32: ["blas.deterministic", "gemm.mixed"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
     equal_calls_give_equal_bits_after_atomics: ["blas.deterministic"]
         needs [needs::has::gemm_f32, needs::has::atomics_mode];
     tf32_products_are_close: ["gemm.value"] needs [needs::has::gemm_f32, needs::has::tf32];
@@ -222,7 +224,8 @@ fn misaligned_workspaces_are_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-fn equal_bits(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+fn equal_bits(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
     let bytes = workspace_bytes(backend)?;
     let memory = Block::new(backend, bytes)?;
     let stream = Stream::new(backend)?;
@@ -230,7 +233,7 @@ fn equal_bits(backend: &dyn Backend, data_type: DataType) -> CaseResult {
     handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
     handle.offer_workspace(&memory, 0..bytes)?;
     for (m, n, k) in [(16, 16, 16), (8, 8, 3000), (100, 90, 80)] {
-        let product = Product::new(GemmShape::new(data_type, m, n, k), 5).with_scale(0.9, 0.1);
+        let product = Product::new(types.shape(m, n, k), 5).with_scale(0.9, 0.1);
         let mut first: Option<Vec<u8>> = None;
         for round in 0..4 {
             let placed = product.place(backend)?;
@@ -254,6 +257,10 @@ fn equal_calls_give_equal_bits_f64(backend: &dyn Backend) -> CaseResult {
 
 fn equal_calls_give_equal_bits_f16(backend: &dyn Backend) -> CaseResult {
     equal_bits(backend, DataType::F16)
+}
+
+fn equal_calls_give_equal_bits_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, Types::to_f32(DataType::Bf16))
 }
 
 fn equal_calls_give_equal_bits_bf16(backend: &dyn Backend) -> CaseResult {

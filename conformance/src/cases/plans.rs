@@ -47,6 +47,8 @@ cases! {
     add_a_bias_to_every_product_of_a_batch: ["plan.epilogue"]
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
     equal_runs_give_equal_bits: ["blas.deterministic"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    equal_runs_give_equal_bits_from_bf16_to_f32: ["blas.deterministic", "plan.mixed"]
+        needs [needs::has::lt_plans, needs::has::gemm_bf16, needs::has::gemm_mixed];
     round_to_tf32_when_asked: ["plan.value"]
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::tf32];
     refuse_operands_that_are_not_aligned: ["plan.alignment"] needs [needs::has::lt_plans, needs::has::gemm_f32];
@@ -195,13 +197,22 @@ fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> Case
 }
 
 fn equal_runs_give_equal_bits(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, DataType::F32)
+}
+
+fn equal_runs_give_equal_bits_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    equal_bits(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn equal_bits(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
     handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
     for (m, n, k) in [(16, 16, 16), (8, 8, 3000), (100, 90, 80)] {
-        let product = Product::new(GemmShape::new(DataType::F32, m, n, k), 12).with_epilogue(Epilogue::BiasRelu);
+        let product = Product::new(types.shape(m, n, k), 12).with_epilogue(Epilogue::BiasRelu);
         let options = PlanOptions::new(product.shape, product.epilogue(), WORKSPACE_BYTES);
         let plan = handle.raw_mut().create_plan(&options)?;
         let mut first: Option<Vec<u8>> = None;
