@@ -179,6 +179,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         // SAFETY: as above.
         room.check(OPERATION, unsafe { (calls.stream_create)(&mut raw, flags, priority) })?;
+        room.made(OPERATION, raw)?;
         room.streams.insert(OPERATION, device, raw, 0).inspect_err(|_| {
             // SAFETY: nobody else knows the stream.
             unsafe { (calls.stream_destroy)(raw) };
@@ -194,7 +195,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
                 .with_hint("destroy only what `create_stream` gave"));
         }
-        room.streams.remove(OPERATION, stream, |removed| room.destroy_raw_stream(OPERATION, removed))
+        // Whoever keeps a foreign stream may destroy it from here on.
+        room.streams.remove(OPERATION, stream, FOREIGN, |removed| room.destroy_raw_stream(OPERATION, removed))
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
@@ -309,6 +311,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { (room.platform.calls().event_create)(&mut raw, vendor_flags) })?;
+        room.made(OPERATION, raw)?;
         room.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
             // SAFETY: nobody else knows the event.
             unsafe { (room.platform.calls().event_destroy)(raw) };
@@ -319,7 +322,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        room.events.remove(OPERATION, event, |removed| room.destroy_raw_event(OPERATION, removed))
+        room.events.remove(OPERATION, event, FOREIGN, |removed| room.destroy_raw_event(OPERATION, removed))
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
@@ -475,6 +478,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
             }
         };
+        room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind });
         Ok(DevicePtr::new(address))
     }
@@ -487,6 +491,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = stream.map(|stream| room.stream(OPERATION, stream)).transpose()?;
         if let Some(stream) = stream {
             Self::same_device(OPERATION, stream, "the memory", device)?;
+        }
+        if let Some(held) = &held {
+            // The graph would free it, once for each launch, and nobody without one.
+            room.refuse_in_capture(OPERATION, held)?;
         }
         let block = {
             let mut blocks = room.blocks.lock();
@@ -569,7 +577,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     if to == from =>
                 {
                     Self::same_device(OPERATION, stream, "the memory", to)?;
-                    if dst.get() < src.get() + bytes as u64 && src.get() < dst.get() + bytes as u64 {
+                    if dst < src.offset(bytes) && src < dst.offset(bytes) {
                         let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
@@ -628,8 +636,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
         self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
-        if stream.is_legacy_default() {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "the legacy default stream cannot be captured")
+        if held.is_default() {
+            // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
                 .with_hint("capture a stream that `create_stream` gave"));
         }
         if room.capture_state(OPERATION, held.raw())? {
@@ -648,8 +657,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let outcome = room.check(OPERATION, unsafe { begin(held.raw(), number) });
         if outcome.is_err() {
             room.capture_ended(stream.device());
-        } else {
-            held.set_flag(CAPTURES, true);
+        } else if held.set_flag(CAPTURES, true) {
+            // Other code has ended the capture before, which was counted until now.
+            room.capture_ended(stream.device());
         }
         outcome
     }
@@ -661,7 +671,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = room.stream(OPERATION, stream)?;
         self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
         let end = required(OPERATION, room.platform.calls().capture_end, "capture")?;
-        if stream.is_legacy_default() || !room.capture_state(OPERATION, held.raw())? {
+        if held.is_default() || !room.capture_state(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
                 .with_hint("call `begin_capture` first"));
         }
@@ -676,6 +686,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             room.capture_ended(stream.device());
         }
         room.check(OPERATION, code)?;
+        room.made(OPERATION, raw)?;
         room.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = room.platform.calls().graph_destroy {
                 // SAFETY: nobody else knows the graph.
@@ -708,6 +719,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut raw = 0;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw, 0) })?;
+        room.made(OPERATION, raw)?;
         room.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = room.platform.calls().graph_exec_destroy {
                 // SAFETY: nobody else knows the graph.
@@ -734,7 +746,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_graph";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        room.graphs.remove(OPERATION, graph, |removed| room.destroy_raw_graph(OPERATION, removed))
+        room.graphs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph(OPERATION, removed))
     }
 
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
@@ -742,7 +754,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let _relaxed = room.relaxed_if_capturing();
-        room.graph_execs.remove(OPERATION, graph, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
+        room.graph_execs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
     }
 
     // ------------------------------------------------------------------ the other traits
@@ -789,6 +801,7 @@ impl<P: Platform> DriverBackend<P> {
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
         room.check(OPERATION, code)?;
+        room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind: BlockKind::StreamOrdered });
         Ok(DevicePtr::new(address))
     }

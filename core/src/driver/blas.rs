@@ -39,6 +39,7 @@ impl<P: Platform> DriverBlas<P> {
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
+        room.made(OPERATION, raw)?;
         let handle = Self {
             room: Arc::clone(room),
             device,
@@ -68,7 +69,7 @@ impl<P: Platform> DriverBlas<P> {
     }
 
     /// Binds the stream again, and what the vendor drops with it.
-    fn bind(&mut self, operation: &'static str, raw_stream: u64) -> Result<()> {
+    fn bind(&self, operation: &'static str, raw_stream: u64) -> Result<()> {
         let calls = &self.room.platform.blas().calls;
         // SAFETY: the handle is alive, and the caller holds the stream.
         self.check(operation, unsafe { (calls.set_stream)(self.raw, raw_stream) })
@@ -222,7 +223,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         const OPERATION: &str = "gemm";
         self.enter(OPERATION)?;
-        let room = Arc::clone(&self.room);
+        let room = &self.room;
         let shape = &gemm.shape;
         let capabilities = room.capabilities(OPERATION, self.device)?;
         let (can, name) = match shape.data_type {
