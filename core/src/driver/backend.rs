@@ -8,6 +8,7 @@ use super::exit;
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
+use super::records;
 use super::room::{Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING};
 use crate::backend::{
     Backend, CaptureMode, Completion, DeviceInfo, EventOptions, Identity, LiveObjects, StreamOptions, StreamPriority,
@@ -120,7 +121,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let total = room.device(OPERATION, device)?.info.memory_bytes;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
@@ -167,7 +168,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         room.streams.sweep(|stream| room.destroy_raw_stream(OPERATION, stream));
         let (calls, flags) = (room.platform.calls(), room.platform.quirks().stream_flags);
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let (mut least, mut greatest, mut raw) = (0, 0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
@@ -203,10 +204,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "query_stream";
         let room = &*self.room;
         room.enter(OPERATION)?;
+        let asking = records::ask();
         let held = room.stream(OPERATION, stream)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let _relaxed = room.relaxed_if_capturing();
+        // A default stream is not announced, so no fence makes the question known.
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
         // SAFETY: the stream is held.
         match unsafe { (room.platform.calls().stream_query)(held.raw()) } {
             0 => Ok(Completion::Complete),
@@ -222,7 +225,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = room.stream(OPERATION, stream)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         // SAFETY: the stream is held.
         room.check(OPERATION, unsafe { (room.platform.calls().stream_synchronize)(held.raw()) })
     }
@@ -235,7 +238,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
                 .with_hint("end the capture first, or wait for single streams"));
         }
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         // SAFETY: the call takes nothing.
         room.check(OPERATION, unsafe { (room.platform.calls().device_synchronize)() })
@@ -306,7 +309,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         room.events.sweep(|event| room.destroy_raw_event(OPERATION, event));
         let (vendor_flags, flags) = self.event_flags(options);
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
@@ -349,8 +352,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "query_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
+        let asking = records::ask();
         let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref());
         // SAFETY: the event is held.
         match unsafe { (room.platform.calls().event_query)(mark.raw) } {
             0 => Ok(Completion::Complete),
@@ -364,7 +368,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         // SAFETY: the event is held.
         room.check(OPERATION, unsafe { (room.platform.calls().event_synchronize)(mark.raw) })
     }
@@ -385,7 +389,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let message = format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let mut milliseconds = 0.0_f32;
         let quirks = room.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
@@ -653,6 +657,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
         room.capture_began(stream.device());
+        if mode == CaptureMode::Global {
+            // Threads that ask have looked before, and are answered first.
+            records::wait_for_questions();
+        }
         // SAFETY: the stream is held.
         let outcome = room.check(OPERATION, unsafe { begin(held.raw(), number) });
         if outcome.is_err() {
@@ -714,7 +722,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         let recorded = room.graphs.hold(OPERATION, graph)?;
         let instantiate = required(OPERATION, room.platform.calls().graph_instantiate, "capture")?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, graph.device())?;
         let mut raw = 0;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
@@ -753,7 +761,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_graph_exec";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         room.graph_execs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
     }
 
@@ -794,7 +802,7 @@ impl<P: Platform> DriverBackend<P> {
         check_size(OPERATION, bytes, room.device(OPERATION, device)?.info.memory_bytes)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let allocate = required(OPERATION, room.platform.calls().allocate_async, "stream_ordered_memory")?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         room.pool(device);
         let mut address = 0;

@@ -82,7 +82,7 @@ impl<P: Platform> DriverBlas<P> {
         }
         self.room.enter(OPERATION)?;
         let outcome = {
-            let _relaxed = self.room.relaxed_if_capturing();
+            let _relaxed = self.room.relaxed();
             let _current = self.room.make_current(OPERATION, self.device)?;
             // SAFETY: the handle is alive, and is not used after this.
             let code = unsafe { (self.room.platform.blas().calls.destroy)(self.raw) };

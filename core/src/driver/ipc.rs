@@ -310,7 +310,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let Some(export) = room.platform.calls().ipc_export_event else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
         // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
@@ -329,7 +329,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let Some(open) = room.platform.calls().ipc_open_event else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 
-use super::hazards::{Hazard, Record, Registry};
+use super::hazards::{Asking, Hazard, Record, Registry};
 
 fn registry() -> &'static Registry {
     static REGISTRY: OnceLock<Registry> = OnceLock::new();
@@ -25,18 +25,35 @@ thread_local! {
     static OWN: Own = const { Own(Cell::new(None)) };
 }
 
-/// Announces that this thread uses `object`. The caller then looks whether the object still stands.
 #[inline]
-pub(super) fn announce(object: *mut ()) -> Hazard {
-    let own = OWN.try_with(|own| {
+fn own_record() -> Option<&'static Record> {
+    OWN.try_with(|own| {
         own.0.get().unwrap_or_else(|| {
             let record = registry().take();
             own.0.set(Some(record));
             record
         })
-    });
+    })
+    .ok()
+}
+
+/// Says that this thread is about to ask what a capture in global mode forbids; `None` where the thread is ending. Comes before
+/// `announce`, and the look for captures after it.
+#[inline]
+pub(super) fn ask() -> Option<Asking> {
+    own_record().map(Record::ask)
+}
+
+/// Waits for the questions of threads that may have found no capture open.
+pub(super) fn wait_for_questions() {
+    registry().wait_for_questions(std::thread::yield_now);
+}
+
+/// Announces that this thread uses `object`. The caller then looks whether the object still stands.
+#[inline]
+pub(super) fn announce(object: *mut ()) -> Hazard {
     // Where the thread is ending, its record is gone already.
-    match own.ok().and_then(|record| record.announce(object)) {
+    match own_record().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,
         None => registry().announce_apart(object),
     }

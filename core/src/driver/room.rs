@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::exit;
+use super::hazards::Asking;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use crate::capability::Capabilities;
@@ -352,16 +353,17 @@ impl<P: Platform> Room<P> {
         relaxed
     }
 
-    /// The same where a capture may be open. Captures of other code are known of only if it has lent streams; asking each time
-    /// would cost every query a third of its time.
+    /// The same for a question, where a capture may be open: relaxing each one would cost it a third of its time. A capture that
+    /// begins meanwhile waits for the question; without a record to wait for, it is relaxed always. Captures of other code are known of
+    /// only if it has lent streams.
     #[inline]
-    pub(super) fn relaxed_if_capturing(&self) -> Option<Relaxed<'_, P>> {
-        if self.may_capture() { Some(self.relaxed()) } else { None }
+    pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
+        if asking.is_none() || self.may_capture() { Some(self.relaxed()) } else { None }
     }
 
     #[inline]
     pub(super) fn may_capture(&self) -> bool {
-        // Relaxed: who has to see a capture's beginning was told of it by other means.
+        // Relaxed: the fence of an announcement comes before, and one of the capture's beginning after its count.
         self.captures.load(Ordering::Relaxed) != 0 || self.foreign.load(Ordering::Relaxed)
     }
 
@@ -496,7 +498,7 @@ impl<P: Platform> Room<P> {
         let outcome = if stream.flags & FOREIGN != 0 {
             Ok(())
         } else {
-            let _relaxed = self.relaxed_if_capturing();
+            let _relaxed = self.relaxed();
             // SAFETY: the id is stale and no call uses the handle.
             self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
         };
@@ -511,7 +513,7 @@ impl<P: Platform> Room<P> {
         if event.flags & FOREIGN != 0 {
             return Ok(());
         }
-        let _relaxed = self.relaxed_if_capturing();
+        let _relaxed = self.relaxed();
         // SAFETY: as above.
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }

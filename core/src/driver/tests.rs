@@ -340,6 +340,36 @@ fn calls_that_a_capture_forbids_are_made_in_relaxed_mode_while_one_is_open() {
 }
 
 #[test]
+fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let (first, second) = (stream(&fake), stream(&fake));
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    // A default stream is always asked in relaxed mode: nothing would make a capture wait for it.
+    backend.query_stream(StreamId::legacy_default(backend.identity().tag, 0)).unwrap();
+    assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [2]);
+    fake.hold_up("event_query");
+    std::thread::scope(|scope| {
+        let asks = scope.spawn(|| backend.query_event(event));
+        fake.wait_for("event_query");
+        // One that forbids nothing to other threads does not wait.
+        backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
+        let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
+        while !backend.room().may_capture() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert_eq!(fake.calls("capture_begin").len(), 1);
+        fake.go_on("event_query");
+        asks.join().unwrap().unwrap();
+        begins.join().unwrap().unwrap();
+    });
+    // Who asks from here on sees it.
+    backend.query_event(event).unwrap();
+    assert_eq!(fake.calls("event_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
 fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_used() {
     let fake = Fake::new();
     let backend = &fake.backend;
