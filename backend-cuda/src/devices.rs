@@ -64,6 +64,8 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.gemm_f64 = true;
     can.gemm_f16 = (major, minor) >= (5, 3);
     can.gemm_bf16 = major >= 8;
+    // Whatever types of 16 bits there are go to 32 bits too.
+    can.gemm_mixed = can.gemm_f16 || can.gemm_bf16;
     can.tf32 = major >= 8;
     can.atomics_mode = true;
     can.blas_workspace = cuda.blas.calls.set_workspace.is_some();

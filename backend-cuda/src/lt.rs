@@ -157,7 +157,8 @@ struct Plan {
     c: Owned,
     algorithm: Algorithm,
     workspace_bytes: usize,
-    alignment: usize,
+    /// Of A and B, and of C, D and the bias, in bytes.
+    alignments: [usize; 2],
     doubles: bool,
     has_bias: bool,
     /// The bias that the description refers to.
@@ -260,28 +261,14 @@ impl LtBlas {
 
     fn check_options(&self, operation: &'static str, options: &PlanOptions) -> Result<()> {
         let capabilities = self.room.capabilities(operation, self.device)?;
-        let (can, name) = match options.shape.data_type {
-            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
-            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
-            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
-            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
-            other => {
-                return Err(Error::new(ErrorKind::Unsupported, operation, format!("cuBLASLt has no type {other:?}")));
-            }
-        };
-        if !can {
-            return Err(Error::lacks(operation, name));
-        }
-        if options.shape.batch.is_some() && !capabilities.strided_batch {
-            return Err(Error::lacks(operation, "strided_batch"));
-        }
+        capabilities.check_product(operation, &options.shape)?;
         if options.math_mode == MathMode::Tf32 && !capabilities.tf32 {
             return Err(Error::lacks(operation, "tf32"));
         }
         if options.atomics_mode == AtomicsMode::Allowed && !capabilities.atomics_mode {
             return Err(Error::lacks(operation, "atomics_mode"));
         }
-        let element = options.shape.data_type.bytes();
+        let element = options.shape.data_type.bytes().min(options.shape.output.bytes());
         if options.alignment < element || !options.alignment.is_power_of_two() {
             let message = format!("an alignment of {} was asked for", options.alignment);
             return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
@@ -297,8 +284,8 @@ impl LtBlas {
         let table = &lt.table;
         let shape = &options.shape;
         let doubles = shape.data_type == DataType::F64;
-        let (number, factors) =
-            (type_code(shape.data_type), if doubles { type_code(DataType::F64) } else { type_code(DataType::F32) });
+        let scales = type_code(if doubles { DataType::F64 } else { DataType::F32 });
+        let (factor, result) = (type_code(shape.data_type), type_code(shape.output));
         let compute = match (shape.data_type, options.math_mode) {
             (DataType::F64, _) => cublasComputeType_t::CUBLAS_COMPUTE_64F,
             (DataType::F32, MathMode::Tf32) => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
@@ -306,7 +293,7 @@ impl LtBlas {
         } as i32;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, factors) })?;
+        CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, scales) })?;
         let product = Owned { raw, destroy: table.product_destroy };
         for (which, transpose) in [
             (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
@@ -322,13 +309,13 @@ impl LtBlas {
         let epilogue = epilogue_code(operation, options.epilogue)?;
         product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
         if options.epilogue.has_bias() {
-            product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &number)?;
+            product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
         }
         let batch =
             |stride: fn(&highwater_core::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
         let a = self.layout(
             operation,
-            number,
+            factor,
             shape.rows_a(),
             shape.columns_a(),
             shape.lda,
@@ -336,13 +323,13 @@ impl LtBlas {
         )?;
         let b = self.layout(
             operation,
-            number,
+            factor,
             shape.rows_b(),
             shape.columns_b(),
             shape.ldb,
             batch(|batch| batch.stride_b),
         )?;
-        let c = self.layout(operation, number, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
+        let c = self.layout(operation, result, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
         let mut raw = 0;
         // SAFETY: as above.
         CUBLAS.check(operation, unsafe { (table.wish_create)(&mut raw) })?;
@@ -350,13 +337,14 @@ impl LtBlas {
         let set = |which: Wish, value: u64| wish.set(operation, table.wish_set, which as u32, &value);
         let set_small = |which: Wish, value: u32| wish.set(operation, table.wish_set, which as u32, &value);
         set(Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
+        let alignments = [shape.data_type, shape.output].map(|of| options.alignment.max(of.bytes()));
         // 256 is the most that the heuristic makes use of.
-        let alignment = u32::try_from(options.alignment.min(256)).unwrap_or(256);
-        for which in [
-            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-            Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        let [of_factors, of_results] = alignments.map(|bytes| u32::try_from(bytes.min(256)).unwrap_or(256));
+        for (which, alignment) in [
+            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
+            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_factors),
+            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_results),
+            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_results),
         ] {
             set_small(which, alignment)?;
         }
@@ -389,7 +377,7 @@ impl LtBlas {
             c,
             algorithm: choice.algorithm,
             workspace_bytes: choice.workspace_bytes,
-            alignment: options.alignment,
+            alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
             bias: None,
@@ -550,10 +538,16 @@ impl BlasHandle for LtBlas {
             (true, bias) => bias,
             (false, _) => None,
         };
-        let operands = [("A", arguments.a), ("B", arguments.b), ("C", arguments.c), ("D", arguments.d)];
-        for (what, ptr) in operands.into_iter().chain(bias.map(|bias| ("the bias", bias))) {
-            if !ptr.is_aligned_to(plan.alignment) {
-                let message = format!("{what} is at {ptr:?}, the plan was made for multiples of {}", plan.alignment);
+        let [factors, results] = plan.alignments;
+        let operands = [
+            ("A", arguments.a, factors),
+            ("B", arguments.b, factors),
+            ("C", arguments.c, results),
+            ("D", arguments.d, results),
+        ];
+        for (what, ptr, alignment) in operands.into_iter().chain(bias.map(|bias| ("the bias", bias, results))) {
+            if !ptr.is_aligned_to(alignment) {
+                let message = format!("{what} is at {ptr:?}, the plan was made for multiples of {alignment}");
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
                     .with_hint("align it, or make the plan with a smaller `alignment`"));
             }

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_core::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments,
-    PlanId, PlanOptions, Result, StreamId, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments, PlanId,
+    PlanOptions, Result, StreamId, Workspace,
 };
 
 use crate::arena::Owner;
@@ -137,24 +137,7 @@ impl Context {
     }
 
     fn check_type(&self, operation: Operation, shape: &GemmShape) -> Result<()> {
-        let capabilities = &self.gpu.capabilities;
-        let (can, name) = match shape.data_type {
-            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
-            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
-            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
-            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
-            other => {
-                return Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the element type {other:?}")));
-            }
-        };
-        if !can {
-            return Err(operation.lacks(name));
-        }
-        if shape.batch.is_some() && !capabilities.strided_batch {
-            return Err(operation.lacks("strided_batch"));
-        }
-        Ok(())
+        self.gpu.capabilities.check_product(operation.name(), shape)
     }
 
     fn check_math_mode(&self, operation: Operation, mode: MathMode) -> Result<()> {

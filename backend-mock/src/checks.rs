@@ -242,7 +242,7 @@ fn factors(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
 }
 
 fn results(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
-    let (size, extents) = (product.output.bytes(), product.shape.extents("checks"));
+    let (size, extents) = (product.shape.output.bytes(), product.shape.extents("checks"));
     let Ok(extents) = extents else { return Vec::new() };
     let mut uses = vec![on(device, product.d, product.extent_d() * size, true)];
     if !product.beta.is_zero() {

@@ -115,10 +115,8 @@ impl Factor {
 #[derive(Debug)]
 pub(crate) struct Product {
     pub(crate) device: u32,
-    /// With the element type of A and B.
+    /// With the element types: C and D have sums of the same width as A and B.
     pub(crate) shape: GemmShape,
-    /// Element type of C and D, with sums of the same width as those of A and B.
-    pub(crate) output: DataType,
     pub(crate) alpha: Factor,
     pub(crate) beta: Factor,
     pub(crate) a: usize,
@@ -316,12 +314,12 @@ impl Product {
 
     /// Executes the second half.
     pub(crate) fn finish(&self, memory: &DeviceMemory, panel: Panel) {
-        with_element!(self.output, self.finish_as(memory, panel));
+        with_element!(self.shape.output, self.finish_as(memory, panel));
     }
 
     /// Executes both halves, without a workspace.
     pub(crate) fn multiply_and_finish(&self, memory: &DeviceMemory) {
-        match (self.shape.data_type, self.output) {
+        match (self.shape.data_type, self.shape.output) {
             (DataType::F64, _) => self.multiply_and_finish_as::<f64, f64>(memory),
             (DataType::F16, DataType::F32) => self.multiply_and_finish_as::<half::f16, f32>(memory),
             (DataType::F16, _) => self.multiply_and_finish_as::<half::f16, half::f16>(memory),

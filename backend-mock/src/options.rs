@@ -410,8 +410,8 @@ macro_rules! switches {
 type Switch = (&'static str, fn(&mut Capabilities) -> &mut bool);
 
 switches! {
-    gemm_f32, gemm_f64, gemm_f16, gemm_bf16, tf32, atomics_mode, blas_workspace, strided_batch, lt_plans, capture,
-    stream_ordered_memory, shareable_memory, interprocess_events, event_timing, stream_priority, peer_copy,
+    gemm_f32, gemm_f64, gemm_f16, gemm_bf16, gemm_mixed, tf32, atomics_mode, blas_workspace, strided_batch, lt_plans,
+    capture, stream_ordered_memory, shareable_memory, interprocess_events, event_timing, stream_priority, peer_copy,
     host_register, write_combined, legacy_default_stream, per_thread_default_stream, foreign_objects,
     set_stream_resets_workspace, handle_per_stream, create_during_capture, host_address_is_device_address,
     pinned_cached_by_device, event_waits_end_with_peer,

@@ -1,7 +1,7 @@
 //! A product on its way into a stream: its ranges are checked, and it becomes two commands for each panel.
 //!
-//! [`RawProduct`] says all that the kernels can do, which is more than the trait `BlasHandle` asks for: results wider than
-//! the factors, D apart from C, scales that are read on the device. It is for code that stands in for a vendor's BLAS
+//! [`RawProduct`] says all that the kernels can do, which is more than the trait `BlasHandle` asks for: Ds that are laid
+//! out in another way than C, a bias of another type, scales that are read on the device. It is for code that stands in for a vendor's BLAS
 //! library on top of the mock.
 
 use std::sync::Arc;
@@ -27,10 +27,8 @@ pub enum Scale {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct RawProduct {
-    /// Sizes, leading dimensions, batch; the element type is that of A and B.
+    /// Sizes, leading dimensions, batch, and the element types of the matrices.
     pub shape: GemmShape,
-    /// Element type of C and D: that of A and B, or 32 bits where those are halves.
-    pub output: DataType,
     /// Element type of the bias: that of the output, or any but 64 bits where that has not 64 bits.
     pub bias_type: DataType,
     /// Factor of the product.
@@ -69,13 +67,12 @@ pub(crate) struct Room {
 }
 
 impl RawProduct {
-    /// `C = A * B` in full precision, all of one element type.
+    /// `C = A * B` in full precision.
     #[must_use]
     pub const fn new(shape: GemmShape, a: DevicePtr, b: DevicePtr, c: DevicePtr) -> Self {
         Self {
             shape,
-            output: shape.data_type,
-            bias_type: shape.data_type,
+            bias_type: shape.output,
             alpha: Scale::Value(1.0),
             beta: Scale::Value(0.0),
             a,
@@ -96,13 +93,11 @@ impl RawProduct {
 
     /// Checks what the shape alone does not say.
     fn check(&self, operation: Operation) -> Result<()> {
-        let same = self.output == self.shape.data_type;
-        let widened = self.output == DataType::F32 && matches!(self.shape.data_type, DataType::F16 | DataType::Bf16);
-        if !same && !widened {
-            return Err(operation.error(
-                ErrorKind::Unsupported,
-                format!("the mock writes no products of {:?} as {:?}", self.shape.data_type, self.output),
-            ));
+        let (input, output) = (self.shape.data_type, self.shape.output);
+        let widened = output == DataType::F32 && matches!(input, DataType::F16 | DataType::Bf16);
+        if input != output && !widened {
+            return Err(operation
+                .error(ErrorKind::Unsupported, format!("the mock writes no products of {input:?} as {output:?}")));
         }
         let wide = |data_type| data_type == DataType::F64;
         let scales = [self.alpha, self.beta].into_iter().filter_map(|scale| match scale {
@@ -110,10 +105,10 @@ impl RawProduct {
             Scale::Device(_, data_type) => Some(data_type),
         });
         let bias = self.epilogue.has_bias().then_some(self.bias_type);
-        if scales.chain(bias).any(|data_type| wide(data_type) && !wide(self.output)) {
+        if scales.chain(bias).any(|data_type| wide(data_type) && !wide(output)) {
             return Err(operation.error(
                 ErrorKind::Unsupported,
-                format!("the mock adds no scale or bias of 64 bits to results of {:?}", self.output),
+                format!("the mock adds no scale or bias of 64 bits to results of {output:?}"),
             ));
         }
         // The same rules as for C.
@@ -160,7 +155,7 @@ impl RawProduct {
             }
         };
         let (alpha, beta) = (factor("alpha", self.alpha)?, factor("beta", self.beta)?);
-        let (input, output) = (self.shape.data_type, self.output);
+        let (input, output) = (self.shape.data_type, self.shape.output);
         let reads_factors = !alpha.is_zero() && self.shape.k != 0;
         let bias = match self.bias {
             _ if !self.epilogue.has_bias() => None,
@@ -182,7 +177,6 @@ impl RawProduct {
         let mut product = Product {
             device: device.ordinal,
             shape: self.shape,
-            output,
             alpha,
             beta,
             a: range("A", self.a, extents.a, input, reads_factors)?,

@@ -71,6 +71,11 @@ impl<'b> Busy<'b> {
         Ok((busy, (Self::TIME.as_nanos() * MEASURED as u128).div_ceil(taken)))
     }
 
+    /// How many helpings fit into a vendor's queue beside as many operations again, at least one.
+    pub(crate) fn helpings_at_once(&self) -> usize {
+        (Self::MOST_COPIES as usize / self.copies).max(1)
+    }
+
     fn run_once(&self, stream: &Stream<'_>) -> Result<Duration> {
         let started = Instant::now();
         self.enqueue(stream, 1)?;

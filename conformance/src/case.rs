@@ -119,6 +119,7 @@ pub(crate) mod needs {
         gemm_f64,
         gemm_f16,
         gemm_bf16,
+        gemm_mixed,
         tf32,
         atomics_mode,
         blas_workspace,
@@ -158,6 +159,12 @@ impl Failure {
     #[track_caller]
     pub(crate) fn new(message: impl Into<String>) -> Self {
         Self::at(Location::caller(), message)
+    }
+
+    /// The same with more to read.
+    pub(crate) fn with_details(mut self, details: &str) -> Self {
+        self.message = format!("{}: {details}", self.message);
+        self
     }
 
     /// A failure that another place in the source is to be blamed for.

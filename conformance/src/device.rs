@@ -894,7 +894,7 @@ impl<'a> Handle<'a> {
         let block_d = destination.unwrap_or(block_c);
         let [_, _, d] = reach(shape, self.device, [factor_a, factor_b, (block_d, offset)]);
         if let Some(bias) = bias {
-            assert!(bias.bytes >= shape.m * shape.data_type.bytes(), "a case has a bias that is too short");
+            assert!(bias.bytes >= shape.m * shape.output.bytes(), "a case has a bias that is too short");
             bias.users.add(self.device);
         }
         let mut arguments = PlanArguments::new(a, b, d, bias.map(Block::ptr));
@@ -908,11 +908,12 @@ impl<'a> Handle<'a> {
 /// Checks that a product stays inside its blocks, notes the use, and gives the addresses.
 fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> [DevicePtr; 3] {
     let extents = shape.extents("conformance").expect("a case has a valid shape");
-    let elements = [extents.a, extents.b, extents.c];
+    let (factor, result) = (shape.data_type.bytes(), shape.output.bytes());
+    let bytes = [extents.a * factor, extents.b * factor, extents.c * result];
     let mut addresses = [DevicePtr::new(0); 3];
-    for (((block, offset), elements), address) in operands.into_iter().zip(elements).zip(&mut addresses) {
+    for (((block, offset), bytes), address) in operands.into_iter().zip(bytes).zip(&mut addresses) {
         assert_eq!(block.device, device, "a case multiplies a matrix of another device");
-        let _ = block.span(offset..offset + elements * shape.data_type.bytes());
+        let _ = block.span(offset..offset + bytes);
         block.users.add(device);
         *address = block.ptr.offset(offset);
     }

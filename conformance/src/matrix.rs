@@ -18,6 +18,32 @@ const GUARD: u8 = 0xc5;
 /// How many guard bytes stand before and after each matrix; keeps the first element aligned as an allocation is.
 pub(crate) const GUARD_BYTES: usize = 256;
 
+/// The element types of a product.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Types {
+    factors: DataType,
+    result: DataType,
+}
+
+impl Types {
+    /// Factors of one type, and a result of 32 bits.
+    pub(crate) fn to_f32(factors: DataType) -> Self {
+        Self { factors, result: DataType::F32 }
+    }
+
+    /// A product of packed matrices, nothing transposed.
+    pub(crate) fn shape(self, m: usize, n: usize, k: usize) -> GemmShape {
+        GemmShape::new(self.factors, m, n, k).with_output(self.result)
+    }
+}
+
+/// All matrices of one type.
+impl From<DataType> for Types {
+    fn from(data_type: DataType) -> Self {
+        Self { factors: data_type, result: data_type }
+    }
+}
+
 /// One product: shape, factors, and the elements of A, B and C, gaps of leading dimensions and strides included.
 #[derive(Debug, Clone)]
 pub(crate) struct Product {
@@ -38,15 +64,17 @@ impl Product {
     pub(crate) fn new(shape: GemmShape, seed: u64) -> Self {
         let extents = shape.extents("conformance").expect("a case has a valid shape");
         let mut random = Random::new(seed);
-        let mut elements = |count: usize| -> Vec<f64> {
-            let mut element = || match shape.data_type {
+        let mut elements = |data_type: DataType, count: usize| -> Vec<f64> {
+            let mut element = || match data_type {
                 DataType::F64 => random.fine(),
                 DataType::F32 => f64::from(random.fine() as f32),
                 _ => random.coarse(),
             };
             (0..count).map(|_| element()).collect()
         };
-        let (a, b, c) = (elements(extents.a), elements(extents.b), elements(extents.c));
+        let factor = shape.data_type;
+        let (a, b) = (elements(factor, extents.a), elements(factor, extents.b));
+        let c = elements(shape.output, extents.c);
         Self { shape, alpha: 1.0, beta: 0.0, seed, a, b, c, epilogue: Epilogue::None, bias: None, tf32: false }
     }
 
@@ -82,7 +110,10 @@ impl Product {
     pub(crate) fn with_epilogue(mut self, epilogue: Epilogue) -> Self {
         let mut random = Random::new(self.seed ^ 0xb1a5);
         self.epilogue = epilogue;
-        self.bias = epilogue.has_bias().then(|| (0..self.shape.m).map(|_| random.coarse()).collect());
+        // A bias of 32 bits has more digits than the factors can have, so that one read or added as theirs shows.
+        let wide = self.shape.is_mixed();
+        let mut element = || if wide { f64::from(random.fine() as f32) } else { random.coarse() };
+        self.bias = epilogue.has_bias().then(|| (0..self.shape.m).map(|_| element()).collect());
         self
     }
 
@@ -92,11 +123,12 @@ impl Product {
 
     /// Puts the matrices on a device.
     pub(crate) fn place<'b>(&self, backend: &'b dyn Backend) -> Result<Placed<'b>, Failure> {
-        let encoded = |elements: &[f64]| guarded(&encode(self.shape.data_type, elements));
-        let (a, b, c) = (encoded(&self.a), encoded(&self.b), encoded(&self.c));
+        let (factor, result) = (self.shape.data_type, self.shape.output);
+        let encoded = |of: DataType, elements: &[f64]| guarded(&encode(of, elements));
+        let (a, b, c) = (encoded(factor, &self.a), encoded(factor, &self.b), encoded(result, &self.c));
         let [a, b, c] = holding_all(backend, [a.as_slice(), b.as_slice(), c.as_slice()])?;
         let bias = match &self.bias {
-            Some(bias) => Some(Block::holding(backend, &encode(self.shape.data_type, bias))?),
+            Some(bias) => Some(Block::holding(backend, &encode(result, bias))?),
             None => None,
         };
         Ok(Placed { backend, a, b, c, bias })
@@ -112,7 +144,7 @@ impl Product {
 
     /// What element (row, column) of C of one product of the batch must be, and how far it may be off.
     fn reference(&self, product: usize, row: usize, column: usize) -> (f64, f64) {
-        let GemmShape { data_type, transpose_a, transpose_b, k, lda, ldb, .. } = self.shape;
+        let GemmShape { output, transpose_a, transpose_b, k, lda, ldb, .. } = self.shape;
         let (stride_a, stride_b) = self.shape.batch.map_or((0, 0), |batch| (batch.stride_a, batch.stride_b));
         let (mut sum, mut magnitude) = (0.0, 0.0);
         if self.alpha != 0.0 {
@@ -136,7 +168,8 @@ impl Product {
             value += old;
             scale += old.abs();
         }
-        let Precision { computed, stored, smallest } = Precision::of(data_type);
+        // Sums are as wide as those of the result, whatever the factors are.
+        let Precision { computed, stored, smallest } = Precision::of(output);
         // A vendor may add the bias to the product as it is stored.
         let mut between = 0.0;
         if let Some(bias) = &self.bias {
@@ -162,12 +195,13 @@ impl Product {
     }
 
     fn describe(&self) -> String {
-        let GemmShape { data_type, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, batch, .. } = self.shape;
+        let GemmShape { data_type, output, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, batch, .. } = self.shape;
         let Self { alpha, beta, seed, epilogue, .. } = self;
         let batch = batch.map_or(String::new(), |batch| format!(", {batch:?}"));
+        let to = if self.shape.is_mixed() { format!(" to {output:?}") } else { String::new() };
         let epilogue = if *epilogue == Epilogue::None { String::new() } else { format!(", then {epilogue:?}") };
         format!(
-            "{data_type:?} product {m}x{n}x{k}, transposed A {transpose_a:?} B {transpose_b:?}, leading dimensions \
+            "{data_type:?} product{to} {m}x{n}x{k}, transposed A {transpose_a:?} B {transpose_b:?}, leading dimensions \
              {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}{epilogue}, seed {seed}"
         )
     }
@@ -205,7 +239,7 @@ impl Placed<'_> {
     /// Checks every element of C, the gaps and guards around them, and that A and B are what they were.
     pub(crate) fn check(&self, product: &Product) -> CaseResult {
         let shape = &product.shape;
-        let element_bytes = shape.data_type.bytes();
+        let element_bytes = shape.output.bytes();
         let blocks = read_all(self.backend, &[&self.a, &self.b, &self.c])?;
         for (name, bytes, elements) in [("A", &blocks[0], &product.a), ("B", &blocks[1], &product.b)] {
             check!(
@@ -215,8 +249,8 @@ impl Placed<'_> {
             );
         }
         let bytes = &blocks[2];
-        let before = guarded(&encode(shape.data_type, &product.c));
-        let got = decode(shape.data_type, &bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES]);
+        let before = guarded(&encode(shape.output, &product.c));
+        let got = decode(shape.output, &bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES]);
         let mut written = vec![false; bytes.len()];
         if !shape.is_empty() {
             for batch in 0..shape.batch_count() {
@@ -375,6 +409,23 @@ mod tests {
         let bias = product.clone().with_epilogue(Epilogue::Bias).bias.unwrap()[0];
         assert_eq!(value(&product, Epilogue::Bias), 2.0 + bias);
         assert_eq!(value(&product, Epilogue::BiasGelu), gelu(2.0 + bias));
+    }
+
+    #[test]
+    fn the_bound_of_mixed_types_sees_a_rounding_to_the_factors_type() {
+        for factor in [DataType::F16, DataType::Bf16] {
+            let shape = GemmShape::new(factor, 1, 1, 3).with_output(DataType::F32);
+            let mut product = Product::new(shape, 1).with_epilogue(Epilogue::Bias);
+            (product.a, product.b) = (vec![33.0, 1.0, 1.0], vec![31.0, 0.125, 0.0625]);
+            let (value, bound) = product.reference(0, 0, 0);
+            let sum = 33.0 * 31.0 + 0.125 + 0.0625;
+            assert_eq!(value, sum + product.bias.as_ref().unwrap()[0]);
+            let rounded = match factor {
+                DataType::F16 => f16_value(f16_bits(1023.0)),
+                _ => 1024.0,
+            };
+            assert!((rounded - sum).abs() > 100.0 * bound, "{factor:?}: {bound}");
+        }
     }
 
     #[test]

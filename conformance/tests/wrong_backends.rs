@@ -3,8 +3,9 @@
 //! A suite that passes a right backend says little before it has failed a wrong one. The wrapper that breaks nothing
 //! passes everything, so that what the others fail is their own mistake.
 
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use highwater_conformance::{Launcher, Options, Report, Status, run, serve_peer};
@@ -26,6 +27,10 @@ enum Mistake {
     RunsAtEnqueue,
     /// Takes a wait for an event and forgets it.
     ForgetsWaits,
+    /// Looks at an event when the stream gets to its wait, and not when the wait is called.
+    LooksWhenThere,
+    /// Writes results of the factors' type whatever is asked for.
+    IgnoresTheOutput,
     /// Multiplies with beta 0 whatever is asked for.
     IgnoresBeta,
     /// Makes handles under a lock that every call on a stream takes.
@@ -53,10 +58,12 @@ enum Mistake {
 }
 
 impl Mistake {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::None,
         Self::RunsAtEnqueue,
         Self::ForgetsWaits,
+        Self::LooksWhenThere,
+        Self::IgnoresTheOutput,
         Self::IgnoresBeta,
         Self::CreatesUnderALock,
         Self::AlwaysComplete,
@@ -90,6 +97,17 @@ struct Wrapper {
     held_back: Mutex<Vec<(GraphExecId, StreamId)>>,
     /// Executes what is being recorded.
     side: StreamId,
+    /// Waits and copies that are made when the stream gets there.
+    late: Mutex<HashMap<StreamId, Late>>,
+}
+
+/// What a stream does later than it was told to.
+#[derive(Debug, Default)]
+struct Late {
+    /// Events that the next copy waits for.
+    waits: Vec<EventId>,
+    /// Copies that wait.
+    copies: Vec<JoinHandle<Result<()>>>,
 }
 
 impl Wrapper {
@@ -104,6 +122,7 @@ impl Wrapper {
             launched: Mutex::default(),
             held_back: Mutex::default(),
             side,
+            late: Mutex::default(),
         }
     }
 
@@ -121,6 +140,31 @@ impl Wrapper {
             unsafe { self.inner.launch_graph(graph, stream)? };
         }
         Ok(())
+    }
+
+    fn late(&self) -> MutexGuard<'_, HashMap<StreamId, Late>> {
+        self.late.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the late copies of the stream, or of every stream, were made.
+    fn join_late(&self, stream: Option<StreamId>) -> Result<()> {
+        let taken: Vec<Late> =
+            self.late().extract_if(|on, _| stream.is_none_or(|stream| stream == *on)).map(|(_, late)| late).collect();
+        taken.into_iter().flat_map(|late| late.copies).try_for_each(|copy| copy.join().unwrap())
+    }
+
+    /// Takes the copy, if the stream has waits to look at before it.
+    fn takes_late(&self, copy: MemoryCopy, stream: StreamId) -> bool {
+        let mut late = self.late();
+        let Some(late) = late.get_mut(&stream).filter(|late| !late.waits.is_empty()) else { return false };
+        let (waits, inner) = (std::mem::take(&mut late.waits), Arc::clone(&self.inner));
+        late.copies.push(std::thread::spawn(move || {
+            inner.synchronize_stream(stream)?;
+            waits.into_iter().try_for_each(|event| inner.synchronize_event(event))?;
+            // SAFETY: as for a copy that is enqueued: whoever waits for the stream or the device waits for this thread.
+            unsafe { inner.copy(&copy, stream) }
+        }));
+        true
     }
 
     fn enqueued(&self, stream: StreamId, result: Result<()>) -> Result<()> {
@@ -170,6 +214,7 @@ unsafe impl Backend for Wrapper {
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
+        self.join_late(Some(stream))?;
         self.inner.destroy_stream(stream)
     }
 
@@ -180,10 +225,12 @@ unsafe impl Backend for Wrapper {
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
         self.let_go(stream)?;
+        self.join_late(Some(stream))?;
         self.inner.synchronize_stream(stream)
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
+        self.join_late(None)?;
         self.inner.synchronize_device(device)
     }
 
@@ -193,6 +240,12 @@ unsafe impl Backend for Wrapper {
             // The ids are still looked at.
             self.inner.query_stream(stream)?;
             return self.inner.query_event(event).map(drop);
+        }
+        if self.mistake == Mistake::LooksWhenThere {
+            self.inner.query_stream(stream)?;
+            self.inner.query_event(event)?;
+            self.late().entry(stream).or_default().waits.push(event);
+            return Ok(());
         }
         self.enqueued(stream, self.inner.stream_wait_event(stream, event))
     }
@@ -257,6 +310,9 @@ unsafe impl Backend for Wrapper {
     }
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
+        if self.takes_late(*copy, stream) {
+            return Ok(());
+        }
         if let Some(side) = self.also_on(stream) {
             // SAFETY: the memory lives until the wait, and nobody else uses what a case records.
             unsafe { self.inner.copy(copy, side)? };
@@ -449,13 +505,20 @@ impl BlasHandle for WrappedHandle {
         if self.mistake == Mistake::IgnoresBeta {
             gemm.beta = 0.0;
         }
-        // SAFETY: handed on as it came, or with a beta that reads less.
+        if self.mistake == Mistake::IgnoresTheOutput {
+            gemm.shape = gemm.shape.with_output(gemm.shape.data_type);
+        }
+        // SAFETY: handed on as it came, or so that it reads or writes less.
         let result = unsafe { self.inner.gemm(&gemm) };
         self.enqueued(result)
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
-        self.inner.create_plan(options)
+        let mut options = *options;
+        if self.mistake == Mistake::IgnoresTheOutput {
+            options.shape = options.shape.with_output(options.shape.data_type);
+        }
+        self.inner.create_plan(&options)
     }
 
     unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
@@ -561,6 +624,27 @@ fn a_backend_that_forgets_waits_fails() {
 }
 
 #[test]
+fn a_backend_that_looks_at_an_event_when_the_stream_gets_there_fails() {
+    let case = "events.waits_ignore_later_records_of_pending_streams";
+    let (report, failed) = failures(Mistake::LooksWhenThere, case);
+    assert_eq!(failed, [case], "{report}");
+    let text = report.to_string();
+    assert!(text.contains("helpings the calls took") && text.contains("the stream went on after"), "{text}");
+}
+
+#[test]
+fn a_backend_that_ignores_the_type_of_the_output_fails() {
+    let (report, failed) = failures(Mistake::IgnoresTheOutput, "gemm.mixed");
+    for case in
+        ["multiplies_f16_to_f32", "multiplies_bf16_to_f32", "stores_more_than_the_factors_type_holds_f16_to_f32"]
+    {
+        assert!(failed.contains(&&*format!("gemm.{case}")), "{report}");
+    }
+    let (report, failed) = failures(Mistake::IgnoresTheOutput, "plan.mixed");
+    assert!(failed.contains(&"plans.multiply_with_every_epilogue_from_bf16_to_f32"), "{report}");
+}
+
+#[test]
 fn a_backend_that_ignores_beta_fails() {
     let (report, failed) = failures(Mistake::IgnoresBeta, "gemm.beta");
     for case in ["adds_the_old_c_f32", "adds_the_old_c_f64", "ignores_the_factors_with_alpha_zero"] {
@@ -568,7 +652,7 @@ fn a_backend_that_ignores_beta_fails() {
     }
     // Beta 0 is what it does, so that it may.
     let (report, failed) = failures(Mistake::IgnoresBeta, "gemm.ignores_the_old_c_with_beta_zero");
-    assert!(failed.is_empty() && report.passed() == 4, "{report}");
+    assert!(failed.is_empty() && report.passed() == 6, "{report}");
 }
 
 #[test]

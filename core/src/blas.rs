@@ -110,8 +110,10 @@ pub struct StridedBatch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct GemmShape {
-    /// Element type of A, B and C; half types accumulate in 32 bits.
+    /// Element type of A and B; half types accumulate in 32 bits.
     pub data_type: DataType,
+    /// Element type of C, D and the bias: that of A and B, or `F32` where those are `F16` or `Bf16`.
+    pub output: DataType,
     /// Whether op(A) is A transposed.
     pub transpose_a: Transpose,
     /// Whether op(B) is B transposed.
@@ -138,6 +140,7 @@ impl GemmShape {
     pub const fn new(data_type: DataType, m: usize, n: usize, k: usize) -> Self {
         Self {
             data_type,
+            output: data_type,
             transpose_a: Transpose::No,
             transpose_b: Transpose::No,
             m,
@@ -148,6 +151,27 @@ impl GemmShape {
             ldc: if m == 0 { 1 } else { m },
             batch: None,
         }
+    }
+
+    /// The same product with a result of another type than the factors'. Needs `gemm_mixed` where the two differ.
+    ///
+    /// ```
+    /// use highwater_core::{DataType, GemmShape};
+    ///
+    /// let shape = GemmShape::new(DataType::Bf16, 2, 2, 2).with_output(DataType::F32);
+    /// assert!(shape.is_mixed());
+    /// assert!(!GemmShape::new(DataType::Bf16, 2, 2, 2).is_mixed());
+    /// ```
+    #[must_use]
+    pub const fn with_output(mut self, output: DataType) -> Self {
+        self.output = output;
+        self
+    }
+
+    /// Whether the result is of another type than the factors.
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        self.output != self.data_type
     }
 
     /// The same product with A stored transposed (k x m, packed).
@@ -273,12 +297,12 @@ impl GemmShape {
                 c: batched(one_c, stride_c)?,
             })
         };
-        extents()
-            .filter(|e| [e.a, e.b, e.c].iter().all(|&n| n <= isize::MAX as usize / self.data_type.bytes()))
-            .ok_or_else(|| {
-                invalid(format!("{self:?} reaches past the address space"))
-                    .with_hint("check the sizes, leading dimensions and strides")
-            })
+        let (factor, result) = (self.data_type, self.output);
+        let fits = |elements: usize, of: DataType| elements <= isize::MAX as usize / of.bytes();
+        extents().filter(|e| fits(e.a, factor) && fits(e.b, factor) && fits(e.c, result)).ok_or_else(|| {
+            invalid(format!("{self:?} reaches past the address space"))
+                .with_hint("check the sizes, leading dimensions and strides")
+        })
     }
 }
 
@@ -373,7 +397,8 @@ pub struct PlanOptions {
     pub epilogue: Epilogue,
     /// Bytes of workspace that the plan may use.
     pub workspace_bytes: usize,
-    /// Every operand's address is a multiple of this, in bytes; quicker kernels want 16 to 256.
+    /// Every operand's address is a multiple of this, in bytes, and of its own elements' size, which may be more where
+    /// the types are mixed; quicker kernels want 16 to 256.
     pub alignment: usize,
     /// Precision of 32-bit products, which a plan fixes. Needs `tf32` for [`MathMode::Tf32`].
     pub math_mode: MathMode,
@@ -386,7 +411,8 @@ impl PlanOptions {
     /// A plan for `shape`, with operands aligned to their elements, in full precision and repeatable.
     #[must_use]
     pub const fn new(shape: GemmShape, epilogue: Epilogue, workspace_bytes: usize) -> Self {
-        let alignment = shape.data_type.bytes();
+        let (factor, result) = (shape.data_type.bytes(), shape.output.bytes());
+        let alignment = if factor < result { factor } else { result };
         let (math_mode, atomics_mode) = (MathMode::Default, AtomicsMode::NotAllowed);
         Self { shape, epilogue, workspace_bytes, alignment, math_mode, atomics_mode }
     }
@@ -509,7 +535,7 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream.
     ///
-    /// - `gemm.value`: every element of C is the product within the rounding of the type.
+    /// - `gemm.value`: every element of C is the product within the rounding of C's type.
     /// - `gemm.transpose`: for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.
@@ -517,6 +543,11 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `gemm.alpha-zero`: with alpha 0 or k 0, A and B do not matter.
     /// - `gemm.empty`: with m, n or the batch 0 nothing is written, and it is no error.
     /// - `gemm.strided-batch`: the products of a batch are independent and lie at the strides given.
+    /// - `gemm.mixed`: with factors of `F16` or `Bf16` and an output of `F32`, C is an `F32` matrix, of which the old
+    ///   values enter and the product is stored without a rounding to the factors' type; the sum is kept in 32 bits, and
+    ///   whatever else is said of C holds. Needs `gemm_mixed`.
+    /// - `gemm.mixed-pairs`: every other pair of different types gives `Unsupported`, as a GEMM and as a plan, and
+    ///   nothing is written.
     /// - `gemm.asynchronous`: the call returns without waiting for the product.
     ///
     /// # Safety
@@ -532,11 +563,13 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Enqueues one run of a plan on the bound stream, through the bound workspace.
     ///
-    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of the type; before a bias is added,
-    ///   the sum may be rounded to the type once.
+    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type; before a bias is added,
+    ///   the sum may be rounded to that type once.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
+    /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors'
+    ///   type on the way.
     /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
-    /// - `plan.alignment`: an operand that is not aligned as the plan says gives `InvalidArgument`.
+    /// - `plan.alignment`: an operand that is not aligned as the plan says, or to its own elements, gives `InvalidArgument`.
     ///
     /// # Safety
     /// As [`BlasHandle::gemm`], for A, B, C, D and the bias; D overlaps neither A nor B nor the bias, and is C or does
@@ -583,6 +616,20 @@ mod tests {
         assert_eq!(shape.extents("t").unwrap(), Extents { a: 15, b: 60, c: 36 });
         assert_eq!(GemmShape::new(DataType::F32, 0, 4, 5).extents("t").unwrap(), Extents { a: 0, b: 20, c: 0 });
         assert_eq!(GemmShape::new(DataType::F32, 2, 2, 0).extents("t").unwrap(), Extents { a: 0, b: 0, c: 4 });
+    }
+
+    #[test]
+    fn a_wider_result_changes_its_own_bytes_and_no_count_of_elements() {
+        let shape = GemmShape::new(DataType::F16, 3, 4, 5);
+        let mixed = shape.with_output(DataType::F32);
+        assert_eq!((shape.output, shape.is_mixed(), mixed.is_mixed()), (DataType::F16, false, true));
+        assert_eq!(mixed.extents("t").unwrap(), shape.extents("t").unwrap());
+        assert_eq!(PlanOptions::new(mixed, Epilogue::None, 0).alignment, 2);
+        // 2^61 elements are too many of 4 bytes and not of 2.
+        let large = GemmShape::new(DataType::F16, 1 << 31, 1 << 30, 0);
+        assert_eq!(large.extents("t").unwrap().c, 1 << 61);
+        let error = large.with_output(DataType::F32).extents("t").unwrap_err();
+        assert!(error.to_string().contains("past the address space"), "{error}");
     }
 
     #[test]

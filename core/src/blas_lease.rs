@@ -8,7 +8,6 @@ use crate::blas::{
     Workspace,
 };
 use crate::buffer::DeviceSlice;
-use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
@@ -159,14 +158,59 @@ impl<'s> BlasLease<'s> {
         beta: T,
         c: impl Into<DeviceSlice<'b, T>>,
     ) -> Result<()> {
-        let (a, b, c) = (a.into(), b.into(), c.into());
-        check_product("gemm", self.stream, shape, a, b, c)?;
+        self.enqueue("gemm", shape, (alpha, beta), a.into(), b.into(), c.into())
+    }
+
+    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`, which is `f32` where `T` is
+    /// [`half::f16`] or [`half::bf16`]; the sums stay in 32 bits from the first product to C. Also takes equal types, and
+    /// then is [`BlasLease::gemm`].
+    ///
+    /// ```
+    /// use half::bf16;
+    /// use highwater_core::{GemmShape, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let a = stream.upload(&[bf16::ONE; 300])?; // 1 x 300
+    /// let b = stream.upload(&[bf16::ONE; 300])?; // 300 x 1
+    /// let c = stream.upload(&[1.0_f32])?;
+    /// stream.blas()?.gemm_mixed(&GemmShape::mixed::<bf16, f32>(1, 1, 300), 1.0, &a, &b, 1.0, &c)?;
+    /// assert_eq!(stream.download(&c)?, [301.0]); // bf16 has 300 and 302.
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`BlasLease::gemm`]; `Unsupported` also for other pairs of types, and where the device lacks `gemm_mixed`.
+    pub fn gemm_mixed<'b, T: Scalar, R: Scalar>(
+        &mut self,
+        shape: &GemmShape,
+        alpha: R,
+        a: impl Into<DeviceSlice<'b, T>>,
+        b: impl Into<DeviceSlice<'b, T>>,
+        beta: R,
+        c: impl Into<DeviceSlice<'b, R>>,
+    ) -> Result<()> {
+        self.enqueue("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into())
+    }
+
+    fn enqueue<T: Scalar, R: Scalar>(
+        &mut self,
+        operation: &'static str,
+        shape: &GemmShape,
+        (alpha, beta): (R, R),
+        a: DeviceSlice<'_, T>,
+        b: DeviceSlice<'_, T>,
+        c: DeviceSlice<'_, R>,
+    ) -> Result<()> {
+        check_product(operation, self.stream, shape, a, b, c)?;
         let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr()).with_scale(alpha.to_f64(), beta.to_f64());
-        [a, b, c].iter().for_each(|slice| slice.block.note_use(self.stream.core()));
+        let blocks = [a.block, b.block, c.block];
+        blocks.iter().for_each(|block| block.note_use(self.stream.core()));
         // A binding that failed before is made up for here.
-        let mut turn = self.pooled.bound_turn("gemm", self.stream)?;
-        self.apply_numerics("gemm", shape.data_type)?;
-        [a, b, c].iter().for_each(|slice| turn.keep_device(slice.block));
+        let mut turn = self.pooled.bound_turn(operation, self.stream)?;
+        self.apply_numerics(operation, shape.data_type)?;
+        blocks.iter().for_each(|block| turn.keep_device(block));
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
         // They are freed only after this stream has passed the product (`note_use`), or after the graph that keeps them.
         // The turn is held.
@@ -351,17 +395,70 @@ impl<'s> LtLease<'s> {
         d: impl Into<DeviceSlice<'b, T>>,
         bias: Option<DeviceSlice<'b, T>>,
     ) -> Result<()> {
-        let (a, b, d) = (a.into(), b.into(), d.into());
-        check_product("matmul", self.stream, shape, a, b, d)?;
-        check_bias(self.stream, shape, epilogue, d, bias)?;
+        self.enqueue("matmul", shape, epilogue, (alpha, beta), [a.into(), b.into()], d.into(), bias)
+    }
+
+    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and a D and a bias of `R`: what
+    /// [`BlasLease::gemm_mixed`] is to [`BlasLease::gemm`].
+    ///
+    /// ```
+    /// use half::f16;
+    /// use highwater_core::{Epilogue, GemmShape, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+    /// let device = runtime.device(0)?;
+    /// let stream = device.create_stream()?;
+    /// let weight = stream.upload(&[f16::from_f32(60_000.0), -f16::ONE])?; // 2 x 1
+    /// let input = stream.upload(&[f16::from_f32(2.0)])?; // 1 x 1
+    /// let bias = stream.upload(&[0.5_f32, 0.5])?;
+    /// let output = device.allocate::<f32>(2)?;
+    /// let shape = GemmShape::mixed::<f16, f32>(2, 1, 1);
+    /// let mut lt = stream.lt()?;
+    /// lt.matmul_mixed(&shape, Epilogue::BiasRelu, 1.0, &weight, &input, 0.0, &output, Some((&bias).into()))?;
+    /// assert_eq!(stream.download(&output)?, [120_000.5, 0.0]); // f16 ends at 65504.
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`LtLease::matmul`]; `Unsupported` also for other pairs of types, and where the device lacks `gemm_mixed`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
+    pub fn matmul_mixed<'b, T: Scalar, R: Scalar>(
+        &mut self,
+        shape: &GemmShape,
+        epilogue: Epilogue,
+        alpha: R,
+        a: impl Into<DeviceSlice<'b, T>>,
+        b: impl Into<DeviceSlice<'b, T>>,
+        beta: R,
+        d: impl Into<DeviceSlice<'b, R>>,
+        bias: Option<DeviceSlice<'b, R>>,
+    ) -> Result<()> {
+        self.enqueue("matmul_mixed", shape, epilogue, (alpha, beta), [a.into(), b.into()], d.into(), bias)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
+    fn enqueue<T: Scalar, R: Scalar>(
+        &mut self,
+        operation: &'static str,
+        shape: &GemmShape,
+        epilogue: Epilogue,
+        (alpha, beta): (R, R),
+        [a, b]: [DeviceSlice<'_, T>; 2],
+        d: DeviceSlice<'_, R>,
+        bias: Option<DeviceSlice<'_, R>>,
+    ) -> Result<()> {
+        check_product(operation, self.stream, shape, a, b, d)?;
+        check_bias(operation, self.stream, shape, epilogue, d, bias)?;
         let inner = &self.stream.runtime().inner;
         let device = inner.device(self.stream.device());
         let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
         let policy = policy(self.numerics, self.stream);
-        let math_mode = policy.math_mode("matmul", &device.capabilities, shape.data_type)?;
+        let math_mode = policy.math_mode(operation, &device.capabilities, shape.data_type)?;
         let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
         // The vendors' heuristics tell alignments up to 256 bytes apart.
-        let operands = [a, b, d].iter().chain(&bias).fold(256, |bits, slice| bits | slice.ptr().get());
+        let addresses = [a.ptr(), b.ptr(), d.ptr()].into_iter().chain(bias.map(|bias| bias.ptr()));
+        let operands = addresses.fold(256, |bits, ptr| bits | ptr.get());
         let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
             .with_alignment(1 << operands.trailing_zeros())
             .with_math_mode(math_mode)
@@ -370,10 +467,11 @@ impl<'s> LtLease<'s> {
         let mut arguments = PlanArguments::new(a.ptr(), b.ptr(), d.ptr(), bias.map(|bias| bias.ptr()));
         arguments.alpha = alpha.to_f64();
         arguments.beta = beta.to_f64();
-        [a, b, d].iter().chain(&bias).for_each(|slice| slice.block.note_use(self.stream.core()));
-        let mut turn = self.pooled.bound_turn("matmul", self.stream)?;
-        [a, b, d].iter().chain(&bias).for_each(|slice| turn.keep_device(slice.block));
-        // SAFETY: as in `BlasLease::gemm`; D is C, and the bias is live, long enough and apart from D.
+        let blocks = || [a.block, b.block, d.block].into_iter().chain(bias.map(|bias| bias.block));
+        blocks().for_each(|block| block.note_use(self.stream.core()));
+        let mut turn = self.pooled.bound_turn(operation, self.stream)?;
+        blocks().for_each(|block| turn.keep_device(block));
+        // SAFETY: as in `BlasLease::enqueue`; D is C, and the bias is live, long enough and apart from D.
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }
     }
 
@@ -402,28 +500,36 @@ fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
 }
 
 /// Everything that can be wrong with a product, before the vendor is called.
-fn check_product<T: Scalar>(
+fn check_product<T: Scalar, R: Scalar>(
     operation: &'static str,
     stream: &Stream,
     shape: &GemmShape,
     a: DeviceSlice<'_, T>,
     b: DeviceSlice<'_, T>,
-    c: DeviceSlice<'_, T>,
+    c: DeviceSlice<'_, R>,
 ) -> Result<()> {
     stream.runtime().inner.check(operation)?;
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
-    if shape.data_type != T::DATA_TYPE {
-        return Err(invalid(format!("the shape is of {:?}, the buffers of {:?}", shape.data_type, T::DATA_TYPE))
-            .with_hint("make the shape with `GemmShape::of::<T>`"));
-    }
-    check_abilities(operation, &stream.runtime().inner.device(stream.device()).capabilities, shape)?;
-    let extents = shape.extents(operation)?;
-    for (name, slice, needed) in [("A", &a, extents.a), ("B", &b, extents.b), ("C", &c, extents.c)] {
-        stream.check_here(operation, slice)?;
-        if slice.len() < needed {
-            return Err(invalid(format!("{name} has {} values, the product reaches {needed}", slice.len()))
-                .with_hint("pass a larger buffer, or check m, n, k, the leading dimensions and the batch"));
+    for (what, of_shape, of_buffers) in
+        [("factors", shape.data_type, T::DATA_TYPE), ("result", shape.output, R::DATA_TYPE)]
+    {
+        if of_shape != of_buffers {
+            let message = format!("the shape has {what} of {of_shape:?}, the buffers are of {of_buffers:?}");
+            return Err(invalid(message).with_hint(
+                "make the shape with `GemmShape::of::<T>`, or with `GemmShape::mixed::<T, R>` for `gemm_mixed` and \
+                 `matmul_mixed`",
+            ));
         }
+    }
+    stream.runtime().inner.device(stream.device()).capabilities.check_product(operation, shape)?;
+    let extents = shape.extents(operation)?;
+    let lengths = [("A", a.len(), extents.a), ("B", b.len(), extents.b), ("C", c.len(), extents.c)];
+    stream.check_here(operation, &a)?;
+    stream.check_here(operation, &b)?;
+    stream.check_here(operation, &c)?;
+    if let Some((name, len, needed)) = lengths.into_iter().find(|(_, len, needed)| len < needed) {
+        return Err(invalid(format!("{name} has {len} values, the product reaches {needed}"))
+            .with_hint("pass a larger buffer, or check m, n, k, the leading dimensions and the batch"));
     }
     for (name, factor, len) in [("A", &a, extents.a), ("B", &b, extents.b)] {
         if c.overlaps(extents.c, factor, len) {
@@ -433,38 +539,23 @@ fn check_product<T: Scalar>(
     Ok(())
 }
 
-fn check_abilities(operation: &'static str, capabilities: &Capabilities, shape: &GemmShape) -> Result<()> {
-    let (able, name) = match shape.data_type {
-        DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
-        DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
-        DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
-        DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
-    };
-    if !able {
-        return Err(Error::lacks(operation, name));
-    }
-    if shape.batch.is_some() && !capabilities.strided_batch {
-        return Err(Error::lacks(operation, "strided_batch"));
-    }
-    Ok(())
-}
-
 fn check_bias<T: Scalar>(
+    operation: &'static str,
     stream: &Stream,
     shape: &GemmShape,
     epilogue: Epilogue,
     d: DeviceSlice<'_, T>,
     bias: Option<DeviceSlice<'_, T>>,
 ) -> Result<()> {
-    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, "matmul", message);
+    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
     match bias {
         Some(bias) if epilogue.has_bias() => {
-            stream.check_here("matmul", &bias)?;
+            stream.check_here(operation, &bias)?;
             if bias.len() < shape.m {
                 return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len(), shape.m))
                     .with_hint("a bias has one value for each row of D"));
             }
-            if d.overlaps(shape.extents("matmul")?.c, &bias, shape.m) {
+            if d.overlaps(shape.extents(operation)?.c, &bias, shape.m) {
                 return Err(invalid("D overlaps the bias".to_owned()).with_hint("write to a buffer of its own"));
             }
             Ok(())

@@ -293,13 +293,12 @@ impl<T: Element> DeviceSlice<'_, T> {
 
     /// Whether the first `len` values of this view and the first `other_len` of the other share a byte. By address: memory
     /// of another process that was opened twice is two blocks.
-    pub(crate) fn overlaps(&self, len: usize, other: &Self, other_len: usize) -> bool {
-        let end = |slice: &Self, len: usize| slice.ptr().offset(len * size_of::<T>());
+    pub(crate) fn overlaps<U: Element>(&self, len: usize, other: &DeviceSlice<'_, U>, other_len: usize) -> bool {
         self.device() == other.device()
             && len > 0
             && other_len > 0
-            && self.ptr() < end(other, other_len)
-            && other.ptr() < end(self, len)
+            && self.ptr() < other.ptr().offset(other_len * size_of::<U>())
+            && other.ptr() < self.ptr().offset(len * size_of::<T>())
     }
 
     /// A ticket of these values, as [`DeviceBuffer::share`].

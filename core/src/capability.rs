@@ -1,5 +1,8 @@
 //! What a device can do and how it behaves, as data: policy is a table, not an `if` on the vendor's name.
 
+use crate::blas::{DataType, GemmShape};
+use crate::error::{Error, ErrorKind, Result};
+
 /// What one device can do (*abilities*) and how it behaves (*facts*).
 ///
 /// Grammar: an ability is a `bool` named for what is asked; where it is false, asking gives
@@ -20,6 +23,9 @@ pub struct Capabilities {
     pub gemm_f16: bool,
     /// GEMM on bfloat16, accumulated in 32 bits.
     pub gemm_bf16: bool,
+    /// GEMM and plans with factors of 16 bits and a result of 32: F16 to F32 beside `gemm_f16`, Bf16 to F32 beside
+    /// `gemm_bf16`.
+    pub gemm_mixed: bool,
     /// [`MathMode::Tf32`](crate::MathMode) on 32-bit GEMM.
     pub tf32: bool,
     /// [`AtomicsMode`](crate::AtomicsMode) can be chosen.
@@ -92,6 +98,7 @@ impl Capabilities {
             gemm_f64: false,
             gemm_f16: false,
             gemm_bf16: false,
+            gemm_mixed: false,
             tf32: false,
             atomics_mode: false,
             blas_workspace: false,
@@ -122,6 +129,43 @@ impl Capabilities {
             lt_workspace_bytes: 0,
         }
     }
+
+    /// Whether the device computes products of `shape`, as far as its types and its batch go.
+    ///
+    /// # Errors
+    /// `Unsupported` for types, pairs of types and batches that the device lacks, and for pairs that nobody has: the
+    /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
+    #[inline]
+    pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        let (able, name) = match shape.data_type {
+            DataType::F32 => (self.gemm_f32, "gemm_f32"),
+            DataType::F64 => (self.gemm_f64, "gemm_f64"),
+            DataType::F16 => (self.gemm_f16, "gemm_f16"),
+            DataType::Bf16 => (self.gemm_bf16, "gemm_bf16"),
+        };
+        if !able {
+            return Err(Error::lacks(operation, name));
+        }
+        if shape.is_mixed() {
+            if !matches!((shape.data_type, shape.output), (DataType::F16 | DataType::Bf16, DataType::F32)) {
+                return Err(no_such_pair(operation, shape));
+            }
+            if !self.gemm_mixed {
+                return Err(Error::lacks(operation, "gemm_mixed"));
+            }
+        }
+        if shape.batch.is_some() && !self.strided_batch {
+            return Err(Error::lacks(operation, "strided_batch"));
+        }
+        Ok(())
+    }
+}
+
+#[cold]
+fn no_such_pair(operation: &'static str, shape: &GemmShape) -> Error {
+    let message = format!("no product has factors of {:?} and a result of {:?}", shape.data_type, shape.output);
+    Error::new(ErrorKind::Unsupported, operation, message)
+        .with_hint("use a result of the factors' type, or one of F32 with factors of F16 or Bf16")
 }
 
 /// A set of [`Transport`](crate::Transport)s.
@@ -149,5 +193,43 @@ impl Transports {
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pair_of_types_is_allowed_or_refused_by_name() {
+        const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+        let mut every = Capabilities::none();
+        (every.gemm_f16, every.gemm_bf16, every.gemm_f32, every.gemm_f64) = (true, true, true, true);
+        let mut mixed = every;
+        mixed.gemm_mixed = true;
+        let refusal = |capabilities: &Capabilities, factor: DataType, result: DataType| {
+            let shape = GemmShape::new(factor, 2, 2, 2).with_output(result);
+            capabilities.check_product("t", &shape).err().map(|error| {
+                assert_eq!(error.kind(), ErrorKind::Unsupported);
+                error.to_string()
+            })
+        };
+        for factor in TYPES {
+            for result in TYPES {
+                let widened = factor.bytes() == 2 && result == DataType::F32;
+                let (with, without) = (refusal(&mixed, factor, result), refusal(&every, factor, result));
+                if factor == result {
+                    assert_eq!((with, without), (None, None), "{factor:?}");
+                } else if widened {
+                    assert_eq!(with, None, "{factor:?} to {result:?}");
+                    assert!(without.unwrap().contains("gemm_mixed"), "{factor:?} to {result:?}");
+                } else {
+                    let expected = format!("no product has factors of {factor:?} and a result of {result:?}");
+                    assert!(with.unwrap().contains(&expected) && without.unwrap().contains(&expected));
+                }
+            }
+        }
+        mixed.gemm_bf16 = false;
+        assert!(refusal(&mixed, DataType::Bf16, DataType::F32).unwrap().contains("gemm_bf16"));
     }
 }

@@ -8,6 +8,21 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 
 pub(crate) use parking_lot::{Condvar, Mutex};
 
+/// Stores, and orders the store before everything that follows, as a sequentially consistent fence behind it would.
+///
+/// On x86 an exchange does both for half the price of the `mfence` that such a fence is compiled to: every instruction with a
+/// lock prefix is a full barrier there. The compiler's own reordering is what the second line is for.
+#[inline]
+pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
+    if cfg!(target_arch = "x86_64") {
+        cell.swap(value, Ordering::SeqCst);
+        std::sync::atomic::compiler_fence(Ordering::SeqCst);
+    } else {
+        cell.store(value, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+}
+
 /// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.
 #[derive(Debug, Default)]
 pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);

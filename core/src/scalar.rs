@@ -61,4 +61,19 @@ impl GemmShape {
     pub const fn of<T: Scalar>(m: usize, n: usize, k: usize) -> Self {
         Self::new(T::DATA_TYPE, m, n, k)
     }
+
+    /// One product of packed matrices, nothing transposed, with factors of `T` and a result of `R`:
+    /// [`GemmShape::with_output`] by types.
+    ///
+    /// ```
+    /// use half::bf16;
+    /// use highwater_core::{DataType, GemmShape};
+    ///
+    /// let shape = GemmShape::mixed::<bf16, f32>(4, 5, 6);
+    /// assert_eq!((shape.data_type, shape.output), (DataType::Bf16, DataType::F32));
+    /// ```
+    #[must_use]
+    pub const fn mixed<T: Scalar, R: Scalar>(m: usize, n: usize, k: usize) -> Self {
+        Self::of::<T>(m, n, k).with_output(R::DATA_TYPE)
+    }
 }

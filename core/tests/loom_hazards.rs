@@ -7,6 +7,11 @@
 
 mod primitive {
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
+
+    pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
+        cell.store(value, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
 }
 
 #[path = "../src/driver/hazards.rs"]
@@ -144,5 +149,33 @@ fn an_announcement_apart_is_seen_like_any_other() {
         let destroyed = table.remove();
         call.join().unwrap();
         assert!(destroyed || table.sweep());
+    });
+}
+
+#[test]
+fn two_objects_that_are_announced_at_once_are_both_seen() {
+    loom::model(|| {
+        let (first, second) = (Table::new(), Table::new());
+        let (one, two) = (Arc::clone(&first), Arc::clone(&second));
+        // Both tables look into the first one's records.
+        let call = thread::spawn(move || {
+            let record = one.registry.take();
+            let hazards = record.announce_both(one.address(), two.address()).expect("a record of one's own has room");
+            for table in [&one, &two] {
+                if !table.object.stale.load(Ordering::Acquire) {
+                    // SAFETY: read only.
+                    assert!(table.object.handle.with(|handle| unsafe { *handle }));
+                }
+            }
+            drop(hazards);
+        });
+        second.object.stale.store(true, Ordering::Relaxed);
+        if !first.registry.is_announced(second.address()) {
+            // SAFETY: nobody uses it, which is what is under test.
+            second.object.handle.with_mut(|handle| unsafe { *handle = false });
+        }
+        let destroyed = first.remove();
+        call.join().unwrap();
+        assert!(destroyed || first.sweep());
     });
 }

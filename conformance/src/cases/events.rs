@@ -202,20 +202,51 @@ fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseResult {
-    let (up, down) = (Busy::new(backend, DEVICE, Direction::ToDevice)?, Busy::new(backend, DEVICE, Direction::ToHost)?);
-    attempts("a wait looks at the event when the stream gets there, not when it was called", |helpings| {
-        let (occupied, waiting, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
-        occupied.record(&event)?;
-        occupied.synchronize()?;
-        // The stream gets to its wait only after the event was recorded again.
-        down.enqueue(&waiting, helpings)?;
-        waiting.wait(&event)?;
-        up.enqueue(&occupied, helpings * 4)?;
-        occupied.record(&event)?;
-        let not_there_yet = waiting.is_pending()?;
-        waiting.synchronize()?;
-        Ok(Attempt::seen(not_there_yet && occupied.is_pending()?))
-    })
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let mut told = Vec::new();
+    let outcome = attempts(
+        "a wait looks at the event when the stream gets there, not when it was called",
+        |helpings| {
+            let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
+            let (occupied, waiting) = (Stream::new(backend)?, Stream::new(backend)?);
+            let (event, middle) = (Event::new(backend)?, Event::new(backend)?);
+            occupied.record(&event)?;
+            occupied.synchronize()?;
+            // The waiting stream gets to its wait for the event in the middle of the other's work. So it gets there after the
+            // event was recorded again, and long before that record is reached, however quick copies are in either direction
+            // and however many calls the device queues: the work of one stream alone says when.
+            let begun = Instant::now();
+            busy.enqueue(&occupied, helpings * 2)?;
+            occupied.record(&middle)?;
+            waiting.wait(&middle)?;
+            waiting.wait(&event)?;
+            waiting.copy(copied.all(), shared.all())?;
+            // No more than a queue takes beside the first part, or the calls last until that is over.
+            busy.enqueue(&occupied, helpings.min(busy.helpings_at_once()))?;
+            occupied.set(shared.all(), NEW)?;
+            occupied.record(&event)?;
+            let not_there_yet = middle.is_pending()?;
+            let called = begun.elapsed();
+            waiting.synchronize()?;
+            let went_on = begun.elapsed();
+            occupied.synchronize()?;
+            let over = begun.elapsed();
+            let ahead = copied.read()?.iter().all(|&byte| byte == OLD);
+            told.push(if not_there_yet {
+            format!(
+                "with {helpings} helpings the calls took {called:?}, and the stream went on after {went_on:?} of \
+                 {over:?}, and not before the later record"
+            )
+        } else {
+            format!(
+                "with {helpings} helpings the calls took {called:?} of {over:?}, and the stream may have got to its wait \
+                 before the later record was made"
+            )
+        });
+            Ok(Attempt::seen(not_there_yet && ahead))
+        },
+    );
+    outcome.map_err(|failure| failure.with_details(&told.join("; ")))
 }
 
 fn waits_keep_the_record_they_met(backend: &dyn Backend) -> CaseResult {

@@ -1,12 +1,12 @@
 //! Matrix products: values, shapes, factors, batches.
 
-use highwater_core::{Backend, BlasKind, DataType, GemmShape, MathMode, StridedBatch};
+use highwater_core::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
-use crate::case::{CaseResult, cases, check, needs};
+use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{DEVICE, Event, Handle, Stream};
-use crate::matrix::Product;
+use crate::matrix::{Product, Types};
 
 cases! {
     group "gemm";
@@ -51,6 +51,43 @@ cases! {
     multiplies_batches_bf16: ["gemm.strided-batch"] needs [needs::has::gemm_bf16, needs::has::strided_batch];
     accumulates_halves_in_single_precision: ["gemm.value"] needs [needs::has::gemm_f16];
     accumulates_bfloats_in_single_precision: ["gemm.value"] needs [needs::has::gemm_bf16];
+    multiplies_f16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    multiplies_bf16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    multiplies_larger_f16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    multiplies_larger_bf16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    transposes_f16_to_f32: ["gemm.mixed", "gemm.transpose"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    transposes_bf16_to_f32: ["gemm.mixed", "gemm.transpose"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    keeps_the_gaps_of_leading_dimensions_f16_to_f32: ["gemm.mixed", "gemm.leading-dimension"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    keeps_the_gaps_of_leading_dimensions_bf16_to_f32: ["gemm.mixed", "gemm.leading-dimension"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    adds_the_old_c_f16_to_f32: ["gemm.mixed", "gemm.beta"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    adds_the_old_c_bf16_to_f32: ["gemm.mixed", "gemm.beta"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    ignores_the_old_c_with_beta_zero_f16_to_f32: ["gemm.mixed", "gemm.beta-zero"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    ignores_the_old_c_with_beta_zero_bf16_to_f32: ["gemm.mixed", "gemm.beta-zero"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    ignores_the_factors_with_alpha_zero_f16_to_f32: ["gemm.mixed", "gemm.alpha-zero"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    ignores_the_factors_with_alpha_zero_bf16_to_f32: ["gemm.mixed", "gemm.alpha-zero"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    multiplies_batches_f16_to_f32: ["gemm.mixed", "gemm.strided-batch"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::strided_batch];
+    multiplies_batches_bf16_to_f32: ["gemm.mixed", "gemm.strided-batch"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::strided_batch];
+    stores_more_than_the_factors_type_holds_f16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    stores_more_than_the_factors_type_holds_bf16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    other_pairs_of_types_are_refused: ["gemm.mixed-pairs"];
     shares_factors_in_a_batch: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
     multiplies_transposed_batches_with_gaps: ["gemm.strided-batch", "gemm.transpose", "gemm.leading-dimension"]
         needs [needs::has::gemm_f32, needs::has::strided_batch];
@@ -82,8 +119,9 @@ fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> 
 }
 
 /// Products of every size of [`SIZES`].
-fn sizes(data_type: DataType) -> impl Iterator<Item = Product> {
-    let shape = move |(m, n, k)| GemmShape::new(data_type, m, n, k);
+fn sizes(types: impl Into<Types>) -> impl Iterator<Item = Product> {
+    let types = types.into();
+    let shape = move |(m, n, k)| types.shape(m, n, k);
     SIZES.into_iter().enumerate().map(move |(seed, size)| Product::new(shape(size), seed as u64))
 }
 
@@ -130,8 +168,9 @@ fn multiplies_larger_bf16(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Sums that a half type cannot hold in steps of one: a product that adds in the type itself gets stuck on the way.
-fn accumulates(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shape = GemmShape::new(data_type, 8, 5, 8192);
+fn accumulates(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shape = types.shape(8, 5, 8192);
     prove(backend, [Product::new(shape, 25).with_ones_in_factors(), Product::new(shape, 26)])
 }
 
@@ -163,8 +202,9 @@ fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
     prove_tf32(backend, shapes.map(|shape| Product::new(shape, 28)))
 }
 
-fn transposes(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shapes = [(17, 9, 33), (4, 64, 8), (65, 3, 20)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+fn transposes(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shapes = [(17, 9, 33), (4, 64, 8), (65, 3, 20)].map(|(m, n, k)| types.shape(m, n, k));
     prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
 }
 
@@ -184,8 +224,9 @@ fn transposes_bf16(backend: &dyn Backend) -> CaseResult {
     transposes(backend, DataType::Bf16)
 }
 
-fn keeps_gaps(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shapes = [(13, 6, 10), (1, 20, 3), (32, 32, 32)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+fn keeps_gaps(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shapes = [(13, 6, 10), (1, 20, 3), (32, 32, 32)].map(|(m, n, k)| types.shape(m, n, k));
     let shapes = shapes.into_iter().flat_map(transposed).map(padded);
     prove(backend, shapes.flat_map(|shape| [0.0, 0.5].map(|beta| Product::new(shape, 41).with_scale(1.5, beta))))
 }
@@ -211,8 +252,9 @@ fn scales_the_product(backend: &dyn Backend) -> CaseResult {
     prove(backend, [-1.0, 0.3, 2.0, 1e-3, 1e6].map(|alpha| Product::new(shape, 51).with_scale(alpha, 0.0)))
 }
 
-fn adds_the_old_c(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shape = GemmShape::new(data_type, 19, 27, 11);
+fn adds_the_old_c(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shape = types.shape(19, 27, 11);
     let scales = [(1.0, 1.0), (1.0, -1.0), (0.5, 0.3), (-2.0, 1e3)];
     prove(backend, scales.map(|(alpha, beta)| Product::new(shape, 61).with_scale(alpha, beta)))
 }
@@ -233,8 +275,9 @@ fn adds_the_old_c_bf16(backend: &dyn Backend) -> CaseResult {
     adds_the_old_c(backend, DataType::Bf16)
 }
 
-fn ignores_nan_in_c(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shapes = transposed(GemmShape::new(data_type, 12, 33, 7)).map(padded);
+fn ignores_nan_in_c(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shapes = transposed(types.shape(12, 33, 7)).map(padded);
     prove(backend, shapes.map(|shape| Product::new(shape, 71).with_scale(1.25, 0.0).with_nan_in_c()))
 }
 
@@ -254,8 +297,9 @@ fn ignores_the_old_c_with_beta_zero_bf16(backend: &dyn Backend) -> CaseResult {
     ignores_nan_in_c(backend, DataType::Bf16)
 }
 
-fn ignores_the_factors(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shape = GemmShape::new(data_type, 15, 14, 13);
+fn ignores_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shape = types.shape(15, 14, 13);
     let scales = [1.0, -0.5, 3.0];
     prove(backend, scales.map(|beta| Product::new(shape, 81).with_scale(0.0, beta).with_nan_in_factors()))
 }
@@ -306,8 +350,9 @@ fn batches(shape: GemmShape) -> [GemmShape; 3] {
     })
 }
 
-fn multiplies_batches(backend: &dyn Backend, data_type: DataType) -> CaseResult {
-    let shapes = [(5, 6, 7), (16, 16, 16), (33, 2, 9)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+fn multiplies_batches(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shapes = [(5, 6, 7), (16, 16, 16), (33, 2, 9)].map(|(m, n, k)| types.shape(m, n, k));
     let shapes = shapes.into_iter().flat_map(batches);
     prove(backend, shapes.flat_map(|shape| [0.0, 0.75].map(|beta| Product::new(shape, 121).with_scale(1.5, beta))))
 }
@@ -363,4 +408,118 @@ fn returns_at_once(backend: &dyn Backend) -> CaseResult {
         placed.check(&product)?;
         Ok(Attempt::seen(outstanding))
     })
+}
+
+fn multiplies_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(Types::to_f32(DataType::F16)))
+}
+
+fn multiplies_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    prove(backend, sizes(Types::to_f32(DataType::Bf16)))
+}
+
+fn multiplies_larger_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    multiplies_larger_mixed(backend, Types::to_f32(DataType::F16))
+}
+
+fn multiplies_larger_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    multiplies_larger_mixed(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn transposes_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, Types::to_f32(DataType::F16))
+}
+
+fn transposes_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    transposes(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn keeps_the_gaps_of_leading_dimensions_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, Types::to_f32(DataType::F16))
+}
+
+fn keeps_the_gaps_of_leading_dimensions_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    keeps_gaps(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn adds_the_old_c_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, Types::to_f32(DataType::F16))
+}
+
+fn adds_the_old_c_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    adds_the_old_c(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn ignores_the_old_c_with_beta_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, Types::to_f32(DataType::F16))
+}
+
+fn ignores_the_old_c_with_beta_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignores_nan_in_c(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn ignores_the_factors_with_alpha_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, Types::to_f32(DataType::F16))
+}
+
+fn ignores_the_factors_with_alpha_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn multiplies_batches_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, Types::to_f32(DataType::F16))
+}
+
+fn multiplies_batches_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    multiplies_batches(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn stores_more_than_the_factors_type_holds_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    stores_more_than_factors_hold(backend, Types::to_f32(DataType::F16))
+}
+
+fn stores_more_than_the_factors_type_holds_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    stores_more_than_factors_hold(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn multiplies_larger_mixed(backend: &dyn Backend, types: Types) -> CaseResult {
+    let shapes = transposed(types.shape(130, 117, 150)).into_iter().chain(transposed(types.shape(128, 64, 256)));
+    prove(backend, shapes.map(|shape| Product::new(shape, 29).with_scale(0.7, -1.3)))
+}
+
+/// Sums that are too long for the factors' types and too large for half precision.
+fn stores_more_than_factors_hold(backend: &dyn Backend, types: Types) -> CaseResult {
+    let odd = Product::new(types.shape(8, 5, 4099), 161).with_ones_in_factors();
+    let large = Product::new(types.shape(16, 8, 64), 162).with_ones_in_factors().with_scale(2048.25, 0.0);
+    prove(backend, [odd, large, Product::new(types.shape(8, 5, 8192), 163).with_scale(1.0, 1.0)])
+}
+
+fn other_pairs_of_types_are_refused(backend: &dyn Backend) -> CaseResult {
+    const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+    let stream = Stream::new(backend)?;
+    let mut blas = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let mut lt = match backend.capabilities(DEVICE)?.lt_plans {
+        true => Some(Handle::new(backend, BlasKind::Lt, &stream)?),
+        false => None,
+    };
+    for factor in TYPES {
+        for result in TYPES {
+            let widened = matches!(factor, DataType::F16 | DataType::Bf16) && result == DataType::F32;
+            if factor == result || widened {
+                continue;
+            }
+            let shape = GemmShape::new(factor, 8, 8, 8).with_output(result);
+            let placed = Product::new(shape, 164).place(backend)?;
+            let before = placed.c.read()?;
+            let product = Product::new(shape, 164);
+            check_error!(placed.gemm(&product, &mut blas), Unsupported, "gemm of {factor:?} to {result:?}");
+            if let Some(lt) = &mut lt {
+                let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::None, 0));
+                check_error!(made, Unsupported, "create_plan for {factor:?} to {result:?}");
+            }
+            stream.synchronize()?;
+            check!(placed.c.read()? == before, "a refused product of {factor:?} to {result:?} wrote to C");
+        }
+    }
+    Ok(())
 }

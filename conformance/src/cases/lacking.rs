@@ -17,6 +17,7 @@ cases! {
     gemm_f64: ["backend.lacking"] needs [needs::lacks::gemm_f64];
     gemm_f16: ["backend.lacking"] needs [needs::lacks::gemm_f16];
     gemm_bf16: ["backend.lacking"] needs [needs::lacks::gemm_bf16];
+    gemm_mixed: ["backend.lacking"] needs [needs::lacks::gemm_mixed];
     tf32: ["backend.lacking"] needs [needs::lacks::tf32];
     atomics_mode: ["backend.lacking"] needs [needs::lacks::atomics_mode];
     blas_workspace: ["backend.lacking"] needs [needs::lacks::blas_workspace];
@@ -72,6 +73,20 @@ fn gemm_f16(backend: &dyn Backend) -> CaseResult {
 
 fn gemm_bf16(backend: &dyn Backend) -> CaseResult {
     product_is_refused(backend, GemmShape::new(DataType::Bf16, 8, 8, 8))
+}
+
+fn gemm_mixed(backend: &dyn Backend) -> CaseResult {
+    for factor in [DataType::F16, DataType::Bf16] {
+        let shape = GemmShape::new(factor, 8, 8, 8).with_output(DataType::F32);
+        product_is_refused(backend, shape)?;
+        if backend.capabilities(DEVICE)?.lt_plans {
+            let stream = Stream::new(backend)?;
+            let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
+            let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, highwater_core::Epilogue::None, 0));
+            check_error!(made, Unsupported, "create_plan for {shape:?}");
+        }
+    }
+    Ok(())
 }
 
 fn tf32(backend: &dyn Backend) -> CaseResult {

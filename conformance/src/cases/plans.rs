@@ -9,7 +9,7 @@ use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
-use crate::matrix::Product;
+use crate::matrix::{Product, Types};
 
 cases! {
     group "plans";
@@ -28,6 +28,22 @@ cases! {
         needs [needs::has::lt_plans, needs::has::gemm_f16];
     multiply_bf16_with_every_epilogue: ["plan.value", "plan.epilogue"]
         needs [needs::has::lt_plans, needs::has::gemm_bf16];
+    multiply_with_every_epilogue_from_f16_to_f32: ["plan.mixed", "plan.value", "plan.epilogue"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+    multiply_with_every_epilogue_from_bf16_to_f32: ["plan.mixed", "plan.value", "plan.epilogue"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+    add_a_bias_to_every_product_of_a_batch_from_f16_to_f32: ["plan.mixed", "plan.epilogue"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans, needs::has::strided_batch];
+    add_a_bias_to_every_product_of_a_batch_from_bf16_to_f32: ["plan.mixed", "plan.epilogue"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans, needs::has::strided_batch];
+    write_to_another_matrix_than_c_from_f16_to_f32: ["plan.mixed"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+    write_to_another_matrix_than_c_from_bf16_to_f32: ["plan.mixed"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+    refuse_results_between_their_elements_from_f16_to_f32: ["plan.mixed", "plan.alignment"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+    refuse_results_between_their_elements_from_bf16_to_f32: ["plan.mixed", "plan.alignment"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
     add_a_bias_to_every_product_of_a_batch: ["plan.epilogue"]
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
     equal_runs_give_equal_bits: ["blas.deterministic"] needs [needs::has::lt_plans, needs::has::gemm_f32];
@@ -63,9 +79,9 @@ fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> 
 }
 
 /// Shapes with each factor transposed or not, some with gaps.
-fn shapes(data_type: DataType) -> Vec<GemmShape> {
-    let plain =
-        [(1, 1, 1), (16, 16, 16), (32, 48, 24), (65, 33, 17)].map(|(m, n, k)| GemmShape::new(data_type, m, n, k));
+fn shapes(types: impl Into<Types>) -> Vec<GemmShape> {
+    let types = types.into();
+    let plain = [(1, 1, 1), (16, 16, 16), (32, 48, 24), (65, 33, 17)].map(|(m, n, k)| types.shape(m, n, k));
     let all = plain.into_iter().flat_map(|shape| {
         let padded = shape.with_leading_dimensions(shape.lda + 8, shape.ldb + 8, shape.ldc + 8);
         [shape, shape.with_transposed_a(), shape.with_transposed_b(), padded]
@@ -87,11 +103,16 @@ fn add_the_old_c(backend: &dyn Backend) -> CaseResult {
 }
 
 fn write_to_another_matrix_than_c(backend: &dyn Backend) -> CaseResult {
+    write_elsewhere(backend, DataType::F32)
+}
+
+fn write_elsewhere(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
-    let product = Product::new(GemmShape::new(DataType::F32, 32, 40, 48), 4).with_scale(1.5, -0.5);
+    let product = Product::new(types.shape(32, 40, 48), 4).with_scale(1.5, -0.5);
     let options = PlanOptions::new(product.shape, Epilogue::None, WORKSPACE_BYTES);
     let plan = handle.raw_mut().create_plan(&options)?;
     let mut placed = product.place(backend)?;
@@ -117,9 +138,10 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Products with an epilogue, without and with the old C.
-fn followed_by(data_type: DataType, epilogue: Epilogue) -> impl Iterator<Item = Product> {
+fn followed_by(types: impl Into<Types>, epilogue: Epilogue) -> impl Iterator<Item = Product> {
+    let types = types.into();
     let factors = [(1.0, 0.0), (0.5, 1.0)];
-    shapes(data_type).into_iter().flat_map(move |shape| {
+    shapes(types).into_iter().flat_map(move |shape| {
         factors.map(|(alpha, beta)| Product::new(shape, 6).with_scale(alpha, beta).with_epilogue(epilogue))
     })
 }
@@ -145,10 +167,11 @@ fn add_a_bias_and_apply_gelu(backend: &dyn Backend) -> CaseResult {
 }
 
 /// Every epilogue that half types have, which is all of them, on every third shape.
-fn every_epilogue(backend: &dyn Backend, data_type: DataType) -> CaseResult {
+fn every_epilogue(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
     let epilogues =
         [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
-    epilogues.into_iter().try_for_each(|epilogue| prove(backend, followed_by(data_type, epilogue).step_by(3)))
+    epilogues.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
 }
 
 fn multiply_f16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
@@ -160,8 +183,13 @@ fn multiply_bf16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
 }
 
 fn add_a_bias_to_every_product_of_a_batch(backend: &dyn Backend) -> CaseResult {
+    add_a_bias_to_a_batch(backend, DataType::F32)
+}
+
+fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
     let batch = StridedBatch { count: 3, stride_a: 384, stride_b: 480, stride_c: 320 };
-    let shape = GemmShape::new(DataType::F32, 16, 20, 24).with_batch(batch);
+    let shape = types.shape(16, 20, 24).with_batch(batch);
     let epilogues = [Epilogue::Bias, Epilogue::BiasGelu];
     prove(backend, epilogues.map(|epilogue| Product::new(shape, 11).with_epilogue(epilogue)))
 }
@@ -322,4 +350,54 @@ fn return_at_once(backend: &dyn Backend) -> CaseResult {
         placed.check(&product)?;
         Ok(Attempt::seen(outstanding))
     })
+}
+
+fn multiply_with_every_epilogue_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    every_epilogue(backend, Types::to_f32(DataType::F16))
+}
+
+fn multiply_with_every_epilogue_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    every_epilogue(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn add_a_bias_to_every_product_of_a_batch_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    add_a_bias_to_a_batch(backend, Types::to_f32(DataType::F16))
+}
+
+fn add_a_bias_to_every_product_of_a_batch_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    add_a_bias_to_a_batch(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn write_to_another_matrix_than_c_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    write_elsewhere(backend, Types::to_f32(DataType::F16))
+}
+
+fn write_to_another_matrix_than_c_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    write_elsewhere(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn refuse_results_between_their_elements_from_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    refuse_results_between_elements(backend, Types::to_f32(DataType::F16))
+}
+
+fn refuse_results_between_their_elements_from_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    refuse_results_between_elements(backend, Types::to_f32(DataType::Bf16))
+}
+
+/// A D of 32 bits at a multiple of a factor's two bytes only, which is all that the plan asks for by itself.
+fn refuse_results_between_elements(backend: &dyn Backend, types: Types) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let product = Product::new(types.shape(16, 16, 16), 13).with_epilogue(Epilogue::Bias);
+    let options = PlanOptions::new(product.shape, Epilogue::Bias, 0);
+    check!(options.alignment == 2, "a plan for factors of 16 bits is for addresses of {}", options.alignment);
+    let plan = handle.raw_mut().create_plan(&options)?;
+    let placed = product.place(backend)?;
+    let mut operands = placed.operands();
+    operands[2].1 += 2;
+    let run = handle.run_plan(plan, &product.shape, (1.0, 0.0), operands, None, placed.bias.as_ref());
+    check_error!(run, InvalidArgument, "run_plan with D between two elements");
+    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, placed.bias.as_ref())?;
+    stream.synchronize()?;
+    placed.check(&product)
 }

@@ -248,8 +248,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "stream_wait_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        let event = room.events.hold(OPERATION, event)?;
+        let (held, event) = room.stream_and_event(OPERATION, stream, event)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
         room.check(OPERATION, unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw, 0) })
@@ -332,8 +331,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "record_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        let mark = room.events.hold(OPERATION, event)?;
+        let (held, mark) = room.stream_and_event(OPERATION, stream, event)?;
         Self::same_device(OPERATION, stream, "the event", event.device())?;
         if mark.flags() & INTERPROCESS != 0 && room.takes_part(OPERATION, &held)? {
             return Err(Error::new(

@@ -225,16 +225,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         self.enter(OPERATION)?;
         let room = &self.room;
         let shape = &gemm.shape;
-        let capabilities = room.capabilities(OPERATION, self.device)?;
-        let (can, name) = match shape.data_type {
-            DataType::F32 => (capabilities.gemm_f32, "gemm_f32"),
-            DataType::F64 => (capabilities.gemm_f64, "gemm_f64"),
-            DataType::F16 => (capabilities.gemm_f16, "gemm_f16"),
-            DataType::Bf16 => (capabilities.gemm_bf16, "gemm_bf16"),
-        };
-        if !can {
-            return Err(Error::lacks(OPERATION, name));
-        }
+        room.capabilities(OPERATION, self.device)?.check_product(OPERATION, shape)?;
         if shape.is_empty() {
             return Ok(());
         }
@@ -254,7 +245,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let k = if gemm.alpha == 0.0 { 0 } else { size(OPERATION, shape.k)? };
         let (m, n) = (size(OPERATION, shape.m)?, size(OPERATION, shape.n)?);
         let (lda, ldb, ldc) = (size(OPERATION, shape.lda)?, size(OPERATION, shape.ldb)?, size(OPERATION, shape.ldc)?);
-        let number = quirks.type_code(shape.data_type);
+        let (factor, result) = (quirks.type_code(shape.data_type), quirks.type_code(shape.output));
         let compute = quirks.compute_code(shape.data_type, self.math_mode);
         let (doubles, floats) = ([gemm.alpha, gemm.beta], [gemm.alpha as f32, gemm.beta as f32]);
         let [alpha, beta]: [*const u8; 2] = match shape.data_type {
@@ -276,23 +267,20 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                     k,
                     alpha,
                     a,
-                    number,
+                    factor,
                     lda,
                     b,
-                    number,
+                    factor,
                     ldb,
                     beta,
                     c,
-                    number,
+                    result,
                     ldc,
                     compute,
                     algorithm,
                 )
             },
             Some(batch) => {
-                if !capabilities.strided_batch {
-                    return Err(Error::lacks(OPERATION, "strided_batch"));
-                }
                 let (stride_a, stride_b) = (size(OPERATION, batch.stride_a)?, size(OPERATION, batch.stride_b)?);
                 let (stride_c, count) = (size(OPERATION, batch.stride_c)?, size(OPERATION, batch.count)?);
                 // SAFETY: as above.
@@ -306,16 +294,16 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                         k,
                         alpha,
                         a,
-                        number,
+                        factor,
                         lda,
                         stride_a,
                         b,
-                        number,
+                        factor,
                         ldb,
                         stride_b,
                         beta,
                         c,
-                        number,
+                        result,
                         ldc,
                         stride_c,
                         count,

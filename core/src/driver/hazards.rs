@@ -6,7 +6,7 @@
 
 use std::marker::PhantomData;
 
-use crate::primitive::{AtomicBool, AtomicPtr, Ordering, fence};
+use crate::primitive::{AtomicBool, AtomicPtr, Ordering, fence, store_and_fence};
 
 /// Most announcements in one record at once: a call uses two objects at most, and may be made inside another.
 const PER_RECORD: usize = 4;
@@ -70,9 +70,8 @@ impl Record {
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
         // Relaxed: the cells are written by this thread only.
         let cell = self.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
-        self.cells[cell].store(object, Ordering::Relaxed);
         // With the fence in `is_announced`.
-        fence(Ordering::SeqCst);
+        store_and_fence(&self.cells[cell], object);
         Some(Hazard { record: self, cell, borrowed: false, own_thread: PhantomData })
     }
 
@@ -82,6 +81,19 @@ impl Record {
     pub(crate) fn ask(&'static self) -> Asking {
         self.asks.store(true, Ordering::Relaxed);
         Asking { record: self, own_thread: PhantomData }
+    }
+
+    /// Announces two objects at the price of one.
+    #[inline]
+    pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
+        let cell = self.cells.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
+        let rest = self.cells.get(cell + 1..)?;
+        let other = cell + 1 + rest.iter().position(|cell| cell.load(Ordering::Relaxed).is_null())?;
+        // The fence behind the second store is behind the first one too.
+        self.cells[cell].store(first, Ordering::Relaxed);
+        store_and_fence(&self.cells[other], second);
+        let hazard = |cell| Hazard { record: self, cell, borrowed: false, own_thread: PhantomData };
+        Some((hazard(cell), hazard(other)))
     }
 
     /// Leaves the record to another thread; nothing is announced in it any more.
@@ -128,8 +140,7 @@ impl Registry {
     #[cold]
     pub(crate) fn announce_apart(&self, object: *mut ()) -> Hazard {
         let record = self.take();
-        record.cells[0].store(object, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        store_and_fence(&record.cells[0], object);
         Hazard { record, cell: 0, borrowed: true, own_thread: PhantomData }
     }
 

@@ -51,6 +51,19 @@ const fn chunk_slots(chunk: usize) -> usize {
     (FIRST_CHUNK as usize) << chunk
 }
 
+impl Slot {
+    fn address(&self) -> *mut () {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// The handle, where the slot still holds the object of these parts. The use was announced before.
+    #[inline]
+    fn held(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_>> {
+        let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
+        stands.then(|| Held { raw: self.raw.load(Ordering::Relaxed), slot: self, _hazard: hazard })
+    }
+}
+
 /// The objects of one kind that a backend has made.
 #[derive(Debug)]
 pub(super) struct Objects<I> {
@@ -162,19 +175,44 @@ impl<I: ObjectId> Objects<I> {
         Some(unsafe { &*slots.add(place) })
     }
 
+    /// The slot of an id of this backend; whether it still holds the id's object is another question.
+    #[inline]
+    fn slot_of(&self, parts: &IdParts) -> Option<&Slot> {
+        if parts.tag == self.tag { self.slot(parts.slot) } else { None }
+    }
+
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
     #[inline]
     pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
         let parts = id.parts();
-        if parts.tag == self.tag
-            && let Some(slot) = self.slot(parts.slot)
+        if let Some(slot) = self.slot_of(&parts)
+            && let Some(held) = slot.held(&parts, records::announce(slot.address()))
         {
-            let hazard = records::announce(std::ptr::from_ref(slot).cast_mut().cast());
-            if slot.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device) {
-                return Ok(Held { raw: slot.raw.load(Ordering::Relaxed), slot, _hazard: hazard });
-            }
+            return Ok(held);
         }
         Err(self.unknown(operation, id))
+    }
+
+    /// The vendor handles of two ids of two tables, at the price of one.
+    #[inline]
+    pub(super) fn hold_with<'t, J: ObjectId>(
+        &'t self,
+        operation: &'static str,
+        id: I,
+        others: &'t Objects<J>,
+        other: J,
+    ) -> Result<(Held<'t>, Held<'t>)> {
+        let (parts, other_parts) = (id.parts(), other.parts());
+        let (slot, other_slot) = (self.slot_of(&parts), others.slot_of(&other_parts));
+        if let (Some(slot), Some(other_slot)) = (slot, other_slot) {
+            let (hazard, other_hazard) = records::announce_both(slot.address(), other_slot.address());
+            let Some(held) = slot.held(&parts, hazard) else { return Err(self.unknown(operation, id)) };
+            let Some(other_held) = other_slot.held(&other_parts, other_hazard) else {
+                return Err(others.unknown(operation, other));
+            };
+            return Ok((held, other_held));
+        }
+        Err(if slot.is_none() { self.unknown(operation, id) } else { others.unknown(operation, other) })
     }
 
     #[cold]
@@ -268,7 +306,7 @@ impl<I: ObjectId> Objects<I> {
 
     /// Whether a call uses what was removed.
     fn is_used(&self, removed: &Removed) -> bool {
-        self.slot(removed.slot).is_some_and(|slot| records::is_announced(std::ptr::from_ref(slot).cast_mut().cast()))
+        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address()))
     }
 
     /// How many objects there are.

@@ -67,8 +67,10 @@ impl Quirks {
         }
     }
 
-    pub(super) const fn compute_code(&self, data_type: DataType, mode: MathMode) -> i32 {
-        match (data_type, mode) {
+    /// How sums of products of `factor` are computed: the result's type does not matter, since halves accumulate in 32
+    /// bits whatever they are stored as.
+    pub(super) const fn compute_code(&self, factor: DataType, mode: MathMode) -> i32 {
+        match (factor, mode) {
             (DataType::F64, _) => self.compute_codes[2],
             (DataType::F32, MathMode::Tf32) if self.math_modes.is_none() => self.compute_codes[1],
             _ => self.compute_codes[0],

@@ -25,23 +25,24 @@ thread_local! {
     static OWN: Own = const { Own(Cell::new(None)) };
 }
 
+/// This thread's record; `None` where the thread is ending and its record is gone already.
 #[inline]
-fn own_record() -> Option<&'static Record> {
-    OWN.try_with(|own| {
-        own.0.get().unwrap_or_else(|| {
-            let record = registry().take();
-            own.0.set(Some(record));
-            record
-        })
-    })
-    .ok()
+fn own() -> Option<&'static Record> {
+    OWN.try_with(|own| own.0.get().unwrap_or_else(|| first(own))).ok()
+}
+
+#[cold]
+fn first(own: &Own) -> &'static Record {
+    let record = registry().take();
+    own.0.set(Some(record));
+    record
 }
 
 /// Says that this thread is about to ask what a capture in global mode forbids; `None` where the thread is ending. Comes before
 /// `announce`, and the look for captures after it.
 #[inline]
 pub(super) fn ask() -> Option<Asking> {
-    own_record().map(Record::ask)
+    own().map(Record::ask)
 }
 
 /// Waits for the questions of threads that may have found no capture open.
@@ -49,11 +50,19 @@ pub(super) fn wait_for_questions() {
     registry().wait_for_questions(std::thread::yield_now);
 }
 
+/// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.
+#[inline]
+pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard) {
+    match own().and_then(|record| record.announce_both(first, second)) {
+        Some(hazards) => hazards,
+        None => (registry().announce_apart(first), registry().announce_apart(second)),
+    }
+}
+
 /// Announces that this thread uses `object`. The caller then looks whether the object still stands.
 #[inline]
 pub(super) fn announce(object: *mut ()) -> Hazard {
-    // Where the thread is ending, its record is gone already.
-    match own_record().and_then(|record| record.announce(object)) {
+    match own().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,
         None => registry().announce_apart(object),
     }

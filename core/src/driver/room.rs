@@ -312,6 +312,21 @@ impl<P: Platform> Room<P> {
         Ok(HeldStream { raw: held.raw, held: Some(held) })
     }
 
+    /// The handles of a stream and an event, at the price of one.
+    #[inline]
+    pub(super) fn stream_and_event(
+        &self,
+        operation: &'static str,
+        stream: StreamId,
+        event: EventId,
+    ) -> Result<(HeldStream<'_>, Held<'_>)> {
+        if stream.is_legacy_default() || stream.is_per_thread_default() {
+            return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
+        }
+        let (held, mark) = self.streams.hold_with(operation, stream, &self.events, event)?;
+        Ok((HeldStream { raw: held.raw, held: Some(held) }, mark))
+    }
+
     #[cold]
     fn default_stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
         let tag = self.identity.tag;

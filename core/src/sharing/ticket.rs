@@ -66,6 +66,12 @@ impl Ticket {
         self.length
     }
 
+    /// How the memory travels, as its exporter allocated it.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
     /// UUID of the device whose memory it is.
     #[must_use]
     pub fn device_uuid(&self) -> [u8; 16] {

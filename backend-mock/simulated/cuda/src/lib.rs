@@ -515,8 +515,8 @@ export! {
         unsafe { put_attribute(value, answer) }
     }
 
-    fn cuMemPoolTrimTo(pool: Handle, _keep: usize) {
-        memory::trim_pool(number(pool))
+    fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
+        memory::trim_pool(number(pool), keep)
     }
 
     fn cuMemPoolSetAccess(pool: Handle, descriptions: *const AccessDescription, count: usize) {

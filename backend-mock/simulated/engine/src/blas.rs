@@ -72,6 +72,7 @@ fn shape(product: &Product, of_d: bool) -> Answer<GemmShape> {
     let transpose = |transposed| if transposed == 0 { Transpose::No } else { Transpose::Yes };
     let (ldc, stride_c) = if of_d { (product.ldd, product.stride_d) } else { (product.ldc, product.stride_c) };
     let mut shape = GemmShape::new(data_type(product.input)?, size(product.m)?, size(product.n)?, size(product.k)?)
+        .with_output(data_type(product.output)?)
         .with_leading_dimensions(size(product.lda)?, size(product.ldb)?, size(ldc)?);
     (shape.transpose_a, shape.transpose_b) = (transpose(product.transpose_a), transpose(product.transpose_b));
     if product.batched != 0 {
@@ -103,7 +104,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
     shape(product, true)?;
     let mut raw =
         RawProduct::new(shape_c, DevicePtr::new(product.a), DevicePtr::new(product.b), DevicePtr::new(product.c));
-    (raw.output, raw.bias_type) = (data_type(product.output)?, data_type(product.bias_type)?);
+    raw.bias_type = data_type(product.bias_type)?;
     (raw.d, raw.ldd, raw.stride_d) = (DevicePtr::new(product.d), size(product.ldd)?, size(product.stride_d)?);
     raw.epilogue = epilogue(product.epilogue)?;
     raw.bias = raw.epilogue.has_bias().then(|| DevicePtr::new(product.bias));
@@ -151,7 +152,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
 
 /// What a kernel reads and writes: first address, elements, and bytes of one.
 fn operands(raw: &RawProduct) -> Vec<(DevicePtr, usize, usize)> {
-    let (input, output) = (raw.shape.data_type.bytes(), raw.output.bytes());
+    let (input, output) = (raw.shape.data_type.bytes(), raw.shape.output.bytes());
     // The sizes were checked before.
     let Ok(extents) = raw.shape.extents("launch") else { return Vec::new() };
     let (last, one) =

@@ -387,19 +387,32 @@ pub fn pointer_attribute(attribute: u32, address: u64) -> Answer<Attribute> {
 const POOLS: u64 = 0x00d0_0000_0000;
 const POOL_STEP: u64 = 0x1000;
 
-/// The settings and high-water marks of a device's default pool. Freed memory goes back to the device at once, so the
-/// threshold is kept and changes nothing.
+/// The settings and high-water marks of a device's default pool. The pool tells as reserved what its threshold lets it
+/// keep; the memory itself goes back to the device at once, so nobody runs out of it for that.
 #[derive(Debug)]
 pub(crate) struct Pool {
     reuse: [AtomicI32; 3],
     threshold: AtomicU64,
+    /// At most what is reserved: the threshold bounds it when it is asked for.
+    reserved: AtomicU64,
+    highest_reserved: AtomicU64,
     highest: AtomicU64,
 }
 
 impl Default for Pool {
     fn default() -> Self {
         let reuse = [AtomicI32::new(1), AtomicI32::new(1), AtomicI32::new(1)];
-        Self { reuse, threshold: AtomicU64::new(0), highest: AtomicU64::new(0) }
+        let [threshold, reserved, highest_reserved, highest] = [const { AtomicU64::new(0) }; 4];
+        Self { reuse, threshold, reserved, highest_reserved, highest }
+    }
+}
+
+impl Pool {
+    /// Bytes that are used or kept, when so many are used.
+    fn reserved(&self, used: u64) -> u64 {
+        let kept = self.reserved.load(Ordering::Relaxed).min(self.threshold.load(Ordering::Relaxed)).max(used);
+        self.reserved.store(kept, Ordering::Relaxed);
+        kept
     }
 }
 
@@ -416,7 +429,10 @@ impl Simulation {
 
     fn note_use(&self, device: u32) {
         if let Ok(state) = self.state(device) {
-            state.pool.highest.fetch_max(self.memory.ordered_bytes(device), Ordering::Relaxed);
+            let used = self.memory.ordered_bytes(device);
+            state.pool.highest.fetch_max(used, Ordering::Relaxed);
+            let reserved = state.pool.reserved(used);
+            state.pool.highest_reserved.fetch_max(reserved, Ordering::Relaxed);
         }
     }
 }
@@ -444,8 +460,10 @@ pub fn pool_attribute(raw: u64, attribute: u32) -> Answer<Attribute> {
     Ok(match attribute {
         1..=3 => Attribute::Narrow(pool.reuse[attribute as usize - 1].load(Ordering::Relaxed) as u32),
         4 => Attribute::Wide(pool.threshold.load(Ordering::Relaxed)),
-        5 | 7 => Attribute::Wide(simulation.memory.ordered_bytes(device)),
-        6 | 8 => Attribute::Wide(pool.highest.load(Ordering::Relaxed)),
+        5 => Attribute::Wide(pool.reserved(simulation.memory.ordered_bytes(device))),
+        6 => Attribute::Wide(pool.highest_reserved.load(Ordering::Relaxed)),
+        7 => Attribute::Wide(simulation.memory.ordered_bytes(device)),
+        8 => Attribute::Wide(pool.highest.load(Ordering::Relaxed)),
         _ => return Err(Code::INVALID_VALUE),
     })
 }
@@ -471,8 +489,16 @@ pub fn set_pool_attribute(raw: u64, attribute: u32, value: Attribute) -> Answer<
     let (device, pool) = simulation.pool(raw)?;
     match (attribute, value) {
         (1..=3, Attribute::Narrow(value)) => pool.reuse[attribute as usize - 1].store(value as i32, Ordering::Relaxed),
-        (4, Attribute::Wide(value)) => pool.threshold.store(value, Ordering::Relaxed),
-        (6 | 8, Attribute::Wide(0)) => {
+        (4, Attribute::Wide(value)) => {
+            // What the old threshold did not keep is gone.
+            pool.reserved(simulation.memory.ordered_bytes(device));
+            pool.threshold.store(value, Ordering::Relaxed);
+        }
+        (6, Attribute::Wide(0)) => {
+            let reserved = pool.reserved(simulation.memory.ordered_bytes(device));
+            pool.highest_reserved.store(reserved, Ordering::Relaxed);
+        }
+        (8, Attribute::Wide(0)) => {
             pool.highest.store(simulation.memory.ordered_bytes(device), Ordering::Relaxed);
         }
         _ => return Err(Code::INVALID_VALUE),
@@ -480,12 +506,15 @@ pub fn set_pool_attribute(raw: u64, attribute: u32, value: Attribute) -> Answer<
     Ok(())
 }
 
-/// `cuMemPoolTrimTo`. Nothing is kept, so nothing is given back.
+/// `cuMemPoolTrimTo`: keeps so many bytes at most.
 ///
 /// # Errors
 /// 1 for what is no pool.
-pub fn trim_pool(raw: u64) -> Answer<()> {
-    simulation()?.pool(raw).map(|_| ())
+pub fn trim_pool(raw: u64, keep: usize) -> Answer<()> {
+    let simulation = simulation()?;
+    let (_, pool) = simulation.pool(raw)?;
+    pool.reserved.fetch_min(keep as u64, Ordering::Relaxed);
+    Ok(())
 }
 
 /// `cuMemPoolSetAccess` for one device. Copies reach the memory of every device in any case.

@@ -1,0 +1,204 @@
+//! Sixteen threads on four streams: handles from the pool against a private handle in each thread.
+//!
+//! A workspace may be used by one stream only, so each private handle has one for each stream.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Result, anyhow, ensure};
+use highwater_core::{DataType, DeviceBuffer, GemmShape, Stream};
+
+use crate::Bench;
+use crate::measure::{Pairs, Random, Side};
+use crate::raw::{Owned, kind_of};
+use crate::table::{Bar, Row, Table, Unit};
+
+const THREADS: usize = 16;
+const STREAMS: usize = 4;
+const SIZE: usize = 32;
+const ELEMENTS: usize = SIZE * SIZE;
+/// Rounds at the beginning that do not count.
+const WARM: usize = 4;
+
+/// What all threads use.
+struct Shared<'b> {
+    bench: &'b Bench<'b>,
+    streams: Vec<Stream>,
+    raw_streams: Vec<Owned>,
+    /// Products of a thread in a round: all of them together stay below what a stream's queue holds.
+    calls: usize,
+    rounds: usize,
+    barrier: Barrier,
+}
+
+/// What one thread uses. Neighbouring products have different factors, and each has a result of its own.
+struct Worker {
+    number: usize,
+    a: Vec<DeviceBuffer<f32>>,
+    b: DeviceBuffer<f32>,
+    c: DeviceBuffer<f32>,
+    expected: Vec<Vec<f64>>,
+    raw_handle: Owned,
+    raw_workspaces: Vec<Owned>,
+}
+
+/// What one thread saw.
+#[derive(Default)]
+struct Seen {
+    /// When it began and ended, round by round.
+    ours: Vec<(Instant, Instant)>,
+    raw: Vec<(Instant, Instant)>,
+    wrong: [usize; 2],
+}
+
+pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
+    let quick = bench.options.quick;
+    let shared = Shared {
+        bench,
+        streams: (0..STREAMS).map(|_| Ok(bench.device.create_stream()?)).collect::<Result<_>>()?,
+        raw_streams: (0..STREAMS).map(|_| bench.raw.stream()).collect::<Result<_>>()?,
+        calls: if quick { 8 } else { 100 },
+        rounds: bench.options.pairs.min(200),
+        barrier: Barrier::new(THREADS),
+    };
+    let workers = (0..THREADS).map(|number| Worker::new(&shared, number)).collect::<Result<Vec<_>>>()?;
+    let seen = thread::scope(|scope| {
+        let threads: Vec<_> = workers.iter().map(|worker| scope.spawn(|| worker.run(&shared))).collect();
+        let joined = threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a thread panicked"))?);
+        joined.collect::<Result<Vec<_>>>()
+    })?;
+    let products = (shared.calls * THREADS) as f64;
+    // From the first thread's beginning to the last one's end.
+    let time = |times: &dyn Fn(&Seen) -> (Instant, Instant)| {
+        let (start, end) = (seen.iter().map(|seen| times(seen).0).min(), seen.iter().map(|seen| times(seen).1).max());
+        start.zip(end).map_or(f64::NAN, |(start, end)| end.duration_since(start).as_nanos() as f64 / products)
+    };
+    let pairs = Pairs {
+        ours: (WARM..WARM + shared.rounds).map(|round| time(&|seen| seen.ours[round])).collect(),
+        raw: (WARM..WARM + shared.rounds).map(|round| time(&|seen| seen.raw[round])).collect(),
+    };
+    let [wrong, raw_wrong] = [0, 1].map(|side| seen.iter().map(|seen| seen.wrong[side]).sum::<usize>());
+    ensure!(raw_wrong == 0, "{raw_wrong} raw products are wrong: the comparison itself is broken");
+    let what = format!("{THREADS} threads on {STREAMS} streams, gemm 32x32x32 f32; raw: private handles");
+    table.push(Row::pairs(what, &pairs).unit(Unit::Calls).bar(Bar::Faster));
+    let all = (shared.rounds + WARM) as f64 * products;
+    table.push(
+        Row::once(format!("wrong ones among {all} products"), wrong as f64, None).unit(Unit::Count).bar(Bar::Zero),
+    );
+    let handles = bench.runtime.statistics().blas_handles.created;
+    table.push(
+        Row::once("handles that the pool has made by then", handles as f64, Some(THREADS as f64)).unit(Unit::Count),
+    );
+    Ok(())
+}
+
+impl Worker {
+    fn new(shared: &Shared<'_>, number: usize) -> Result<Self> {
+        let (bench, stream) = (shared.bench, &shared.streams[0]);
+        let bytes = bench.options.workspace_bytes;
+        let mut random = Random::new(number as u64 + 1);
+        let mut matrix = || -> Vec<f32> { (0..ELEMENTS).map(|_| random.number()).collect() };
+        let b_values = matrix();
+        let a_values: Vec<_> = (0..STREAMS + 1).map(|_| matrix()).collect();
+        let c_values: Vec<f32> = (0..shared.calls).flat_map(|_| matrix()).collect();
+        let upload = |values: &Vec<f32>| Ok(stream.upload(values)?);
+        Ok(Self {
+            number,
+            expected: a_values.iter().map(|a| multiply(a, &b_values)).collect(),
+            a: a_values.iter().map(upload).collect::<Result<_>>()?,
+            b: upload(&b_values)?,
+            c: upload(&c_values)?,
+            raw_handle: bench.raw.handle()?,
+            raw_workspaces: (0..STREAMS).map(|_| bench.raw.memory(bytes)).collect::<Result<_>>()?,
+        })
+    }
+
+    /// All rounds of both sides. A thread that fails still meets the others at the barrier, so that they end too.
+    fn run(&self, shared: &Shared<'_>) -> Result<Seen> {
+        let current = shared.bench.raw.enter();
+        let mut seen = Seen::default();
+        let mut failure = current.as_ref().err().map(|error| anyhow!("{error:#}"));
+        for round in 0..shared.rounds + WARM {
+            let order = if round / 2 % 2 == 0 { [Side::Ours, Side::Raw] } else { [Side::Raw, Side::Ours] };
+            for side in order {
+                if failure.is_none() {
+                    failure = self.poison(shared).err();
+                }
+                shared.barrier.wait();
+                let start = Instant::now();
+                if failure.is_none() {
+                    let outcome = match side {
+                        Side::Ours => self.ours(shared),
+                        Side::Raw => self.raw(shared),
+                    };
+                    failure = outcome.err();
+                }
+                let end = Instant::now();
+                match side {
+                    Side::Ours => seen.ours.push((start, end)),
+                    Side::Raw => seen.raw.push((start, end)),
+                }
+                shared.barrier.wait();
+                if failure.is_none() {
+                    match self.wrong(shared) {
+                        Ok(wrong) => seen.wrong[usize::from(side == Side::Raw)] += wrong,
+                        Err(error) => failure = Some(error),
+                    }
+                }
+            }
+        }
+        failure.map_or(Ok(seen), Err)
+    }
+
+    /// Every result is overwritten, so that a product that does not run is seen.
+    fn poison(&self, shared: &Shared<'_>) -> Result<()> {
+        let stream = &shared.streams[self.number % STREAMS];
+        stream.fill(&self.c, f32::NAN)?;
+        Ok(stream.synchronize()?)
+    }
+
+    fn ours(&self, shared: &Shared<'_>) -> Result<()> {
+        let shape = GemmShape::of::<f32>(SIZE, SIZE, SIZE);
+        for call in 0..shared.calls {
+            let stream = &shared.streams[(self.number + call) % STREAMS];
+            let c = self.c.slice(call * ELEMENTS..(call + 1) * ELEMENTS)?;
+            stream.blas()?.gemm(&shape, 1.0, &self.a[call % self.a.len()], &self.b, 0.0, c)?;
+        }
+        Ok(shared.streams.iter().try_for_each(Stream::synchronize)?)
+    }
+
+    fn raw(&self, shared: &Shared<'_>) -> Result<()> {
+        let Bench { raw, options, .. } = shared.bench;
+        let (kind, size) = (kind_of(DataType::F32)?, SIZE as i32);
+        for call in 0..shared.calls {
+            let i = (self.number + call) % STREAMS;
+            raw.bind(&self.raw_handle, &shared.raw_streams[i], &self.raw_workspaces[i], options.workspace_bytes)?;
+            let c = self.c.ptr().get() + (call * ELEMENTS * size_of::<f32>()) as u64;
+            let matrices = [self.a[call % self.a.len()].ptr().get(), self.b.ptr().get(), c];
+            // SAFETY: the buffers hold matrices of this size and live until the streams were waited for; no two products
+            // have the same C.
+            unsafe { raw.gemm(&self.raw_handle, kind, size, matrices)? };
+        }
+        shared.raw_streams.iter().try_for_each(|stream| raw.synchronize(stream))
+    }
+
+    /// How many products are wrong.
+    fn wrong(&self, shared: &Shared<'_>) -> Result<usize> {
+        let values = shared.streams[self.number % STREAMS].download(&self.c)?;
+        let products = values.chunks_exact(ELEMENTS).enumerate();
+        let right = |(call, product): (usize, &[f32])| {
+            let expected = &self.expected[call % self.expected.len()];
+            product.iter().zip(expected).all(|(&value, expected)| (f64::from(value) - expected).abs() < 1e-4)
+        };
+        Ok(products.filter(|&product| !right(product)).count())
+    }
+}
+
+/// The product of two square matrices, column by column.
+fn multiply(a: &[f32], b: &[f32]) -> Vec<f64> {
+    let dot = |row: usize, column: usize| {
+        (0..SIZE).map(|k| f64::from(a[row + k * SIZE]) * f64::from(b[k + column * SIZE])).sum()
+    };
+    (0..ELEMENTS).map(|i| dot(i % SIZE, i / SIZE)).collect()
+}

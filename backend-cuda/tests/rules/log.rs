@@ -1,0 +1,56 @@
+//! What a rule saw.
+
+use std::fmt::Debug;
+use std::io::Write;
+
+/// Begins a line that is meant for the process that runs the rules.
+pub(crate) const MARK: char = '\u{1e}';
+
+/// The observations of one rule. Each is told at once, so that one that ends its process leaves those before it.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    wrong: Vec<String>,
+}
+
+impl Log {
+    /// An observation with the value that the vendor's library is known to give.
+    pub(crate) fn is<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T) {
+        let (differs, seen, expected) = (seen != expected, format!("{seen:?}"), format!("{expected:?}"));
+        tell(&["expected", what, &seen, &expected]);
+        if differs {
+            self.wrong.push(format!("{what}: {seen}, not {expected}"));
+        }
+    }
+
+    /// An observation that nobody is known to have made: recorded, and compared by whoever compares two records.
+    pub(crate) fn observed(&mut self, what: &str, seen: impl Debug) {
+        tell(&["observed", what, &format!("{seen:?}")]);
+    }
+
+    pub(crate) fn finish(self, ended: Result<(), String>) -> Result<(), String> {
+        let wrong: Vec<_> = self.wrong.into_iter().chain(ended.err()).collect();
+        if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
+    }
+}
+
+/// Tells the process that runs the rules something, in one line.
+pub(crate) fn tell(fields: &[&str]) {
+    let clean: Vec<_> = fields.iter().map(|field| field.replace(['\n', '\t', MARK], " ")).collect();
+    let mut output = std::io::stdout().lock();
+    // A process that nobody listens to has nobody to tell.
+    let _ = writeln!(output, "{MARK}{}", clean.join("\t"));
+    let _ = output.flush();
+}
+
+/// The error of a call that a rule needs to go on.
+pub(crate) fn need(what: &str, code: u32) -> Result<(), String> {
+    if code == 0 { Ok(()) } else { Err(format!("{what} answered {code}, and the rule could not go on")) }
+}
+
+/// Calls a function of a library that has to succeed for the rule to go on.
+macro_rules! ok {
+    ($library:ident $name:ident($($argument:expr),* $(,)?)) => {
+        $crate::log::need(stringify!($name), $library!($name($($argument),*)))?
+    };
+}
+pub(crate) use ok;

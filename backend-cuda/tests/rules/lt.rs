@@ -1,0 +1,280 @@
+//! cuBLASLt.
+
+use crate::blas::{bits, scale};
+use crate::calls::{Handle, Heuristic, lt};
+use crate::log::{Log, need, ok};
+use crate::rig::{Answer, load, memory, stream, upload};
+use crate::rules;
+use crate::values::{
+    BF16, Bound, F16, F32, F64, IN_32F, IN_64F, IN_TF32, Shape, bytes, compare, decode, encode, numbers,
+};
+
+rules! {
+    "lt.handles" Lt Shared handles: "handles are made and destroyed, and a heuristic for no results answers 7";
+    "lt.values" Lt Shared values: "products of every type by a plan are right within the bound of the type";
+    "lt.epilogues" Lt Shared epilogues: "bias, ReLU and GELU behind a product are right";
+    "lt.workspace-limit" Lt Shared workspace_limit: "a plan asks for no more workspace than it was allowed";
+    "lt.bad-plans" Lt Shared bad_plans: "plans of what does not go together are refused";
+}
+
+/// A product with its descriptions.
+struct Plan {
+    handle: Handle,
+    description: Handle,
+    /// A, B and C.
+    layouts: [Handle; 3],
+    preference: Handle,
+}
+
+impl Plan {
+    fn new(input: u32, output: u32, compute: u32, shape: &Shape) -> Answer<Self> {
+        let mut plan = Self { handle: 0, description: 0, layouts: [0; 3], preference: 0 };
+        let scales = if compute == IN_64F { F64 } else { F32 };
+        need("cublasLtCreate", lt!(cublasLtCreate(&mut plan.handle)))?;
+        need("cublasLtMatmulDescCreate", lt!(cublasLtMatmulDescCreate(&mut plan.description, compute, scales)))?;
+        need("cublasLtMatmulPreferenceCreate", lt!(cublasLtMatmulPreferenceCreate(&mut plan.preference)))?;
+        let Shape { transposed, m, n, k, lda, ldb, ldc } = *shape;
+        let (a, b) = (if transposed.0 { (k, m) } else { (m, k) }, if transposed.1 { (n, k) } else { (k, n) });
+        for (layout, (of, (rows, columns), ld)) in
+            plan.layouts.iter_mut().zip([(input, a, lda), (input, b, ldb), (output, (m, n), ldc)])
+        {
+            let code = lt!(cublasLtMatrixLayoutCreate(layout, of, rows as u64, columns as u64, ld as i64));
+            need("cublasLtMatrixLayoutCreate", code)?;
+        }
+        plan.describe(3, &u32::from(transposed.0))?;
+        plan.describe(4, &u32::from(transposed.1))?;
+        Ok(plan)
+    }
+
+    fn describe<T>(&self, attribute: u32, value: &T) -> Answer {
+        let code = lt!(cublasLtMatmulDescSetAttribute(self.description, attribute, bits(value), size_of::<T>()));
+        need("cublasLtMatmulDescSetAttribute", code)
+    }
+
+    fn limit_workspace(&self, bytes: u64) -> Answer {
+        let code = lt!(cublasLtMatmulPreferenceSetAttribute(self.preference, 1, bits(&bytes), 8));
+        need("cublasLtMatmulPreferenceSetAttribute", code)
+    }
+
+    fn find(&self) -> (u32, i32, Heuristic) {
+        let [a, b, c] = self.layouts;
+        let (mut result, mut found) = (Heuristic::default(), 0);
+        let code = lt!(cublasLtMatmulAlgoGetHeuristic(
+            self.handle,
+            self.description,
+            a,
+            b,
+            c,
+            c,
+            self.preference,
+            1,
+            &mut result,
+            &mut found
+        ));
+        (code, found, result)
+    }
+
+    fn run(
+        &self,
+        found: &Heuristic,
+        (alpha, beta): (&[u8], &[u8]),
+        [a, b, c]: [u64; 3],
+        (workspace, room): (u64, usize),
+        stream: Handle,
+    ) -> u32 {
+        let [of_a, of_b, of_c] = self.layouts;
+        lt!(cublasLtMatmul(
+            self.handle,
+            self.description,
+            alpha.as_ptr().cast(),
+            a,
+            of_a,
+            b,
+            of_b,
+            beta.as_ptr().cast(),
+            c,
+            of_c,
+            c,
+            of_c,
+            &found.algorithm,
+            workspace,
+            room,
+            stream
+        ))
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // What was not made is null, and nothing can be done about what cannot be destroyed.
+        for layout in self.layouts.into_iter().filter(|&layout| layout != 0) {
+            lt!(cublasLtMatrixLayoutDestroy(layout));
+        }
+        if self.preference != 0 {
+            lt!(cublasLtMatmulPreferenceDestroy(self.preference));
+        }
+        if self.description != 0 {
+            lt!(cublasLtMatmulDescDestroy(self.description));
+        }
+        if self.handle != 0 {
+            lt!(cublasLtDestroy(self.handle));
+        }
+    }
+}
+
+fn handles(log: &mut Log) -> Answer {
+    let (mut handle, mut place) = (0, 0);
+    log.is("create", lt!(cublasLtCreate(&mut handle)), 0);
+    log.is("a second", lt!(cublasLtCreate(&mut place)), 0);
+    log.is("destroyed", (lt!(cublasLtDestroy(handle)), lt!(cublasLtDestroy(place))), (0, 0));
+    let plan = Plan::new(F32, F32, IN_32F, &Shape::packed(16, 16, 16))?;
+    let [a, b, c] = plan.layouts;
+    let mut result = Heuristic::default();
+    let code = lt!(cublasLtMatmulAlgoGetHeuristic(
+        plan.handle,
+        plan.description,
+        a,
+        b,
+        c,
+        c,
+        plan.preference,
+        0,
+        &mut result,
+        &mut 0
+    ));
+    log.is("no results asked for", code, 7);
+    Ok(())
+}
+
+fn values(log: &mut Log) -> Answer {
+    let (stream, room) = (stream()?, 4 << 20);
+    let workspace = memory(room)?;
+    for (name, of, compute) in [
+        ("f32", F32, IN_32F),
+        ("f32 by TF32", F32, IN_TF32),
+        ("f64", F64, IN_64F),
+        ("f16", F16, IN_32F),
+        ("bf16", BF16, IN_32F),
+    ] {
+        for (transposed, (alpha, beta)) in [((false, false), (1.0, 0.0)), ((true, false), (0.5, -1.0))] {
+            let (m, n, k) = (64, 48, 96);
+            let (lda, ldb) = (if transposed.0 { k } else { m }, if transposed.1 { n } else { k });
+            let shape = Shape { transposed, m, n, k, lda, ldb, ldc: m };
+            let what = format!("{name}, transposed {transposed:?}, scales {alpha} {beta}");
+            let plan = Plan::new(of, of, compute, &shape)?;
+            plan.limit_workspace(room as u64)?;
+            let (code, count, found) = plan.find();
+            log.is(&format!("{what}: heuristic"), (code, count, found.state), (0, 1, 0));
+            let [of_a, of_b, of_c] = shape.elements();
+            let (a, b, c) = (numbers(of, of_a, 6), numbers(of, of_b, 7), numbers(of, of_c, 8));
+            let blocks =
+                [upload(&encode(of, &a), stream)?, upload(&encode(of, &b), stream)?, upload(&encode(of, &c), stream)?];
+            let scales = (scale(compute, alpha), scale(compute, beta));
+            let code = plan.run(&found, (&scales.0, &scales.1), blocks, (workspace, room), stream);
+            log.is(&format!("{what}: status"), code, 0);
+            let seen = decode(of, &load::<u8>(blocks[2], of_c * bytes(of), stream)?);
+            let expected = shape.expected(Bound::of(of, compute), (alpha, beta), [&a, &b, &c], |_, value| value);
+            log.is(&what, compare(&seen, &expected), "right".to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh())
+}
+
+fn epilogues(log: &mut Log) -> Answer {
+    let (stream, room) = (stream()?, 4 << 20);
+    let workspace = memory(room)?;
+    let shape = Shape::packed(64, 32, 48);
+    for (type_name, of) in [("bf16", BF16), ("f16", F16), ("f32", F32)] {
+        let [of_a, of_b, of_c] = shape.elements();
+        let (a, b, bias) = (numbers(of, of_a, 9), numbers(of, of_b, 10), numbers(of, shape.m, 11));
+        let on_bias = upload(&encode(of, &bias), stream)?;
+        for (name, epilogue) in
+            [("none", 1u32), ("ReLU", 2), ("bias", 4), ("ReLU and bias", 6), ("GELU", 32), ("GELU and bias", 36)]
+        {
+            let what = format!("{type_name}, {name}");
+            let plan = Plan::new(of, of, IN_32F, &shape)?;
+            plan.limit_workspace(room as u64)?;
+            plan.describe(7, &epilogue)?;
+            if epilogue & 4 != 0 {
+                plan.describe(8, &on_bias)?;
+            }
+            let (code, count, found) = plan.find();
+            if of == F32 && epilogue & 32 != 0 {
+                // The vendor's table of epilogues does not say that it has this one.
+                log.observed(&format!("{what}: heuristic"), (code, count));
+                if count != 1 {
+                    continue;
+                }
+            } else {
+                log.is(&format!("{what}: heuristic"), (code, count), (0, 1));
+            }
+            let blocks =
+                [upload(&encode(of, &a), stream)?, upload(&encode(of, &b), stream)?, memory(of_c * bytes(of))?];
+            let scales = (scale(IN_32F, 0.25), scale(IN_32F, 0.0));
+            let code = plan.run(&found, (&scales.0, &scales.1), blocks, (workspace, room), stream);
+            log.is(&format!("{what}: status"), code, 0);
+            let seen = decode(of, &load::<u8>(blocks[2], of_c * bytes(of), stream)?);
+            let finish = |row: usize, value: f64| {
+                let value = if epilogue & 4 != 0 { value + bias[row] } else { value };
+                match epilogue & !4 {
+                    2 => value.max(0.0),
+                    32 => gelu(value),
+                    _ => value,
+                }
+            };
+            // The vendor does not say how it approximates GELU.
+            let exact = Bound::of(of, IN_32F);
+            let bound = if epilogue & 32 != 0 { exact.loosened() } else { exact };
+            let expected = shape.expected(bound, (0.25, 0.0), [&a, &b, &vec![0.0; of_c]], finish);
+            log.is(&what, compare(&seen, &expected), "right".to_owned());
+        }
+    }
+    Ok(())
+}
+
+fn workspace_limit(log: &mut Log) -> Answer {
+    let shape = Shape::packed(64, 64, 65_536);
+    for limit in [0, 1 << 20, 32 << 20] {
+        let plan = Plan::new(F32, F32, IN_32F, &shape)?;
+        plan.limit_workspace(limit)?;
+        let (code, count, found) = plan.find();
+        log.is(&format!("{limit}: heuristic"), (code, count), (0, 1));
+        log.is(&format!("{limit}: asked for within"), found.workspace as u64 <= limit, true);
+        log.observed(&format!("{limit}: asked for any"), found.workspace > 0);
+    }
+    Ok(())
+}
+
+fn bad_plans(log: &mut Log) -> Answer {
+    let shape = Shape::packed(32, 32, 32);
+    let plan = Plan::new(BF16, F64, IN_32F, &shape)?;
+    log.is("bf16 to f64: there is none", plan.find().0 != 0, true);
+    log.observed("bf16 to f64", plan.find().0);
+    let other = Plan::new(F32, F32, IN_32F, &Shape::packed(16, 32, 32))?;
+    let plan = Plan::new(F32, F32, IN_32F, &shape)?;
+    let ([a, b, _], [_, _, c]) = (plan.layouts, other.layouts);
+    let mut result = Heuristic::default();
+    let code = lt!(cublasLtMatmulAlgoGetHeuristic(
+        plan.handle,
+        plan.description,
+        a,
+        b,
+        c,
+        c,
+        plan.preference,
+        1,
+        &mut result,
+        &mut 0
+    ));
+    log.is("sizes that do not fit: refused", code != 0, true);
+    log.observed("sizes that do not fit", code);
+    let wrong = 5u16;
+    let code = lt!(cublasLtMatmulDescSetAttribute(plan.description, 7, bits(&wrong), 2));
+    log.is("an attribute of a wrong size", code, 7);
+    ok!(lt cublasLtMatmulDescSetAttribute(plan.description, 7, bits(&1u32), 4));
+    Ok(())
+}

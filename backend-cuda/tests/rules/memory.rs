@@ -1,0 +1,257 @@
+//! Device memory: blocks, copies, fills, and memory in the order of a stream.
+
+use crate::calls::{Handle, cu};
+use crate::log::{Log, ok};
+use crate::rig::{
+    Answer, Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, pinned, start, store, stream, warm,
+};
+use crate::rules;
+
+rules! {
+    "memory.zero-bytes" Driver Shared zero: "an allocation of no bytes answers 1, and a copy of none succeeds";
+    "memory.freed-once" Driver Shared once: "a block is freed by its start, once; anything else answers 1";
+    "memory.exhausted" Driver Shared exhausted: "more than the device has answers 2, and smaller blocks are given after that";
+    "memory.address-range" Driver Shared range: "each block has a range of its own, which interior pointers find";
+    "memory.copies" Driver Shared copies: "copies are exact to the byte";
+    "memory.fills" Driver Shared fills: "fills of 1, 2 and 4 bytes count elements";
+    "memory.pageable-copies" Driver Shared pageable: "the source of a copy from pageable memory may change when the call has returned";
+    "memory.free-waits" Driver Own free_waits: "cuMemFree waits for the work of other streams";
+    "memory.alloc-does-not-wait" Driver Own alloc_passes: "cuMemAlloc does not wait for the work of other streams";
+    "memory.stream-ordered" Driver Shared ordered: "memory in the order of a stream is there for it at once, and for others behind an event";
+    "memory.stream-ordered-frees" Driver Shared ordered_frees: "memory in the order of a stream is freed behind the work before it, without waiting";
+    "memory.pool-attributes" Driver Own pool: "the default pool keeps nothing until its threshold says so, and trimming empties it";
+    "memory.pointer-attributes" Driver Shared pointers: "pointers say whether they are of the device or the host, and others answer 1";
+}
+
+fn zero(log: &mut Log) -> Answer {
+    let (stream, block) = (stream()?, memory(64)?);
+    let mut address = 0;
+    log.is("cuMemAlloc", cu!(cuMemAlloc_v2(&mut address, 0)), 1);
+    log.observed("cuMemAllocAsync", cu!(cuMemAllocAsync(&mut address, 0, stream)));
+    log.observed("cuMemHostAlloc", cu!(cuMemHostAlloc(&mut std::ptr::null_mut(), 0, 0)));
+    log.is("cuMemcpyDtoDAsync", cu!(cuMemcpyDtoDAsync_v2(block, block + 32, 0, stream)), 0);
+    log.observed("cuMemsetD8Async", cu!(cuMemsetD8Async(block, 1, 0, stream)));
+    log.observed("cuMemFree of null", cu!(cuMemFree_v2(0)));
+    log.observed("cuMemFreeHost of null", cu!(cuMemFreeHost(std::ptr::null_mut())));
+    ok!(cu cuMemFree_v2(block));
+    Ok(())
+}
+
+fn once(log: &mut Log) -> Answer {
+    let (stream, block) = (stream()?, memory(4096)?);
+    log.is("its interior", cu!(cuMemFree_v2(block + 256)), 1);
+    log.is("it is still there", store(block, &[7u8; 4096], stream), Ok(()));
+    log.is("an address of nothing", cu!(cuMemFree_v2(64)), 1);
+    let host = pinned(64)?;
+    log.observed("page-locked memory", cu!(cuMemFree_v2(host.addr() as u64)));
+    log.is("its start", cu!(cuMemFree_v2(block)), 0);
+    log.is("again", cu!(cuMemFree_v2(block)), 1);
+    Ok(())
+}
+
+fn exhausted(log: &mut Log) -> Answer {
+    let mut address = 0;
+    log.is("1 PiB", cu!(cuMemAlloc_v2(&mut address, 1 << 50)), 2);
+    let (mut free, mut total, mut whole) = (0, 0, 0);
+    ok!(cu cuMemGetInfo_v2(&mut free, &mut total));
+    ok!(cu cuDeviceTotalMem_v2(&mut whole, 0));
+    log.is("free is at most total", free <= total, true);
+    log.observed("cuMemGetInfo and cuDeviceTotalMem agree on the total", total == whole);
+    log.is("one byte more than the device has", cu!(cuMemAlloc_v2(&mut address, total + 1)), 2);
+    log.is("4 KiB after that", memory(4096).is_ok(), true);
+    Ok(())
+}
+
+fn range(log: &mut Log) -> Answer {
+    let (first, second) = (memory(4096)?, memory(4096)?);
+    let (mut base, mut bytes) = (0, 0);
+    for block in [first, second] {
+        let code = cu!(cuMemGetAddressRange_v2(&mut base, &mut bytes, block + 100));
+        log.is(
+            "4 KiB, from an interior pointer: base is the start, and its bytes",
+            (code, base == block, bytes),
+            (0, true, 4096),
+        );
+    }
+    log.is("the two do not overlap", first.abs_diff(second) >= 4096, true);
+    let local = 0u8;
+    log.observed(
+        "memory of this process",
+        cu!(cuMemGetAddressRange_v2(&mut base, &mut bytes, (&raw const local).addr() as u64)),
+    );
+    ok!(cu cuMemFree_v2(first));
+    ok!(cu cuMemFree_v2(second));
+    Ok(())
+}
+
+fn copies(log: &mut Log) -> Answer {
+    let (stream, size) = (stream()?, 70_001);
+    let (block, other, host) = (memory(size)?, memory(size)?, pinned(size)?);
+    let pattern: Vec<u8> = (0..size).map(|index| (index * 7 + index / 251) as u8).collect();
+    store(block, &pattern, stream)?;
+    log.is("there and back, pageable", load::<u8>(block, size, stream)? == pattern, true);
+    ok!(cu cuMemcpyDtoHAsync_v2(host, block, size, stream));
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("back, page-locked", bytes_at(host, size) == pattern, true);
+    ok!(cu cuMemsetD8Async(other, 0xee, size, stream));
+    ok!(cu cuMemcpyDtoDAsync_v2(other + 1003, block + 17, 501, stream));
+    ok!(cu cuMemcpyHtoDAsync_v2(other + 5001, host.cast_const(), 3, stream));
+    let mut expected = vec![0xee; size];
+    expected[1003..1504].copy_from_slice(&pattern[17..518]);
+    expected[5001..5004].copy_from_slice(&pattern[..3]);
+    log.is("parts at odd places", load::<u8>(other, size, stream)? == expected, true);
+    let past = cu!(cuMemcpyDtoDAsync_v2(other, block + 4096, size, stream));
+    log.observed("past the end of a block of 70001 bytes", past);
+    log.is("from an address of nothing", cu!(cuMemcpyDtoDAsync_v2(other, 64, 64, stream)), 1);
+    ok!(cu cuMemFree_v2(block));
+    ok!(cu cuMemFree_v2(other));
+    ok!(cu cuMemFreeHost(host));
+    Ok(())
+}
+
+fn fills(log: &mut Log) -> Answer {
+    let (stream, block) = (stream()?, memory(64)?);
+    ok!(cu cuMemsetD8Async(block, 1, 64, stream));
+    ok!(cu cuMemsetD8Async(block + 3, 2, 5, stream));
+    ok!(cu cuMemsetD16Async(block + 10, 0x0403, 3, stream));
+    ok!(cu cuMemsetD32Async(block + 20, 0x0807_0605, 2, stream));
+    let expected = vec![1, 1, 1, 2, 2, 2, 2, 2, 1, 1, 3, 4, 3, 4, 3, 4, 1, 1, 1, 1, 5, 6, 7, 8, 5, 6, 7, 8, 1, 1];
+    log.is("bytes", load::<u8>(block, 30, stream)?, expected);
+    log.is("16 bits at an odd address", cu!(cuMemsetD16Async(block + 1, 0, 1, stream)), 1);
+    log.is("32 bits at half of a word", cu!(cuMemsetD32Async(block + 2, 0, 1, stream)), 1);
+    let host = pinned(64)?;
+    log.is("page-locked memory", cu!(cuMemsetD8Async(host.addr() as u64 + 8, 9, 8, stream)), 0);
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("its bytes", bytes_at(host, 24), [[0; 8], [9; 8], [0; 8]].concat());
+    ok!(cu cuMemFree_v2(block));
+    ok!(cu cuMemFreeHost(host));
+    Ok(())
+}
+
+fn pageable(log: &mut Log) -> Answer {
+    let (stream, size) = (stream()?, 1 << 20);
+    let block = memory(size)?;
+    for bytes in [100, 4096, 65_536, size] {
+        let mut source = vec![5u8; bytes];
+        ok!(cu cuMemcpyHtoDAsync_v2(block, source.as_ptr().cast(), bytes, stream));
+        source.fill(6);
+        std::hint::black_box(&source);
+        log.is(&format!("{bytes} bytes"), kinds_of(load::<u8>(block, bytes, stream)?), vec![5]);
+    }
+    ok!(cu cuMemFree_v2(block));
+    Ok(())
+}
+
+fn free_waits(log: &mut Log) -> Answer {
+    let context = start(0)?;
+    let stream = stream()?;
+    warm(stream)?;
+    let block = memory(2 << 20)?;
+    let gate = Gate::on(stream)?;
+    let (passed, code) = gate.is_passed_by(context, false, || cu!(cuMemFree_v2(block)))?;
+    log.is("it returned while the other stream worked", passed, false);
+    log.is("code", code, 0);
+    ok!(cu cuStreamSynchronize(stream));
+    Ok(())
+}
+
+fn alloc_passes(log: &mut Log) -> Answer {
+    let context = start(0)?;
+    let stream = stream()?;
+    warm(stream)?;
+    let gate = Gate::on(stream)?;
+    let (passed, code) = gate.is_passed_by(context, true, || cu!(cuMemAlloc_v2(&mut 0, 2 << 20)))?;
+    log.is("it returned while the other stream worked", passed, true);
+    log.is("code", code, 0);
+    ok!(cu cuStreamSynchronize(stream));
+    Ok(())
+}
+
+fn ordered(log: &mut Log) -> Answer {
+    let (first, second, done) = (stream()?, stream()?, event(2)?);
+    let mut block = 0;
+    log.is("cuMemAllocAsync", cu!(cuMemAllocAsync(&mut block, 8192, first)), 0);
+    log.is("a fill behind it", cu!(cuMemsetD8Async(block, 4, 8192, first)), 0);
+    ok!(cu cuEventRecord(done, first));
+    ok!(cu cuStreamWaitEvent(second, done, 0));
+    log.is("read in another stream", kinds_of(load::<u8>(block, 8192, second)?), vec![4]);
+    log.is("cuMemFreeAsync in the other stream", cu!(cuMemFreeAsync(block, second)), 0);
+    ok!(cu cuStreamSynchronize(second));
+    ok!(cu cuMemAllocAsync(&mut block, 8192, first));
+    ok!(cu cuStreamSynchronize(first));
+    log.is("cuMemFree of such memory", cu!(cuMemFree_v2(block)), 0);
+    let plain = memory(4096)?;
+    log.observed("cuMemFreeAsync of plain memory", cu!(cuMemFreeAsync(plain, first)));
+    log.is("cuMemFreeAsync of an address of nothing", cu!(cuMemFreeAsync(64, first)), 1);
+    ok!(cu cuStreamSynchronize(first));
+    Ok(())
+}
+
+fn ordered_frees(log: &mut Log) -> Answer {
+    let stream = stream()?;
+    warm(stream)?;
+    let (mut block, target) = (0, memory(4096)?);
+    ok!(cu cuMemAllocAsync(&mut block, 4096, stream));
+    ok!(cu cuMemsetD8Async(block, 3, 4096, stream));
+    let gate = Gate::on(stream)?;
+    ok!(cu cuMemcpyDtoDAsync_v2(target, block, 4096, stream));
+    log.is("freed while the stream is blocked", (cu!(cuMemFreeAsync(block, stream)), gate.is_open()), (0, false));
+    log.is("the stream", cu!(cuStreamQuery(stream)), NOT_READY);
+    gate.open();
+    log.is("what the work before it read", kinds_of(load::<u8>(target, 4096, stream)?), vec![3]);
+    ok!(cu cuMemFree_v2(target));
+    Ok(())
+}
+
+fn pool(log: &mut Log) -> Answer {
+    start(0)?;
+    let stream = stream()?;
+    let mut pool: Handle = 0;
+    ok!(cu cuDeviceGetDefaultMemPool(&mut pool, 0));
+    let get = |attribute: u32| {
+        let mut value = 0u64;
+        let code = cu!(cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()));
+        if code == 0 { Ok(value) } else { Err(code) }
+    };
+    log.is("the threshold at first", get(4), Ok(0));
+    let (mut address, bytes) = (0, 8 << 20);
+    ok!(cu cuMemAllocAsync(&mut address, bytes, stream));
+    log.is("reserved for 8 MiB is as much at least", get(5).map(|value| value >= bytes as u64), Ok(true));
+    log.is("used", get(7), Ok(bytes as u64));
+    ok!(cu cuMemFreeAsync(address, stream));
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("with threshold 0, reserved after the stream was waited for", get(5), Ok(0));
+    let mut most = u64::MAX;
+    log.is("the threshold is set", cu!(cuMemPoolSetAttribute(pool, 4, (&raw mut most).cast())), 0);
+    log.is("the threshold", get(4), Ok(u64::MAX));
+    ok!(cu cuMemAllocAsync(&mut address, bytes, stream));
+    ok!(cu cuMemFreeAsync(address, stream));
+    ok!(cu cuStreamSynchronize(stream));
+    log.is("reserved is kept", get(5).map(|value| value >= bytes as u64), Ok(true));
+    log.is("used after the free", get(7), Ok(0));
+    log.is("cuMemPoolTrimTo", cu!(cuMemPoolTrimTo(pool, 0)), 0);
+    log.is("reserved after that", get(5), Ok(0));
+    log.observed("setting the reserved bytes", cu!(cuMemPoolSetAttribute(pool, 5, (&raw mut most).cast())));
+    Ok(())
+}
+
+fn pointers(log: &mut Log) -> Answer {
+    let (stream, block, host) = (stream()?, memory(4096)?, pinned(4096)?);
+    let mut ordered = 0;
+    ok!(cu cuMemAllocAsync(&mut ordered, 4096, stream));
+    let kind = |pointer: u64| {
+        let mut kind = 0u32;
+        let code = cu!(cuPointerGetAttribute((&raw mut kind).cast(), 2, pointer));
+        if code == 0 { Ok(kind) } else { Err(code) }
+    };
+    log.is("device memory", kind(block + 100), Ok(2));
+    log.is("memory in the order of a stream", kind(ordered), Ok(2));
+    log.is("page-locked memory", kind(host.addr() as u64), Ok(1));
+    let local = Box::new(0u64);
+    log.is("memory of this process", kind((&raw const *local).addr() as u64), Err(1));
+    ok!(cu cuMemFree_v2(block));
+    log.is("freed memory", kind(block), Err(1));
+    ok!(cu cuMemFreeAsync(ordered, stream));
+    ok!(cu cuMemFreeHost(host));
+    Ok(())
+}

@@ -1,0 +1,164 @@
+//! Matrices of every type, and products of them in 64 bits.
+
+use half::{bf16, f16};
+
+/// `cudaDataType` numbers.
+pub(crate) const F32: u32 = 0;
+pub(crate) const F64: u32 = 1;
+pub(crate) const F16: u32 = 2;
+pub(crate) const BF16: u32 = 14;
+
+/// `cublasComputeType_t` numbers.
+pub(crate) const IN_32F: u32 = 68;
+pub(crate) const IN_TF32: u32 = 77;
+pub(crate) const IN_64F: u32 = 70;
+
+pub(crate) fn bytes(data_type: u32) -> usize {
+    match data_type {
+        F64 => 8,
+        F32 => 4,
+        _ => 2,
+    }
+}
+
+pub(crate) fn encode(data_type: u32, values: &[f64]) -> Vec<u8> {
+    let one = |&value: &f64| match data_type {
+        F64 => value.to_le_bytes().to_vec(),
+        F32 => (value as f32).to_le_bytes().to_vec(),
+        F16 => f16::from_f64(value).to_le_bytes().to_vec(),
+        _ => bf16::from_f64(value).to_le_bytes().to_vec(),
+    };
+    values.iter().flat_map(one).collect()
+}
+
+pub(crate) fn decode(data_type: u32, encoded: &[u8]) -> Vec<f64> {
+    fn part<const N: usize>(chunk: &[u8]) -> [u8; N] {
+        std::array::from_fn(|index| chunk[index])
+    }
+    let one = |chunk: &[u8]| match data_type {
+        F64 => f64::from_le_bytes(part(chunk)),
+        F32 => f64::from(f32::from_le_bytes(part(chunk))),
+        F16 => f16::from_le_bytes(part(chunk)).to_f64(),
+        _ => bf16::from_le_bytes(part(chunk)).to_f64(),
+    };
+    encoded.chunks_exact(bytes(data_type)).map(one).collect()
+}
+
+/// Numbers between -1 and 1, as `data_type` holds them.
+pub(crate) fn numbers(data_type: u32, count: usize, seed: u64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    };
+    let exact: Vec<_> = (0..count).map(|_| next()).collect();
+    decode(data_type, &encode(data_type, &exact))
+}
+
+/// A product of column-major matrices: transposed or not, sizes, leading dimensions.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) transposed: (bool, bool),
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) lda: usize,
+    pub(crate) ldb: usize,
+    pub(crate) ldc: usize,
+}
+
+impl Shape {
+    pub(crate) fn packed(m: usize, n: usize, k: usize) -> Self {
+        Self { transposed: (false, false), m, n, k, lda: m, ldb: k, ldc: m }
+    }
+
+    pub(crate) fn elements(&self) -> [usize; 3] {
+        [
+            self.lda * if self.transposed.0 { self.m } else { self.k },
+            self.ldb * if self.transposed.1 { self.k } else { self.n },
+            self.ldc * self.n,
+        ]
+    }
+
+    /// A result, and the sum of the sizes of what was added up for it.
+    fn element(&self, a: &[f64], b: &[f64], row: usize, column: usize) -> (f64, f64) {
+        let mut sums = (0.0, 0.0);
+        for k in 0..self.k {
+            let a = if self.transposed.0 { a[k + row * self.lda] } else { a[row + k * self.lda] };
+            let b = if self.transposed.1 { b[column + k * self.ldb] } else { b[k + column * self.ldb] };
+            sums = (sums.0 + a * b, sums.1 + (a * b).abs());
+        }
+        sums
+    }
+
+    /// What C becomes, each element with how far it may be off. Elements outside of the product stay as they are.
+    pub(crate) fn expected(
+        &self,
+        bound: Bound,
+        (alpha, beta): (f64, f64),
+        [a, b, c]: [&[f64]; 3],
+        finish: impl Fn(usize, f64) -> f64,
+    ) -> Vec<(f64, f64)> {
+        let mut expected: Vec<_> = c.iter().map(|&value| (value, 0.0)).collect();
+        for column in 0..self.n {
+            for row in 0..self.m {
+                let place = row + column * self.ldc;
+                let (sum, sizes) = self.element(a, b, row, column);
+                let old = if beta == 0.0 { 0.0 } else { beta * c[place] };
+                let value = finish(row, alpha * sum + old);
+                let sizes = alpha.abs() * sizes + old.abs();
+                let room = sizes * (bound.input + bound.sum * (self.k as f64 + 4.0)) + bound.output * value.abs();
+                expected[place] = (value, room + bound.least);
+            }
+        }
+        expected
+    }
+}
+
+/// How far results of a type may be off: by the rounding of inputs, of each addition, and of the output.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bound {
+    input: f64,
+    sum: f64,
+    output: f64,
+    least: f64,
+}
+
+impl Bound {
+    pub(crate) fn of(data_type: u32, compute: u32) -> Self {
+        let unit = |bits: i32| 2f64.powi(-bits);
+        let (sum, output) = match data_type {
+            F64 => (unit(52), unit(52)),
+            F32 => (unit(23), unit(23)),
+            F16 => (unit(23), unit(10)),
+            _ => (unit(23), unit(7)),
+        };
+        // TF32 keeps 10 bits of each of two inputs.
+        let input = if compute == IN_TF32 { unit(9) } else { 0.0 };
+        Self { input, sum, output, least: if data_type == F16 { unit(24) } else { 0.0 } }
+    }
+
+    /// With a function behind the product that approximations of other kinds are allowed for.
+    pub(crate) fn loosened(mut self) -> Self {
+        self.least += 4e-3;
+        self
+    }
+}
+
+/// The first element that is off by too much, or that none is.
+pub(crate) fn compare(seen: &[f64], expected: &[(f64, f64)]) -> String {
+    let off = |(_, (seen, (expected, room))): &(usize, (&f64, &(f64, f64)))| {
+        // Written so that a NaN is off.
+        let close = (**seen - expected).abs() <= *room;
+        !close
+    };
+    match seen.iter().zip(expected).enumerate().find(off) {
+        _ if seen.len() != expected.len() => "other sizes".to_owned(),
+        Some((index, (seen, (expected, room)))) => {
+            format!("element {index} is {seen}, not {expected} within {room:e}")
+        }
+        None => "right".to_owned(),
+    }
+}
