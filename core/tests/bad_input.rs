@@ -63,7 +63,7 @@ fn sizes_and_shapes_that_do_not_fit() {
     refused(
         blas.gemm(&GemmShape::of::<f64>(4, 4, 4), 1.0, &large, &large, 0.0, &other),
         ErrorKind::InvalidArgument,
-        "the shape is of F64",
+        "the shape has factors of F64",
     );
     drop(blas);
     let mut lt = stream.lt().unwrap();
