@@ -33,6 +33,7 @@ pub(crate) static CUDA: Codes = Codes {
         CUDA_ERROR_ECC_UNCORRECTABLE: DeviceLost, LOST;
         CUDA_ERROR_PEER_ACCESS_UNSUPPORTED: Unsupported, "copy through the host, or use devices that reach each other";
         CUDA_ERROR_NVLINK_UNCORRECTABLE: DeviceLost, LOST;
+        CUDA_ERROR_CONTAINED: DeviceLost, LOST;
         CUDA_ERROR_OPERATING_SYSTEM: OperatingSystem, "see what the system's log says";
         CUDA_ERROR_INVALID_HANDLE: InvalidHandle, "the object was destroyed, or is one of another device";
         CUDA_ERROR_ILLEGAL_STATE: InvalidState, "the object is not in a state for this call";
@@ -53,6 +54,7 @@ pub(crate) static CUDA: Codes = Codes {
         CUDA_ERROR_INVALID_ADDRESS_SPACE: DeviceLost, LOST;
         CUDA_ERROR_INVALID_PC: DeviceLost, LOST;
         CUDA_ERROR_LAUNCH_FAILED: DeviceLost, LOST;
+        CUDA_ERROR_TENSOR_MEMORY_LEAK: DeviceLost, LOST;
         CUDA_ERROR_NOT_PERMITTED: PermissionDenied, "the system does not let this process do it";
         CUDA_ERROR_NOT_SUPPORTED: Unsupported, "the device or its driver cannot do it";
         CUDA_ERROR_SYSTEM_NOT_READY: DeviceMissing, "the fabric manager is not running";
@@ -117,6 +119,7 @@ mod tests {
             (214, DeviceLost),
             (217, Unsupported),
             (220, DeviceLost),
+            (226, DeviceLost),
             (304, OperatingSystem),
             (400, InvalidHandle),
             (401, InvalidState),
@@ -137,6 +140,7 @@ mod tests {
             (717, DeviceLost),
             (718, DeviceLost),
             (719, DeviceLost),
+            (721, DeviceLost),
             (800, PermissionDenied),
             (801, Unsupported),
             (802, DeviceMissing),

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use highwater_core::driver::{Calls, Found, Search, watch_exit};
+use highwater_core::fork::Generation;
 use highwater_core::{Error, ErrorKind};
 use parking_lot::Mutex;
 
@@ -42,6 +43,11 @@ impl Driver {
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
     ) -> Result<&'static Self, Error> {
+        /// The process that was the first to initialise a driver. A child of its has none, and cannot make one.
+        static INITIALISED_IN: OnceLock<Generation> = OnceLock::new();
+        if INITIALISED_IN.get().is_some_and(|generation| !generation.is_current()) {
+            return Err(Generation::error("open"));
+        }
         let library = &libraries::NVIDIA_DRIVER;
         // SAFETY: passed on from the caller.
         let found = unsafe { search.open(library, paths(library.path_variable).as_deref(), |_| true) }?;
@@ -51,6 +57,8 @@ impl Driver {
         if let Some(driver) = known(found.library.name()) {
             return Ok(driver);
         }
+        // Before it is, so that a child of any time after is told.
+        INITIALISED_IN.get_or_init(Generation::current);
         // SAFETY: a library that goes by this name, or that a variable names as it, exports what the driver exports.
         let driver = unsafe { Self::initialise(&found) }?;
         let mut open = OPEN.lock();

@@ -161,7 +161,6 @@ struct Plan {
     alignments: [usize; 2],
     doubles: bool,
     has_bias: bool,
-    is_empty: bool,
     /// The bias that the description refers to.
     bias: Option<DevicePtr>,
 }
@@ -174,7 +173,8 @@ pub(crate) struct LtBlas {
     raw: u64,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
-    plans: HashMap<u64, Plan>,
+    /// `None` for products without an element, which cuBLASLt does not describe.
+    plans: HashMap<u64, Option<Plan>>,
     next_plan: u64,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<Cuda>>,
@@ -380,7 +380,6 @@ impl LtBlas {
             alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
-            is_empty: shape.is_empty(),
             bias: None,
         })
     }
@@ -506,9 +505,11 @@ impl BlasHandle for LtBlas {
         self.enter(OPERATION)?;
         options.shape.extents(OPERATION)?;
         self.check_options(OPERATION, options)?;
-        let plan = {
+        let plan = if options.shape.is_empty() {
+            None
+        } else {
             let _current = self.room.make_current(OPERATION, self.device)?;
-            self.plan(OPERATION, options)?
+            Some(self.plan(OPERATION, options)?)
         };
         let id = self.next_plan;
         self.next_plan += 1;
@@ -520,9 +521,7 @@ impl BlasHandle for LtBlas {
         const OPERATION: &str = "run_plan";
         self.enter(OPERATION)?;
         let Some(plan) = self.plans.get_mut(&plan.get()) else { return Err(no_plan(OPERATION, plan)) };
-        if plan.is_empty {
-            return Ok(());
-        }
+        let Some(plan) = plan else { return Ok(()) };
         let Some(stream) = self.stream else {
             return Err(Error::new(ErrorKind::InvalidState, OPERATION, "the handle is bound to no stream")
                 .with_hint("call `set_stream` first"));

@@ -16,7 +16,6 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     per_thread_stream: 2,
     not_ready: CUresult::CUDA_ERROR_NOT_READY as i32,
     out_of_memory: CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32,
-    wrong_capture_thread: CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD as i32,
     no_elapsed_time: CUresult::CUDA_ERROR_INVALID_HANDLE as i32,
     stream_flags: CUstream_flags::CU_STREAM_NON_BLOCKING as u32,
     event_flags: [

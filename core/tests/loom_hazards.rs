@@ -93,6 +93,29 @@ fn a_handle_is_not_destroyed_under_a_call() {
 }
 
 #[test]
+fn a_question_sees_the_capture_or_the_capture_waits_for_it() {
+    loom::model(|| {
+        let table = Table::new();
+        let (captures, answered) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (other, seen, answers) = (Arc::clone(&table), Arc::clone(&captures), Arc::clone(&answered));
+        let asks = thread::spawn(move || {
+            let record = other.registry.take();
+            let asking = record.ask();
+            let hazard = record.announce(other.address()).expect("a record of one's own has room");
+            let relaxed = seen.load(Ordering::Relaxed);
+            answers.store(true, Ordering::Relaxed);
+            drop((hazard, asking));
+            relaxed
+        });
+        captures.store(true, Ordering::Relaxed);
+        table.registry.wait_for_questions(thread::yield_now);
+        let begun_after = answered.load(Ordering::Relaxed);
+        // Where the question did not see the capture, it was answered before the vendor was told to begin.
+        assert!(asks.join().unwrap() || begun_after);
+    });
+}
+
+#[test]
 fn two_calls_and_one_who_destroys() {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);

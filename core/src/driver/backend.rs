@@ -8,7 +8,8 @@ use super::exit;
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
-use super::room::{Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING};
+use super::records;
+use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING};
 use crate::backend::{
     Backend, CaptureMode, Completion, DeviceInfo, EventOptions, Identity, LiveObjects, StreamOptions, StreamPriority,
 };
@@ -120,7 +121,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let total = room.device(OPERATION, device)?.info.memory_bytes;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
@@ -167,7 +168,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         room.streams.sweep(|stream| room.destroy_raw_stream(OPERATION, stream));
         let (calls, flags) = (room.platform.calls(), room.platform.quirks().stream_flags);
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let (mut least, mut greatest, mut raw) = (0, 0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
@@ -179,6 +180,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         // SAFETY: as above.
         room.check(OPERATION, unsafe { (calls.stream_create)(&mut raw, flags, priority) })?;
+        room.made(OPERATION, raw)?;
         room.streams.insert(OPERATION, device, raw, 0).inspect_err(|_| {
             // SAFETY: nobody else knows the stream.
             unsafe { (calls.stream_destroy)(raw) };
@@ -194,17 +196,20 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
                 .with_hint("destroy only what `create_stream` gave"));
         }
-        room.streams.remove(OPERATION, stream, |removed| room.destroy_raw_stream(OPERATION, removed))
+        // Whoever keeps a foreign stream may destroy it from here on.
+        room.streams.remove(OPERATION, stream, FOREIGN, |removed| room.destroy_raw_stream(OPERATION, removed))
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
         const OPERATION: &str = "query_stream";
         let room = &*self.room;
         room.enter(OPERATION)?;
+        let asking = records::ask();
         let held = room.stream(OPERATION, stream)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let _relaxed = room.relaxed_if_capturing();
+        // A default stream is not announced, so no fence makes the question known.
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
         // SAFETY: the stream is held.
         match unsafe { (room.platform.calls().stream_query)(held.raw()) } {
             0 => Ok(Completion::Complete),
@@ -220,7 +225,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = room.stream(OPERATION, stream)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         // SAFETY: the stream is held.
         room.check(OPERATION, unsafe { (room.platform.calls().stream_synchronize)(held.raw()) })
     }
@@ -233,7 +238,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
                 .with_hint("end the capture first, or wait for single streams"));
         }
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         // SAFETY: the call takes nothing.
         room.check(OPERATION, unsafe { (room.platform.calls().device_synchronize)() })
@@ -303,11 +308,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         room.events.sweep(|event| room.destroy_raw_event(OPERATION, event));
         let (vendor_flags, flags) = self.event_flags(options);
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { (room.platform.calls().event_create)(&mut raw, vendor_flags) })?;
+        room.made(OPERATION, raw)?;
         room.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
             // SAFETY: nobody else knows the event.
             unsafe { (room.platform.calls().event_destroy)(raw) };
@@ -318,7 +324,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        room.events.remove(OPERATION, event, |removed| room.destroy_raw_event(OPERATION, removed))
+        room.events.remove(OPERATION, event, FOREIGN, |removed| room.destroy_raw_event(OPERATION, removed))
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
@@ -344,8 +350,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "query_event";
         let room = &*self.room;
         room.enter(OPERATION)?;
+        let asking = records::ask();
         let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref());
         // SAFETY: the event is held.
         match unsafe { (room.platform.calls().event_query)(mark.raw()) } {
             0 => Ok(Completion::Complete),
@@ -359,7 +366,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         // SAFETY: the event is held.
         room.check(OPERATION, unsafe { (room.platform.calls().event_synchronize)(mark.raw()) })
     }
@@ -380,7 +387,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let message = format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let mut milliseconds = 0.0_f32;
         let quirks = room.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
@@ -473,6 +480,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
             }
         };
+        room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind });
         Ok(DevicePtr::new(address))
     }
@@ -485,6 +493,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = stream.map(|stream| room.stream(OPERATION, stream)).transpose()?;
         if let Some(stream) = stream {
             Self::same_device(OPERATION, stream, "the memory", device)?;
+        }
+        if let Some(held) = &held {
+            // The graph would free it, once for each launch, and nobody without one.
+            room.refuse_in_capture(OPERATION, held)?;
         }
         let block = {
             let mut blocks = room.blocks.lock();
@@ -567,7 +579,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     if to == from =>
                 {
                     Self::same_device(OPERATION, stream, "the memory", to)?;
-                    if dst.get() < src.get() + bytes as u64 && src.get() < dst.get() + bytes as u64 {
+                    if dst < src.offset(bytes) && src < dst.offset(bytes) {
                         let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
@@ -626,8 +638,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
         self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
-        if stream.is_legacy_default() {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "the legacy default stream cannot be captured")
+        if held.is_default() {
+            // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
                 .with_hint("capture a stream that `create_stream` gave"));
         }
         if room.capture_state(OPERATION, held.raw())? {
@@ -642,12 +655,20 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
         room.capture_began(stream.device());
+        if mode == CaptureMode::Global {
+            // Threads that ask have looked before, and are answered first.
+            records::wait_for_questions();
+        }
         // SAFETY: the stream is held.
         let outcome = room.check(OPERATION, unsafe { begin(held.raw(), number) });
         if outcome.is_err() {
             room.capture_ended(stream.device());
-        } else {
-            held.set_flag(CAPTURES, true);
+            return outcome;
+        }
+        held.set_captor(if mode == CaptureMode::Relaxed { 0 } else { room::this_thread() });
+        if held.set_flag(CAPTURES, true) {
+            // Other code has ended the capture before, which was counted until now.
+            room.capture_ended(stream.device());
         }
         outcome
     }
@@ -659,21 +680,28 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = room.stream(OPERATION, stream)?;
         self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
         let end = required(OPERATION, room.platform.calls().capture_end, "capture")?;
-        if stream.is_legacy_default() || !room.capture_state(OPERATION, held.raw())? {
+        if held.is_default() || !room.capture_state(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
                 .with_hint("call `begin_capture` first"));
+        }
+        // The vendor would answer with an error and end the capture.
+        if !held.can_end_here() {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                OPERATION,
+                "the capture was begun on another thread, and is open still",
+            )
+            .with_hint("end the capture on the thread that began it, or begin it in relaxed mode"));
         }
         let mut raw = 0;
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = unsafe { end(held.raw(), &mut raw) };
         // A stream that joined a capture does not end it.
-        if code != room.platform.quirks().wrong_capture_thread
-            && !room.capture_state(OPERATION, held.raw()).unwrap_or(false)
-            && held.set_flag(CAPTURES, false)
-        {
+        if !room.capture_state(OPERATION, held.raw()).unwrap_or(false) && held.set_flag(CAPTURES, false) {
             room.capture_ended(stream.device());
         }
         room.check(OPERATION, code)?;
+        room.made(OPERATION, raw)?;
         room.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = room.platform.calls().graph_destroy {
                 // SAFETY: nobody else knows the graph.
@@ -701,11 +729,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         let recorded = room.graphs.hold(OPERATION, graph)?;
         let instantiate = required(OPERATION, room.platform.calls().graph_instantiate, "capture")?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, graph.device())?;
         let mut raw = 0;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
+        room.made(OPERATION, raw)?;
         room.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = room.platform.calls().graph_exec_destroy {
                 // SAFETY: nobody else knows the graph.
@@ -732,15 +761,15 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "destroy_graph";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        room.graphs.remove(OPERATION, graph, |removed| room.destroy_raw_graph(OPERATION, removed))
+        room.graphs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph(OPERATION, removed))
     }
 
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
         const OPERATION: &str = "destroy_graph_exec";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        let _relaxed = room.relaxed_if_capturing();
-        room.graph_execs.remove(OPERATION, graph, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
+        let _relaxed = room.relaxed();
+        room.graph_execs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
     }
 
     // ------------------------------------------------------------------ the other traits
@@ -780,13 +809,14 @@ impl<P: Platform> DriverBackend<P> {
         check_size(OPERATION, bytes, room.device(OPERATION, device)?.info.memory_bytes)?;
         room.refuse_in_capture(OPERATION, &held)?;
         let allocate = required(OPERATION, room.platform.calls().allocate_async, "stream_ordered_memory")?;
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         room.pool(device);
         let mut address = 0;
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
         room.check(OPERATION, code)?;
+        room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind: BlockKind::StreamOrdered });
         Ok(DevicePtr::new(address))
     }

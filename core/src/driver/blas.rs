@@ -39,6 +39,7 @@ impl<P: Platform> DriverBlas<P> {
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
+        room.made(OPERATION, raw)?;
         let handle = Self {
             room: Arc::clone(room),
             device,
@@ -74,7 +75,7 @@ impl<P: Platform> DriverBlas<P> {
         }
         self.room.enter(OPERATION)?;
         let outcome = {
-            let _relaxed = self.room.relaxed_if_capturing();
+            let _relaxed = self.room.relaxed();
             let _current = self.room.make_current(OPERATION, self.device)?;
             // SAFETY: the handle is alive, and is not used after this.
             let code = unsafe { (self.room.platform.blas().calls.destroy)(self.raw) };

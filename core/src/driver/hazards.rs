@@ -16,6 +16,8 @@ const PER_RECORD: usize = 4;
 pub(crate) struct Record {
     taken: AtomicBool,
     cells: [AtomicPtr<()>; PER_RECORD],
+    /// Whether the thread asks what a capture in global mode forbids.
+    asks: AtomicBool,
     next: AtomicPtr<Record>,
 }
 
@@ -30,6 +32,21 @@ pub(crate) struct Registry {
 pub(crate) struct Hazard {
     cell: &'static AtomicPtr<()>,
     own_thread: PhantomData<*const ()>,
+}
+
+/// A question that a capture in global mode forbids to every thread; ends when it is dropped, in the thread that made it.
+#[derive(Debug)]
+pub(crate) struct Asking {
+    record: &'static Record,
+    own_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Asking {
+    #[inline]
+    fn drop(&mut self) {
+        // Release: the question comes before its end.
+        self.record.asks.store(false, Ordering::Release);
+    }
 }
 
 impl Drop for Hazard {
@@ -63,6 +80,14 @@ impl Record {
         // With the fence in `is_announced`.
         store_and_fence(cell, object);
         Some(Hazard::new(cell))
+    }
+
+    /// Says that this thread is about to ask. It takes effect with the next announcement, whose fence it shares; the caller
+    /// looks after that whether a capture is open.
+    #[inline]
+    pub(crate) fn ask(&'static self) -> Asking {
+        self.asks.store(true, Ordering::Relaxed);
+        Asking { record: self, own_thread: PhantomData }
     }
 
     /// Announces two objects at the price of one.
@@ -106,6 +131,7 @@ impl Registry {
         let record: &'static Record = Box::leak(Box::new(Record {
             taken: AtomicBool::new(true),
             cells: std::array::from_fn(|cell| AtomicPtr::new(if cell == 0 { object } else { std::ptr::null_mut() })),
+            asks: AtomicBool::new(false),
             next: AtomicPtr::new(std::ptr::null_mut()),
         }));
         let own = std::ptr::from_ref(record).cast_mut();
@@ -143,6 +169,19 @@ impl Registry {
             next = record.next.load(Ordering::Acquire);
             Some(record)
         })
+    }
+
+    /// Waits until every thread that may have found no capture open has been answered. The caller has made it known before that
+    /// one is.
+    pub(crate) fn wait_for_questions(&self, pause: impl Fn()) {
+        // With the fence in `announce`.
+        fence(Ordering::SeqCst);
+        for record in self.records() {
+            // Acquire: where the question has ended, the vendor has answered it.
+            while record.asks.load(Ordering::Acquire) {
+                pause();
+            }
+        }
     }
 
     /// Whether any thread announces `object`. The caller has made the object stale before.

@@ -75,9 +75,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let mut address = std::ptr::null_mut();
         // SAFETY: the call writes one address that lives until it returns.
         room.check(OPERATION, unsafe { (room.platform.calls().host_allocate)(&mut address, bytes, flags) })?;
-        let Some(address) = NonNull::new(address) else {
-            return Err(Error::new(ErrorKind::Vendor, OPERATION, "the vendor answered with success and no memory"));
-        };
+        let address = NonNull::new(address).ok_or_else(|| super::room::nothing(OPERATION))?;
         let ptr = HostPtr::new(address);
         room.host_blocks.lock().insert(ptr.address(), HostBlock { bytes, registered: false });
         Ok(ptr)

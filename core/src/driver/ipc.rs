@@ -64,6 +64,17 @@ fn refused(operation: &'static str, message: String) -> Error {
         .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID")
 }
 
+/// Of what a vendor answers to 64 bytes that are no handle, nothing is written down.
+fn no_handle(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::InvalidState | ErrorKind::InvalidHandle | ErrorKind::InvalidPointer | ErrorKind::Vendor => {
+            let message = format!("this is no handle of another process's memory: {}", error.message());
+            refused(error.operation(), message).with_code(error.code().unwrap_or(0))
+        }
+        _ => error,
+    }
+}
+
 impl<P: Platform> DriverIpc<P> {
     pub(super) const fn new(room: Arc<Room<P>>) -> Self {
         Self(room)
@@ -88,13 +99,14 @@ impl<P: Platform> DriverIpc<P> {
         let _current = room.make_current(OPERATION, device)?;
         if handle.transport != Transport::Legacy {
             let block = room.platform.open_shared(device, handle)?;
-            return Ok((block.address, Some(block)));
+            return Ok((room.made(OPERATION, block.address)?, Some(block)));
         }
         let Some(open) = room.platform.calls().ipc_open else { return Err(unsupported(OPERATION, handle.transport)) };
         let mut address = 0;
         let flag = room.platform.quirks().ipc_open_flag;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
-        room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) })?;
+        room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
+        room.made(OPERATION, address)?;
         if let Some(range) = room.platform.calls().address_range {
             let (mut start, mut bytes) = (0, 0);
             // SAFETY: the call writes two numbers that live until it returns.
@@ -113,17 +125,22 @@ impl<P: Platform> DriverIpc<P> {
     }
 
     /// Counts one more open of what is mapped already; `None` where this thread has to map it, for which a place is kept.
-    fn open_again(&self, key: MappedKey) -> Option<u64> {
+    fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<u64>> {
         let mut mapped = self.0.mapped.lock();
         loop {
             match mapped.get_mut(&key) {
                 None => {
-                    mapped.insert(key, Mapped { address: None, opens: 1, block: None });
-                    return None;
+                    mapped.insert(key, Mapped { address: None, bytes: wanted, opens: 1, block: None });
+                    return Ok(None);
+                }
+                // The handle's own word for how large it is counts no more than at the first time.
+                Some(Mapped { address: Some(_), bytes, .. }) if *bytes < wanted => {
+                    let message = format!("the handle is of {wanted} bytes, {bytes} were mapped by it before");
+                    return Err(refused("open_memory", message));
                 }
                 Some(Mapped { address: Some(address), opens, .. }) => {
                     *opens += 1;
-                    return Some(*address);
+                    return Ok(Some(*address));
                 }
                 // Another thread is mapping or unmapping it.
                 Some(_) => self.0.mapped_changed.wait(&mut mapped),
@@ -169,7 +186,9 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
                 let handle = room.platform.export_shared(&shared, transport, handle)?;
                 if let Some(descriptor) = &handle.descriptor {
-                    room.exported.lock().push(descriptor.downgrade());
+                    let mut exported = room.exported.lock();
+                    exported.retain(|other| other.strong_count() > 0);
+                    exported.push(descriptor.downgrade());
                 }
                 Ok(handle)
             }
@@ -209,14 +228,14 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Err(refused(OPERATION, "the handle is of 0 bytes".to_owned()));
         }
         let key = (device, handle.transport as u32, handle.payload);
-        if let Some(address) = self.open_again(key) {
+        if let Some(address) = self.open_again(key, handle.bytes)? {
             return Ok(DevicePtr::new(address));
         }
         let opened = self.open(device, handle);
         let mut mapped = room.mapped.lock();
         let answer = match opened {
             Ok((address, block)) => {
-                mapped.insert(key, Mapped { address: Some(address), opens: 1, block });
+                mapped.insert(key, Mapped { address: Some(address), bytes: handle.bytes, opens: 1, block });
                 Ok(DevicePtr::new(address))
             }
             Err(error) => {
@@ -233,7 +252,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let room = &*self.0;
         room.enter(OPERATION)?;
         room.device(OPERATION, device)?;
-        let (key, block) = {
+        let (key, bytes, block) = {
             let mut mapped = room.mapped.lock();
             let found = mapped.iter_mut().find(|(key, mapped)| key.0 == device && mapped.address == Some(ptr.get()));
             let Some((key, found)) = found else {
@@ -250,7 +269,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             }
             // Who opens it meanwhile waits until it is unmapped.
             found.address = None;
-            (*key, found.block.take())
+            (*key, found.bytes, found.block.take())
         };
         let outcome = (|| {
             let _relaxed = room.relaxed();
@@ -268,7 +287,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         if outcome.is_ok() {
             mapped.remove(&key);
         } else {
-            mapped.insert(key, Mapped { address: Some(ptr.get()), opens: 1, block });
+            mapped.insert(key, Mapped { address: Some(ptr.get()), bytes, opens: 1, block });
         }
         room.mapped_changed.notify_all();
         outcome
@@ -291,7 +310,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let Some(export) = room.platform.calls().ipc_export_event else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
         // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
@@ -310,11 +329,12 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let Some(open) = room.platform.calls().ipc_open_event else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed_if_capturing();
+        let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
         room.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
+        room.made(OPERATION, raw)?;
         room.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
             // SAFETY: nobody else knows the event.
             unsafe { (room.platform.calls().event_destroy)(raw) };

@@ -23,6 +23,10 @@ mod objects;
 mod platform;
 mod records;
 mod room;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 mod unavailable;
 mod vendor;
 

@@ -36,6 +36,9 @@ const fn live(generation: u32, device: u32) -> u64 {
     (generation as u64) << 32 | LIVE | device as u64
 }
 
+/// Bits of `Slot::flags` that are flags; the others are a number.
+const FLAG_BITS: u32 = 8;
+
 /// Slots of the first chunk; each further one is twice as large as the one before.
 const FIRST_CHUNK: u32 = 64;
 const CHUNKS: usize = 24;
@@ -113,12 +116,24 @@ impl Held<'_> {
         self.slot.flags.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_flag(&self, flag: u64, on: bool) {
-        if on {
-            self.slot.flags.fetch_or(flag, Ordering::Relaxed);
+    /// Sets or clears a flag; whether it was set before. Of two threads that clear it, one is told so.
+    /// A number beside the flags, of 56 bits.
+    pub(super) fn number(&self) -> u64 {
+        self.flags() >> FLAG_BITS
+    }
+
+    pub(super) fn set_number(&self, number: u64) {
+        self.slot.flags.fetch_and((1 << FLAG_BITS) - 1, Ordering::Relaxed);
+        self.slot.flags.fetch_or(number << FLAG_BITS, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
+        let before = if on {
+            self.slot.flags.fetch_or(flag, Ordering::Relaxed)
         } else {
-            self.slot.flags.fetch_and(!flag, Ordering::Relaxed);
-        }
+            self.slot.flags.fetch_and(!flag, Ordering::Relaxed)
+        };
+        before & flag != 0
     }
 }
 
@@ -236,11 +251,13 @@ impl<I: ObjectId> Objects<I> {
 
     /// Makes `id` stale. What may be destroyed now is handed to `destroy`, one after the other and outside the lock: this
     /// object, unless a call is using it, and those that were put off before and are used no more. The answer is that of
-    /// this object's destruction; a handle that is put off counts as destroyed.
+    /// this object's destruction; a handle that is put off counts as destroyed. An object with one of the flags `at_once` is not
+    /// put off: this waits until no call uses it.
     pub(super) fn remove(
         &self,
         operation: &'static str,
         id: I,
+        at_once: u64,
         mut destroy: impl FnMut(&Removed) -> Result<()>,
     ) -> Result<()> {
         let parts = id.parts();
@@ -255,10 +272,15 @@ impl<I: ObjectId> Objects<I> {
             let (raw, flags) = (slot.raw.load(Ordering::Relaxed), slot.flags.load(Ordering::Relaxed));
             Removed { slot: parts.slot, device: parts.device, raw, flags }
         };
+        if removed.flags & at_once != 0 {
+            while self.is_used(&removed) {
+                std::thread::yield_now();
+            }
+        }
         let mut answer = Ok(());
         self.sweep_with(Some(removed), |removed_now| {
             let outcome = destroy(removed_now);
-            if *removed_now == removed {
+            if removed_now.slot == removed.slot {
                 answer = outcome;
             } else if let Err(error) = outcome {
                 tracing::warn!("an object that was in use when it was destroyed is left: {error}");
@@ -284,11 +306,14 @@ impl<I: ObjectId> Objects<I> {
         if candidates.is_empty() {
             return;
         }
-        for removed in candidates {
-            let used = self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address()));
-            if used {
+        for mut removed in candidates {
+            if self.is_used(&removed) {
                 self.book.lock().put_off.push(removed);
                 continue;
+            }
+            // The call that used it may have changed them after it was removed.
+            if let Some(slot) = self.slot(removed.slot) {
+                removed.flags = slot.flags.load(Ordering::Relaxed);
             }
             destroy(&removed);
             // A slot whose generations are used up is never issued again.
@@ -299,6 +324,11 @@ impl<I: ObjectId> Objects<I> {
                 self.book.lock().free.push(removed.slot);
             }
         }
+    }
+
+    /// Whether a call uses what was removed.
+    fn is_used(&self, removed: &Removed) -> bool {
+        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address()))
     }
 
     /// How many objects there are.
@@ -315,6 +345,13 @@ impl<I: ObjectId> Objects<I> {
             })
         };
         (0..slots).filter(has).count() as u64
+    }
+}
+
+#[cfg(test)]
+impl<I> Objects<I> {
+    pub(super) fn is_locked(&self) -> bool {
+        self.book.is_locked()
     }
 }
 
@@ -355,7 +392,7 @@ mod tests {
         assert_eq!((table.hold("t", old).unwrap().raw(), old.device()), (77, 3));
         let mut destroyed = Vec::new();
         table
-            .remove("t", old, |removed| {
+            .remove("t", old, 0, |removed| {
                 destroyed.push((removed.raw, removed.device));
                 Ok(())
             })
@@ -364,7 +401,7 @@ mod tests {
         let new = table.insert("t", 3, 78, 0).unwrap();
         assert_eq!(old.parts().slot, new.parts().slot);
         assert_eq!(table.hold("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
-        assert_eq!(table.remove("t", old, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(table.remove("t", old, 0, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
         assert_eq!((table.hold("t", new).unwrap().raw(), table.live()), (78, 1));
     }
 
@@ -388,7 +425,7 @@ mod tests {
         let held = table.hold("t", id).unwrap();
         let mut destroyed = 0;
         table
-            .remove("t", id, |_| {
+            .remove("t", id, 0, |_| {
                 destroyed += 1;
                 Ok(())
             })
@@ -419,7 +456,7 @@ mod tests {
     fn flags_are_counted_over_live_objects() {
         let table = Objects::<StreamId>::new(BackendTag::next());
         let ids: Vec<_> = (0..200).map(|raw| table.insert("t", 0, raw, raw & 1).unwrap()).collect();
-        table.remove("t", ids[1], |_| Ok(())).unwrap();
+        table.remove("t", ids[1], 0, |_| Ok(())).unwrap();
         table.hold("t", ids[0]).unwrap().set_flag(1, true);
         table.hold("t", ids[3]).unwrap().set_flag(1, false);
         assert_eq!((table.live(), table.live_with(1)), (199, 99));
@@ -448,7 +485,7 @@ mod tests {
                 let next = table.insert("t", 0, raw, 0).unwrap();
                 let old = std::mem::replace(&mut *current.lock().unwrap(), next);
                 table
-                    .remove("t", old, |removed| {
+                    .remove("t", old, 0, |removed| {
                         destroyed[removed.raw as usize].store(true, std::sync::atomic::Ordering::SeqCst);
                         Ok(())
                     })

@@ -23,8 +23,6 @@ pub struct Quirks {
     pub not_ready: i32,
     /// The code of exhausted memory.
     pub out_of_memory: i32,
-    /// The code that ends a capture on another thread than the one that began it, and leaves the capture open.
-    pub wrong_capture_thread: i32,
     /// The code of elapsed times that cannot be had, because an event has no timing or was never recorded.
     pub no_elapsed_time: i32,
     /// Flags of every stream.

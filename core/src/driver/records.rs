@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 
-use super::hazards::{Hazard, Record, Registry};
+use super::hazards::{Asking, Hazard, Record, Registry};
 
 /// The records of threads.
 fn registry() -> &'static Registry {
@@ -50,6 +50,18 @@ fn first() -> Option<&'static Record> {
         record
     })
     .ok()
+}
+
+/// Says that this thread is about to ask what a capture in global mode forbids; `None` where the thread is ending. Comes before
+/// `announce`, and the look for captures after it.
+#[inline]
+pub(super) fn ask() -> Option<Asking> {
+    own().map(Record::ask)
+}
+
+/// Waits for the questions of threads that may have found no capture open.
+pub(super) fn wait_for_questions() {
+    registry().wait_for_questions(std::thread::yield_now);
 }
 
 /// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::exit;
+use super::hazards::Asking;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use crate::capability::Capabilities;
@@ -55,6 +56,8 @@ pub(super) struct HostBlock {
 pub(super) struct Mapped {
     /// `None` while a thread is opening it.
     pub(super) address: Option<u64>,
+    /// Bytes that the handle was opened for.
+    pub(super) bytes: u64,
     pub(super) opens: u64,
     /// What the vendor crate opened; `None` for a legacy handle.
     pub(super) block: Option<SharedBlock>,
@@ -128,12 +131,33 @@ impl HeldStream<'_> {
         self.held.is_none()
     }
 
-    pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
-        let Some(held) = &self.held else { return false };
-        let before = held.flags() & flag != 0;
-        held.set_flag(flag, on);
-        before
+    /// Sets or clears a flag; whether it was set before. A default stream has none.
+    /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
+    pub(super) fn set_captor(&self, thread: u64) {
+        if let Some(held) = &self.held {
+            held.set_number(thread);
+        }
     }
+
+    /// Whether this thread can end the capture that this backend began on the stream.
+    pub(super) fn can_end_here(&self) -> bool {
+        let Some(held) = &self.held else { return true };
+        held.flags() & CAPTURES == 0 || held.number() == 0 || held.number() == this_thread()
+    }
+
+    pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
+        self.held.as_ref().is_some_and(|held| held.set_flag(flag, on))
+    }
+}
+
+/// A number of this thread that no other has; not 0.
+pub(super) fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that is ending has lost its number: nobody else has this one either.
+    NUMBER.try_with(|number| *number).unwrap_or_else(|_| NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// A device that is current in this thread until this is dropped.
@@ -251,6 +275,16 @@ impl<P: Platform> Room<P> {
         self.generation.is_current() && !exit::has_begun()
     }
 
+    /// The object that a call gave. A vendor that answers with success and gives none would hand out what its other calls
+    /// take for a default.
+    ///
+    /// # Errors
+    /// `Vendor` for 0.
+    #[inline]
+    pub fn made(&self, operation: &'static str, raw: u64) -> Result<u64> {
+        if raw == 0 { Err(nothing(operation)) } else { Ok(raw) }
+    }
+
     /// Success, or what the driver's code means.
     ///
     /// # Errors
@@ -362,16 +396,17 @@ impl<P: Platform> Room<P> {
         relaxed
     }
 
-    /// The same where a capture may be open. Captures of other code are known of only if it has lent streams; asking each time
-    /// would cost every query a third of its time.
+    /// The same for a question, where a capture may be open: relaxing each one would cost it a third of its time. A capture that
+    /// begins meanwhile waits for the question; without a record to wait for, it is relaxed always. Captures of other code are known of
+    /// only if it has lent streams.
     #[inline(always)]
-    pub(super) fn relaxed_if_capturing(&self) -> Option<Relaxed<'_, P>> {
-        if self.may_capture() { Some(self.relaxed()) } else { None }
+    pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
+        if asking.is_none() || self.may_capture() { Some(self.relaxed()) } else { None }
     }
 
     #[inline(always)]
     pub(super) fn may_capture(&self) -> bool {
-        // Relaxed: who has to see a capture's beginning was told of it by other means.
+        // Relaxed: the fence of an announcement comes before, and one of the capture's beginning after its count.
         self.captures.load(Ordering::Relaxed) != 0 || self.foreign.load(Ordering::Relaxed)
     }
 
@@ -454,19 +489,29 @@ impl<P: Platform> Room<P> {
     /// The pool behind stream-ordered memory, told to keep what is freed.
     pub(super) fn pool(&self, device: u32) -> Option<u64> {
         let state = self.devices.get(device as usize)?;
-        *state.pool.get_or_init(|| {
-            let calls = self.platform.calls();
-            let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
-            let (mut pool, mut keep) = (0, u64::MAX);
-            // SAFETY: the calls read and write numbers that live until they return.
-            let code = unsafe {
-                match default_pool(&mut pool, i32::try_from(device).ok()?) {
-                    0 => set(pool, self.platform.quirks().pool_release_threshold, &mut keep),
-                    code => code,
-                }
-            };
-            (code == 0).then_some(pool)
-        })
+        match state.pool.get() {
+            Some(pool) => *pool,
+            // Not made inside the cell, where another thread would wait for the vendor. Two threads may both set it up.
+            None => {
+                let pool = self.set_up_pool(device);
+                *state.pool.get_or_init(|| pool)
+            }
+        }
+    }
+
+    #[cold]
+    fn set_up_pool(&self, device: u32) -> Option<u64> {
+        let calls = self.platform.calls();
+        let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
+        let (mut pool, mut keep) = (0, u64::MAX);
+        // SAFETY: the calls read and write numbers that live until they return.
+        let code = unsafe {
+            match default_pool(&mut pool, i32::try_from(device).ok()?) {
+                0 => set(pool, self.platform.quirks().pool_release_threshold, &mut keep),
+                code => code,
+            }
+        };
+        (code == 0).then_some(pool)
     }
 
     /// Gives back what the pool keeps but nobody uses; whether there is a pool.
@@ -493,22 +538,25 @@ impl<P: Platform> Room<P> {
 
     /// Destroys a stream that no call uses.
     pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed) -> Result<()> {
+        let outcome = if stream.flags & FOREIGN != 0 {
+            Ok(())
+        } else {
+            let _relaxed = self.relaxed();
+            // SAFETY: the id is stale and no call uses the handle.
+            self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
+        };
+        // A capture ends with its stream, and counts until then.
         if stream.flags & CAPTURES != 0 {
             self.capture_ended(stream.device);
         }
-        if stream.flags & FOREIGN != 0 {
-            return Ok(());
-        }
-        let _relaxed = self.relaxed_if_capturing();
-        // SAFETY: the id is stale and no call uses the handle.
-        self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
+        outcome
     }
 
     pub(super) fn destroy_raw_event(&self, operation: &'static str, event: &Removed) -> Result<()> {
         if event.flags & FOREIGN != 0 {
             return Ok(());
         }
-        let _relaxed = self.relaxed_if_capturing();
+        let _relaxed = self.relaxed();
         // SAFETY: as above.
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }
@@ -536,11 +584,32 @@ impl<P: Platform> Room<P> {
     }
 }
 
+#[cold]
+pub(super) fn nothing(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Vendor, operation, "the vendor answered with success and gave nothing")
+        .with_hint("look for an error of the device before this call")
+}
+
 impl<P: Platform> Drop for Room<P> {
     fn drop(&mut self) {
         // At exit and in a forked child the vendor is not called.
         if self.is_in_service() {
             self.sweep("close");
         }
+    }
+}
+
+#[cfg(test)]
+impl<P: Platform> Room<P> {
+    /// Whether a lock of the room is held, which no vendor call may be made under.
+    pub(super) fn is_locked(&self) -> bool {
+        self.blocks.is_locked()
+            || self.host_blocks.is_locked()
+            || self.mapped.is_locked()
+            || self.exported.is_locked()
+            || self.streams.is_locked()
+            || self.events.is_locked()
+            || self.graphs.is_locked()
+            || self.graph_execs.is_locked()
     }
 }
