@@ -170,10 +170,9 @@ impl Product {
         }
         // Sums are as wide as those of the result, whatever the factors are.
         let Precision { computed, stored, smallest } = Precision::of(output);
-        // A vendor may add the bias to the product as it is stored.
-        let mut between = 0.0;
+        // A vendor may go on with the sum as it would be stored.
+        let between = if self.epilogue == Epilogue::None { 0.0 } else { stored * value.abs() };
         if let Some(bias) = &self.bias {
-            between = stored * value.abs();
             value += bias[row];
             scale += bias[row].abs();
         }

@@ -48,7 +48,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let pairs = alternate(queries, settle, |_| complete(backend.query_event(event)?.is_complete()), raw_query)?;
     table.push(Row::pairs("ask an event that is done, trait", &pairs).bar(OVER));
     let pairs = alternate(queries, settle, |_| complete(backend.query_stream(id)?.is_complete()), raw_stream_query)?;
-    table.push(Row::pairs("ask a stream that is done, trait", &pairs).bar(OVER));
+    table.push(Row::pairs("ask a stream that is done, trait", &pairs));
 
     let pairs = alternate(
         records,
