@@ -1,14 +1,16 @@
-//! What only shows over whole libraries: a fork after the driver was initialised, handles whose stream is gone, and products
-//! without elements.
+//! What only shows over whole libraries: a fork after the driver was initialised, handles whose stream is gone, products without
+//! elements, and other users of the same context.
 //!
-//! The tests run again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's.
+//! The tests run again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's. With
+//! `HIGHWATER_TEST_OVER_SIMULATION` set they run over whichever libraries the loader finds, real ones too.
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    Backend, BlasKind, BlasOptions, DataType, Epilogue, ErrorKind, GemmShape, PlanArguments, PlanOptions, StreamOptions,
+    AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm,
+    GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, StreamId, StreamOptions,
 };
 
 /// The backend, in the run over the simulation; `None` where the test has just been made to run there.
@@ -86,5 +88,109 @@ fn a_plan_of_no_elements_is_made_and_writes_nothing() {
     }
     handle.destroy().unwrap();
     backend.destroy_stream(stream).unwrap();
+    assert_eq!(backend.live_objects().total(), 0);
+}
+
+/// The context that is current in this thread.
+fn current() -> usize {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the call writes one pointer that lives until it returns.
+    assert_eq!(unsafe { cudarc::driver::sys::cuCtxGetCurrent(&mut context) } as u32, 0);
+    context.addr()
+}
+
+/// Makes calls of every sort that need a context.
+fn make_calls(backend: &dyn Backend) {
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    let block = backend.allocate(0, &AllocateOptions::new(4096)).unwrap();
+    let host = backend.host_allocator().allocate(4096, &HostOptions::new()).unwrap();
+    let legacy = StreamId::legacy_default(backend.identity().tag, 0);
+    let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    for stream in [stream, legacy] {
+        let fill = MemoryFill::new(0, block, FillPattern::U32(0x3f80_0000), 1024);
+        let copy = MemoryCopy::new(Location::Host(host), Location::Device { device: 0, ptr: block.offset(2048) }, 2048);
+        // SAFETY: the ranges lie inside the blocks, which live until the stream was waited for; the matrices are 16 x 16.
+        unsafe {
+            backend.fill(&fill, stream).unwrap();
+            handle.set_stream(stream).unwrap();
+            let shape = GemmShape::new(DataType::F32, 16, 16, 16);
+            handle.gemm(&Gemm::new(shape, block, block, block.offset(2048))).unwrap();
+            backend.copy(&copy, stream).unwrap();
+        }
+        backend.record_event(event, stream).unwrap();
+        backend.synchronize_event(event).unwrap();
+        // SAFETY: the copy is done; the memory holds 512 numbers.
+        let values = unsafe { std::slice::from_raw_parts(host.as_ptr().cast::<f32>(), 512) };
+        assert!(values[..256].iter().all(|value| *value == 16.0) && values[256..].iter().all(|value| *value == 1.0));
+    }
+    handle.destroy().unwrap();
+    // SAFETY: nothing uses them any more.
+    unsafe {
+        backend.host_allocator().free(host).unwrap();
+        backend.free(0, block, None).unwrap();
+    }
+    backend.destroy_event(event).unwrap();
+    backend.destroy_stream(stream).unwrap();
+}
+
+#[test]
+fn the_context_of_the_caller_is_current_again_after_each_call() {
+    let Some(backend) = open("the_context_of_the_caller_is_current_again_after_each_call") else { return };
+    // None.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(current(), 0);
+            make_calls(&*backend);
+            assert_eq!(current(), 0);
+        });
+    });
+    // The primary one, which cudarc makes current.
+    let context = cudarc::driver::CudaContext::new(0).unwrap();
+    context.bind_to_thread().unwrap();
+    let before = current();
+    assert_ne!(before, 0);
+    make_calls(&*backend);
+    assert_eq!(current(), before);
+    assert_eq!(backend.live_objects().total(), 0);
+}
+
+#[test]
+fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
+    let Some(backend) = open("streams_and_memory_of_cudarc_and_of_the_backend_work_together") else { return };
+    let context = cudarc::driver::CudaContext::new(0).unwrap();
+    let theirs = context.new_stream().unwrap();
+    // SAFETY: the stream lives to the end of this test.
+    let wrapped = unsafe { backend.stream_from_raw(0, theirs.cu_stream().addr() as u64) }.unwrap();
+    let block = backend.allocate(0, &AllocateOptions::new(4096)).unwrap();
+    // Work of both on their stream, in order: their bytes go to our memory after our fill, and come back.
+    let slice = theirs.clone_htod(&[7_u8; 1024]).unwrap();
+    let fill = MemoryFill::new(0, block, FillPattern::U8(1), 4096);
+    let (source, _uses) = cudarc::driver::DevicePtr::device_ptr(&slice, &theirs);
+    let here = |offset: usize| Location::Device { device: 0, ptr: block.offset(offset) };
+    let from = Location::Device { device: 0, ptr: highwater_core::DevicePtr::new(source) };
+    let host = backend.host_allocator().allocate(4096, &HostOptions::new()).unwrap();
+    // SAFETY: the ranges lie inside the blocks, which live until the stream was waited for.
+    unsafe {
+        backend.fill(&fill, wrapped).unwrap();
+        backend.copy(&MemoryCopy::new(here(1024), from, 1024), wrapped).unwrap();
+        backend.copy(&MemoryCopy::new(Location::Host(host), here(0), 4096), wrapped).unwrap();
+    }
+    theirs.synchronize().unwrap();
+    // SAFETY: the copy is done.
+    let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), 4096) };
+    assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if (1024..2048).contains(&at) { 7 } else { 1 }));
+    // What was wrapped is forgotten, not destroyed, and what they give up of the context does not end ours.
+    backend.destroy_stream(wrapped).unwrap();
+    assert_eq!(backend.query_stream(wrapped).unwrap_err().kind(), ErrorKind::InvalidHandle);
+    theirs.synchronize().unwrap();
+    drop(_uses);
+    drop((slice, theirs, context));
+    // SAFETY: nothing uses them any more.
+    unsafe {
+        backend.free(0, block, None).unwrap();
+        backend.host_allocator().free(host).unwrap();
+    }
+    make_calls(&*backend);
     assert_eq!(backend.live_objects().total(), 0);
 }
