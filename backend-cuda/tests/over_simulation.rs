@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use highwater_core::{
     AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm,
-    GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, StreamId, StreamOptions,
+    GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime, StreamId,
+    StreamOptions, Ticket, Transport,
 };
 
 /// The backend, in the run over the simulation; `None` where the test has just been made to run there.
@@ -193,4 +194,49 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     }
     make_calls(&*backend);
     assert_eq!(backend.live_objects().total(), 0);
+}
+
+#[test]
+fn memory_is_shared_between_runtimes_of_two_processes_by_each_transport() {
+    const TEST: &str = "memory_is_shared_between_runtimes_of_two_processes_by_each_transport";
+    const TICKET: &str = "HIGHWATER_TEST_TICKET";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(ticket) = std::env::var(TICKET) {
+        // The second process: sees what the first wrote, and writes.
+        let ticket: Ticket = ticket.parse().unwrap();
+        for _ in 0..2 {
+            let opened = runtime.open_shared::<f32>(&ticket).unwrap();
+            assert_eq!(stream.download(&opened).unwrap()[999], 1.5);
+        }
+        let opened = runtime.open_shared::<f32>(&ticket).unwrap();
+        stream.fill(opened.slice(0..500).unwrap(), 2.5_f32).unwrap();
+        stream.synchronize().unwrap();
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    let mut transports = Vec::new();
+    for transport in [Transport::Legacy, Transport::Descriptor] {
+        if !device.capabilities().ipc_transports.contains(transport) {
+            continue;
+        }
+        let buffer = device.allocate_shared_by::<f32>(1000, transport).unwrap();
+        stream.fill(&buffer, 1.5_f32).unwrap();
+        let ticket = buffer.share().unwrap();
+        assert_eq!(ticket.transport(), transport);
+        let mut other = Command::new(std::env::current_exe().unwrap());
+        other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, ticket.to_string());
+        let output = other.output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&said));
+        let values = stream.download(&buffer).unwrap();
+        assert!(values[..500].iter().all(|value| *value == 2.5) && values[500..].iter().all(|value| *value == 1.5));
+        transports.push(transport);
+    }
+    assert!(transports.contains(&Transport::Legacy), "{transports:?}");
+    drop((stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }
