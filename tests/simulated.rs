@@ -87,6 +87,23 @@ fn the_main_job_runs_in_three_processes_on_one_copy_of_the_weights() {
     assert!(object["weights_shared_bytes"].as_u64().unwrap() > 0, "{object}");
 }
 
+#[test]
+fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
+    for (workers, on_each) in [("2", [1, 1]), ("3", [2, 1])] {
+        let arguments = ["--backend", "cuda", "--workers", workers, "--json"];
+        let output = run("", &[("HIGHWATER_MOCK", "devices=2")], &arguments);
+        assert!(output.status.success(), "{output:?}");
+        let object = object(&output);
+        assert_eq!((&object["leaks"], &object["predictions_equal_cpu"]), (&0.into(), &true.into()), "{object}");
+        assert!(object["accuracy"].as_f64().unwrap() > 0.98, "{object}");
+        assert_eq!(object["weights_transport"], "descriptor", "{object}");
+        let devices = object["devices"].as_array().unwrap();
+        let workers: Vec<_> = devices.iter().map(|device| device["workers"].as_u64().unwrap()).collect();
+        assert_eq!(workers, on_each, "{object}");
+        assert!(devices.iter().all(|device| device["images"].as_u64().unwrap() > 0), "{object}");
+    }
+}
+
 /// Runs the suite and checks that no case fails, and that no more are skipped than `most_skipped`.
 #[track_caller]
 fn conforms(variant: &str, settings: &[(&str, &str)], most_skipped: u64) {
