@@ -199,12 +199,13 @@ fn any_number_of_workers_threads_and_passes_gives_the_same_predictions() {
 
 #[test]
 fn workers_are_spread_over_the_devices_in_turns() {
-    let cases: [(&str, u64, &[(u64, u64)]); 5] = [
-        ("devices=2", 2, &[(0, 1), (1, 1)]),
-        ("devices=3", 2, &[(0, 1), (1, 1)]),
-        ("devices=2", 3, &[(0, 2), (1, 1)]),
-        ("devices=2", 1, &[(0, 1)]),
-        ("devices=2", 0, &[(0, 0)]),
+    // The mock, workers, and the devices that are used with the workers of each.
+    let cases = [
+        ("devices=2", 2, vec![(0, 1), (1, 1)]),
+        ("devices=3", 2, vec![(0, 1), (1, 1)]),
+        ("devices=2", 3, vec![(0, 2), (1, 1)]),
+        ("devices=2", 1, vec![(0, 1)]),
+        ("devices=2", 0, vec![(0, 0)]),
     ];
     for (mock, workers, expected) in cases {
         let run = highwater_on(mock, &["--backend", "mock", "--workers", &workers.to_string(), "--json"]);

@@ -322,6 +322,23 @@ mod tests {
     }
 
     #[test]
+    fn each_device_stands_in_the_object_and_in_the_table() {
+        let place = Place { backend: "mock".into(), reason: "asked for".into(), device: "first".into() };
+        let used = |ordinal, name: &str, workers, images| DeviceUse { ordinal, name: name.into(), workers, images };
+        let devices = vec![used(0, "first", 2, 99), used(3, "second", 1, 1)];
+        let outcome = Outcome { devices, transports: BTreeSet::from(["legacy"]), ..outcome(98, 0, 0) };
+        let report = Report { place: &place, workers: 3, threads: 2, repeat: 1, outcome };
+        let object = report.to_json();
+        let second = json!({ "ordinal": 3, "name": "second", "workers": 1, "images": 1 });
+        assert_eq!((&object["device"], &object["devices"][1]), (&json!("first"), &second));
+        assert_eq!(object["weights_transport"], "legacy");
+        let table = report.to_table().to_string();
+        for part in ["0: first, 2 workers, 99 images", "3: second, 1 worker, 1 image ", "transport: legacy"] {
+            assert!(table.contains(part), "`{part}` is missing in:\n{table}");
+        }
+    }
+
+    #[test]
     fn holdings_add_up() {
         let numbers: [u64; Holdings::NUMBERS] = std::array::from_fn(|index| index as u64 + 1);
         let mut sum = Holdings::from_numbers(numbers);
