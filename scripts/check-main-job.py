@@ -35,12 +35,23 @@ if not problems:
     shared = report["weights_shared_bytes"]
     if workers < 0 or (shared > 0) != (workers > 0) or (workers > 0 and shared % workers != 0):
         problems.append(f"{shared} bytes of weights shared by {report['processes']} processes")
+    transport = report.get("weights_transport")
+    if transport not in (["descriptor", "legacy", "fabric"] if workers > 0 else [None]):
+        problems.append(f"weights_transport is {transport!r} with {workers} workers")
+    # Each worker works on one device, and each image is classified on one.
+    devices = report.get("devices") or []
+    if not devices or devices[0].get("name") != report.get("device"):
+        problems.append(f"devices is {devices!r}, the device {report.get('device')!r}")
+    for name, total in [("workers", workers), ("images", report.get("images"))]:
+        of_each = [device.get(name) for device in devices]
+        if any(type(number) is not int for number in of_each) or sum(of_each) != total:
+            problems.append(f"{name} of the devices are {of_each!r}, expected {total} in all")
 
 for problem in problems:
     print(f"main job: {problem}", file=sys.stderr)
 if not problems:
     print(
-        f"main job: accuracy {report['accuracy']}, no leaks, on {report['backend']}, in {report['processes']} processes,"
+        f"main job: accuracy {report['accuracy']}, no leaks, on {report['backend']} ({len(report['devices'])} used), in {report['processes']} processes,"
         f" {report['weights_shared_bytes']} bytes of weights shared"
     )
 sys.exit(bool(problems))

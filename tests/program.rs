@@ -3,7 +3,7 @@
 #![cfg(feature = "program")]
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Read;
@@ -142,6 +142,13 @@ fn shared_files() -> BTreeSet<OsString> {
 /// Weights and biases of 64 x 128, 128 x 64 and 64 x 10, 4 bytes each.
 const WEIGHTS_BYTES: u64 = 68_904;
 
+/// Ordinals of the devices that were used, with the workers of each.
+#[track_caller]
+fn devices(object: &Value) -> Vec<(u64, u64)> {
+    let device = |device: &Value| (device["ordinal"].as_u64().unwrap(), device["workers"].as_u64().unwrap());
+    object["devices"].as_array().unwrap().iter().map(device).collect()
+}
+
 #[test]
 fn the_main_job_classifies_and_leaves_nothing() {
     let run = highwater(&["--backend", "mock", "--json"]);
@@ -166,6 +173,9 @@ fn the_main_job_classifies_and_leaves_nothing() {
     for (key, value) in integers {
         assert_eq!(object[key].as_u64(), Some(value), "{key} in {object}");
     }
+    assert_eq!(devices(&object), [(0, 2)]);
+    assert_eq!(object["devices"][0]["name"], object["device"]);
+    assert_eq!(object["weights_transport"], "descriptor");
     let pinned = |key: &str| object[key].as_u64().unwrap();
     assert!(pinned("pinned_requested_bytes") > 0 && pinned("pinned_held_bytes") >= pinned("pinned_requested_bytes"));
 }
@@ -184,6 +194,54 @@ fn any_number_of_workers_threads_and_passes_gives_the_same_predictions() {
         assert_eq!((integer("threads"), integer("handles_created"), integer("leaks")), (all_threads, all_threads, 0));
         assert_eq!((integer("processes"), integer("weights_shared_bytes")), (1 + workers, workers * WEIGHTS_BYTES));
         assert_eq!(object["predictions_equal_cpu"], true);
+    }
+}
+
+#[test]
+fn workers_are_spread_over_the_devices_in_turns() {
+    // The mock, workers, and the devices that are used with the workers of each.
+    let cases = [
+        ("devices=2", 2, vec![(0, 1), (1, 1)]),
+        ("devices=3", 2, vec![(0, 1), (1, 1)]),
+        ("devices=2", 3, vec![(0, 2), (1, 1)]),
+        ("devices=2", 1, vec![(0, 1)]),
+        ("devices=2", 0, vec![(0, 0)]),
+    ];
+    for (mock, workers, expected) in cases {
+        let run = highwater_on(mock, &["--backend", "mock", "--workers", &workers.to_string(), "--json"]);
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let object = run.object();
+        assert_eq!(devices(&object), expected, "{mock}: {object}");
+        let integers = ["correct", "leaks", "weights_shared_bytes"].map(|key| object[key].as_u64().unwrap());
+        assert_eq!(integers, [530, 0, workers * WEIGHTS_BYTES], "{mock}: {object}");
+        assert_eq!(object["predictions_equal_cpu"], true);
+        let used = object["devices"].as_array().unwrap();
+        let images: Vec<_> = used.iter().map(|device| device["images"].as_u64().unwrap()).collect();
+        assert!(images.iter().sum::<u64>() == 540 && images.iter().all(|&images| images > 0), "{mock}: {object}");
+        let names: BTreeSet<_> = used.iter().map(|device| device["name"].as_str().unwrap()).collect();
+        assert!(!names.contains("") && used[0]["name"] == object["device"], "{mock}: {object}");
+        let transport = if workers > 0 { Value::from("descriptor") } else { Value::Null };
+        assert_eq!(object["weights_transport"], transport, "{mock}: {object}");
+    }
+}
+
+#[test]
+fn the_table_names_each_device_that_was_used() {
+    let run = highwater_on("devices=2", &["--backend", "mock", "--workers", "3"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    for part in ["devices", "0: ", ", 2 workers, ", "1: ", ", 1 worker, ", "once on each of 2 devices", "descriptor"] {
+        assert!(run.stdout.contains(part), "`{part}` is missing in:\n{}", run.stdout);
+    }
+    let one = highwater(&["--backend", "mock"]);
+    assert!(one.stdout.contains("descriptor") && !one.stdout.contains("devices"), "{}", one.stdout);
+}
+
+#[test]
+fn a_worker_that_dies_on_one_of_two_devices_ends_the_job() {
+    for when in ["ticket", "33"] {
+        let run = highwater_on("devices=2", &["--backend", "mock", "--die-at", when, "--json"]);
+        assert_eq!(run.code, Some(3), "{}", run.stderr);
+        run.assert_told(&["worker ", "ended early", "of 540 images"]);
     }
 }
 
@@ -319,10 +377,15 @@ struct Job {
 impl Job {
     /// An endless job with so many workers, all of which have opened the weights.
     fn start(workers: usize) -> Self {
+        Self::start_on("latency=1ms", workers)
+    }
+
+    /// The same with the mock as `mock` describes it.
+    fn start_on(mock: &str, workers: usize) -> Self {
         let mut arguments = ENDLESS.to_vec();
         let workers_text = workers.to_string();
         arguments.extend(["--workers", &workers_text]);
-        let mut job = Self::spawn(&arguments);
+        let mut job = Self::spawn_on(mock, &arguments);
         job.wait_for_workers(workers);
         let process = Process(job.owner.id());
         wait_until("the weights are opened", PATIENCE, || {
@@ -333,7 +396,11 @@ impl Job {
     }
 
     fn spawn(arguments: &[&str]) -> Self {
-        Self { owner: command_on("latency=1ms", arguments).spawn().unwrap(), workers: Vec::new() }
+        Self::spawn_on("latency=1ms", arguments)
+    }
+
+    fn spawn_on(mock: &str, arguments: &[&str]) -> Self {
+        Self { owner: command_on(mock, arguments).spawn().unwrap(), workers: Vec::new() }
     }
 
     fn wait_for_workers(&mut self, workers: usize) {
@@ -372,6 +439,24 @@ fn each_worker_maps_the_memory_of_its_owner() {
         // Its own device's, and the owner's.
         assert!(memory.len() == 2 && memory.is_superset(&owner), "{memory:?} {owner:?}");
     }
+}
+
+#[test]
+fn each_worker_maps_the_memory_of_its_device_and_of_no_other() {
+    let job = Job::start_on("latency=1ms,devices=2", 3);
+    let owner = Process(job.owner.id()).device_memory();
+    assert_eq!(owner.len(), 2, "{owner:?}");
+    let mut of_each: BTreeMap<String, usize> = owner.iter().map(|inode| (inode.clone(), 0)).collect();
+    for worker in &job.workers {
+        let memory = worker.device_memory();
+        // Its own two devices', and one of the owner's.
+        let opened: Vec<_> = memory.intersection(&owner).collect();
+        assert!(memory.len() == 3 && opened.len() == 1, "{memory:?} {owner:?}");
+        *of_each.get_mut(opened[0]).unwrap() += 1;
+    }
+    let mut workers: Vec<_> = of_each.into_values().collect();
+    workers.sort_unstable();
+    assert_eq!(workers, [1, 2]);
 }
 
 #[test]

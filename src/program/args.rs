@@ -28,9 +28,9 @@ command line is wrong or the command could not do its work; 3 a worker died"#;
 
 /// Classifies handwritten digits on a GPU, or on a mock of one, and says what the resource pools did.
 ///
-/// This process loads the weights of a small network into device memory once and shares them with its child processes,
-/// the workers. Their threads each take a pooled handle, stage images through pinned memory, run the layers on the device,
-/// and copy the results back.
+/// This process loads the weights of a small network once into the memory of each device that is used and shares them with
+/// its child processes, the workers, which are spread over the devices in turns. Their threads each take a pooled handle,
+/// stage images through pinned memory, run the layers on the device, and copy the results back.
 #[derive(Debug, Parser)]
 #[command(name = "highwater", version, after_help = AFTER_HELP)]
 pub(super) struct Arguments {
@@ -70,7 +70,8 @@ pub(super) struct DigitsArguments {
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 
-    /// Child processes that classify, with the weights that this process owns; 0: this process does it alone
+    /// Child processes that classify, with the weights that this process owns, on all devices in turns; 0: this process
+    /// does it alone, on device 0
     #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = workers)]
     pub(super) workers: usize,
 

@@ -1,4 +1,4 @@
-//! Threads of one process that classify batches of images and share one device.
+//! Threads of one process that classify batches of images on the device whose memory the weights are in.
 //!
 //! The weights are there once and used by all threads. Each thread has a stream and buffers of its own and leases an Lt
 //! handle from the pool for every batch. It keeps two batches in flight: while the device works on one, the CPU stages the
@@ -176,7 +176,7 @@ impl<'a> Thread<'a> {
     /// Takes what the thread needs, and sends black images through the layers: so the handle is taken and its plans are
     /// made before the clock starts.
     fn new(shared: &Shared<'a>) -> highwater::Result<Self> {
-        let device = shared.runtime.device(0)?;
+        let device = shared.runtime.device(shared.weights.device())?;
         let stream = device.create_stream()?;
         let widths = [PIXELS].into_iter().chain(shared.weights.layers.iter().map(|layer| layer.shape.m));
         let activations = widths.map(|width| device.allocate(width * BATCH)).collect::<highwater::Result<_>>()?;

@@ -1,7 +1,7 @@
-//! The main job: threads that classify handwritten digits and share one copy of the weights on the device.
+//! The main job: threads that classify handwritten digits and share one copy of the weights on each device that is used.
 //!
 //! With workers, this process is the owner of the weights (`owner`) and its children do the work (`worker`); without, or
-//! where the device's memory cannot be shared, it does everything itself. The work itself is the same (`classifier`).
+//! where no device's memory can be shared, it does everything itself, on device 0. The work itself is the same (`classifier`).
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use super::classifier::{self, Batch, Next, Work};
 use super::failure::Failure;
 use super::owner::{self, Spread};
 use super::progress::Progress;
-use super::report::{Outcome, Place, Report};
+use super::report::{DeviceUse, Outcome, Place, Report};
 use super::scale::{self, Scale};
 use super::task::{Tally, Task};
 use super::weights::{self, Weights};
@@ -29,10 +29,14 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     check_die_at(arguments, &task)?;
     let (backend, reason) = open(arguments.backend.as_deref())?;
     let runtime = Runtime::new(Arc::clone(&backend))?;
-    let device = runtime.device(0)?;
-    let place = Place { backend: runtime.identity().name.clone(), reason, device: device.info().name.clone() };
-    let shareable = weights::can_be_shared(&device);
-    drop(device);
+    let mut shareable = false;
+    for ordinal in 0..runtime.device_count() {
+        shareable |= weights::can_be_shared(&runtime.device(ordinal)?);
+    }
+    let alone = arguments.workers == 0 && !arguments.scale;
+    let first = if alone { None } else { weights::devices_for_workers(&runtime)?.first().copied() };
+    let device = runtime.device(first.unwrap_or(0))?.info().name.clone();
+    let place = Place { backend: runtime.identity().name.clone(), reason, device };
     let threads = arguments.threads;
     let spread = |workers| Spread { workers, threads, die_at: arguments.die_at };
     if arguments.scale {
@@ -103,12 +107,9 @@ fn check_die_at(arguments: &DigitsArguments, task: &Task) -> Result<()> {
 
 /// Classifies, then closes the runtime, whatever became of it.
 fn run(runtime: Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
-    let lt_plans = runtime.device(0).map(|device| device.capabilities().lt_plans);
-    let classified = match lt_plans {
-        Ok(true) if spread.workers == 0 => classify_here(&runtime, task, spread.threads, progress),
-        Ok(true) => owner::classify(&runtime, task, spread, progress),
-        Ok(false) => Err(highwater::Error::lacks("digits", "lt_plans").into()),
-        Err(error) => Err(error.into()),
+    let classified = match spread.workers {
+        0 => classify_here(&runtime, task, spread.threads, progress),
+        _ => owner::classify(&runtime, task, spread, progress),
     }
     .map_err(with_advice);
     let backend = Arc::clone(runtime.backend());
@@ -147,9 +148,13 @@ pub(super) fn with_advice(error: anyhow::Error) -> anyhow::Error {
     Failure::new(error.kind(), what, hint).because_of(error).into()
 }
 
-/// Everything that this makes on the device is dropped when it returns.
+/// On device 0. Everything that this makes there is dropped when it returns.
 fn classify_here(runtime: &Runtime, task: &Task, threads: usize, progress: &Progress) -> Result<Outcome> {
-    let stream = runtime.device(0)?.create_stream()?;
+    let device = runtime.device(0)?;
+    if !device.capabilities().lt_plans {
+        return Err(highwater::Error::lacks("digits", "lt_plans").into());
+    }
+    let stream = device.create_stream()?;
     let weights = Weights::upload(&stream, &task.network, false)?;
     let here = Here {
         task,
@@ -162,7 +167,8 @@ fn classify_here(runtime: &Runtime, task: &Task, threads: usize, progress: &Prog
     let statistics = classifier::run(runtime, &weights, threads, &here)?;
     let elapsed = here.started.get().map_or(Duration::ZERO, Instant::elapsed);
     let tally = here.tally.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(Outcome { tally, elapsed, holdings: statistics.into(), ..Outcome::default() })
+    let used = DeviceUse { ordinal: 0, name: device.info().name.clone(), workers: 0, images: tally.images };
+    Ok(Outcome { tally, elapsed, holdings: statistics.into(), devices: vec![used], ..Outcome::default() })
 }
 
 /// The task as the threads of this process take it.

@@ -1,4 +1,8 @@
-//! The owner of the weights: loads them once, starts the workers, deals the batches out and gathers the answers.
+//! The owner of the weights: loads them once for each device that is used, starts the workers, deals the batches out and
+//! gathers the answers.
+//!
+//! *Devices.* The workers are spread over the devices in turns. All workers of a device share one copy of the weights in its
+//! memory. The ticket names the device by its UUID, so ordinals may differ between the processes.
 //!
 //! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. There is
 //! no time limit on the work itself. A worker that has died is lost with what it had been given, and so is the job: the
@@ -27,9 +31,9 @@ use super::failure::Failure;
 use super::frame::Inbox;
 use super::model::CLASSES;
 use super::progress::Progress;
-use super::report::Outcome;
+use super::report::{DeviceUse, Outcome};
 use super::task::Task;
-use super::weights::Weights;
+use super::weights::{self, Weights};
 
 /// How long a worker may live on after it has closed its end of the socket.
 const DYING: Duration = Duration::from_secs(10);
@@ -48,15 +52,37 @@ pub(super) struct Spread {
 
 /// Everything that this makes on the device is dropped when it returns, and every process that it starts is gone.
 pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
-    let stream = runtime.device(0)?.create_stream()?;
-    let weights = Weights::upload(&stream, &task.network, true)?;
-    let mut job = Job::start(runtime, task, spread, progress, &weights.share()?)?;
+    let ordinals = weights::devices_for_workers(runtime)?;
+    if ordinals.is_empty() {
+        return Err(highwater::Error::lacks("digits", "lt_plans").into());
+    }
+    let place = |ordinal| Place::prepare(runtime, task, ordinal);
+    let places = ordinals.into_iter().take(spread.workers).map(place).collect::<Result<Vec<_>>>()?;
+    let mut job = Job::start(runtime, task, spread, progress, &places)?;
     job.deal_and_gather()?;
     let mut outcome = job.finish()?;
     outcome.holdings += runtime.statistics().into();
-    drop((weights, stream));
+    drop(places);
     runtime.collect()?;
     Ok(outcome)
+}
+
+/// A device that is used, with the weights in its memory.
+struct Place {
+    ordinal: u32,
+    name: String,
+    ticket: Ticket,
+    /// What the ticket is for.
+    _weights: Weights,
+}
+
+impl Place {
+    /// Loads the weights into memory of a device and shares them.
+    fn prepare(runtime: &Runtime, task: &Task, ordinal: u32) -> Result<Self> {
+        let device = runtime.device(ordinal)?;
+        let weights = Weights::upload(&device.create_stream()?, &task.network, true)?;
+        Ok(Self { ordinal, name: device.info().name.clone(), ticket: weights.share()?, _weights: weights })
+    }
 }
 
 /// The job as the owner sees it.
@@ -77,10 +103,17 @@ impl<'a> Job<'a> {
         task: &'a Task,
         spread: Spread,
         progress: &'a Progress,
-        ticket: &Ticket,
+        places: &[Place],
     ) -> Result<Self> {
         let crew = Crew { members: Vec::new(), events: VecDeque::new(), threads: spread.threads };
-        let mut job = Self { task, progress, crew, next_batch: 0, answered: 0, outcome: Outcome::default() };
+        let unused =
+            |place: &Place| DeviceUse { ordinal: place.ordinal, name: place.name.clone(), workers: 0, images: 0 };
+        let outcome = Outcome {
+            devices: places.iter().map(unused).collect(),
+            transports: places.iter().map(|place| weights::transport_name(place.ticket.transport())).collect(),
+            ..Outcome::default()
+        };
+        let mut job = Self { task, progress, crew, next_batch: 0, answered: 0, outcome };
         for number in 1..=spread.workers {
             let child = Child::start(&["worker".to_owned()]).map_err(|error| {
                 let what = format!("worker {number} of {} could not be started", spread.workers);
@@ -88,13 +121,15 @@ impl<'a> Job<'a> {
                     "use fewer `--workers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
                 Failure::new(ErrorKind::OperatingSystem, what, hint).because_of(error)
             })?;
+            let place = (number - 1) % places.len();
+            job.outcome.devices[place].workers += 1;
             let setup = Order::Setup {
                 backend: runtime.identity().name.clone(),
                 threads: spread.threads as u64,
                 die_at: spread.die_at,
-                ticket: ticket.to_bytes(),
+                ticket: places[place].ticket.to_bytes(),
             };
-            let mut member = Member::new(child);
+            let mut member = Member::new(child, place);
             member.tell(&setup);
             job.crew.members.push(member);
         }
@@ -153,6 +188,7 @@ impl<'a> Job<'a> {
             return Err(self.crew.members[member].broke_the_protocol(&what));
         }
         self.outcome.tally += self.task.count(number, digits);
+        self.outcome.devices[self.crew.members[member].place].images += digits.len() as u64;
         self.answered += 1;
         self.progress.advance(digits.len() as u64);
         Ok(())
@@ -262,6 +298,8 @@ struct Crew {
 /// A worker as the owner knows it.
 struct Member {
     child: Child,
+    /// Which of the devices that are used it works on.
+    place: usize,
     inbox: Inbox,
     in_flight: BTreeSet<u64>,
     report: Option<WorkerReport>,
@@ -276,8 +314,8 @@ enum Event {
 }
 
 impl Member {
-    fn new(child: Child) -> Self {
-        Self { child, inbox: Inbox::default(), in_flight: BTreeSet::new(), report: None, ended: false }
+    fn new(child: Child, place: usize) -> Self {
+        Self { child, place, inbox: Inbox::default(), in_flight: BTreeSet::new(), report: None, ended: false }
     }
 
     fn name(&self) -> String {

@@ -1,5 +1,6 @@
 //! What the main job came to: as a table for people, as an object for programs.
 
+use std::collections::BTreeSet;
 use std::ops::AddAssign;
 use std::time::Duration;
 
@@ -96,10 +97,37 @@ impl AddAssign for Holdings {
     }
 }
 
+/// A device that was used, and for how much.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct DeviceUse {
+    /// In the process that owns the weights.
+    pub(super) ordinal: u32,
+    pub(super) name: String,
+    /// 0 where the owner of the weights did all by itself.
+    pub(super) workers: usize,
+    /// That were classified on it.
+    pub(super) images: u64,
+}
+
+impl DeviceUse {
+    fn to_json(&self) -> Value {
+        let Self { ordinal, name, workers, images } = self;
+        json!({ "ordinal": ordinal, "name": name, "workers": workers, "images": images })
+    }
+
+    fn to_line(&self) -> String {
+        let Self { ordinal, name, workers, images } = self;
+        format!("{ordinal}: {name}, {}, {}", counted(*workers, "worker"), counted(*images as usize, "image"))
+    }
+}
+
 /// What a run of the job came to, over all of its processes.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) tally: Tally,
+    pub(super) devices: Vec<DeviceUse>,
+    /// How the weights travelled to the workers; empty where there were none. Devices of one kind have the same.
+    pub(super) transports: BTreeSet<&'static str>,
     /// From the moment that all threads are ready to the last answer.
     pub(super) elapsed: Duration,
     /// What the pools held while every thread still had its buffers.
@@ -117,6 +145,15 @@ impl Outcome {
 
     pub(super) fn images_per_second(&self) -> f64 {
         self.tally.images as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    pub(super) fn devices_as_json(&self) -> Value {
+        self.devices.iter().map(DeviceUse::to_json).collect()
+    }
+
+    /// How the weights travelled, as text.
+    fn transport(&self) -> Option<String> {
+        (!self.transports.is_empty()).then(|| self.transports.iter().copied().collect::<Vec<_>>().join(", "))
     }
 
     /// What is wrong with the run, if anything.
@@ -143,6 +180,7 @@ pub(super) struct Place {
     pub(super) backend: String,
     /// Why that backend.
     pub(super) reason: String,
+    /// The first of the devices.
     pub(super) device: String,
 }
 
@@ -164,6 +202,7 @@ impl Report<'_> {
             "backend": self.place.backend,
             "backend_reason": self.place.reason,
             "device": self.place.device,
+            "devices": self.outcome.devices_as_json(),
             "processes": 1 + self.workers,
             // As every count, the sum over all processes.
             "threads": self.threads * self.workers.max(1),
@@ -181,13 +220,14 @@ impl Report<'_> {
             "pinned_requested_bytes": holdings.pinned_requested_bytes,
             "pinned_held_bytes": holdings.pinned_held_bytes,
             "weights_shared_bytes": holdings.mapped_bytes,
+            "weights_transport": self.outcome.transport(),
             "leaks": leaks,
         })
     }
 
     pub(super) fn to_table(&self) -> Table {
         let Place { backend, reason, device } = self.place;
-        let Outcome { tally, elapsed, holdings, leaks, .. } = &self.outcome;
+        let Outcome { tally, devices, elapsed, holdings, leaks, .. } = &self.outcome;
         let Tally { images, correct, differing } = tally;
         let agreement = match differing {
             0 => "equal to those of a plain CPU forward pass".to_owned(),
@@ -203,9 +243,11 @@ impl Report<'_> {
         let weights = match self.workers {
             0 => "loaded once, shared with no other process".to_owned(),
             workers => format!(
-                "loaded once; {} of the owner's memory mapped in {}",
+                "loaded once{}; {} of the owner's memory mapped in {}; transport: {}",
+                if devices.len() > 1 { format!(" on each of {} devices", devices.len()) } else { String::new() },
                 counted(holdings.mapped_bytes as usize, "byte"),
-                if workers == 1 { "another process".to_owned() } else { format!("{workers} other processes") }
+                if workers == 1 { "another process".to_owned() } else { format!("{workers} other processes") },
+                self.outcome.transport().unwrap_or_default()
             ),
         };
         let Holdings { handles_created, threads_served, workspaces, workspace_bytes, .. } = holdings;
@@ -214,7 +256,12 @@ impl Report<'_> {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.add_row(["backend", &format!("{backend} ({reason})")]);
-        table.add_row(["device", device]);
+        if devices.len() > 1 {
+            let lines: Vec<_> = devices.iter().map(DeviceUse::to_line).collect();
+            table.add_row(["devices", &lines.join("\n")]);
+        } else {
+            table.add_row(["device", device]);
+        }
         table.add_row(["processes", &processes]);
         table.add_row(["weights", &weights]);
         table.add_row(["accuracy", &format!("{:.4} ({correct} of {images} images)", self.outcome.accuracy())]);
@@ -244,7 +291,7 @@ mod tests {
             elapsed: Duration::from_millis(50),
             holdings: Holdings::from_numbers(numbers),
             leaks,
-            refused: Vec::new(),
+            ..Outcome::default()
         }
     }
 
@@ -272,6 +319,23 @@ mod tests {
         assert_eq!(object["weights_shared_bytes"], 300);
         let alone = report(0);
         assert_eq!((&alone["processes"], &alone["threads"]), (&json!(1), &json!(2)));
+    }
+
+    #[test]
+    fn each_device_stands_in_the_object_and_in_the_table() {
+        let place = Place { backend: "mock".into(), reason: "asked for".into(), device: "first".into() };
+        let used = |ordinal, name: &str, workers, images| DeviceUse { ordinal, name: name.into(), workers, images };
+        let devices = vec![used(0, "first", 2, 99), used(3, "second", 1, 1)];
+        let outcome = Outcome { devices, transports: BTreeSet::from(["legacy"]), ..outcome(98, 0, 0) };
+        let report = Report { place: &place, workers: 3, threads: 2, repeat: 1, outcome };
+        let object = report.to_json();
+        let second = json!({ "ordinal": 3, "name": "second", "workers": 1, "images": 1 });
+        assert_eq!((&object["device"], &object["devices"][1]), (&json!("first"), &second));
+        assert_eq!(object["weights_transport"], "legacy");
+        let table = report.to_table().to_string();
+        for part in ["0: first, 2 workers, 99 images", "3: second, 1 worker, 1 image ", "transport: legacy"] {
+            assert!(table.contains(part), "`{part}` is missing in:\n{table}");
+        }
     }
 
     #[test]

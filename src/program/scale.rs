@@ -45,6 +45,7 @@ impl Scale<'_> {
                 "seconds": run.elapsed.as_secs_f64(),
                 "images_per_second": run.images_per_second(),
                 "ratio": self.ratio(run),
+                "devices": run.devices_as_json(),
                 "weights_shared_bytes": run.holdings.mapped_bytes,
                 "leaks": run.leaks,
             })
@@ -61,10 +62,11 @@ impl Scale<'_> {
     pub(super) fn to_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
-        table.set_header(["workers", "threads", "images per second", "ratio to 1 worker"]);
+        table.set_header(["workers", "devices", "threads", "images per second", "ratio to 1 worker"]);
         for (workers, run) in &self.runs {
             table.add_row([
                 workers.to_string(),
+                run.devices.len().to_string(),
                 (workers * self.threads).to_string(),
                 format!("{:.0}", run.images_per_second()),
                 format!("{:.2}", self.ratio(run)),

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use highwater::{
     Device, DeviceBuffer, DeviceSlice, Epilogue, Error, ErrorKind, GemmShape, Result, Runtime, Stream, Ticket,
+    Transport,
 };
 
 use super::model::{LAYERS, Network};
@@ -58,6 +59,28 @@ pub(super) fn can_be_shared(device: &Device) -> bool {
     capabilities.shareable_memory && !capabilities.ipc_transports.is_empty()
 }
 
+/// The devices that workers can work on, by ordinal: other processes can open their memory, and they run the layers.
+pub(super) fn devices_for_workers(runtime: &Runtime) -> Result<Vec<u32>> {
+    let mut devices = Vec::new();
+    for ordinal in 0..runtime.device_count() {
+        let device = runtime.device(ordinal)?;
+        if can_be_shared(&device) && device.capabilities().lt_plans {
+            devices.push(ordinal);
+        }
+    }
+    Ok(devices)
+}
+
+/// A transport as it stands in reports.
+pub(super) fn transport_name(transport: Transport) -> &'static str {
+    match transport {
+        Transport::Legacy => "legacy",
+        Transport::Descriptor => "descriptor",
+        Transport::Fabric => "fabric",
+        _ => "unknown",
+    }
+}
+
 impl Weights {
     /// Loads the weights into memory of the stream's device, `shared` where other processes are to open it. They are there
     /// when this returns.
@@ -80,7 +103,12 @@ impl Weights {
         self.values.share()
     }
 
-    /// Opens the weights of another process.
+    /// Ordinal, in this process, of the device whose memory they are in.
+    pub(super) fn device(&self) -> u32 {
+        self.values.device()
+    }
+
+    /// Opens the weights of another process, on the device that the ticket names by its UUID.
     pub(super) fn open(runtime: &Runtime, ticket: &Ticket) -> Result<Self> {
         let (layers, len) = layout();
         let values = runtime.open_shared::<f32>(ticket)?;
