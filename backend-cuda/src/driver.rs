@@ -136,6 +136,12 @@ impl Driver {
         }
     }
 
+    /// The first device whose context was retained; the first of all where none was.
+    pub(crate) fn first_with_context(&self) -> u32 {
+        let found = self.devices.iter().position(|device| device.context.get().is_some());
+        found.and_then(|ordinal| u32::try_from(ordinal).ok()).unwrap_or(0)
+    }
+
     /// A number about a device; 0 where the driver does not know it.
     pub(crate) fn attribute(&self, device: i32, which: Attribute) -> i32 {
         let mut value = 0;

@@ -51,6 +51,10 @@ unsafe impl Platform for Cuda {
         &self.blas
     }
 
+    fn device_in_use(&self) -> u32 {
+        self.driver.first_with_context()
+    }
+
     #[inline]
     fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
         let context = self.driver.context(device)?;

@@ -26,7 +26,8 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
     for variable in ["HIGHWATER_MOCK", "HIGHWATER_SIMULATED_CUDA", "CUDA_VISIBLE_DEVICES"] {
         command.env_remove(variable);
     }
-    let output = command.env(INSIDE, "1").output().unwrap();
+    // As many devices as any test has a use for.
+    let output = command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
     None
@@ -239,4 +240,28 @@ fn memory_is_shared_between_runtimes_of_two_processes_by_each_transport() {
     assert!(transports.contains(&Transport::Legacy), "{transports:?}");
     drop((stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn page_locked_memory_makes_no_context_on_a_device_that_is_not_used() {
+    let Some(backend) = open("page_locked_memory_makes_no_context_on_a_device_that_is_not_used") else { return };
+    if backend.device_count() < 2 {
+        return;
+    }
+    let is_active = |device: i32| {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the call writes two numbers that live until it returns.
+        let code = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) };
+        assert_eq!(code as u32, 0);
+        active != 0
+    };
+    let block = backend.allocate(1, &AllocateOptions::new(64)).unwrap();
+    let host = backend.host_allocator().allocate(64, &HostOptions::new()).unwrap();
+    assert!(is_active(1) && !is_active(0));
+    // SAFETY: nothing uses them.
+    unsafe {
+        backend.host_allocator().free(host).unwrap();
+        backend.free(1, block, None).unwrap();
+    }
+    assert!(!is_active(0));
 }

@@ -13,7 +13,7 @@ use crate::memory::{DevicePtr, HostPtr};
 #[derive(Debug)]
 pub(super) struct DriverHost<P: Platform>(Arc<Room<P>>);
 
-/// Page-locked memory belongs to every device; the vendors want some context, which is this one's.
+/// Page-locked memory belongs to every device, so its abilities are those of the first.
 const ANY_DEVICE: u32 = 0;
 
 impl<P: Platform> DriverHost<P> {
@@ -71,7 +71,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("ask for less"));
         }
         let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, ANY_DEVICE)?;
+        let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
         let mut address = std::ptr::null_mut();
         // SAFETY: the call writes one address that lives until it returns.
         room.check(OPERATION, unsafe { (room.platform.calls().host_allocate)(&mut address, bytes, flags) })?;
@@ -88,7 +88,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let block = self.take(OPERATION, ptr, false)?;
         let outcome = (|| {
             let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, ANY_DEVICE)?;
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
             room.check(OPERATION, unsafe { (room.platform.calls().host_free)(ptr.as_ptr()) })
         })();
@@ -131,7 +131,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         }
         let outcome = (|| {
             let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, ANY_DEVICE)?;
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             let flags = room.platform.quirks().register_flags;
             // SAFETY: the caller vouches that the range is mapped and stays so.
             room.check(OPERATION, unsafe { (room.platform.calls().host_register)(ptr.as_ptr(), bytes, flags) })
@@ -150,7 +150,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let block = self.take(OPERATION, ptr, true)?;
         let outcome = (|| {
             let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, ANY_DEVICE)?;
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
             room.check(OPERATION, unsafe { (room.platform.calls().host_unregister)(ptr.as_ptr()) })
         })();

@@ -130,6 +130,12 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     /// The BLAS.
     fn blas(&self) -> &Blas;
 
+    /// A device that is in use already, for calls that want some device and do not care which: a context takes memory of its
+    /// device. The first where none is in use.
+    fn device_in_use(&self) -> u32 {
+        0
+    }
+
     /// Makes `device` current in this thread; the answer goes to [`Platform::restore`] where something was changed.
     ///
     /// # Errors
