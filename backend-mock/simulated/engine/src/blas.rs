@@ -4,9 +4,10 @@
 //!
 //! A launch is answered as the real driver answers one: what can be told from the arguments alone is an error, and what
 //! a kernel would find out is none. A kernel that meets an address that is not its device's loses the contexts of the
-//! process (700, or 716 where it is not aligned); the launch itself still succeeds, but for addresses at which nothing lies:
-//! there the library was seen to notice the fault within the call, so the launch answers 700 itself. What a real kernel reaches and those of
-//! the mock do not is not supported (801): operands in page-locked memory, on another device, or across two mappings.
+//! process (700, or 716 where it is not aligned); the launch itself still succeeds, but for addresses at which nothing
+//! lies: there the library was seen to notice the fault within the call, so the launch answers 700 itself. What a real
+//! kernel reaches and those of the mock do not is not supported (801): operands in page-locked memory, on another
+//! device, or across two mappings.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
