@@ -22,7 +22,19 @@ impl Log {
         }
     }
 
-    /// An observation that nobody is known to have made: recorded, and compared by whoever compares two records.
+    /// An observation with the value that the vendor's library was seen to give, and another one that is as right; the rule
+    /// says why.
+    pub(crate) fn either<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T, other: T) {
+        let right = seen == expected || seen == other;
+        let (seen, expected) = (format!("{seen:?}"), format!("{expected:?} or {other:?}"));
+        tell(&["expected", what, &seen, if right { &seen } else { &expected }]);
+        if !right {
+            self.wrong.push(format!("{what}: {seen}, not {expected}"));
+        }
+    }
+
+    /// An observation whose value depends on the machine or the library's version, or that nobody is known to have made:
+    /// recorded, and compared by whoever compares two records.
     pub(crate) fn observed(&mut self, what: &str, seen: impl Debug) {
         tell(&["observed", what, &format!("{seen:?}")]);
     }

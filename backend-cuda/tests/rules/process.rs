@@ -19,7 +19,7 @@ rules! {
     "fork.after-init" Driver Own fork_after: "in a child forked after cuInit every call answers 3, and the parent goes on";
     "fork.before-init" Driver Own fork_before: "a child forked before cuInit can initialise the driver itself";
     "exit.codes" Blas Own exit: "the driver lives in thread locals and handlers registered after cuInit, and answers 4 in those registered before";
-    "context.lost" Blas Own lost: "a product that touches memory of nobody answers 0, loses the context, and all that follows answers 700";
+    "context.lost" Blas Own lost: "a product that touches memory of nobody answers 13, or 0 where the fault is met later; it loses the context, and all that follows answers 700";
 }
 
 fn before(log: &mut Log) -> Answer {
@@ -117,7 +117,7 @@ fn released(log: &mut Log) -> Answer {
     log.is("released once", (cu!(cuDevicePrimaryCtxRelease_v2(0)), state(&mut flags, &mut active)), (0, (0, 1)));
     log.is("released twice", (cu!(cuDevicePrimaryCtxRelease_v2(0)), state(&mut flags, &mut active)), (0, (0, 0)));
     log.is("released once too often", cu!(cuDevicePrimaryCtxRelease_v2(0)), 201);
-    log.observed("cuMemAlloc in what was current", cu!(cuMemAlloc_v2(&mut 0, 64)));
+    log.is("cuMemAlloc in what was current", cu!(cuMemAlloc_v2(&mut 0, 64)), 709);
     start(0)?;
     log.is("retained anew", (memory(64).is_ok(), state(&mut flags, &mut active)), (true, (0, 1)));
     Ok(())
@@ -380,7 +380,9 @@ fn lost(log: &mut Log) -> Answer {
     let (one, zero) = (1f32, 0f32);
     let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
     let status = blas!(cublasSgemm_v2(handle, 0, 0, 32, 32, 32, one, nowhere, 32, live, 32, zero, live, 32));
-    log.is("the product", status, 0);
+    // 13 was seen of the first product of a process. A kernel faults while the call goes on or after it, so 0 is right as
+    // well: the calls that follow tell.
+    log.either("the product", status, 13, 0);
     log.is("cuStreamSynchronize", cu!(cuStreamSynchronize(stream)), 700);
     log.is("again", cu!(cuStreamSynchronize(stream)), 700);
     log.is("cuMemAlloc", cu!(cuMemAlloc_v2(&mut 0, 64)), 700);
@@ -390,7 +392,7 @@ fn lost(log: &mut Log) -> Answer {
     log.is("cuMemsetD8Async", cu!(cuMemsetD8Async(live, 0, 64, stream)), 700);
     log.is("on another thread", on_another_thread(context, || cu!(cuMemAlloc_v2(&mut 0, 64)))?, 700);
     log.is("cuDeviceGetCount", cu!(cuDeviceGetCount(&mut 0)), 0);
-    log.observed("cuMemFree", cu!(cuMemFree_v2(live)));
-    log.observed("cublasDestroy", blas!(cublasDestroy_v2(handle)));
+    log.is("cuMemFree", cu!(cuMemFree_v2(live)), 700);
+    log.is("cublasDestroy", blas!(cublasDestroy_v2(handle)), 0);
     Ok(())
 }

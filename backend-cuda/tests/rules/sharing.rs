@@ -99,7 +99,7 @@ fn shared_memory(log: &mut Log) -> Answer {
         log.is(what, seen, expected);
     }
     let [without_flag] = peer.line.receive()?;
-    log.observed("opened without the flag for peers", without_flag);
+    log.is("opened without the flag for peers", without_flag, 1);
     log.is("the other's bytes are here", kinds_of(load::<u8>(block, BYTES, stream)?), vec![0xc1]);
     peer.end()?;
     log.is("freed", cu!(cuMemFree_v2(block)), 0);
@@ -143,7 +143,7 @@ fn shared_event(log: &mut Log) -> Answer {
     let (stream, done, local) = (stream()?, event(6)?, event(2)?);
     warm(stream)?;
     let mut handle = IpcHandle([0; 8]);
-    log.observed("an event that was not made for it", cu!(cuIpcGetEventHandle(&mut handle, local)));
+    log.is("an event that was not made for it", cu!(cuIpcGetEventHandle(&mut handle, local)), 400);
     log.is("one that was", cu!(cuIpcGetEventHandle(&mut handle, done)), 0);
     let gate = Gate::on(stream)?;
     ok!(cu cuEventRecord(done, stream));
@@ -218,7 +218,7 @@ fn mapped(log: &mut Log) -> Answer {
     log.is("freed as plain memory", cu!(cuMemFree_v2(base)), 1);
     let mut base_seen = 0;
     let seen = cu!(cuMemGetAddressRange_v2(&mut base_seen, &mut 0, base + 4096));
-    log.observed("its address range: code, and base is the start", (seen, base_seen == base));
+    log.is("its address range: code, and base is the start", (seen, base_seen == base), (0, true));
     // Without a handle type, and over a border.
     let access = Access::read_write(0);
     let (mut both, mut second) = (0, 0);
@@ -300,6 +300,7 @@ fn fabric(log: &mut Log) -> Answer {
     }
     let code = cu!(cuMemCreate(&mut handle, MAPPED, &Properties::with_handles(8), 0));
     log.is("fabric: given, or not permitted, or not supported", matches!(code, 0 | 800 | 801), true);
+    // As the machine was set up.
     log.observed("fabric", code);
     if code == 0 {
         ok!(cu cuMemRelease(handle));

@@ -6,7 +6,8 @@
 //! - A handle lives in the context that was current when it was made, or in that of device 0, which is made current then.
 //! - Binding a stream takes the handle back to its own workspace, also when it is the same stream; modes survive.
 //! - With a bound workspace each product is two kernels or more, which pass their intermediate results through it; with
-//!   the handle's own it is one, so that nobody can disturb it.
+//!   the handle's own it is one, so that nobody can disturb it. The real one makes one kernel of a small product on either:
+//!   here it is two on purpose, so that misuse of a workspace shows at small sizes too.
 //! - Destroying a handle waits for the device.
 //!
 //! What the real library computes and this one does not: complex and 8-bit types, emulation, operands in page-locked

@@ -4,8 +4,10 @@
 //!
 //! A launch is answered as the real driver answers one: what can be told from the arguments alone is an error, and what
 //! a kernel would find out is none. A kernel that meets an address that is not its device's loses the contexts of the
-//! process (700, or 716 where it is not aligned); the launch itself still succeeds. What a real kernel reaches and those of
-//! the mock do not is not supported (801): operands in page-locked memory, on another device, or across two mappings.
+//! process (700, or 716 where it is not aligned); the launch itself still succeeds, but for addresses at which nothing
+//! lies: there the library was seen to notice the fault within the call, so the launch answers 700 itself. What a real
+//! kernel reaches and those of the mock do not is not supported (801): operands in page-locked memory, on another
+//! device, or across two mappings.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -145,7 +147,13 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
         Ok(commands) => simulation.note_nodes(&stream, node::KERNEL, commands),
         Err(error) if error.kind() != ErrorKind::InvalidPointer => return Err(simulation.code_of(error)),
         Err(_) if is_reachable(simulation, product, &raw) => return Err(Code::NOT_SUPPORTED),
-        Err(_) => simulation.lose_contexts(Code::ILLEGAL_ADDRESS),
+        Err(_) => {
+            let nowhere = is_nowhere(simulation, product, &raw);
+            simulation.lose_contexts(Code::ILLEGAL_ADDRESS);
+            if nowhere {
+                return Err(Code::ILLEGAL_ADDRESS);
+            }
+        }
     }
     Ok(())
 }
@@ -171,6 +179,13 @@ fn operands(raw: &RawProduct) -> Vec<(DevicePtr, usize, usize)> {
         }
     }
     operands
+}
+
+/// Whether something that a kernel uses begins where no memory of a device lies, and no page-locked memory.
+fn is_nowhere(simulation: &Simulation, product: &Product, raw: &RawProduct) -> bool {
+    let workspace = (product.workspace_bytes > 0).then_some(product.workspace);
+    let mut addresses = operands(raw).into_iter().map(|(address, ..)| address.get()).chain(workspace);
+    addresses.any(|address| matches!(simulation.piece(address), Ok((Place::Pageable, _)) | Err(_)))
 }
 
 /// Whether a real kernel of the product's device would reach all that it uses.

@@ -69,9 +69,10 @@ impl Simulation {
     /// To be called before an event is asked or waited for by the host.
     fn check_askable(&self, event: &Event) -> Answer<()> {
         if let Some(capture) = &*event.captured.lock() {
-            if !capture.is_ended() {
-                self.lose_capture(capture);
+            if capture.is_ended() {
+                return Err(Code::INVALID_VALUE);
             }
+            self.lose_capture(capture);
             return Err(Code::CAPTURED_EVENT);
         }
         self.check_unsafe_call()
@@ -138,7 +139,8 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
 /// `cuEventQuery`.
 ///
 /// # Errors
-/// 600 while it is not reached, 907 when it was recorded in a capture last, 900 as [`Simulation::check_unsafe_call`].
+/// 600 while it is not reached; when it was recorded in a capture last, 907 until that ends (the capture is lost) and 1 after
+/// that; 900 as [`Simulation::check_unsafe_call`].
 pub fn query(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;

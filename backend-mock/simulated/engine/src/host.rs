@@ -45,15 +45,18 @@ impl Simulation {
     }
 }
 
-/// `cuMemHostAlloc`.
+/// `cuMemHostAlloc`; of no bytes, it gives null.
 ///
 /// # Errors
-/// 201 without a context, 900 while something is captured, 1 for no bytes or unknown flags, 2 when there is no room.
+/// 201 without a context, 900 while something is captured, 1 for unknown flags, 2 when there is no room.
 pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
-    if bytes == 0 || flags & !allocate_flags::KNOWN != 0 {
+    if flags & !allocate_flags::KNOWN != 0 {
         return Err(Code::INVALID_VALUE);
+    }
+    if bytes == 0 {
+        return Ok(0);
     }
     let mut options = HostOptions::new();
     if flags & allocate_flags::WRITE_COMBINED != 0 {
@@ -91,9 +94,9 @@ pub fn free(address: u64) -> Answer<()> {
 /// `cuMemHostRegister_v2`.
 ///
 /// # Errors
-/// 201 without a context, 900 while something is captured, 712 when a part is page-locked already, 1 for no bytes, unknown
-/// flags and for memory that is not mapped, or not writable (unless registered as read-only); 801 where the device
-/// cannot.
+/// 201 without a context, 900 while something is captured, 712 when a part is registered already, 1 for no bytes, unknown
+/// flags, memory that `cuMemHostAlloc` gave, and memory that is not mapped, or not writable (unless registered as
+/// read-only); 801 where the device cannot.
 pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -104,19 +107,19 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     if flags & register_flags::IO_MEMORY != 0 {
         return Err(Code::NOT_SUPPORTED);
     }
-    let overlaps = |hosts: &std::collections::BTreeMap<u64, HostBlock>| {
+    let check_overlap = |hosts: &std::collections::BTreeMap<u64, HostBlock>| {
         let before = hosts.range(..end).next_back();
-        before.is_some_and(|(&start, block)| start + block.bytes > address)
+        match before.filter(|&(start, block)| start + block.bytes > address) {
+            None => Ok(()),
+            Some((_, block)) if block.is_registered => Err(Code::HOST_MEMORY_ALREADY_REGISTERED),
+            Some(_) => Err(Code::INVALID_VALUE),
+        }
     };
-    if overlaps(&simulation.memory.hosts.read()) {
-        return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
-    }
+    check_overlap(&simulation.memory.hosts.read())?;
     touch(address, bytes, flags & register_flags::READ_ONLY != 0)?;
     let block = HostBlock { bytes: bytes as u64, device, is_registered: true, number: new_number() };
     let mut hosts = simulation.memory.hosts.write();
-    if overlaps(&hosts) {
-        return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
-    }
+    check_overlap(&hosts)?;
     // SAFETY: the memory was found mapped; that it stays so until it is unregistered is the promise of every user of the
     // vendor's function.
     unsafe { simulation.gpu.host_allocator().register(pointer(address)?, bytes, &HostOptions::new()) }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use highwater_core::{AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, Transport};
+use highwater_mock::simulated::Call;
 use parking_lot::{Mutex, RwLock};
 
 use crate::captures::node;
@@ -215,17 +216,17 @@ pub fn free(address: u64) -> Answer<()> {
     simulation.free_block(address)
 }
 
-/// `cuMemAllocAsync`, from the default pool of the stream's device.
+/// `cuMemAllocAsync`, from the default pool of the stream's device; of no bytes, it gives null.
 ///
 /// # Errors
-/// 1 for no bytes, 2 when there is no room, 801 where the device has no pools, 901 in a lost capture.
+/// 2 when there is no room, 801 where the device has no pools, 901 in a lost capture.
 pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
-    if bytes == 0 {
-        return Err(Code::INVALID_VALUE);
-    }
     simulation.before_enqueue(&stream)?;
+    if bytes == 0 {
+        return Ok(0);
+    }
     if let Some(capture) = simulation.captures.of(stream.id) {
         let ptr = simulation.gpu.allocate(stream.device, &AllocateOptions::new(bytes));
         let address = ptr.map_err(|error| simulation.code_of(error))?.get();
@@ -241,10 +242,10 @@ pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     Ok(ptr.get())
 }
 
-/// `cuMemFreeAsync`.
+/// `cuMemFreeAsync`, also of memory of `cuMemAlloc`.
 ///
 /// # Errors
-/// 1 for what was not allocated in stream order, or in another capture; 901 in a lost capture.
+/// 1 for what is no address of an allocation, and in a capture for what was not allocated in it; 901 in a lost capture.
 pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
@@ -257,13 +258,21 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
         simulation.note_nodes(&stream, node::FREE, 1);
         return Ok(());
     }
-    let found =
-        simulation.memory.around(address).filter(|&(start, block)| start == address && block.kind == Kind::Ordered);
+    let found = simulation.memory.around(address);
+    let found = found.filter(|&(start, block)| start == address && matches!(block.kind, Kind::Ordered | Kind::Plain));
     let (_, block) = found.ok_or(Code::INVALID_VALUE)?;
     if block.device != stream.device {
         return Err(Code::INVALID_VALUE);
     }
-    simulation.memory.remove_if(address, |kind| kind == Kind::Ordered).ok_or(Code::INVALID_VALUE)?;
+    simulation.memory.remove_if(address, |kind| kind == block.kind).ok_or(Code::INVALID_VALUE)?;
+    if block.kind == Kind::Plain {
+        // The mock frees such memory at once, so that is done when its turn in the stream comes.
+        let free = Call::new(move || {
+            // SAFETY: as below; the work before this point of the stream is done.
+            let _ = unsafe { simulation.gpu.free(block.device, DevicePtr::new(address), None) };
+        });
+        return simulation.hooks.enqueue_call(stream.id, free).map_err(|error| simulation.code_of(error));
+    }
     // SAFETY: the address came from `allocate`, and was taken out of the table, so nobody else frees it; that it is not
     // used after this point of the stream is the promise of every user of the vendor's function.
     unsafe { simulation.gpu.free(stream.device, DevicePtr::new(address), Some(stream.id)) }

@@ -270,7 +270,7 @@ isolated! {
         };
         assert_eq!(with(&|_| {}), Ok(0));
         for (number, value, code) in
-            [(7, 130u32, 15), (7, 152, 15), (2, 2, 15), (3, 9, 7), (1, F64, 15), (0, 72, 15), (0, 5, 7), (26, F64, 0)]
+            [(7, 130u32, 15), (7, 152, 15), (2, 2, 15), (3, 9, 7), (1, F64, 15), (0, 72, 15), (0, 5, 15), (26, F64, 0)]
         {
             let expected = if code == 0 { Ok(0) } else { Err(code) };
             assert_eq!(with(&|plan| plan.set(number, &value)), expected, "attribute {number} = {value}");
