@@ -601,7 +601,7 @@ impl BlasHandle for LtBlas {
                 held.raw(),
             )
         };
-        CUBLAS.check(OPERATION, code)
+        if code == 0 { Ok(()) } else { Err(self.room.blas_error(OPERATION, &CUBLAS, self.device, code)) }
     }
 
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {

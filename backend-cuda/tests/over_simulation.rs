@@ -265,3 +265,25 @@ fn page_locked_memory_makes_no_context_on_a_device_that_is_not_used() {
     }
     assert!(!is_active(0));
 }
+
+#[test]
+fn a_product_that_loses_the_device_is_told_as_that() {
+    let Some(backend) = open("a_product_that_loses_the_device_is_told_as_that") else { return };
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    handle.set_stream(stream).unwrap();
+    // Addresses that are reserved, and map no memory.
+    let mut nowhere = 0;
+    // SAFETY: the call writes one number that lives until it returns.
+    let code = unsafe { cudarc::driver::sys::cuMemAddressReserve(&mut nowhere, 4 << 20, 0, 0, 0) };
+    assert_eq!(code as u32, 0);
+    let at = |offset: u64| highwater_core::DevicePtr::new(nowhere + offset);
+    let gemm = Gemm::new(GemmShape::new(DataType::F32, 64, 64, 64), at(0), at(1 << 20), at(2 << 20));
+    // SAFETY: breaks the contract on purpose: the device faults, and nobody uses it afterwards.
+    let enqueued = unsafe { handle.gemm(&gemm) };
+    let error = enqueued.and_then(|()| backend.synchronize_stream(stream)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+    assert_eq!(error.code(), Some(700), "{error}");
+    assert_eq!(backend.allocate(0, &AllocateOptions::new(64)).unwrap_err().kind(), ErrorKind::DeviceLost);
+    // What is left is left to the end of the process; dropping it does no harm.
+}

@@ -102,7 +102,7 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     product.compare()?;
     let ours = |_| Ok(stream.blas()?.gemm(shape, one, a, b, zero, c)?);
     let pairs = alternate(bursts, |_| product.settle(), ours, |_| product.raw())?;
-    table.push(Row::pairs(format!("enqueue gemm 32x32x32 {name}, lease per call"), &pairs).bar(SUBMIT));
+    table.push(Row::pairs(format!("take a lease, enqueue gemm 32x32x32 {name}, give it back"), &pairs));
 
     // The thread of a program that uses nothing but the layer has no context current: the layer makes it so in each call.
     let current = RefCell::new(None);

@@ -65,7 +65,10 @@ impl<P: Platform> DriverBlas<P> {
 
     #[inline(always)]
     fn check(&self, operation: &'static str, code: i32) -> Result<()> {
-        self.room.platform.blas().codes.check(operation, code)
+        if code == 0 {
+            return Ok(());
+        }
+        Err(self.room.blas_error(operation, self.room.platform.blas().codes, self.device, code))
     }
 
     fn close(&mut self) -> Result<()> {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::codes::Codes;
 use super::exit;
 use super::hazards::Asking;
 use super::objects::{Held, Objects, Removed};
@@ -292,6 +293,23 @@ impl<P: Platform> Room<P> {
     #[inline(always)]
     pub fn check(&self, operation: &'static str, code: i32) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.platform.codes().error(operation, code)) }
+    }
+
+    /// The error of a BLAS call that answered `code`. Where a BLAS only says that something has failed, the driver may know that
+    /// the device is lost.
+    #[cold]
+    #[must_use]
+    pub fn blas_error(&self, operation: &'static str, codes: &Codes, device: u32, code: i32) -> Error {
+        let error = codes.error(operation, code);
+        if error.kind() != ErrorKind::Vendor {
+            return error;
+        }
+        let (mut free, mut total) = (0, 0);
+        let Ok(_current) = self.make_current(operation, device) else { return error };
+        let _relaxed = self.relaxed();
+        // SAFETY: the call writes two numbers that live until it returns.
+        let asked = self.check(operation, unsafe { (self.platform.calls().memory_info)(&mut free, &mut total) });
+        asked.err().filter(|error| error.kind() == ErrorKind::DeviceLost).unwrap_or(error)
     }
 
     #[inline(always)]
