@@ -348,13 +348,14 @@ impl LtBlas {
         ] {
             set_small(which, alignment)?;
         }
-        if options.atomics_mode == AtomicsMode::NotAllowed {
-            use sys::cublasLtReductionScheme_t as Scheme;
-            // Parts of a sum are added in the workspace, in a fixed order, and not in place.
-            let repeatable = Scheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
-                | Scheme::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
-            set_small(Wish::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, repeatable)?;
+        use sys::cublasLtReductionScheme_t as Scheme;
+        // Parts of a sum are added in the workspace, as they were computed and in a fixed order. The other schemes add them as
+        // the result is stored, which costs halves most of their digits, or in place, as the kernels come.
+        let mut schemes = Scheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        if options.atomics_mode == AtomicsMode::Allowed && matches!(shape.output, DataType::F32 | DataType::F64) {
+            schemes |= Scheme::CUBLASLT_REDUCTION_SCHEME_INPLACE as u32;
         }
+        set_small(Wish::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
         let (mut choice, mut found) = (Choice::default(), 0);
         // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
         let code = unsafe {

@@ -170,15 +170,13 @@ impl Product {
         }
         // Sums are as wide as those of the result, whatever the factors are.
         let Precision { computed, stored, smallest } = Precision::of(output);
-        // A vendor may go on with the sum as it would be stored.
-        let between = if self.epilogue == Epilogue::None { 0.0 } else { stored * value.abs() };
         if let Some(bias) = &self.bias {
             value += bias[row];
             scale += bias[row].abs();
         }
         // Each factor is off by up to half a step of a mantissa of 10 bits.
         let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
-        let off = 2.0 * (k + 4) as f64 * computed * scale + factors + between;
+        let off = 2.0 * (k + 4) as f64 * computed * scale + factors;
         let (value, off) = match self.epilogue {
             Epilogue::None | Epilogue::Bias => (value, off),
             Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),

@@ -8,19 +8,51 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 
 pub(crate) use parking_lot::{Condvar, Mutex};
 
-/// Stores, and orders the store before everything that follows, as a sequentially consistent fence behind it would.
+/// Whether [`heavy_fence`] makes every running thread of the process pass a barrier, so that [`store_and_fence`] needs none.
+static IS_ASYMMETRIC: AtomicBool = AtomicBool::new(false);
+
+/// Decides once how the two fences below are made; the answer is [`IS_ASYMMETRIC`].
+pub(crate) fn prepare_fences() -> bool {
+    static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *REGISTERED.get_or_init(|| {
+        let registered = membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+        IS_ASYMMETRIC.store(registered, Ordering::Relaxed);
+        registered
+    })
+}
+
+/// Linux 4.14 and newer has the call, and a sandbox may forbid it.
+fn membarrier(command: libc::membarrier_cmd) -> bool {
+    // SAFETY: the call takes numbers and touches no memory of the caller's.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}
+
+/// The frequent side of a pair of fences: stores, and orders the store before everything that follows, as a sequentially
+/// consistent fence behind it would, for whoever looks at it after [`heavy_fence`].
 ///
-/// On x86 an exchange does both for half the price of the `mfence` that such a fence is compiled to: every instruction with a
-/// lock prefix is a full barrier there. The compiler's own reordering is what the second line is for.
-#[inline]
+/// Where the other side makes this thread pass a barrier, wherever it is by then, only the compiler has to be kept from
+/// reordering. Else, on x86, an exchange does it for half the price of the `mfence` that such a fence is compiled to: every
+/// instruction with a lock prefix is a full barrier there.
+#[inline(always)]
 pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
-    if cfg!(target_arch = "x86_64") {
+    if IS_ASYMMETRIC.load(Ordering::Relaxed) {
+        cell.store(value, Ordering::Relaxed);
+        std::sync::atomic::compiler_fence(Ordering::SeqCst);
+    } else if cfg!(target_arch = "x86_64") {
         cell.swap(value, Ordering::SeqCst);
         std::sync::atomic::compiler_fence(Ordering::SeqCst);
     } else {
         cell.store(value, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
+}
+
+/// The seldom side: a sequentially consistent fence, which pairs with every [`store_and_fence`]. `false` where it could not be
+/// made, and nothing may be concluded from what is seen after it.
+pub(crate) fn heavy_fence() -> bool {
+    fence(Ordering::SeqCst);
+    // Whoever found the static set has found it after this was decided.
+    !prepare_fences() || membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
 }
 
 /// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.

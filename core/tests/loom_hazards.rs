@@ -8,6 +8,12 @@
 mod primitive {
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
 
+    /// Both sides as plain fences: what a barrier of the system does to the other threads is not loom's to model.
+    pub(crate) fn heavy_fence() -> bool {
+        fence(Ordering::SeqCst);
+        true
+    }
+
     pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
         cell.store(value, Ordering::Relaxed);
         fence(Ordering::SeqCst);

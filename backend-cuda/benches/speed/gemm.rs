@@ -63,9 +63,20 @@ impl<'b, T: Scalar> Product<'b, T> {
 
     #[inline]
     fn raw(&self) -> Result<()> {
+        // SAFETY: the handle lives as long as this.
+        unsafe { self.raw_on(self.raw_handle.get()) }
+    }
+
+    /// The same on a handle of the layer's: with the same stream, workspace and modes, so that nothing is compared but the
+    /// layer. Two handles differ by some hundred nanoseconds a call, this way or that.
+    ///
+    /// # Safety
+    /// The handle is alive, and this is its stream's turn.
+    #[inline]
+    unsafe fn raw_on(&self, handle: u64) -> Result<()> {
         let matrices = [self.a.ptr().get(), self.b.ptr().get(), self.raw_c.ptr().get()];
         // SAFETY: the buffers hold matrices of this type and size, and live until the streams were waited for.
-        unsafe { self.bench.raw.gemm(&self.raw_handle, self.kind, self.size, matrices) }
+        unsafe { self.bench.raw.gemm(handle, self.kind, self.size, matrices) }
     }
 
     /// Waits for both streams.
@@ -93,15 +104,21 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     let (one, zero) = (product.one(1.0, &from), product.one(0.0, &from));
     let Product { stream, shape, a, b, c, .. } = &product;
     let bursts = bench.bursts(CALLS);
+    // The pool gives the same handle to the same thread again.
+    let pooled = stream.blas()?.with_raw(|raw| raw.handle)?;
+    // SAFETY: the pool keeps the handle, which nobody else uses: this is the only thread.
+    let raw = |_| unsafe { product.raw_on(pooled) };
     {
         let mut lease = stream.blas()?;
         let ours = |_| Ok(lease.gemm(shape, one, a, b, zero, c)?);
-        let pairs = alternate(bursts, |_| product.settle(), ours, |_| product.raw())?;
-        table.push(Row::pairs(format!("enqueue gemm 32x32x32 {name}, lease kept"), &pairs).bar(SUBMIT));
+        let pairs = alternate(bursts, |_| product.settle(), ours, raw)?;
+        table.push(
+            Row::pairs(format!("enqueue gemm 32x32x32 {name}, lease kept; raw on the same handle"), &pairs).bar(SUBMIT),
+        );
     }
     product.compare()?;
     let ours = |_| Ok(stream.blas()?.gemm(shape, one, a, b, zero, c)?);
-    let pairs = alternate(bursts, |_| product.settle(), ours, |_| product.raw())?;
+    let pairs = alternate(bursts, |_| product.settle(), ours, raw)?;
     table.push(Row::pairs(format!("take a lease, enqueue gemm 32x32x32 {name}, give it back"), &pairs));
 
     // The thread of a program that uses nothing but the layer has no context current: the layer makes it so in each call.
@@ -114,9 +131,12 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
         }
         product.settle()
     };
-    let pairs = alternate(bursts, prepare, ours, |_| product.raw())?;
+    let pairs = alternate(bursts, prepare, ours, raw)?;
     drop(current);
+    let pairs_of_two_handles = alternate(bursts, |_| product.settle(), ours, |_| product.raw())?;
     table.push(Row::pairs(format!("the same in a thread without a context, {name}"), &pairs));
+    let what = format!("the same with a context, {name}; raw: a handle, stream and workspace of its own");
+    table.push(Row::pairs(what, &pairs_of_two_handles));
 
     let mut handle = bench.runtime.backend().create_blas_handle(0, &BlasOptions::new(BlasKind::Blas))?;
     let bytes = bench.options.workspace_bytes;
@@ -126,8 +146,14 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     unsafe { handle.set_workspace(Some(Workspace { ptr: workspace.ptr(), bytes }))? };
     let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr());
     // SAFETY: the shape is that of the buffers, which live until the stream was waited for; no other handle uses the stream.
-    let ours = |_| Ok(unsafe { handle.gemm(&gemm) }?);
-    let pairs = alternate(bursts, |_| product.settle(), ours, |_| product.raw())?;
+    let raw_handle = handle.raw();
+    // SAFETY: the handle lives until the end, and is used by this thread alone.
+    let pairs = alternate(
+        bursts,
+        |_| product.settle(),
+        |_| Ok(unsafe { handle.gemm(&gemm) }?),
+        |_| unsafe { product.raw_on(raw_handle) },
+    )?;
     product.compare()?;
     table.push(Row::pairs(format!("enqueue gemm 32x32x32 {name}, trait"), &pairs));
     handle.destroy()?;

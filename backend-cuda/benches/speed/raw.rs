@@ -246,35 +246,16 @@ impl Raw {
     /// Enqueues `C = A * B` of square matrices.
     ///
     /// # Safety
-    /// The addresses are those of matrices of this type and size, alive until the product is done; C is apart.
+    /// The handle is alive. The addresses are those of matrices of this type and size, alive until the product is done; C is
+    /// apart.
     #[inline]
-    pub(crate) unsafe fn gemm(&self, handle: &Owned, kind: i32, size: i32, [a, b, c]: [u64; 3]) -> Result<()> {
+    pub(crate) unsafe fn gemm(&self, handle: u64, kind: i32, size: i32, [a, b, c]: [u64; 3]) -> Result<()> {
         let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F as i32;
         let algorithm = cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT as i32;
         let (n, one, zero) = (size, 1.0_f32, 0.0_f32);
         // SAFETY: the handle is alive, and the factors live until the call returns; the caller vouches for the matrices.
         let code = unsafe {
-            (self.blas.gemm)(
-                handle.get(),
-                0,
-                0,
-                n,
-                n,
-                n,
-                &one,
-                a,
-                kind,
-                n,
-                b,
-                kind,
-                n,
-                &zero,
-                c,
-                kind,
-                n,
-                compute,
-                algorithm,
-            )
+            (self.blas.gemm)(handle, 0, 0, n, n, n, &one, a, kind, n, b, kind, n, &zero, c, kind, n, compute, algorithm)
         };
         done("cublasGemmEx", code)
     }

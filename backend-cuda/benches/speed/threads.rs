@@ -203,7 +203,7 @@ impl Worker {
             let matrices = [self.a[call % self.a.len()].ptr().get(), self.b.ptr().get(), c];
             // SAFETY: the buffers hold matrices of this size and live until the streams were waited for; no two products
             // have the same C.
-            unsafe { raw.gemm(&self.raw_handle, kind, size, matrices)? };
+            unsafe { raw.gemm(self.raw_handle.get(), kind, size, matrices)? };
         }
         shared.raw_streams.iter().try_for_each(|stream| raw.synchronize(stream))
     }

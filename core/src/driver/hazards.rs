@@ -1,12 +1,13 @@
 //! Announcements of what each thread is using: a record per thread, found by whoever wants to destroy something.
 //!
 //! Who uses an object announces it, fences, and then looks whether it still stands. Who destroys it makes it stale, fences, and
-//! then looks for announcements. With a sequentially consistent fence on each side, not both miss the other.
+//! then looks for announcements. With a sequentially consistent fence on each side, not both miss the other. Announcing is
+//! frequent and destroying is not, so the one who destroys pays for both fences where the system can (`primitive.rs`).
 //! `tests/loom_hazards.rs` tries every interleaving. Which record is whose is `records.rs`'s affair.
 
 use std::marker::PhantomData;
 
-use crate::primitive::{AtomicBool, AtomicPtr, Ordering, fence, store_and_fence};
+use crate::primitive::{AtomicBool, AtomicPtr, Ordering, fence, heavy_fence, store_and_fence};
 
 /// Most announcements in one record at once: a call uses two objects at most, and may be made inside another.
 const PER_RECORD: usize = 4;
@@ -174,8 +175,8 @@ impl Registry {
     /// Waits until every thread that may have found no capture open has been answered. The caller has made it known before that
     /// one is.
     pub(crate) fn wait_for_questions(&self, pause: impl Fn()) {
-        // With the fence in `announce`.
-        fence(Ordering::SeqCst);
+        // With the fence in `announce`. Where it cannot be made, a question may be answered with a capture open.
+        heavy_fence();
         for record in self.records() {
             // Acquire: where the question has ended, the vendor has answered it.
             while record.asks.load(Ordering::Acquire) {
@@ -186,8 +187,10 @@ impl Registry {
 
     /// Whether any thread announces `object`. The caller has made the object stale before.
     pub(crate) fn is_announced(&self, object: *mut ()) -> bool {
-        // With the fence in `announce`.
-        fence(Ordering::SeqCst);
+        // With the fence in `announce`. Where it cannot be made, it may be announced.
+        if !heavy_fence() {
+            return true;
+        }
         // Acquire: where the announcement has ended, the use is over.
         self.records().any(|record| record.cells.iter().any(|cell| cell.load(Ordering::Acquire) == object))
     }

@@ -3,6 +3,8 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 
+use crate::primitive::prepare_fences;
+
 use super::hazards::{Asking, Hazard, Record, Registry};
 
 /// The records of threads.
@@ -43,6 +45,7 @@ fn own() -> Option<&'static Record> {
 
 #[cold]
 fn first() -> Option<&'static Record> {
+    prepare_fences();
     OWN.try_with(|own| {
         let record = registry().take();
         own.0.set(Some(record));
