@@ -163,20 +163,25 @@ impl Product {
             }
         }
         let (mut value, mut scale) = (self.alpha * sum, self.alpha.abs() * magnitude);
+        // The size of what is added up before the epilogue.
+        let mut parts = value.abs();
         if self.beta != 0.0 {
             let old = self.beta * self.c[self.index_c(product, row, column)];
             value += old;
             scale += old.abs();
+            parts += old.abs();
         }
         // Sums are as wide as those of the result, whatever the factors are.
         let Precision { computed, stored, smallest } = Precision::of(output);
+        // A vendor may go on with them as they would be stored.
+        let between = if self.epilogue == Epilogue::None { 0.0 } else { stored * parts };
         if let Some(bias) = &self.bias {
             value += bias[row];
             scale += bias[row].abs();
         }
         // Each factor is off by up to half a step of a mantissa of 10 bits.
         let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
-        let off = 2.0 * (k + 4) as f64 * computed * scale + factors;
+        let off = 2.0 * (k + 4) as f64 * computed * scale + factors + between;
         let (value, off) = match self.epilogue {
             Epilogue::None | Epilogue::Bias => (value, off),
             Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),

@@ -585,7 +585,8 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Enqueues one run of a plan on the bound stream, through the bound workspace.
     ///
-    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type.
+    /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before
+    ///   an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
     /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors'
     ///   type on the way.

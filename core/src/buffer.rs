@@ -51,16 +51,20 @@ pub struct DeviceBuffer<T: Element> {
 }
 
 /// A block of device memory with the streams that used it. Counted: whoever needs the memory to stay holds a reference.
+///
+/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
+/// cache.
+#[repr(C)]
 pub(crate) struct DeviceBlock {
     pub(crate) runtime: Runtime,
-    pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    origin: Origin,
     /// Key of the stream noted last, 0 for none; a stream that is noted again costs one load.
     last_use: AtomicU64,
-    uses: Mutex<Vec<StreamUse>>,
+    pub(crate) device: u32,
     /// Streams that use the block in a capture that is open.
     recording: AtomicU32,
+    uses: Mutex<Vec<StreamUse>>,
+    origin: Origin,
 }
 
 /// Where a block comes from, and so what is done with it in the end.

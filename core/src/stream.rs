@@ -56,10 +56,19 @@ pub struct Stream {
 }
 
 /// What the users of a stream share; the last of them ends the stream. It does not keep the runtime alive.
+///
+/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
+/// cache.
+#[repr(C)]
 pub(crate) struct StreamCore {
     pub(crate) id: StreamId,
     /// Tells the stream from every other of the process, also from ones that have ended; never 0.
     pub(crate) key: u64,
+    /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
+    bound_as: AtomicU64,
+    turn: Mutex<TurnState>,
+    /// Whether other code may capture the stream, so that the backend has to be asked.
+    ask_capture: bool,
     backend: Arc<dyn Backend>,
     runtime: Weak<RuntimeInner>,
     generation: Generation,
@@ -68,13 +77,8 @@ pub(crate) struct StreamCore {
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
-    turn: Mutex<TurnState>,
     /// Wakes a capture that waits for those who wait for the stream.
     settled: Condvar,
-    /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
-    bound_as: AtomicU64,
-    /// Whether other code may capture the stream, so that the backend has to be asked.
-    ask_capture: bool,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
     blas_workspace: OnceLock<Option<Workspace>>,
     /// Set by the first Lt call that finds no BLAS workspace that is large enough.
