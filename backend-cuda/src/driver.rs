@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_core::driver::{Calls, Found, Search, watch_exit};
+use highwater_core::driver::{Calls, Found, Search};
 use highwater_core::fork::Generation;
 use highwater_core::{Error, ErrorKind};
 use parking_lot::Mutex;
@@ -97,7 +97,7 @@ impl Driver {
         }
         // SAFETY: the call takes flags, of which there are none.
         check(unsafe { (own.init)(0) })?;
-        watch_exit();
+        highwater_core::exit::watch();
         let mut count = 0;
         // SAFETY: as above.
         check(unsafe { (own.device_count)(&mut count) })?;

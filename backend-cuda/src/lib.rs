@@ -21,8 +21,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use highwater_core::driver::{
-    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64, Opened, Search, Unavailable,
-    environment_path,
+    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmCall, Opened, Search, Unavailable, environment_path,
 };
 use highwater_core::{Backend, BackendTag, Error, Identity};
 
@@ -82,11 +81,11 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
                 .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
             calls::CublasCalls::load(&cublas.library, calls::blas_symbol)
                 .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
-            cublas.library.symbol("cublasGemmEx").map(|found| std::mem::transmute::<*const (), GemmCall>(found)),
+            cublas.library.symbol("cublasGemmEx").map(|found| std::mem::transmute::<*const (), GemmCall<i32>>(found)),
             cublas
                 .library
                 .symbol("cublasGemmStridedBatchedEx")
-                .map(|found| std::mem::transmute::<*const (), GemmBatchCall>(found)),
+                .map(|found| std::mem::transmute::<*const (), GemmBatchCall<i32>>(found)),
         )
     };
     let (Some(gemm), Some(gemm_batch)) = (gemm, gemm_batch) else {
@@ -96,11 +95,14 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     // SAFETY: as above.
     let (gemm_64, gemm_batch_64) = unsafe {
         (
-            cublas.library.symbol("cublasGemmEx_64").map(|found| std::mem::transmute::<*const (), GemmCall64>(found)),
+            cublas
+                .library
+                .symbol("cublasGemmEx_64")
+                .map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
             cublas
                 .library
                 .symbol("cublasGemmStridedBatchedEx_64")
-                .map(|found| std::mem::transmute::<*const (), GemmBatchCall64>(found)),
+                .map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
         )
     };
     let mut identity = Identity::new("cuda", "NVIDIA CUDA", BackendTag::next());

@@ -217,9 +217,9 @@ impl LtBlas {
     fn close(&mut self) -> Result<()> {
         const OPERATION: &str = "destroy";
         self.enter(OPERATION)?;
-        self.plans.clear();
         let outcome = {
             let _current = self.room.make_current(OPERATION, self.device)?;
+            self.plans.clear();
             // SAFETY: the handle is alive, and is not used after this.
             CUBLAS.check(OPERATION, unsafe { (self.room.platform().lt.table.destroy)(self.raw) })
         };
@@ -442,17 +442,7 @@ impl BlasHandle for LtBlas {
     fn set_stream(&mut self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "set_stream";
         self.enter(OPERATION)?;
-        self.room.stream(OPERATION, stream)?;
-        if stream.device() != self.device {
-            let message = format!(
-                "{stream:?} is a stream of device {}, the handle belongs to device {}",
-                stream.device(),
-                self.device
-            );
-            return Err(
-                Error::new(ErrorKind::WrongDevice, OPERATION, message).with_hint("use a stream of the same device")
-            );
-        }
+        self.room.stream_for_handle(OPERATION, stream, self.device)?;
         self.stream = Some(stream);
         // As the capability says of every handle of the device.
         self.workspace = None;

@@ -2,7 +2,7 @@
 //! arguments and an answer of the same size and kind (number or floating-point number).
 
 use cudarc::{cublas, cublaslt, driver};
-use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64};
+use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmCall};
 
 use crate::calls::{CublasCalls, CudaCalls, blas_symbol, driver_symbol, lt_symbol};
 use crate::lt::{LtTable, MatmulCall};
@@ -223,21 +223,21 @@ fn the_calls_of_cublas_are_those_of_its_header() {
     check(CublasCalls::NAMES, blas_symbol, &pairs, &[]);
     let gemm =
         in_header(cublas::sys::cublasGemmEx as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _);
-    assert_eq!(GemmCall::classes(), gemm);
+    assert_eq!(GemmCall::<i32>::classes(), gemm);
     let gemm_64 = in_header(
         cublas::sys::cublasGemmEx_64 as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmCall64::classes(), gemm_64);
+    assert_eq!(GemmCall::<i64>::classes(), gemm_64);
     let batch = in_header(
         cublas::sys::cublasGemmStridedBatchedEx
             as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmBatchCall::classes(), batch);
+    assert_eq!(GemmBatchCall::<i32>::classes(), batch);
     let batch_64 = in_header(
         cublas::sys::cublasGemmStridedBatchedEx_64
             as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmBatchCall64::classes(), batch_64);
+    assert_eq!(GemmBatchCall::<i64>::classes(), batch_64);
 }
 
 #[test]

@@ -16,12 +16,12 @@ use highwater_core::{
 
 use crate::arena::Owner;
 use crate::device::Device;
-use crate::exit;
 use crate::gpu::{self, Shared};
 use crate::kernel::OwnWorkspace;
 use crate::operation::{Operation, Tally};
 use crate::product::{RawProduct, Room, Scale};
 use crate::stream::Stream;
+use highwater_core::exit;
 
 /// Bytes of the workspace that every handle has of its own.
 const OWN_WORKSPACE_BYTES: usize = 64 * 1024;

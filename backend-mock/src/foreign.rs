@@ -13,9 +13,9 @@ use std::thread::ThreadId;
 use highwater_core::{Error, ErrorKind};
 use parking_lot::Mutex;
 
-use crate::exit;
 use crate::operation::{Calls, Operation};
 use crate::stream::{Engine, Stream};
+use highwater_core::exit;
 
 /// The raw handle of a stream or event.
 pub(crate) fn raw<T>(object: &Arc<T>) -> u64 {

@@ -4,14 +4,14 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 use highwater_core::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
     GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,
-    Result, StreamId, StreamOptions, StreamPriority,
+    Result, StreamId, StreamOptions, StreamPriority, exit,
 };
 use parking_lot::Mutex;
 
@@ -21,7 +21,6 @@ use crate::capture::{self, Graph, OpenCaptures};
 use crate::checks::{Checks, Violation};
 use crate::device::{self, Device};
 use crate::event::{Event, Progress};
-use crate::exit;
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
@@ -164,7 +163,9 @@ impl MockGpu {
             peers: OnceLock::new(),
             checks,
         };
-        exit::watch();
+        // There is no vendor whose handlers would have to be run after: once for all backends of the process.
+        static WATCH: Once = Once::new();
+        WATCH.call_once(exit::watch);
         Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
     }
 

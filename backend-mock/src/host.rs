@@ -14,8 +14,8 @@ use parking_lot::RwLock;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::checks::{Checks, POISON, Range, Space};
-use crate::exit;
 use crate::operation::{Calls, Operation};
+use highwater_core::exit;
 
 /// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
 const KEPT_BLOCKS: usize = 64;

@@ -49,7 +49,6 @@
 //! - `product`, `kernel`: the commands of a product, and what they compute
 //! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
 //! - `checks`: test mode
-//! - `exit`: the end of the process
 //! - `simulated`: what the simulated vendor libraries (`backend-mock/simulated`) need of the inside
 //!
 //! # How it differs from hardware
@@ -75,7 +74,6 @@ mod checks;
 mod device;
 mod device_memory;
 mod event;
-mod exit;
 mod foreign;
 mod gpu;
 mod host;

@@ -340,7 +340,7 @@ pub fn start_time(process: u32) -> Option<u32> {
 /// Whether the process has begun to exit, as the mock sees it.
 #[must_use]
 pub fn is_exiting() -> bool {
-    crate::exit::has_begun()
+    highwater_core::exit::has_begun()
 }
 
 fn checked_source(operation: Operation, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<(Source, u64)> {

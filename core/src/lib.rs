@@ -7,7 +7,8 @@
 //! - [`Ticket`]: device memory shared between processes.
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
-//! - [`driver`]: what vendors' drivers do alike, written once; [`fork`]: noticing a fork for the price of two loads.
+//! - [`driver`]: what vendors' drivers do alike, written once; [`fork`]: noticing a fork for the price of two loads; [`exit`]:
+//!   noticing the end of the process.
 //!
 //! Core knows no vendor: what differs between them is data ([`Capabilities`]).
 
@@ -26,6 +27,7 @@ mod device;
 pub mod driver;
 mod error;
 mod event;
+pub mod exit;
 pub mod fork;
 #[cfg(test)]
 mod fork_tests;

@@ -23,7 +23,7 @@ mod primitive {
 #[path = "../src/driver/hazards.rs"]
 mod hazards;
 
-use hazards::Registry;
+use hazards::{Fenced, Registry};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, Ordering};
@@ -76,7 +76,8 @@ impl Table {
     }
 
     fn sweep(&self) -> bool {
-        if self.registry.is_announced(self.address()) {
+        let fenced = Fenced::now().expect("loom makes every fence");
+        if self.registry.is_announced(self.address(), &fenced) {
             return false;
         }
         // SAFETY: nobody uses it, which is what is under test.
@@ -176,7 +177,8 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
             drop(hazards);
         });
         second.object.stale.store(true, Ordering::Relaxed);
-        if !first.registry.is_announced(second.address()) {
+        let fenced = Fenced::now().expect("loom makes every fence");
+        if !first.registry.is_announced(second.address(), &fenced) {
             // SAFETY: nobody uses it, which is what is under test.
             second.object.handle.with_mut(|handle| unsafe { *handle = false });
         }

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::blas::DriverBlas;
-use super::exit;
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
 use super::records;
-use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING};
+use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING, wrong_device};
 use crate::backend::{
     Backend, CaptureMode, Completion, DeviceInfo, EventOptions, Identity, LiveObjects, StreamOptions, StreamPriority,
 };
@@ -50,20 +49,6 @@ impl<P: Platform> DriverBackend<P> {
         &self.room
     }
 
-    fn abilities(
-        &self,
-        operation: &'static str,
-        device: u32,
-        has: fn(&Capabilities) -> bool,
-        name: &str,
-    ) -> Result<()> {
-        if has(&self.room.device(operation, device)?.capabilities) {
-            Ok(())
-        } else {
-            Err(Error::lacks(operation, name))
-        }
-    }
-
     fn same_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Result<()> {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
@@ -82,12 +67,6 @@ impl<P: Platform> DriverBackend<P> {
             _ => (plain, 0),
         }
     }
-}
-
-#[cold]
-pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
-    let message = format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device());
-    Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
 }
 
 /// An optional call; a device whose capability says that it can has it.
@@ -153,7 +132,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     }
 
     fn is_exiting(&self) -> bool {
-        exit::has_begun()
+        crate::exit::has_begun()
     }
 
     // ------------------------------------------------------------------ streams
@@ -164,7 +143,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         room.device(OPERATION, device)?;
         if options.priority != StreamPriority::Normal {
-            self.abilities(OPERATION, device, |can| can.stream_priority, "stream_priority")?;
+            self.room.require(OPERATION, device, |can| can.stream_priority, "stream_priority")?;
         }
         room.streams.sweep(|stream| room.destroy_raw_stream(OPERATION, stream));
         let (calls, flags) = (room.platform.calls(), room.platform.quirks().stream_flags);
@@ -258,7 +237,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "raw_stream";
         self.room.enter(OPERATION)?;
         let held = self.room.stream(OPERATION, stream)?;
-        self.abilities(OPERATION, stream.device(), |can| can.foreign_objects, "foreign_objects")?;
+        self.room.require(OPERATION, stream.device(), |can| can.foreign_objects, "foreign_objects")?;
         Ok(held.raw())
     }
 
@@ -266,7 +245,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "stream_from_raw";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        self.abilities(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
+        self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         let quirks = room.platform.quirks();
         if raw == 0 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream"))
@@ -301,10 +280,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             ));
         }
         if options.timing {
-            self.abilities(OPERATION, device, |can| can.event_timing, "event_timing")?;
+            self.room.require(OPERATION, device, |can| can.event_timing, "event_timing")?;
         }
         if options.interprocess {
-            self.abilities(OPERATION, device, |can| can.interprocess_events, "interprocess_events")?;
+            self.room.require(OPERATION, device, |can| can.interprocess_events, "interprocess_events")?;
         }
         room.events.sweep(|event| room.destroy_raw_event(OPERATION, event));
         let (vendor_flags, flags) = self.event_flags(options);
@@ -376,7 +355,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let (first, last) = (room.events.hold(OPERATION, start)?, room.events.hold(OPERATION, end)?);
-        self.abilities(OPERATION, start.device(), |can| can.event_timing, "event_timing")?;
+        self.room.require(OPERATION, start.device(), |can| can.event_timing, "event_timing")?;
         for (id, held) in [(start, &first), (end, &last)] {
             if held.flags() & (TIMING | FOREIGN) == 0 {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{id:?} has no timing"))
@@ -412,7 +391,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "raw_event";
         self.room.enter(OPERATION)?;
         let held = self.room.events.hold(OPERATION, event)?;
-        self.abilities(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
+        self.room.require(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
         Ok(held.raw())
     }
 
@@ -420,7 +399,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "event_from_raw";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        self.abilities(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
+        self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         if raw == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "0 is no event"));
         }
@@ -462,7 +441,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         Err(error)
                     }
                 })?;
-                let token = match super::ipc::random_token(OPERATION) {
+                // Names the allocation among those of all processes.
+                let token = match crate::sharing::random(OPERATION) {
                     Ok(token) => token,
                     Err(error) => {
                         // SAFETY: nobody else knows the block.
@@ -586,7 +566,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     (calls.copy_on_device)(dst.get(), src.get(), bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) => {
-                    self.abilities(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
+                    self.room.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
                     if stream.device() != from {
                         Self::same_device(OPERATION, stream, "the destination", to)?;
                     }
@@ -637,7 +617,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
-        self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if held.is_default() {
             // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
@@ -678,7 +658,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
-        self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         let end = required(OPERATION, room.platform.calls().capture_end, "capture")?;
         if held.is_default() || !room.capture_state(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
@@ -715,7 +695,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
-        self.abilities(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if stream.is_legacy_default() {
             return Ok(false);
         }
@@ -784,7 +764,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         match options.kind {
             BlasKind::Blas => Ok(Box::new(DriverBlas::create(room, device)?)),
             BlasKind::Lt => {
-                self.abilities(OPERATION, device, |can| can.lt_plans, "lt_plans")?;
+                self.room.require(OPERATION, device, |can| can.lt_plans, "lt_plans")?;
                 P::create_lt(room, device)
             }
         }
@@ -803,7 +783,7 @@ impl<P: Platform> DriverBackend<P> {
     fn allocate_in_order(&self, device: u32, stream: StreamId, bytes: usize) -> Result<DevicePtr> {
         const OPERATION: &str = "allocate";
         let room = &*self.room;
-        self.abilities(OPERATION, device, |can| can.stream_ordered_memory, "stream_ordered_memory")?;
+        self.room.require(OPERATION, device, |can| can.stream_ordered_memory, "stream_ordered_memory")?;
         let held = room.stream(OPERATION, stream)?;
         Self::same_device(OPERATION, stream, "the memory", device)?;
         check_size(OPERATION, bytes, room.device(OPERATION, device)?.info.memory_bytes)?;

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::backend::wrong_device;
 use super::platform::Platform;
 use super::room::{HandleCount, Room};
 use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, GemmShape, MathMode, Workspace};
@@ -180,46 +179,42 @@ unsafe fn enqueue<P: Platform>(
             let [stride_a, stride_b, stride_c] =
                 [batch.stride_a, batch.stride_b, batch.stride_c].map(|stride| i64::try_from(stride).ok());
             match (stride_a, stride_b, stride_c) {
-                (Some(stride_a), Some(stride_b), Some(stride_c)) => Some((stride_a, stride_b, stride_c)),
+                (Some(stride_a), Some(stride_b), Some(stride_c)) => Some([stride_a, stride_b, stride_c]),
                 _ => return Err(too_large(operation, shape)),
             }
         }
     };
-    if let Some(Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count }) = Sizes::<i32>::of(gemm) {
-        // SAFETY: as the caller vouches; the factors are read during the call.
-        return Ok(unsafe {
-            match strides {
-                None => (blas.gemm)(
-                    handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
-                    algorithm,
-                ),
-                Some((stride_a, stride_b, stride_c)) => (blas.gemm_batch)(
-                    handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
-                    result, ldc, stride_c, count, compute, algorithm,
-                ),
+    /// One call, or `None` where the BLAS lacks it.
+    macro_rules! call {
+        ($sizes:expr, $one:expr, $batch:expr) => {{
+            let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = $sizes;
+            // SAFETY: as the caller vouches; the factors are read during the call.
+            unsafe {
+                match strides {
+                    None => $one.map(|call| {
+                        call(
+                            handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc,
+                            compute, algorithm,
+                        )
+                    }),
+                    Some([stride_a, stride_b, stride_c]) => $batch.map(|call| {
+                        call(
+                            handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b,
+                            beta, c, result, ldc, stride_c, count, compute, algorithm,
+                        )
+                    }),
+                }
             }
-        });
+        }};
     }
-    let Some(Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count }) = Sizes::<i64>::of(gemm) else {
-        return Err(too_large(operation, shape));
+    let code = if let Some(sizes) = Sizes::<i32>::of(gemm) {
+        call!(sizes, Some(blas.gemm), Some(blas.gemm_batch))
+    } else if let Some(sizes) = Sizes::<i64>::of(gemm) {
+        call!(sizes, blas.gemm_64, blas.gemm_batch_64)
+    } else {
+        None
     };
-    match (strides, blas.gemm_64, blas.gemm_batch_64) {
-        // SAFETY: as above.
-        (None, Some(call), _) => Ok(unsafe {
-            call(
-                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
-                algorithm,
-            )
-        }),
-        // SAFETY: as above.
-        (Some((stride_a, stride_b, stride_c)), _, Some(call)) => Ok(unsafe {
-            call(
-                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
-                result, ldc, stride_c, count, compute, algorithm,
-            )
-        }),
-        _ => Err(too_large(operation, shape)),
-    }
+    code.ok_or_else(|| too_large(operation, shape))
 }
 
 impl<P: Platform> BlasHandle for DriverBlas<P> {
@@ -235,15 +230,10 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         const OPERATION: &str = "set_stream";
         self.enter(OPERATION)?;
         let raw = {
-            let held = self.room.stream(OPERATION, stream)?;
-            if stream.device() != self.device {
-                return Err(wrong_device(OPERATION, stream, "the handle", self.device));
-            }
-            let code = {
-                // SAFETY: the handle is alive, and the stream is held.
-                unsafe { (self.room.platform.blas().calls.set_stream)(self.raw, held.raw()) }
-            };
-            self.room.platform.blas().codes.check(OPERATION, code)?;
+            let held = self.room.stream_for_handle(OPERATION, stream, self.device)?;
+            let blas = self.room.platform.blas();
+            // SAFETY: the handle is alive, and the stream is held.
+            blas.codes.check(OPERATION, unsafe { (blas.calls.set_stream)(self.raw, held.raw()) })?;
             held.raw()
         };
         self.stream = Some((stream, raw));

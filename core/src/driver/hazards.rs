@@ -28,6 +28,18 @@ pub(crate) struct Registry {
     first: AtomicPtr<Record>,
 }
 
+/// That a fence was made: what was stale before it is not used by who announces after it. One serves any number of looks.
+#[derive(Debug)]
+pub(crate) struct Fenced(());
+
+impl Fenced {
+    /// Makes the fence; `None` where it cannot be made, and anything may be in use.
+    pub(crate) fn now() -> Option<Self> {
+        // With the fence in `announce`.
+        heavy_fence().then_some(Self(()))
+    }
+}
+
 /// An announcement; ends when it is dropped, in the thread that made it.
 #[derive(Debug)]
 pub(crate) struct Hazard {
@@ -78,7 +90,7 @@ impl Record {
     #[inline(always)]
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
         let cell = &self.cells[self.free_from(0)?];
-        // With the fence in `is_announced`.
+        // With the one that `is_announced` asks for.
         store_and_fence(cell, object);
         Some(Hazard::new(cell))
     }
@@ -157,7 +169,7 @@ impl Registry {
         };
         let cell = self.records().flat_map(|record| &record.cells).find(take);
         let cell = cell.unwrap_or_else(|| &self.add(object).cells[0]);
-        // With the fence in `is_announced`.
+        // With the one that `is_announced` asks for.
         fence(Ordering::SeqCst);
         Hazard::new(cell)
     }
@@ -185,12 +197,8 @@ impl Registry {
         }
     }
 
-    /// Whether any thread announces `object`. The caller has made the object stale before.
-    pub(crate) fn is_announced(&self, object: *mut ()) -> bool {
-        // With the fence in `announce`. Where it cannot be made, it may be announced.
-        if !heavy_fence() {
-            return true;
-        }
+    /// Whether any thread announces `object`, which the caller made stale before the fence.
+    pub(crate) fn is_announced(&self, object: *mut (), _: &Fenced) -> bool {
         // Acquire: where the announcement has ended, the use is over.
         self.records().any(|record| record.cells.iter().any(|cell| cell.load(Ordering::Acquire) == object))
     }

@@ -21,10 +21,6 @@ impl<P: Platform> DriverHost<P> {
         Self(room)
     }
 
-    fn lacks(&self, operation: &'static str, can: bool, name: &str) -> Result<()> {
-        if can { Ok(()) } else { Err(Error::lacks(operation, name)) }
-    }
-
     /// Takes the block that starts at `ptr` out of the table.
     fn take(&self, operation: &'static str, ptr: HostPtr, registered: bool) -> Result<HostBlock> {
         let mut blocks = self.0.host_blocks.lock();
@@ -62,7 +58,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let flags = match options.kind {
             HostMemoryKind::Default => default,
             HostMemoryKind::WriteCombined => {
-                self.lacks(OPERATION, room.capabilities(OPERATION, ANY_DEVICE)?.write_combined, "write_combined")?;
+                room.require(OPERATION, ANY_DEVICE, |can| can.write_combined, "write_combined")?;
                 write_combined
             }
         };
@@ -102,7 +98,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         const OPERATION: &str = "register";
         let room = &*self.0;
         room.enter(OPERATION)?;
-        self.lacks(OPERATION, room.capabilities(OPERATION, ANY_DEVICE)?.host_register, "host_register")?;
+        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         if options.kind != HostMemoryKind::Default {
             let message = "memory that exists already cannot be made write-combined";
             return Err(
@@ -146,7 +142,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         const OPERATION: &str = "unregister";
         let room = &*self.0;
         room.enter(OPERATION)?;
-        self.lacks(OPERATION, room.capabilities(OPERATION, ANY_DEVICE)?.host_register, "host_register")?;
+        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         let block = self.take(OPERATION, ptr, true)?;
         let outcome = (|| {
             let _relaxed = room.relaxed();

@@ -22,17 +22,6 @@ pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Erro
         .with_hint("ask the capability `ipc_transports` which transports there are")
 }
 
-/// A number that names one allocation among those of all processes.
-pub(super) fn random_token(operation: &'static str) -> Result<[u8; 16]> {
-    let mut token = [0; 16];
-    // SAFETY: the call writes at most 16 bytes to the array. So few bytes are given whole or not at all.
-    let got = unsafe { libc::getrandom(token.as_mut_ptr().cast(), token.len(), 0) };
-    if got == token.len() as isize {
-        return Ok(token);
-    }
-    Err(Error::new(ErrorKind::OperatingSystem, operation, "the system gives no random numbers"))
-}
-
 const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
 
 /// The payload of a handle whose memory travels as a descriptor: it says which allocation that is, so that a second open

@@ -14,7 +14,6 @@ mod backend;
 mod blas;
 mod calls;
 mod codes;
-mod exit;
 mod hazards;
 mod host;
 mod ipc;
@@ -32,9 +31,8 @@ mod vendor;
 
 pub use crate::vendor_calls;
 pub use backend::DriverBackend;
-pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64, IpcHandle};
+pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
 pub use codes::{Code, Codes};
-pub use exit::watch_exit;
 pub use library::{Library, OpenFailure};
 pub use platform::{Blas, Opened, Platform, Quirks, SharedBlock};
 pub use room::{Current, HandleCount, HeldStream, Room};

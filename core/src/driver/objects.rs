@@ -5,8 +5,8 @@
 //! count in the slot would be written by every call of every thread. So a call only announces, in a record of its own
 //! thread, which slots it uses (a *hazard*), then looks whether the slot still holds the id's object, and makes the vendor's
 //! call. Who destroys makes the id stale first, then looks for announcements: as long as one stands, the handle is put
-//! off and destroyed by a later call. One fence on each side orders the two: either the announcement is seen, or the
-//! stale slot is (`hazards.rs`).
+//! off and destroyed by a later call. A fence on each side orders the two: either the announcement is seen, or the stale
+//! slot is (`hazards.rs`). A removal, or a sweep of any number of handles, makes one.
 
 use std::marker::PhantomData;
 
@@ -15,7 +15,7 @@ use crate::id::{BackendTag, IdParts, ObjectId};
 use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
 use std::num::NonZeroU32;
 
-use super::hazards::Hazard;
+use super::hazards::{Fenced, Hazard};
 use super::records;
 
 /// One object: what the id of its generation stands for.
@@ -116,7 +116,6 @@ impl Held<'_> {
         self.slot.flags.load(Ordering::Relaxed)
     }
 
-    /// Sets or clears a flag; whether it was set before. Of two threads that clear it, one is told so.
     /// A number beside the flags, of 56 bits.
     pub(super) fn number(&self) -> u64 {
         self.flags() >> FLAG_BITS
@@ -127,6 +126,7 @@ impl Held<'_> {
         self.slot.flags.fetch_or(number << FLAG_BITS, Ordering::Relaxed);
     }
 
+    /// Sets or clears a flag; whether it was set before. Of two threads that clear it, one is told so.
     pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
         let before = if on {
             self.slot.flags.fetch_or(flag, Ordering::Relaxed)
@@ -263,7 +263,7 @@ impl<I: ObjectId> Objects<I> {
         let parts = id.parts();
         let removed = {
             let mut book = self.book.lock();
-            let known = if parts.tag == self.tag { self.slot(parts.slot) } else { None };
+            let known = self.slot_of(&parts);
             let slot =
                 known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
             let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
@@ -273,7 +273,8 @@ impl<I: ObjectId> Objects<I> {
             Removed { slot: parts.slot, device: parts.device, raw, flags }
         };
         if removed.flags & at_once != 0 {
-            while self.is_used(&removed) {
+            // Without the fence nobody can tell who uses it: then it is put off below like any other.
+            while Fenced::now().is_some_and(|fenced| self.is_used(&removed, &fenced)) {
                 std::thread::yield_now();
             }
         }
@@ -306,8 +307,10 @@ impl<I: ObjectId> Objects<I> {
         if candidates.is_empty() {
             return;
         }
+        // One for all of them: each was made stale before it became a candidate.
+        let fenced = Fenced::now();
         for mut removed in candidates {
-            if self.is_used(&removed) {
+            if fenced.as_ref().is_none_or(|fenced| self.is_used(&removed, fenced)) {
                 self.book.lock().put_off.push(removed);
                 continue;
             }
@@ -326,9 +329,9 @@ impl<I: ObjectId> Objects<I> {
         }
     }
 
-    /// Whether a call uses what was removed.
-    fn is_used(&self, removed: &Removed) -> bool {
-        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address()))
+    /// Whether a call uses what was removed before the fence.
+    fn is_used(&self, removed: &Removed, fenced: &Fenced) -> bool {
+        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address(), fenced))
     }
 
     /// How many objects there are.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmBatchCall64, GemmCall, GemmCall64};
+use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
 use super::codes::Codes;
 use super::room::Room;
 use crate::blas::{BlasHandle, DataType, MathMode, Transpose};
@@ -89,13 +89,13 @@ pub struct Blas {
     /// What both vendors have alike.
     pub calls: BlasCalls,
     /// One product.
-    pub gemm: GemmCall,
+    pub gemm: GemmCall<i32>,
     /// A batch.
-    pub gemm_batch: GemmBatchCall,
+    pub gemm_batch: GemmBatchCall<i32>,
     /// One product of sizes that 32 bits do not hold, where the vendor has it.
-    pub gemm_64: Option<GemmCall64>,
+    pub gemm_64: Option<GemmCall<i64>>,
     /// A batch of such.
-    pub gemm_batch_64: Option<GemmBatchCall64>,
+    pub gemm_batch_64: Option<GemmBatchCall<i64>>,
     /// What its codes mean.
     pub codes: &'static Codes,
 }

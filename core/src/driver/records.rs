@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use crate::primitive::prepare_fences;
 
-use super::hazards::{Asking, Hazard, Record, Registry};
+use super::hazards::{Asking, Fenced, Hazard, Record, Registry};
 
 /// The records of threads.
 fn registry() -> &'static Registry {
@@ -85,14 +85,18 @@ pub(super) fn announce(object: *mut ()) -> Hazard {
     }
 }
 
-/// Whether any thread announces `object`. The caller has made the object stale before.
-pub(super) fn is_announced(object: *mut ()) -> bool {
-    registry().is_announced(object) || common().is_announced(object)
+/// Whether any thread announces `object`, which the caller made stale before the fence.
+pub(super) fn is_announced(object: *mut (), fenced: &Fenced) -> bool {
+    registry().is_announced(object, fenced) || common().is_announced(object, fenced)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn is_announced_now(object: *mut ()) -> bool {
+        is_announced(object, &Fenced::now().unwrap())
+    }
 
     #[test]
     fn announcements_are_seen_until_they_end() {
@@ -100,9 +104,9 @@ mod tests {
         let at = |index: usize| std::ptr::from_ref(&objects[index]).cast_mut().cast::<()>();
         // More than a record holds.
         let hazards: Vec<_> = (0..6).map(|index| announce(at(index))).collect();
-        assert!((0..6).all(|index| is_announced(at(index))));
+        assert!((0..6).all(|index| is_announced_now(at(index))));
         drop(hazards);
-        assert!(!(0..6).any(|index| is_announced(at(index))));
+        assert!(!(0..6).any(|index| is_announced_now(at(index))));
     }
 
     #[test]
@@ -122,7 +126,7 @@ mod tests {
         impl Drop for Late {
             fn drop(&mut self) {
                 let hazard = announce(std::ptr::without_provenance_mut(self.0));
-                assert!(is_announced(std::ptr::without_provenance_mut(self.0)));
+                assert!(is_announced_now(std::ptr::without_provenance_mut(self.0)));
                 drop(hazard);
             }
         }
@@ -138,6 +142,6 @@ mod tests {
         })
         .join()
         .unwrap();
-        assert!(!is_announced(std::ptr::without_provenance_mut(address)));
+        assert!(!is_announced_now(std::ptr::without_provenance_mut(address)));
     }
 }

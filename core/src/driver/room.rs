@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::codes::Codes;
-use super::exit;
 use super::hazards::Asking;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
@@ -132,7 +131,6 @@ impl HeldStream<'_> {
         self.held.is_none()
     }
 
-    /// Sets or clears a flag; whether it was set before. A default stream has none.
     /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
     pub(super) fn set_captor(&self, thread: u64) {
         if let Some(held) = &self.held {
@@ -146,6 +144,7 @@ impl HeldStream<'_> {
         held.flags() & CAPTURES == 0 || held.number() == 0 || held.number() == this_thread()
     }
 
+    /// Sets or clears a flag; whether it was set before. A default stream has none.
     pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
         self.held.as_ref().is_some_and(|held| held.set_flag(flag, on))
     }
@@ -253,7 +252,11 @@ impl<P: Platform> Room<P> {
     /// `Forked` and `ShuttingDown`.
     #[inline(always)]
     pub fn enter(&self, operation: &'static str) -> Result<()> {
-        if self.generation.is_current() && !exit::has_begun() { Ok(()) } else { Err(self.out_of_service(operation)) }
+        if self.generation.is_current() && !crate::exit::has_begun() {
+            Ok(())
+        } else {
+            Err(self.out_of_service(operation))
+        }
     }
 
     #[cold]
@@ -273,7 +276,7 @@ impl<P: Platform> Room<P> {
     /// Whether the vendor may still be called: in this process, before its exit.
     #[must_use]
     pub fn is_in_service(&self) -> bool {
-        self.generation.is_current() && !exit::has_begun()
+        self.generation.is_current() && !crate::exit::has_begun()
     }
 
     /// The object that a call gave. A vendor that answers with success and gives none would hand out what its other calls
@@ -331,6 +334,27 @@ impl<P: Platform> Room<P> {
     #[inline(always)]
     pub fn capabilities(&self, operation: &'static str, device: u32) -> Result<&Capabilities> {
         Ok(&self.device(operation, device)?.capabilities)
+    }
+
+    /// `Unsupported` where the device lacks an ability, which has this name.
+    pub(super) fn require(
+        &self,
+        operation: &'static str,
+        device: u32,
+        has: fn(&Capabilities) -> bool,
+        name: &str,
+    ) -> Result<()> {
+        if has(self.capabilities(operation, device)?) { Ok(()) } else { Err(Error::lacks(operation, name)) }
+    }
+
+    /// The vendor's handle of a stream that a BLAS handle of `device` is to be bound to.
+    ///
+    /// # Errors
+    /// As [`Room::stream`]; `WrongDevice` for a stream of another device.
+    #[inline]
+    pub fn stream_for_handle(&self, operation: &'static str, id: StreamId, device: u32) -> Result<HeldStream<'_>> {
+        let held = self.stream(operation, id)?;
+        if id.device() == device { Ok(held) } else { Err(wrong_device(operation, id, "the handle", device)) }
     }
 
     /// Makes `device` current until the answer is dropped.
@@ -600,6 +624,12 @@ impl<P: Platform> Room<P> {
         self.graphs.sweep(|graph| self.destroy_raw_graph(operation, graph));
         self.graph_execs.sweep(|graph| self.destroy_raw_graph_exec(operation, graph));
     }
+}
+
+#[cold]
+pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
+    let message = format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device());
+    Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
 }
 
 #[cold]

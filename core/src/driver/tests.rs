@@ -4,7 +4,7 @@ use super::room::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
 use crate::backend::{Backend, CaptureMode, Completion, EventOptions, StreamOptions};
 use crate::blas::DataType;
-use crate::blas::{BlasKind, BlasOptions, Gemm, GemmShape, Workspace};
+use crate::blas::{BlasKind, BlasOptions, Gemm, GemmShape, StridedBatch, Workspace};
 use crate::error::ErrorKind;
 use crate::host::HostOptions;
 use crate::id::StreamId;
@@ -406,6 +406,39 @@ fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_use
     assert_eq!(handle.set_stream(other).unwrap_err().kind(), ErrorKind::InvalidHandle);
     backend.destroy_stream(other).unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn a_product_goes_to_the_call_that_can_count_it() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let mut handle = fake.backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    handle.set_stream(id).unwrap();
+    let ptr = DevicePtr::new(0x1000);
+    let large = i32::MAX as usize + 1;
+    let shape = GemmShape::new(DataType::F32, 2, 2, 2);
+    let batch = |count| Some(StridedBatch { count, stride_a: 4, stride_b: 4, stride_c: 4 });
+    let mut wide = shape;
+    wide.lda = large;
+    let cases = [
+        (shape, "gemm"),
+        (GemmShape { batch: batch(3), ..shape }, "gemm_batch"),
+        (wide, "gemm_64"),
+        (GemmShape { batch: batch(large), ..shape }, "gemm_batch_64"),
+    ];
+    for (shape, name) in cases {
+        // SAFETY: nobody follows the addresses.
+        unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
+        assert_eq!(fake.calls(name).len(), 1, "{name}");
+    }
+    let names = ["gemm", "gemm_batch", "gemm_64", "gemm_batch_64"];
+    assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
+    // What not even those count.
+    let endless = GemmShape { ldb: usize::MAX, ..shape };
+    // SAFETY: as above.
+    let error = unsafe { handle.gemm(&Gemm::new(endless, ptr, ptr, ptr)) }.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
 }
 
 #[test]

@@ -58,6 +58,7 @@ use crate::runtime::RuntimeInner;
 use exporter::{Exporter, Grant};
 use importer::{Importer, Mapper};
 use service::Service;
+pub(crate) use system::random;
 use system::{Bell, os_error};
 
 /// Connections that may wait to be let in.
@@ -146,7 +147,7 @@ impl Sharing {
     pub(crate) fn new(generation: Generation) -> Result<Self> {
         Ok(Self {
             generation,
-            incarnation: system::random()?,
+            incarnation: random("share")?,
             boot: system::boot_id(),
             exporter: Exporter::default(),
             importer: Importer::default(),

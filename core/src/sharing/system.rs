@@ -45,7 +45,7 @@ pub(crate) fn boot_id() -> [u8; 16] {
 }
 
 /// Fills `bytes` from the system's random numbers.
-pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+pub(crate) fn random<const N: usize>(operation: &'static str) -> Result<[u8; N]> {
     let mut bytes = [0_u8; N];
     let mut filled = 0;
     while filled < N {
@@ -55,7 +55,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
         match usize::try_from(got) {
             Ok(got) => filled += got,
             Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => return Err(os_error("share", "random numbers", last_errno())),
+            Err(_) => return Err(os_error(operation, "random numbers", last_errno())),
         }
     }
     Ok(bytes)
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn random_numbers_differ_and_the_boot_stays() {
-        assert_ne!(random::<16>().unwrap(), random::<16>().unwrap());
+        assert_ne!(random::<16>("test").unwrap(), random::<16>("test").unwrap());
         assert_eq!(boot_id(), boot_id());
     }
 
