@@ -125,6 +125,20 @@ impl Driver {
         }
     }
 
+    /// Makes a context current that is not, where asking for the one that is has given `code`; the answer is what was pushed.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn enter(&self, code: i32, context: u64) -> Result<Option<u64>, i32> {
+        if code != 0 {
+            return Err(code);
+        }
+        // SAFETY: the context is the device's primary one, retained for good.
+        match unsafe { (self.own.context_push)(context) } {
+            0 => Ok(Some(context)),
+            code => Err(code),
+        }
+    }
+
     #[cold]
     fn retain(&self, device: &Device) -> Result<u64, i32> {
         // Two threads may both retain it; one count too many does no harm, as none is given back.

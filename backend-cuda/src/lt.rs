@@ -1,6 +1,5 @@
 //! cuBLASLt: plans, which are products whose kernel was chosen once, with what follows them.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -165,6 +164,47 @@ struct Plan {
     bias: Option<DevicePtr>,
 }
 
+impl Plan {
+    /// Whether an operand is not aligned as the plan was made for.
+    #[inline]
+    fn misplaces(&self, arguments: &PlanArguments) -> bool {
+        let bias = if self.has_bias { arguments.bias.map_or(0, DevicePtr::get) } else { 0 };
+        let [of_factors, of_results] = self.alignments.map(|bytes| bytes as u64 - 1);
+        let factors = arguments.a.get() | arguments.b.get();
+        let results = arguments.c.get() | arguments.d.get() | bias;
+        factors & of_factors | results & of_results != 0
+    }
+
+    /// What is wrong with a run.
+    #[cold]
+    fn refusal(&self, operation: &'static str, arguments: &PlanArguments, workspace_bytes: usize) -> Error {
+        let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
+        let bias = if self.has_bias { arguments.bias } else { None };
+        if self.has_bias && bias.is_none() {
+            return invalid("the plan adds a bias, and none is given".to_owned())
+                .with_hint("pass a bias of m elements");
+        }
+        let [of_factors, of_results] = self.alignments;
+        let operands = [
+            ("A", Some(arguments.a), of_factors),
+            ("B", Some(arguments.b), of_factors),
+            ("C", Some(arguments.c), of_results),
+            ("D", Some(arguments.d), of_results),
+            ("the bias", bias, of_results),
+        ];
+        for (what, ptr, alignment) in operands {
+            if let Some(ptr) = ptr.filter(|ptr| !ptr.is_aligned_to(alignment)) {
+                return invalid(format!("{what} is at {ptr:?}, the plan was made for multiples of {alignment}"))
+                    .with_hint("align it, or make the plan with a smaller `alignment`");
+            }
+        }
+        let message =
+            format!("the plan needs {} bytes of workspace, {workspace_bytes} are bound", self.workspace_bytes);
+        Error::new(ErrorKind::InvalidState, operation, message)
+            .with_hint("call `set_workspace` with as much as the plan was made for")
+    }
+}
+
 /// A handle of cuBLASLt.
 pub(crate) struct LtBlas {
     room: Arc<Room<Cuda>>,
@@ -173,8 +213,8 @@ pub(crate) struct LtBlas {
     raw: u64,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
-    /// `None` for products without an element, which cuBLASLt does not describe.
-    plans: HashMap<u64, Option<Plan>>,
+    /// By their numbers, which ascend. `None` for products without an element, which cuBLASLt does not describe.
+    plans: Vec<(u64, Option<Box<Plan>>)>,
     next_plan: u64,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<Cuda>>,
@@ -198,7 +238,7 @@ impl LtBlas {
             raw,
             stream: None,
             workspace: None,
-            plans: HashMap::new(),
+            plans: Vec::new(),
             next_plan: 1,
             count: Some(room.count_handle()),
         })
@@ -212,6 +252,12 @@ impl LtBlas {
             );
         }
         Ok(())
+    }
+
+    /// Where a plan stands in `plans`.
+    #[inline]
+    fn place_of(&self, plan: PlanId) -> Option<usize> {
+        self.plans.binary_search_by_key(&plan.get(), |(id, _)| *id).ok()
     }
 
     fn close(&mut self) -> Result<()> {
@@ -500,62 +546,25 @@ impl BlasHandle for LtBlas {
             None
         } else {
             let _current = self.room.make_current(OPERATION, self.device)?;
-            Some(self.plan(OPERATION, options)?)
+            Some(Box::new(self.plan(OPERATION, options)?))
         };
         let id = self.next_plan;
         self.next_plan += 1;
-        self.plans.insert(id, plan);
+        self.plans.push((id, plan));
         Ok(PlanId::new(id))
     }
 
     unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
         const OPERATION: &str = "run_plan";
         self.enter(OPERATION)?;
-        let Some(plan) = self.plans.get_mut(&plan.get()) else { return Err(no_plan(OPERATION, plan)) };
-        let Some(plan) = plan else { return Ok(()) };
-        let Some(stream) = self.stream else {
-            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "the handle is bound to no stream")
-                .with_hint("call `set_stream` first"));
-        };
-        let bias = match (plan.has_bias, arguments.bias) {
-            (true, None) => {
-                return Err(Error::new(
-                    ErrorKind::InvalidArgument,
-                    OPERATION,
-                    "the plan adds a bias, and none is given",
-                )
-                .with_hint("pass a bias of m elements"));
-            }
-            (true, bias) => bias,
-            (false, _) => None,
-        };
-        let [factors, results] = plan.alignments;
-        let operands = [
-            ("A", arguments.a, factors),
-            ("B", arguments.b, factors),
-            ("C", arguments.c, results),
-            ("D", arguments.d, results),
-        ];
-        for (what, ptr, alignment) in operands.into_iter().chain(bias.map(|bias| ("the bias", bias, results))) {
-            if !ptr.is_aligned_to(alignment) {
-                let message = format!("{what} is at {ptr:?}, the plan was made for multiples of {alignment}");
-                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                    .with_hint("align it, or make the plan with a smaller `alignment`"));
-            }
+        let Some(index) = self.place_of(plan) else { return Err(no_plan(OPERATION, plan)) };
+        let Some(plan) = &mut self.plans[index].1 else { return Ok(()) };
+        let Some(stream) = self.stream else { return Err(no_stream(OPERATION)) };
+        let bias = if plan.has_bias { arguments.bias } else { None };
+        let (bound, bytes) = self.workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
+        if plan.has_bias && bias.is_none() || plan.misplaces(arguments) || bytes < plan.workspace_bytes {
+            return Err(plan.refusal(OPERATION, arguments, bytes));
         }
-        let (workspace, bytes) = match self.workspace {
-            Some(workspace) if workspace.bytes >= plan.workspace_bytes => (workspace.ptr.get(), workspace.bytes),
-            None if plan.workspace_bytes == 0 => (0, 0),
-            other => {
-                let message = format!(
-                    "the plan needs {} bytes of workspace, {} are bound",
-                    plan.workspace_bytes,
-                    other.map_or(0, |workspace| workspace.bytes)
-                );
-                return Err(Error::new(ErrorKind::InvalidState, OPERATION, message)
-                    .with_hint("call `set_workspace` with as much as the plan was made for"));
-            }
-        };
         let lt = &self.room.platform().lt;
         let held = self.room.stream(OPERATION, stream)?;
         let _current = self.room.make_current(OPERATION, self.device)?;
@@ -587,7 +596,7 @@ impl BlasHandle for LtBlas {
                 arguments.d.get(),
                 plan.c.raw,
                 &plan.algorithm,
-                workspace,
+                bound,
                 bytes,
                 held.raw(),
             )
@@ -598,7 +607,9 @@ impl BlasHandle for LtBlas {
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
         const OPERATION: &str = "destroy_plan";
         self.enter(OPERATION)?;
-        self.plans.remove(&plan.get()).map(drop).ok_or_else(|| no_plan(OPERATION, plan))
+        let index = self.place_of(plan).ok_or_else(|| no_plan(OPERATION, plan))?;
+        self.plans.remove(index);
+        Ok(())
     }
 
     fn raw(&self) -> u64 {
@@ -608,6 +619,12 @@ impl BlasHandle for LtBlas {
     fn destroy(&mut self) -> Result<()> {
         self.close()
     }
+}
+
+#[cold]
+fn no_stream(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
+        .with_hint("call `set_stream` first")
 }
 
 #[cold]

@@ -55,24 +55,17 @@ unsafe impl Platform for Cuda {
         self.driver.first_with_context()
     }
 
-    #[inline]
+    #[inline(always)]
     fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
         let context = self.driver.context(device)?;
         let mut current = 0;
         // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
         // code of the thread may change it.
-        match unsafe { (self.driver.own.context_current)(&mut current) } {
-            0 if current == context => Ok(None),
-            // SAFETY: the context is the device's primary one, retained for good.
-            0 => match unsafe { (self.driver.own.context_push)(context) } {
-                0 => Ok(Some(context)),
-                code => Err(code),
-            },
-            code => Err(code),
-        }
+        let code = unsafe { (self.driver.own.context_current)(&mut current) };
+        if code == 0 && current == context { Ok(None) } else { self.driver.enter(code, context) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn restore(&self, _previous: u64) {
         let mut popped = 0;
         // SAFETY: the call writes one number that lives until it returns. It pops what `make_current` pushed.

@@ -281,6 +281,9 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     ///
     /// The flag is set by a handler that was registered right after the vendor's initialisation, so that it runs before
     /// the vendor's own.
+    ///
+    /// Core asks before its calls, but not before each product: that may come a moment too late anyway, so every call of the
+    /// backend looks itself and answers `ShuttingDown`.
     fn is_exiting(&self) -> bool;
 
     // ------------------------------------------------------------------ streams

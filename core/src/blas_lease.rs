@@ -7,10 +7,11 @@ use crate::blas::{
     AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
     Workspace,
 };
-use crate::buffer::DeviceSlice;
-use crate::error::{Error, ErrorKind, Result};
+use crate::buffer::{DeviceSlice, Untyped};
+use crate::error::Result;
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
+use crate::product::{self, Product};
 use crate::scalar::Scalar;
 use crate::stream::{Stream, Turn};
 
@@ -28,11 +29,13 @@ pub(crate) struct PooledHandle {
     modes: Modes,
     /// Plans belong to the handle that made them, so every handle has its own.
     plans: HashMap<PlanOptions, PlanId>,
+    /// The plan that was run last.
+    last_plan: Option<(PlanOptions, PlanId)>,
 }
 
 impl PooledHandle {
     pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
-        Self { handle, kind, bound: 0, modes: Modes::default(), plans: HashMap::new() }
+        Self { handle, kind, bound: 0, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
     }
 
     /// The handle of a stream that has ended, for any stream.
@@ -65,13 +68,44 @@ impl PooledHandle {
         Ok(())
     }
 
+    /// Sets what the policy says for products of this type and is not set yet.
+    #[inline(never)]
+    fn apply_numerics(
+        &mut self,
+        operation: &'static str,
+        stream: &Stream,
+        policy: Numerics,
+        data_type: DataType,
+    ) -> Result<()> {
+        let capabilities = &stream.runtime().inner.device(stream.device()).capabilities;
+        self.modes.apply(&mut *self.handle, operation, policy, capabilities, data_type)
+    }
+
     /// The stream's turn, with the handle bound to what the stream has at that moment.
-    #[inline]
+    #[inline(always)]
     fn bound_turn<'s>(&mut self, operation: &'static str, stream: &'s Stream) -> Result<Turn<'s>> {
+        let core = stream.core();
+        match core.free_turn() {
+            Some(turn) if self.bound == core.bound_as() => Ok(turn),
+            turn => self.next_bound_turn(turn, operation, stream),
+        }
+    }
+
+    /// The same where the turn is not free, or the handle is bound to something else.
+    #[cold]
+    #[inline(never)]
+    fn next_bound_turn<'s>(
+        &mut self,
+        turn: Option<Turn<'s>>,
+        operation: &'static str,
+        stream: &'s Stream,
+    ) -> Result<Turn<'s>> {
+        drop(turn);
         loop {
+            // Without the turn. A binding that failed before is made up for here.
             self.bind(stream)?;
             let turn = stream.core().enter(operation)?;
-            // A capture began or ended in between: bound anew, without the turn.
+            // Else a capture began or ended in between.
             if self.bound == stream.core().bound_as() {
                 return Ok(turn);
             }
@@ -133,14 +167,6 @@ impl<'s> BlasLease<'s> {
         self
     }
 
-    #[inline]
-    fn apply_numerics(&mut self, operation: &'static str, data_type: DataType) -> Result<()> {
-        let policy = policy(self.numerics, self.stream);
-        let capabilities = &self.stream.runtime().inner.device(self.stream.device()).capabilities;
-        let PooledHandle { handle, modes, .. } = &mut *self.pooled;
-        modes.apply(&mut **handle, operation, policy, capabilities, data_type)
-    }
-
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C`. Returns without waiting for the product.
     ///
     /// # Errors
@@ -158,7 +184,7 @@ impl<'s> BlasLease<'s> {
         beta: T,
         c: impl Into<DeviceSlice<'b, T>>,
     ) -> Result<()> {
-        self.enqueue("gemm", shape, (alpha, beta), a.into(), b.into(), c.into())
+        self.enqueue(&Product::new::<T, T>("gemm", shape, (alpha, beta), a.into(), b.into(), c.into()))
     }
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`, which is `f32` where `T` is
@@ -191,30 +217,24 @@ impl<'s> BlasLease<'s> {
         beta: R,
         c: impl Into<DeviceSlice<'b, R>>,
     ) -> Result<()> {
-        self.enqueue("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into())
+        self.enqueue(&Product::new::<T, R>("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into()))
     }
 
-    fn enqueue<T: Scalar, R: Scalar>(
-        &mut self,
-        operation: &'static str,
-        shape: &GemmShape,
-        (alpha, beta): (R, R),
-        a: DeviceSlice<'_, T>,
-        b: DeviceSlice<'_, T>,
-        c: DeviceSlice<'_, R>,
-    ) -> Result<()> {
-        check_product(operation, self.stream, shape, a, b, c)?;
-        let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr()).with_scale(alpha.to_f64(), beta.to_f64());
-        let blocks = [a.block, b.block, c.block];
-        blocks.iter().for_each(|block| block.note_use(self.stream.core()));
-        // A binding that failed before is made up for here.
-        let mut turn = self.pooled.bound_turn(operation, self.stream)?;
-        self.apply_numerics(operation, shape.data_type)?;
-        blocks.iter().for_each(|block| turn.keep_device(block));
+    fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
+        product.check(self.stream)?;
+        let Product { operation, gemm, blocks, .. } = product;
+        product::note_uses(self.stream.core(), blocks);
+        let pooled = &mut *self.pooled;
+        let mut turn = pooled.bound_turn(operation, self.stream)?;
+        let (policy, data_type) = (policy(self.numerics, self.stream), gemm.shape.data_type);
+        if !pooled.modes.suit(policy, data_type) {
+            pooled.apply_numerics(operation, self.stream, policy, data_type)?;
+        }
+        product::keep(&mut turn, blocks);
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
-        // They are freed only after this stream has passed the product (`note_use`), or after the graph that keeps them.
+        // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
         // The turn is held.
-        unsafe { self.pooled.handle.gemm(&gemm) }
+        unsafe { pooled.handle.gemm(gemm) }
     }
 
     /// Lends the vendor's handle to code that calls the vendor itself.
@@ -231,7 +251,7 @@ impl<'s> BlasLease<'s> {
         let inner = &self.stream.runtime().inner;
         inner.check("with_raw")?;
         // Foreign code may multiply any type.
-        self.apply_numerics("with_raw", DataType::F32)?;
+        self.pooled.apply_numerics("with_raw", self.stream, policy(self.numerics, self.stream), DataType::F32)?;
         let lent = LentWorkspace::take(self.stream)?;
         let pooled = &mut *self.pooled;
         // What foreign code changes is not known, so all of it is set again by the next binding. The workspace goes back
@@ -395,7 +415,8 @@ impl<'s> LtLease<'s> {
         d: impl Into<DeviceSlice<'b, T>>,
         bias: Option<DeviceSlice<'b, T>>,
     ) -> Result<()> {
-        self.enqueue("matmul", shape, epilogue, (alpha, beta), [a.into(), b.into()], d.into(), bias)
+        let product = Product::new::<T, T>("matmul", shape, (alpha, beta), a.into(), b.into(), d.into());
+        self.enqueue(&product, epilogue, bias.map(|bias| bias.untyped()))
     }
 
     /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and a D and a bias of `R`: what
@@ -434,61 +455,66 @@ impl<'s> LtLease<'s> {
         d: impl Into<DeviceSlice<'b, R>>,
         bias: Option<DeviceSlice<'b, R>>,
     ) -> Result<()> {
-        self.enqueue("matmul_mixed", shape, epilogue, (alpha, beta), [a.into(), b.into()], d.into(), bias)
+        let product = Product::new::<T, R>("matmul_mixed", shape, (alpha, beta), a.into(), b.into(), d.into());
+        self.enqueue(&product, epilogue, bias.map(|bias| bias.untyped()))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
-    fn enqueue<T: Scalar, R: Scalar>(
-        &mut self,
-        operation: &'static str,
-        shape: &GemmShape,
-        epilogue: Epilogue,
-        (alpha, beta): (R, R),
-        [a, b]: [DeviceSlice<'_, T>; 2],
-        d: DeviceSlice<'_, R>,
-        bias: Option<DeviceSlice<'_, R>>,
-    ) -> Result<()> {
-        check_product(operation, self.stream, shape, a, b, d)?;
-        check_bias(operation, self.stream, shape, epilogue, d, bias)?;
-        let inner = &self.stream.runtime().inner;
-        let device = inner.device(self.stream.device());
+    fn enqueue(&mut self, product: &Product<'_>, epilogue: Epilogue, bias: Option<Untyped<'_>>) -> Result<()> {
+        product.check(self.stream)?;
+        product.check_bias(self.stream, epilogue, bias)?;
+        let Product { operation, gemm: Gemm { shape, alpha, beta, a, b, c: d, .. }, blocks, .. } = product;
+        let device = self.stream.runtime().inner.device(self.stream.device());
         let workspace_bytes = device.workspace_bytes(BlasKind::Lt);
         let policy = policy(self.numerics, self.stream);
         let math_mode = policy.math_mode(operation, &device.capabilities, shape.data_type)?;
         let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
         // The vendors' heuristics tell alignments up to 256 bytes apart.
-        let addresses = [a.ptr(), b.ptr(), d.ptr()].into_iter().chain(bias.map(|bias| bias.ptr()));
-        let operands = addresses.fold(256, |bits, ptr| bits | ptr.get());
+        let operands = 256 | a.get() | b.get() | d.get() | bias.map_or(0, |bias| bias.ptr.get());
         let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
             .with_alignment(1 << operands.trailing_zeros())
             .with_math_mode(math_mode)
             .with_atomics_mode(atomics_mode);
-        let plan = self.plan(options)?;
-        let mut arguments = PlanArguments::new(a.ptr(), b.ptr(), d.ptr(), bias.map(|bias| bias.ptr()));
-        arguments.alpha = alpha.to_f64();
-        arguments.beta = beta.to_f64();
-        let blocks = || [a.block, b.block, d.block].into_iter().chain(bias.map(|bias| bias.block));
-        blocks().for_each(|block| block.note_use(self.stream.core()));
+        let plan = self.plan(&options)?;
+        let mut arguments = PlanArguments::new(*a, *b, *d, bias.map(|bias| bias.ptr));
+        arguments.alpha = *alpha;
+        arguments.beta = *beta;
+        // Without a bias, D stands twice.
+        let [block_a, block_b, block_d] = *blocks;
+        let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
+        product::note_uses(self.stream.core(), blocks);
         let mut turn = self.pooled.bound_turn(operation, self.stream)?;
-        blocks().for_each(|block| turn.keep_device(block));
+        product::keep(&mut turn, blocks);
         // SAFETY: as in `BlasLease::enqueue`; D is C, and the bias is live, long enough and apart from D.
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }
     }
 
-    fn plan(&mut self, options: PlanOptions) -> Result<PlanId> {
+    /// The plan for these options. That of the product before is at hand.
+    #[inline]
+    fn plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
+        match &self.pooled.last_plan {
+            Some((last, plan)) if last == options => Ok(*plan),
+            _ => self.other_plan(options),
+        }
+    }
+
+    #[inline(never)]
+    fn other_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
         let pooled = &mut *self.pooled;
-        if let Some(&plan) = pooled.plans.get(&options) {
+        if let Some(&plan) = pooled.plans.get(options) {
+            pooled.last_plan = Some((*options, plan));
             return Ok(plan);
         }
         if pooled.plans.len() >= MOST_PLANS {
+            pooled.last_plan = None;
             for (_, plan) in pooled.plans.drain() {
                 if let Err(error) = pooled.handle.destroy_plan(plan) {
                     self.stream.runtime().inner.count_failed_release(&error);
                 }
             }
         }
-        let plan = pooled.handle.create_plan(&options)?;
-        pooled.plans.insert(options, plan);
+        let plan = pooled.handle.create_plan(options)?;
+        pooled.plans.insert(*options, plan);
+        pooled.last_plan = Some((*options, plan));
         Ok(plan)
     }
 }
@@ -497,105 +523,4 @@ impl<'s> LtLease<'s> {
 #[inline]
 fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
     of_lease.or_else(numerics::of_thread).unwrap_or(stream.runtime().inner.numerics)
-}
-
-/// Everything that can be wrong with a product, before the vendor is called. Products pass here one after the other, so what is
-/// wrong is found out and said elsewhere: code that does not run is code that need not be fetched.
-#[inline]
-fn check_product<T: Scalar, R: Scalar>(
-    operation: &'static str,
-    stream: &Stream,
-    shape: &GemmShape,
-    a: DeviceSlice<'_, T>,
-    b: DeviceSlice<'_, T>,
-    c: DeviceSlice<'_, R>,
-) -> Result<()> {
-    let inner = &stream.runtime().inner;
-    let is_fine = inner.is_in_service()
-        && shape.data_type == T::DATA_TYPE
-        && shape.output == R::DATA_TYPE
-        && inner.device(stream.device()).capabilities.can_multiply(shape)
-        && stream.has_here(&a)
-        && stream.has_here(&b)
-        && stream.has_here(&c)
-        && shape.reach().is_some_and(|reach| {
-            a.len() >= reach.a
-                && b.len() >= reach.b
-                && c.len() >= reach.c
-                && !c.overlaps(reach.c, &a, reach.a)
-                && !c.overlaps(reach.c, &b, reach.b)
-        });
-    if is_fine { Ok(()) } else { explain_product(operation, stream, shape, a, b, c) }
-}
-
-/// What is wrong with a product.
-#[cold]
-#[inline(never)]
-fn explain_product<T: Scalar, R: Scalar>(
-    operation: &'static str,
-    stream: &Stream,
-    shape: &GemmShape,
-    a: DeviceSlice<'_, T>,
-    b: DeviceSlice<'_, T>,
-    c: DeviceSlice<'_, R>,
-) -> Result<()> {
-    stream.runtime().inner.check(operation)?;
-    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
-    for (what, of_shape, of_buffers) in
-        [("factors", shape.data_type, T::DATA_TYPE), ("a result", shape.output, R::DATA_TYPE)]
-    {
-        if of_shape != of_buffers {
-            let message = format!("the shape has {what} of {of_shape:?}, the buffers are of {of_buffers:?}");
-            return Err(invalid(message).with_hint(
-                "make the shape with `GemmShape::of::<T>`, or with `GemmShape::mixed::<T, R>` for `gemm_mixed` and \
-                 `matmul_mixed`",
-            ));
-        }
-    }
-    stream.runtime().inner.device(stream.device()).capabilities.check_product(operation, shape)?;
-    let extents = shape.extents(operation)?;
-    let lengths = [("A", a.len(), extents.a), ("B", b.len(), extents.b), ("C", c.len(), extents.c)];
-    stream.check_here(operation, &a)?;
-    stream.check_here(operation, &b)?;
-    stream.check_here(operation, &c)?;
-    if let Some((name, len, needed)) = lengths.into_iter().find(|(_, len, needed)| len < needed) {
-        return Err(invalid(format!("{name} has {len} values, the product reaches {needed}"))
-            .with_hint("pass a larger buffer, or check m, n, k, the leading dimensions and the batch"));
-    }
-    for (name, factor, len) in [("A", &a, extents.a), ("B", &b, extents.b)] {
-        if c.overlaps(extents.c, factor, len) {
-            return Err(invalid(format!("C overlaps {name}")).with_hint("write to a buffer of its own"));
-        }
-    }
-    Ok(())
-}
-
-fn check_bias<T: Scalar>(
-    operation: &'static str,
-    stream: &Stream,
-    shape: &GemmShape,
-    epilogue: Epilogue,
-    d: DeviceSlice<'_, T>,
-    bias: Option<DeviceSlice<'_, T>>,
-) -> Result<()> {
-    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
-    match bias {
-        Some(bias) if epilogue.has_bias() => {
-            stream.check_here(operation, &bias)?;
-            if bias.len() < shape.m {
-                return Err(invalid(format!("the bias has {} values, D has {} rows", bias.len(), shape.m))
-                    .with_hint("a bias has one value for each row of D"));
-            }
-            if d.overlaps(shape.extents(operation)?.c, &bias, shape.m) {
-                return Err(invalid("D overlaps the bias".to_owned()).with_hint("write to a buffer of its own"));
-            }
-            Ok(())
-        }
-        None if epilogue.has_bias() => {
-            Err(invalid(format!("the epilogue {epilogue:?} needs a bias"))
-                .with_hint("pass one value for each row of D"))
-        }
-        Some(_) => Err(invalid(format!("the epilogue {epilogue:?} takes no bias")).with_hint("pass `None`")),
-        None => Ok(()),
-    }
 }

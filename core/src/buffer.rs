@@ -17,7 +17,7 @@ use crate::pool::events::Mark;
 use crate::runtime::Runtime;
 use crate::scalar::Element;
 use crate::sharing::{ExportKey, Import, Ticket};
-use crate::stream::{StreamCore, StreamUse};
+use crate::stream::{Stream, StreamCore, StreamUse};
 
 /// `len` values of `T` in the memory of one device.
 ///
@@ -242,6 +242,38 @@ pub struct DeviceSlice<'b, T: Element> {
     elements: PhantomData<T>,
 }
 
+/// A [`DeviceSlice`] without the type of its values.
+#[derive(Clone, Copy)]
+pub(crate) struct Untyped<'b> {
+    pub(crate) block: &'b Arc<DeviceBlock>,
+    /// Address of the first value.
+    pub(crate) ptr: DevicePtr,
+    /// Values, not bytes.
+    pub(crate) len: usize,
+}
+
+impl fmt::Debug for Untyped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceSlice")
+            .field("device", &self.block.device)
+            .field("ptr", &self.ptr)
+            .field("len", &self.len)
+            .finish()
+    }
+}
+
+impl Untyped<'_> {
+    /// Whether the first `bytes` of this and the first `other_bytes` of the other share one. By address: memory of another
+    /// process that was opened twice is two blocks.
+    pub(crate) fn overlaps(&self, bytes: usize, other: &Self, other_bytes: usize) -> bool {
+        self.block.device == other.block.device
+            && bytes > 0
+            && other_bytes > 0
+            && self.ptr < other.ptr.offset(other_bytes)
+            && other.ptr < self.ptr.offset(bytes)
+    }
+}
+
 impl<T: Element> Clone for DeviceSlice<'_, T> {
     fn clone(&self) -> Self {
         *self
@@ -266,7 +298,7 @@ impl<'b, T: Element> From<&'b DeviceBuffer<T>> for DeviceSlice<'b, T> {
     }
 }
 
-impl<T: Element> DeviceSlice<'_, T> {
+impl<'b, T: Element> DeviceSlice<'b, T> {
     /// Number of values.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -295,14 +327,10 @@ impl<T: Element> DeviceSlice<'_, T> {
         self.len * size_of::<T>()
     }
 
-    /// Whether the first `len` values of this view and the first `other_len` of the other share a byte. By address: memory
-    /// of another process that was opened twice is two blocks.
-    pub(crate) fn overlaps<U: Element>(&self, len: usize, other: &DeviceSlice<'_, U>, other_len: usize) -> bool {
-        self.device() == other.device()
-            && len > 0
-            && other_len > 0
-            && self.ptr() < other.ptr().offset(other_len * size_of::<U>())
-            && other.ptr() < self.ptr().offset(len * size_of::<T>())
+    /// The same without its type.
+    #[inline]
+    pub(crate) fn untyped(&self) -> Untyped<'b> {
+        Untyped { block: self.block, ptr: self.ptr(), len: self.len }
     }
 
     /// A ticket of these values, as [`DeviceBuffer::share`].
@@ -332,12 +360,24 @@ impl DeviceBlock {
         self.recording.fetch_sub(1, Ordering::Relaxed);
     }
 
+    /// Whether the block is of the stream's runtime.
+    #[inline(always)]
+    pub(crate) fn is_of(&self, stream: &Stream) -> bool {
+        Arc::ptr_eq(&self.runtime.inner, &stream.runtime().inner)
+    }
+
+    /// Whether the stream was noted last.
+    #[inline(always)]
+    pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {
+        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
+        // stream that is in use does not leave the list.
+        self.last_use.load(Ordering::Relaxed) == stream.key
+    }
+
     /// Notes that work on `stream` uses the block.
     #[inline]
     pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) {
-        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
-        // stream that is in use does not leave the list.
-        if self.last_use.load(Ordering::Relaxed) == stream.key {
+        if self.is_noted(stream) {
             return;
         }
         let count = {

@@ -137,19 +137,18 @@ impl Capabilities {
     /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
     #[inline]
     pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
-        if self.can_multiply(shape) { Ok(()) } else { self.explain_product(operation, shape) }
+        if Products::of(self).include(shape) { Ok(()) } else { self.explain_product(operation, shape) }
     }
 
     /// Whether the device multiplies such matrices.
-    #[inline]
-    pub(crate) const fn can_multiply(&self, shape: &GemmShape) -> bool {
-        let factors = match shape.data_type {
+    const fn can_multiply(&self, factors: DataType, result: DataType, batched: bool) -> bool {
+        let known = match factors {
             DataType::F32 => self.gemm_f32,
             DataType::F64 => self.gemm_f64,
             DataType::F16 => self.gemm_f16,
             DataType::Bf16 => self.gemm_bf16,
         };
-        let pair = match (shape.data_type, shape.output) {
+        let pair = match (factors, result) {
             (DataType::F16, DataType::F16)
             | (DataType::Bf16, DataType::Bf16)
             | (DataType::F32, DataType::F32)
@@ -157,7 +156,7 @@ impl Capabilities {
             (DataType::F16 | DataType::Bf16, DataType::F32) => self.gemm_mixed,
             _ => false,
         };
-        factors && pair && (shape.batch.is_none() || self.strided_batch)
+        known && pair && (!batched || self.strided_batch)
     }
 
     #[cold]
@@ -183,6 +182,35 @@ impl Capabilities {
             return Err(Error::lacks(operation, "strided_batch"));
         }
         Ok(())
+    }
+}
+
+/// The products that a device computes, in a word: every product is held against it, on the way to a vendor's call that leaves
+/// neither code nor branches in the processor's caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Products(u32);
+
+impl Products {
+    pub(crate) const fn of(capabilities: &Capabilities) -> Self {
+        const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+        let (mut bits, mut pair) = (0, 0);
+        while pair < 16 {
+            let (factors, result) = (TYPES[pair / 4], TYPES[pair % 4]);
+            bits |= (capabilities.can_multiply(factors, result, false) as u32) << Self::bit(factors, result, false);
+            bits |= (capabilities.can_multiply(factors, result, true) as u32) << Self::bit(factors, result, true);
+            pair += 1;
+        }
+        Self(bits)
+    }
+
+    const fn bit(factors: DataType, result: DataType, batched: bool) -> u32 {
+        (batched as u32) << 4 | (factors as u32) << 2 | result as u32
+    }
+
+    /// Whether such a product is among them.
+    #[inline(always)]
+    pub(crate) const fn include(self, shape: &GemmShape) -> bool {
+        self.0 >> Self::bit(shape.data_type, shape.output, shape.batch.is_some()) & 1 != 0
     }
 }
 

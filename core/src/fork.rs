@@ -51,7 +51,12 @@ pub(crate) struct Guard {
 impl Guard {
     /// That of this process.
     pub(crate) fn new() -> Self {
-        Self { page: page(), generation: Generation::current() }
+        Self::of(Generation::current())
+    }
+
+    /// That of an object.
+    pub(crate) fn of(generation: Generation) -> Self {
+        Self { page: page(), generation }
     }
 
     /// Whether this process is the one that the guard was made in.

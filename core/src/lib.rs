@@ -43,6 +43,7 @@ mod numerics_tests;
 mod pinned;
 mod pool;
 mod primitive;
+mod product;
 mod runtime;
 mod scalar;
 mod sharing;

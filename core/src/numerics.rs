@@ -117,15 +117,23 @@ pub fn of_thread() -> Option<Numerics> {
 }
 
 /// The modes that are set on a handle, as far as they are known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Modes {
     math: Option<MathMode>,
     atomics: Option<AtomicsMode>,
+    /// The policy and the products that they were found to suit last.
+    suited: Option<(Numerics, DataType)>,
 }
 
 impl Modes {
+    /// Whether they are known to be what a product of `data_type` wants.
+    #[inline(always)]
+    pub(crate) fn suit(&self, policy: Numerics, data_type: DataType) -> bool {
+        self.suited == Some((policy, data_type))
+    }
+
     /// Sets on `handle` what a product of `data_type` wants and is not set yet.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn apply(
         &mut self,
         handle: &mut dyn BlasHandle,
@@ -137,22 +145,24 @@ impl Modes {
         let math = policy.math_mode(operation, capabilities, data_type)?;
         // Only 32-bit products depend on the precision: the others take the handle as it stands.
         let math = if data_type == DataType::F32 { math } else { self.math.unwrap_or(math) };
-        let wanted = Self { math: Some(math), atomics: policy.atomics_mode(capabilities).or(self.atomics) };
-        if *self == wanted { Ok(()) } else { self.change(handle, wanted) }
+        let atomics = policy.atomics_mode(capabilities).or(self.atomics);
+        self.suited = None;
+        self.change(handle, math, atomics)?;
+        self.suited = Some((policy, data_type));
+        Ok(())
     }
 
-    #[cold]
-    fn change(&mut self, handle: &mut dyn BlasHandle, wanted: Self) -> Result<()> {
-        // What fails leaves the mode unknown.
-        if let Some(mode) = wanted.math.filter(|_| self.math != wanted.math) {
+    /// What fails leaves the mode unknown.
+    fn change(&mut self, handle: &mut dyn BlasHandle, math: MathMode, atomics: Option<AtomicsMode>) -> Result<()> {
+        if self.math != Some(math) {
             self.math = None;
-            handle.set_math_mode(mode)?;
-            self.math = wanted.math;
+            handle.set_math_mode(math)?;
+            self.math = Some(math);
         }
-        if let Some(mode) = wanted.atomics.filter(|_| self.atomics != wanted.atomics) {
+        if let Some(mode) = atomics.filter(|_| self.atomics != atomics) {
             self.atomics = None;
             handle.set_atomics_mode(mode)?;
-            self.atomics = wanted.atomics;
+            self.atomics = atomics;
         }
         Ok(())
     }

@@ -535,12 +535,6 @@ impl Runtime {
 
 impl RuntimeInner {
     /// Refuses what would touch the driver in a forked child or during the end of the process.
-    #[inline]
-    /// Whether this is the runtime's own process, which has not begun to exit.
-    pub(crate) fn is_in_service(&self) -> bool {
-        self.generation.is_current() && !self.backend.is_exiting()
-    }
-
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         if !self.generation.is_current() {
             return Err(Generation::error(operation));

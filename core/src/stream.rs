@@ -18,11 +18,12 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::backend::{Backend, Completion, EventOptions};
 use crate::blas::{BlasKind, Workspace};
 use crate::blas_lease::{BlasLease, LtLease};
-use crate::buffer::{DeviceBuffer, DeviceSlice};
+use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
+use crate::capability::Products;
 use crate::capture::{self, Dropped, Recording};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
-use crate::fork::Generation;
+use crate::fork;
 use crate::id::StreamId;
 use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
@@ -69,9 +70,11 @@ pub(crate) struct StreamCore {
     turn: Mutex<TurnState>,
     /// Whether other code may capture the stream, so that the backend has to be asked.
     ask_capture: bool,
+    /// What the device multiplies.
+    pub(crate) products: Products,
+    own_process: fork::Guard,
     backend: Arc<dyn Backend>,
     runtime: Weak<RuntimeInner>,
-    generation: Generation,
     /// Which handles can be bound to the stream.
     pool_key: PoolKey,
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
@@ -178,6 +181,18 @@ impl StreamCore {
         static KEYS: AtomicU64 = AtomicU64::new(1);
         // Relaxed: only that no two are equal matters.
         KEYS.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Whether this process is the one that made the stream.
+    #[inline(always)]
+    pub(crate) fn is_own_process(&self) -> bool {
+        self.own_process.is_current()
+    }
+
+    /// The turn, for a call that enqueues, where nobody has it and the backend need not be asked about captures.
+    #[inline(always)]
+    pub(crate) fn free_turn(&self) -> Option<Turn<'_>> {
+        if self.ask_capture { None } else { self.turn.try_lock() }
     }
 
     /// Waits for the stream's turn and holds it until the guard is dropped.
@@ -321,7 +336,7 @@ impl Drop for Made<'_> {
 
 impl Drop for StreamCore {
     fn drop(&mut self) {
-        if !self.generation.is_current() {
+        if !self.is_own_process() {
             return;
         }
         // Where the runtime is ending, no buffer is left to ask, and it frees all workspaces itself.
@@ -392,7 +407,8 @@ impl Stream {
             key,
             backend: Arc::clone(&runtime.inner.backend),
             runtime: Arc::downgrade(&runtime.inner.0),
-            generation: runtime.inner.generation,
+            products: Products::of(capabilities),
+            own_process: fork::Guard::of(runtime.inner.generation),
             pool_key: PoolKey { device, affinity: if handle_per_stream { key } else { 0 } },
             owned,
             end: Arc::default(),
@@ -554,8 +570,8 @@ impl Stream {
         DeviceBuffer::with_home(self.runtime.clone(), self.device(), len, kind, Some(Arc::clone(&self.core)))
     }
 
-    fn check_slice<T: Element>(&self, operation: &'static str, slice: &DeviceSlice<'_, T>) -> Result<()> {
-        if !Arc::ptr_eq(&slice.block.runtime.inner, &self.runtime.inner) {
+    fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
+        if !slice.block.is_of(self) {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 operation,
@@ -566,19 +582,13 @@ impl Stream {
         Ok(())
     }
 
-    /// Whether a slice is of this runtime and on this device.
-    #[inline]
-    pub(crate) fn has_here<T: Element>(&self, slice: &DeviceSlice<'_, T>) -> bool {
-        Arc::ptr_eq(&slice.block.runtime.inner, &self.runtime.inner) && slice.device() == self.device()
-    }
-
-    pub(crate) fn check_here<T: Element>(&self, operation: &'static str, slice: &DeviceSlice<'_, T>) -> Result<()> {
+    pub(crate) fn check_here(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
         self.check_slice(operation, slice)?;
-        if slice.device() != self.device() {
+        if slice.block.device != self.device() {
             return Err(Error::new(
                 ErrorKind::WrongDevice,
                 operation,
-                format!("{slice:?} is on device {}, the stream on device {}", slice.device(), self.device()),
+                format!("{slice:?} is on device {}, the stream on device {}", slice.block.device, self.device()),
             )
             .with_hint("use a stream of the buffer's device"));
         }
@@ -641,7 +651,7 @@ impl Stream {
             )
             .with_hint("allocate from the stream's own runtime"));
         }
-        self.check_here(operation, &device)?;
+        self.check_here(operation, &device.untyped())?;
         let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };
         Self::check_len(operation, src_len, dst_len)?;
         let block = host.block();
@@ -683,16 +693,16 @@ impl Stream {
         const OPERATION: &str = "copy";
         let (src, dst) = (src.into(), dst.into());
         let backend = self.backend(OPERATION)?;
-        self.check_slice(OPERATION, &src)?;
-        self.check_slice(OPERATION, &dst)?;
+        self.check_slice(OPERATION, &src.untyped())?;
+        self.check_slice(OPERATION, &dst.untyped())?;
         Self::check_len(OPERATION, src.len(), dst.len())?;
         if src.device() != dst.device() && !self.runtime.inner.device(self.device()).capabilities.peer_copy {
             return Err(Error::lacks(OPERATION, "peer_copy"));
         }
         if src.device() != self.device() {
-            self.check_here(OPERATION, &dst)?;
+            self.check_here(OPERATION, &dst.untyped())?;
         }
-        if src.overlaps(src.len(), &dst, dst.len()) {
+        if src.untyped().overlaps(src.bytes(), &dst.untyped(), dst.bytes()) {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{src:?} and {dst:?} overlap"))
                 .with_hint("copy through a third buffer"));
         }
@@ -742,7 +752,7 @@ impl Stream {
 
     fn enqueue_fill<T: Element>(&self, dst: DeviceSlice<'_, T>, pattern: FillPattern, count: usize) -> Result<()> {
         let backend = self.backend("fill")?;
-        self.check_here("fill", &dst)?;
+        self.check_here("fill", &dst.untyped())?;
         dst.block.note_use(&self.core);
         let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
         let mut turn = self.core.enter("fill")?;

@@ -3,9 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::platform::Platform;
+use super::calls::{GemmBatchCall, GemmCall};
+use super::platform::{Blas, Platform, Quirks};
 use super::room::{HandleCount, Room};
-use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, GemmShape, MathMode, Workspace};
+use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, GemmShape, MathMode, Transpose, Workspace};
+use crate::capability::Products;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 
@@ -18,7 +20,9 @@ pub(super) struct DriverBlas<P: Platform> {
     /// The stream that is bound, and its vendor handle at that time.
     stream: Option<(StreamId, u64)>,
     workspace: Option<Workspace>,
-    math_mode: MathMode,
+    numbers: Numbers,
+    /// What the device multiplies.
+    products: Products,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<P>>,
 }
@@ -39,13 +43,15 @@ impl<P: Platform> DriverBlas<P> {
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
         room.made(OPERATION, raw)?;
+        let products = Products::of(room.capabilities(OPERATION, device)?);
         let handle = Self {
             room: Arc::clone(room),
             device,
             raw,
             stream: None,
             workspace: None,
-            math_mode: MathMode::Default,
+            numbers: Numbers::new(quirks, MathMode::Default),
+            products,
             count: Some(room.count_handle()),
         };
         if quirks.atomics_allowed_at_first {
@@ -68,6 +74,19 @@ impl<P: Platform> DriverBlas<P> {
             return Ok(());
         }
         Err(self.room.blas_error(operation, self.room.platform.blas().codes, self.device, code))
+    }
+
+    #[cold]
+    fn refuse_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        self.room.capabilities(operation, self.device)?.check_product(operation, shape)
+    }
+
+    /// Binds the stream that has replaced another under its id, and is held by the caller.
+    #[cold]
+    #[inline(never)]
+    fn bind_again(&self, operation: &'static str, stream: u64) -> Result<()> {
+        // SAFETY: the handle is alive, and so is the stream.
+        self.check(operation, unsafe { (self.room.platform.blas().calls.set_stream)(self.raw, stream) })
     }
 
     fn close(&mut self) -> Result<()> {
@@ -150,29 +169,152 @@ impl<N: TryFrom<usize>> Sizes<N> {
     }
 }
 
+/// The vendor's numbers for what a product is made of, looked up by the product in place of being told apart.
+#[derive(Debug)]
+struct Numbers {
+    transposes: [i32; 2],
+    types: [i32; 4],
+    /// By the type of the factors.
+    computes: [i32; 4],
+    algorithm: i32,
+}
+
+impl Numbers {
+    fn new(quirks: &Quirks, math_mode: MathMode) -> Self {
+        let (mut types, mut computes) = ([0; 4], [0; 4]);
+        for data_type in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
+            types[data_type as usize] = quirks.type_code(data_type);
+            computes[data_type as usize] = quirks.compute_code(data_type, math_mode);
+        }
+        let mut transposes = [0; 2];
+        for transpose in [Transpose::No, Transpose::Yes] {
+            transposes[transpose as usize] = quirks.transpose_code(transpose);
+        }
+        Self { transposes, types, computes, algorithm: quirks.default_algorithm }
+    }
+}
+
+/// Alpha and beta, in the two widths that vendors read them in.
+struct Factors {
+    doubles: [f64; 2],
+    floats: [f32; 2],
+}
+
+impl Factors {
+    #[inline(always)]
+    fn of(gemm: &Gemm) -> Self {
+        Self { doubles: [gemm.alpha, gemm.beta], floats: [gemm.alpha as f32, gemm.beta as f32] }
+    }
+
+    /// Where the vendor reads them.
+    #[inline(always)]
+    fn places(&self, data_type: DataType) -> [*const u8; 2] {
+        let (doubles, floats) = (&self.doubles, &self.floats);
+        match data_type {
+            DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
+            _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
+        }
+    }
+}
+
+/// What every call for a product takes besides its sizes.
+#[derive(Clone, Copy)]
+struct Arguments {
+    handle: u64,
+    transposes: [i32; 2],
+    /// Of the factors, and of the result.
+    types: [i32; 2],
+    compute: i32,
+    algorithm: i32,
+    /// Where alpha and beta lie.
+    scale: [*const u8; 2],
+    matrices: [u64; 3],
+}
+
+impl Arguments {
+    #[inline(always)]
+    fn of(numbers: &Numbers, handle: u64, gemm: &Gemm, factors: &Factors) -> Self {
+        let shape = &gemm.shape;
+        let transposes = [shape.transpose_a, shape.transpose_b];
+        let types = [shape.data_type, shape.output];
+        Self {
+            handle,
+            transposes: transposes.map(|transpose| numbers.transposes[transpose as usize]),
+            types: types.map(|data_type| numbers.types[data_type as usize]),
+            compute: numbers.computes[shape.data_type as usize],
+            algorithm: numbers.algorithm,
+            scale: factors.places(shape.data_type),
+            matrices: [gemm.a.get(), gemm.b.get(), gemm.c.get()],
+        }
+    }
+
+    /// # Safety
+    /// As [`enqueue`]; the call is one of the vendor's for single products, and the factors are where they were.
+    #[inline(always)]
+    unsafe fn single<N>(self, call: GemmCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
+        let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
+        let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
+        // SAFETY: as the caller vouches; the factors are read during the call.
+        unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
+                algorithm,
+            )
+        }
+    }
+
+    /// # Safety
+    /// As [`enqueue`]; the call is one of the vendor's for batches, and the factors are where they were.
+    unsafe fn batch<N>(self, call: GemmBatchCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
+        let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
+        let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
+        let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
+        let [stride_a, stride_b, stride_c] = strides;
+        // SAFETY: as in `single`.
+        unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
+                result, ldc, stride_c, count, compute, algorithm,
+            )
+        }
+    }
+}
+
 /// Enqueues a product and answers with the vendor's status. Sizes of 32 bits are passed as such where they fit, since every BLAS
 /// has those calls.
 ///
 /// # Safety
 /// The handle is alive and bound to a live stream; the rest is as [`BlasHandle::gemm`] says.
-#[inline]
-unsafe fn enqueue<P: Platform>(
+#[inline(always)]
+unsafe fn enqueue(operation: &'static str, blas: &Blas, numbers: &Numbers, handle: u64, gemm: &Gemm) -> Result<i32> {
+    let GemmShape { m, n, k, lda, ldb, ldc, .. } = gemm.shape;
+    let usual = gemm.shape.batch.is_none() & (gemm.alpha != 0.0) & ((m | n | k | lda | ldb | ldc) <= i32::MAX as usize);
+    if !usual {
+        // SAFETY: passed on from the caller.
+        return unsafe { enqueue_unusual(operation, blas, numbers, handle, gemm) };
+    }
+    let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
+    let factors = Factors::of(gemm);
+    // SAFETY: passed on from the caller.
+    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm, sizes, leading) })
+}
+
+/// The same for any product, by the first call that can count it.
+///
+/// # Safety
+/// As [`enqueue`].
+#[cold]
+#[inline(never)]
+unsafe fn enqueue_unusual(
     operation: &'static str,
-    platform: &P,
+    blas: &Blas,
+    numbers: &Numbers,
     handle: u64,
-    math_mode: MathMode,
     gemm: &Gemm,
 ) -> Result<i32> {
-    let (quirks, blas, shape) = (platform.quirks(), platform.blas(), &gemm.shape);
-    let (op_a, op_b) = (quirks.transpose_code(shape.transpose_a), quirks.transpose_code(shape.transpose_b));
-    let (factor, result) = (quirks.type_code(shape.data_type), quirks.type_code(shape.output));
-    let (compute, algorithm) = (quirks.compute_code(shape.data_type, math_mode), quirks.default_algorithm);
-    let (a, b, c) = (gemm.a.get(), gemm.b.get(), gemm.c.get());
-    let (doubles, floats) = ([gemm.alpha, gemm.beta], [gemm.alpha as f32, gemm.beta as f32]);
-    let [alpha, beta]: [*const u8; 2] = match shape.data_type {
-        DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
-        _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
-    };
+    let factors = Factors::of(gemm);
+    let arguments = Arguments::of(numbers, handle, gemm, &factors);
+    let shape = &gemm.shape;
     let strides = match &shape.batch {
         None => None,
         Some(batch) => {
@@ -184,35 +326,15 @@ unsafe fn enqueue<P: Platform>(
             }
         }
     };
-    /// One call, or `None` where the BLAS lacks it.
-    macro_rules! call {
-        ($sizes:expr, $one:expr, $batch:expr) => {{
-            let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = $sizes;
-            // SAFETY: as the caller vouches; the factors are read during the call.
-            unsafe {
-                match strides {
-                    None => $one.map(|call| {
-                        call(
-                            handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc,
-                            compute, algorithm,
-                        )
-                    }),
-                    Some([stride_a, stride_b, stride_c]) => $batch.map(|call| {
-                        call(
-                            handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b,
-                            beta, c, result, ldc, stride_c, count, compute, algorithm,
-                        )
-                    }),
-                }
-            }
-        }};
-    }
-    let code = if let Some(sizes) = Sizes::<i32>::of(gemm) {
-        call!(sizes, Some(blas.gemm), Some(blas.gemm_batch))
-    } else if let Some(sizes) = Sizes::<i64>::of(gemm) {
-        call!(sizes, blas.gemm_64, blas.gemm_batch_64)
-    } else {
-        None
+    // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
+    let code = unsafe {
+        match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
+            (Some(sizes), _, None) => Some(arguments.single(blas.gemm, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_batch, sizes, strides)),
+            (None, Some(sizes), None) => blas.gemm_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
+            (None, Some(sizes), Some(strides)) => blas.gemm_batch_64.map(|call| arguments.batch(call, sizes, strides)),
+            (None, None, _) => None,
+        }
     };
     code.ok_or_else(|| too_large(operation, shape))
 }
@@ -285,7 +407,8 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             // SAFETY: the handle is alive.
             self.check(OPERATION, unsafe { set(self.raw, number) })?;
         }
-        self.math_mode = mode;
+        // No other type has a choice.
+        self.numbers.computes[DataType::F32 as usize] = platform.quirks().compute_code(DataType::F32, mode);
         Ok(())
     }
 
@@ -306,22 +429,21 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         const OPERATION: &str = "gemm";
         self.enter(OPERATION)?;
         let room = &*self.room;
-        let shape = &gemm.shape;
-        room.capabilities(OPERATION, self.device)?.check_product(OPERATION, shape)?;
-        if shape.is_empty() {
+        if !self.products.include(&gemm.shape) {
+            return self.refuse_product(OPERATION, &gemm.shape);
+        }
+        if gemm.shape.is_empty() {
             return Ok(());
         }
         let Some((stream, bound)) = self.stream else { return Err(no_stream(OPERATION)) };
         let held = room.stream(OPERATION, stream)?;
         let _current = room.make_current(OPERATION, self.device)?;
         if held.raw() != bound {
-            // The stream was replaced under its id.
-            // SAFETY: the handle is alive, and the stream is held.
-            self.check(OPERATION, unsafe { (room.platform.blas().calls.set_stream)(self.raw, held.raw()) })?;
+            self.bind_again(OPERATION, held.raw())?;
             self.stream = Some((stream, held.raw()));
         }
         // SAFETY: the handle and its stream are alive; the caller vouches for the matrices.
-        let code = unsafe { enqueue(OPERATION, &room.platform, self.raw, self.math_mode, gemm) }?;
+        let code = unsafe { enqueue(OPERATION, room.platform.blas(), &self.numbers, self.raw, gemm) }?;
         self.check(OPERATION, code)
     }
 

@@ -78,18 +78,31 @@ impl Hazard {
 }
 
 impl Record {
-    /// A cell of the record in which nothing is announced, from `first` on.
+    /// Whether nothing is announced in the first cells, so many: as nearly always.
     #[inline(always)]
-    fn free_from(&'static self, first: usize) -> Option<usize> {
+    fn has_free(&'static self, cells: usize) -> bool {
         // Relaxed: the cells are written by this thread only.
-        (first..PER_RECORD).find(|&cell| self.cells[cell].load(Ordering::Relaxed).is_null())
+        self.cells.iter().take(cells).all(|cell| cell.load(Ordering::Relaxed).is_null())
+    }
+
+    /// The first cells in which nothing is announced, so many.
+    #[cold]
+    #[inline(never)]
+    fn find_free<const N: usize>(&'static self) -> Option<[&'static AtomicPtr<()>; N]> {
+        // Relaxed: as above.
+        let mut free = self.cells.iter().filter(|cell| cell.load(Ordering::Relaxed).is_null());
+        let mut found = [&self.cells[0]; N];
+        for cell in &mut found {
+            *cell = free.next()?;
+        }
+        Some(found)
     }
 
     /// Announces that this thread uses `object`, in its own record; `None` where the record is full. The caller then looks
     /// whether the object still stands.
     #[inline(always)]
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
-        let cell = &self.cells[self.free_from(0)?];
+        let [cell] = if self.has_free(1) { [&self.cells[0]] } else { self.find_free()? };
         // With the one that `is_announced` asks for.
         store_and_fence(cell, object);
         Some(Hazard::new(cell))
@@ -106,8 +119,7 @@ impl Record {
     /// Announces two objects at the price of one.
     #[inline(always)]
     pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
-        let index = self.free_from(0)?;
-        let (cell, other) = (&self.cells[index], &self.cells[self.free_from(index + 1)?]);
+        let [cell, other] = if self.has_free(2) { [&self.cells[0], &self.cells[1]] } else { self.find_free()? };
         // The fence behind the second store is behind the first one too.
         cell.store(first, Ordering::Relaxed);
         store_and_fence(other, second);
