@@ -78,13 +78,6 @@ impl Hazard {
 }
 
 impl Record {
-    /// Whether nothing is announced in the first cells, so many: as nearly always.
-    #[inline(always)]
-    fn has_free(&'static self, cells: usize) -> bool {
-        // Relaxed: the cells are written by this thread only.
-        self.cells.iter().take(cells).all(|cell| cell.load(Ordering::Relaxed).is_null())
-    }
-
     /// The first cells in which nothing is announced, so many.
     #[cold]
     #[inline(never)]
@@ -102,10 +95,54 @@ impl Record {
     /// whether the object still stands.
     #[inline(always)]
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
-        let [cell] = if self.has_free(1) { [&self.cells[0]] } else { self.find_free()? };
+        match self.announce_first(object) {
+            Some(hazard) => Some(hazard),
+            None => self.find_free().map(|[cell]| Self::announce_in(cell, object)),
+        }
+    }
+
+    /// The same where nothing else is announced, as nearly always; else `None`.
+    #[inline(always)]
+    pub(crate) fn announce_first(&'static self, object: *mut ()) -> Option<Hazard> {
+        let cell = &self.cells[0];
+        // Relaxed: the cells are written by this thread only.
+        cell.load(Ordering::Relaxed).is_null().then(|| Self::announce_in(cell, object))
+    }
+
+    #[inline(always)]
+    fn announce_in(cell: &'static AtomicPtr<()>, object: *mut ()) -> Hazard {
         // With the one that `is_announced` asks for.
         store_and_fence(cell, object);
-        Some(Hazard::new(cell))
+        Hazard::new(cell)
+    }
+
+    /// Announces two objects at the price of one.
+    #[inline(always)]
+    pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
+        match self.announce_first_both(first, second) {
+            Some(hazards) => Some(hazards),
+            None => self.find_free().map(|cells| Self::announce_both_in(cells, first, second)),
+        }
+    }
+
+    /// The same where nothing else is announced.
+    #[inline(always)]
+    pub(crate) fn announce_first_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
+        let cells = [&self.cells[0], &self.cells[1]];
+        // Relaxed: as above.
+        let free = cells.iter().all(|cell| cell.load(Ordering::Relaxed).is_null());
+        free.then(|| Self::announce_both_in(cells, first, second))
+    }
+
+    #[inline(always)]
+    fn announce_both_in(
+        [cell, other]: [&'static AtomicPtr<()>; 2],
+        first: *mut (),
+        second: *mut (),
+    ) -> (Hazard, Hazard) {
+        // The fence behind the second store is behind the first one too.
+        cell.store(first, Ordering::Relaxed);
+        (Hazard::new(cell), Self::announce_in(other, second))
     }
 
     /// Says that this thread is about to ask. It takes effect with the next announcement, whose fence it shares; the caller
@@ -114,16 +151,6 @@ impl Record {
     pub(crate) fn ask(&'static self) -> Asking {
         self.asks.store(true, Ordering::Relaxed);
         Asking { record: self, own_thread: PhantomData }
-    }
-
-    /// Announces two objects at the price of one.
-    #[inline(always)]
-    pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
-        let [cell, other] = if self.has_free(2) { [&self.cells[0], &self.cells[1]] } else { self.find_free()? };
-        // The fence behind the second store is behind the first one too.
-        cell.store(first, Ordering::Relaxed);
-        store_and_fence(other, second);
-        Some((Hazard::new(cell), Hazard::new(other)))
     }
 
     /// Leaves the record to another thread; nothing is announced in it any more.

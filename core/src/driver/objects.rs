@@ -15,7 +15,7 @@ use crate::id::{BackendTag, IdParts, ObjectId};
 use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
 use std::num::NonZeroU32;
 
-use super::hazards::{Fenced, Hazard};
+use super::hazards::{Fenced, Hazard, Record};
 use super::records;
 
 /// One object: what the id of its generation stands for.
@@ -39,9 +39,9 @@ const fn live(generation: u32, device: u32) -> u64 {
 /// Bits of `Slot::flags` that are flags; the others are a number.
 const FLAG_BITS: u32 = 8;
 
-/// Slots of the first chunk; each further one is twice as large as the one before.
-const FIRST_CHUNK: u32 = 64;
-const CHUNKS: usize = 24;
+/// Slots of the first chunk, which are found the quickest; each further chunk is twice as large as the one before.
+const FIRST_CHUNK: u32 = 1024;
+const CHUNKS: usize = 20;
 
 /// Where the slot is: its chunk, and the place there.
 #[inline(always)]
@@ -197,6 +197,41 @@ impl<I: ObjectId> Objects<I> {
         Some(unsafe { &*slots.add(place) })
     }
 
+    /// The slot of an id of this backend, where it is one of the first chunk's.
+    #[inline(always)]
+    fn first_slot_of(&self, parts: &IdParts) -> Option<&Slot> {
+        let slots = self.chunks[0].load(Ordering::Acquire);
+        if parts.tag != self.tag || parts.slot >= FIRST_CHUNK || slots.is_null() {
+            return None;
+        }
+        // SAFETY: as in `slot`.
+        Some(unsafe { &*slots.add(parts.slot as usize) })
+    }
+
+    /// What [`Objects::hold`] gives, in a thread that has announced before and announces nothing now, for the ids of the first
+    /// slots. `record` is the thread's own.
+    #[inline(always)]
+    pub(super) fn hold_quickly(&self, record: &'static Record, id: I) -> Option<Held<'_>> {
+        let parts = id.parts();
+        let slot = self.first_slot_of(&parts)?;
+        slot.held(&parts, record.announce_first(slot.address())?)
+    }
+
+    /// The same of [`Objects::hold_with`].
+    #[inline(always)]
+    pub(super) fn hold_quickly_with<'t, J: ObjectId>(
+        &'t self,
+        record: &'static Record,
+        id: I,
+        others: &'t Objects<J>,
+        other: J,
+    ) -> Option<(Held<'t>, Held<'t>)> {
+        let (parts, other_parts) = (id.parts(), other.parts());
+        let (slot, other_slot) = (self.first_slot_of(&parts)?, others.first_slot_of(&other_parts)?);
+        let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
+        Some((slot.held(&parts, hazard)?, other_slot.held(&other_parts, other_hazard)?))
+    }
+
     /// The slot of an id of this backend; whether it still holds the id's object is another question.
     #[inline(always)]
     fn slot_of(&self, parts: &IdParts) -> Option<&Slot> {
@@ -206,6 +241,16 @@ impl<I: ObjectId> Objects<I> {
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
     #[inline(always)]
     pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+        match records::known().and_then(|record| self.hold_quickly(record, id)) {
+            Some(held) => Ok(held),
+            None => self.hold_any(operation, id),
+        }
+    }
+
+    /// The same in any thread, and what is wrong with the id.
+    #[cold]
+    #[inline(never)]
+    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
         let parts = id.parts();
         if let Some(slot) = self.slot_of(&parts)
             && let Some(held) = slot.held(&parts, records::announce(slot.address()))
@@ -218,6 +263,22 @@ impl<I: ObjectId> Objects<I> {
     /// The vendor handles of two ids of two tables, at the price of one.
     #[inline(always)]
     pub(super) fn hold_with<'t, J: ObjectId>(
+        &'t self,
+        operation: &'static str,
+        id: I,
+        others: &'t Objects<J>,
+        other: J,
+    ) -> Result<(Held<'t>, Held<'t>)> {
+        match records::known().and_then(|record| self.hold_quickly_with(record, id, others, other)) {
+            Some(both) => Ok(both),
+            None => self.hold_any_with(operation, id, others, other),
+        }
+    }
+
+    /// The same in any thread, and what is wrong with the ids.
+    #[cold]
+    #[inline(never)]
+    fn hold_any_with<'t, J: ObjectId>(
         &'t self,
         operation: &'static str,
         id: I,

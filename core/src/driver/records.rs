@@ -43,7 +43,14 @@ fn own() -> Option<&'static Record> {
     CURRENT.get().or_else(first)
 }
 
+/// The same where the thread has announced before.
+#[inline(always)]
+pub(super) fn known() -> Option<&'static Record> {
+    CURRENT.get()
+}
+
 #[cold]
+#[inline(never)]
 fn first() -> Option<&'static Record> {
     prepare_fences();
     OWN.try_with(|own| {

@@ -11,10 +11,12 @@ use super::codes::Codes;
 use super::hazards::Asking;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
+use super::records;
+use crate::backend::Completion;
 use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::{self, Generation};
-use crate::id::{EventId, GraphExecId, GraphId, StreamId};
+use crate::id::{EventId, GraphExecId, GraphId, ObjectId, StreamId};
 use crate::ipc::Transport;
 use crate::memory::HostPtr;
 use crate::{DeviceInfo, Identity};
@@ -275,6 +277,7 @@ impl<P: Platform> Room<P> {
 
     /// Whether the vendor may still be called: in this process, before its exit.
     #[must_use]
+    #[inline(always)]
     pub fn is_in_service(&self) -> bool {
         self.generation.is_current() && !crate::exit::has_begun()
     }
@@ -375,6 +378,15 @@ impl<P: Platform> Room<P> {
     /// `InvalidHandle` for a stale, foreign or forged id, `Unsupported` for a default stream that the device lacks.
     #[inline(always)]
     pub fn stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
+        match records::known().and_then(|record| self.streams.hold_quickly(record, id)) {
+            Some(held) => Ok(HeldStream { raw: held.raw(), held: Some(held) }),
+            None => self.any_stream(operation, id),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn any_stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
             return self.default_stream(operation, id);
         }
@@ -444,6 +456,30 @@ impl<P: Platform> Room<P> {
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
         if asking.is_none() || self.may_capture() { Some(self.relaxed()) } else { None }
+    }
+
+    /// What a question about an object needs, for most objects and threads: it is held, and no capture can be lost by the
+    /// question. Nothing is said about what is wrong.
+    #[inline(always)]
+    pub(super) fn ask_quickly<'o, I: ObjectId>(&self, objects: &'o Objects<I>, id: I) -> Option<(Held<'o>, Asking)> {
+        if !self.is_in_service() {
+            return None;
+        }
+        let record = records::known()?;
+        let asking = record.ask();
+        let held = objects.hold_quickly(record, id)?;
+        // Behind the fence of the announcement.
+        (!self.may_capture()).then_some((held, asking))
+    }
+
+    /// The answer of a question.
+    #[inline(always)]
+    pub(super) fn answer(&self, operation: &'static str, code: i32) -> Result<Completion> {
+        match code {
+            0 => Ok(Completion::Complete),
+            code if code == self.platform.quirks().not_ready => Ok(Completion::Pending),
+            code => Err(self.platform.codes().error(operation, code)),
+        }
     }
 
     #[inline(always)]
