@@ -4,6 +4,8 @@
 //! handle from the pool for every batch. It keeps two batches in flight: while the device works on one, the CPU stages the
 //! next. Where the batches come from and the answers go to is [`Work`].
 //!
+//! A device without Lt plans multiplies with BLAS handles: the bias is a product too, and the CPU rectifies in between.
+//!
 //! *Failure.* The first error stops all threads and is the one that is reported. No thread waits for another that may be
 //! gone: the start waits for each to be ready *or* ended.
 
@@ -15,12 +17,12 @@ use std::sync::{OnceLock, mpsc};
 use std::thread;
 
 use anyhow::Result;
-use highwater::{DeviceBuffer, ErrorKind, PinnedBuffer, Runtime, Statistics, Stream};
+use highwater::{DeviceBuffer, DeviceSlice, Epilogue, ErrorKind, GemmShape, PinnedBuffer, Runtime, Statistics, Stream};
 
 use super::failure::Failure;
 use super::model::{CLASSES, PIXELS, brightness, largest};
 use super::task::BATCH;
-use super::weights::Weights;
+use super::weights::{DeviceLayer, Weights};
 
 /// Batches that a thread has in flight.
 pub(super) const LANES: usize = 2;
@@ -163,6 +165,16 @@ struct Thread<'a> {
     /// The images, then what each layer makes of them. One set is enough: batches follow each other in the stream.
     activations: Vec<DeviceBuffer<f32>>,
     lanes: [Lane<'a>; LANES],
+    /// What takes the place of Lt plans, where the device has none.
+    without_plans: Option<WithoutPlans>,
+}
+
+/// What a thread needs besides where a layer is no plan.
+struct WithoutPlans {
+    /// One for each image: a bias times these is the bias for every image.
+    ones: DeviceBuffer<f32>,
+    /// What a layer makes of the images, to be rectified.
+    values: PinnedBuffer<f32>,
 }
 
 /// Page-locked memory of one batch, and which batch is in flight in it.
@@ -187,7 +199,14 @@ impl<'a> Thread<'a> {
                 in_flight: None,
             })
         };
-        let mut thread = Self { stream, activations, lanes: [lane()?, lane()?] };
+        let without_plans = if device.capabilities().lt_plans {
+            None
+        } else {
+            let widest = shared.weights.layers.iter().map(|layer| layer.shape.m).max().unwrap_or(0);
+            let ones = stream.upload(&[1.0; BATCH])?;
+            Some(WithoutPlans { ones, values: shared.runtime.pinned(widest * BATCH)? })
+        };
+        let mut thread = Self { stream, activations, lanes: [lane()?, lane()?], without_plans };
         thread.enqueue(shared.weights, 0, &[])?;
         thread.lanes[0].logits.read()?;
         Ok(thread)
@@ -213,19 +232,21 @@ impl<'a> Thread<'a> {
         (0..LANES).try_for_each(|after| self.collect(shared.work, (lane + after) % LANES))
     }
 
-    /// Stages images and enqueues everything up to the copy back. Does not wait for the device.
+    /// Stages images and enqueues everything up to the copy back. Does not wait for the device, if it has plans.
     fn enqueue(&mut self, weights: &Weights, lane: usize, pixels: &[u8]) -> highwater::Result<()> {
-        let Self { stream, activations, lanes } = self;
+        let Self { stream, activations, lanes, without_plans } = self;
         let Lane { images, logits, .. } = &mut lanes[lane];
         let pixels = pixels.iter().copied().map(brightness).chain(std::iter::repeat(0.0));
         images.write()?.iter_mut().zip(pixels).for_each(|(staged, pixel)| *staged = pixel);
         stream.copy_to_device(&*images, &activations[0])?;
-        {
-            let mut handle = stream.lt()?;
-            for (layer, values) in weights.layers.iter().zip(activations.windows(2)) {
-                let [input, output] = values else { unreachable!("windows of two") };
-                let (weight, bias) = weights.of(layer)?;
-                handle.matmul(&layer.shape, layer.epilogue, 1.0, weight, input, 0.0, output, Some(bias))?;
+        for (layer, values) in weights.layers.iter().zip(activations.windows(2)) {
+            let [input, output] = values else { unreachable!("windows of two") };
+            let (weight, bias) = weights.of(layer)?;
+            match without_plans {
+                None => {
+                    stream.lt()?.matmul(&layer.shape, layer.epilogue, 1.0, weight, input, 0.0, output, Some(bias))?;
+                }
+                Some(without_plans) => without_plans.apply(stream, layer, weight, input, output, bias)?,
             }
         }
         stream.copy_to_host(&activations[activations.len() - 1], logits)
@@ -239,5 +260,32 @@ impl<'a> Thread<'a> {
         let logits = logits.read()?.chunks_exact(CLASSES).take(images);
         let digits: Vec<u8> = logits.map(|logits| largest(logits) as u8).collect();
         work.answer(batch, &digits)
+    }
+}
+
+impl WithoutPlans {
+    /// What [`LtLease::matmul`](highwater::LtLease::matmul) does with a layer's epilogue.
+    fn apply(
+        &mut self,
+        stream: &Stream,
+        layer: &DeviceLayer,
+        weight: DeviceSlice<'_, f32>,
+        input: &DeviceBuffer<f32>,
+        output: &DeviceBuffer<f32>,
+        bias: DeviceSlice<'_, f32>,
+    ) -> highwater::Result<()> {
+        let (width, images) = (layer.shape.m, layer.shape.n);
+        {
+            let mut handle = stream.blas()?;
+            handle.gemm(&GemmShape::of::<f32>(width, images, 1), 1.0, bias, &self.ones, 0.0, output)?;
+            handle.gemm(&layer.shape, 1.0, weight, input, 1.0, output)?;
+        }
+        if layer.epilogue == Epilogue::BiasRelu {
+            let values = 0..width * images;
+            stream.copy_to_host(output, self.values.slice_mut(values.clone())?)?;
+            self.values.write()?[values.clone()].iter_mut().for_each(|value| *value = value.max(0.0));
+            stream.copy_to_device(self.values.slice(values)?, output)?;
+        }
+        Ok(())
     }
 }

@@ -54,7 +54,7 @@ pub(super) struct Spread {
 pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
     let ordinals = weights::devices_for_workers(runtime)?;
     if ordinals.is_empty() {
-        return Err(highwater::Error::lacks("digits", "lt_plans").into());
+        return Err(highwater::Error::lacks("digits", "gemm_f32").into());
     }
     let place = |ordinal| Place::prepare(runtime, task, ordinal);
     let places = ordinals.into_iter().take(spread.workers).map(place).collect::<Result<Vec<_>>>()?;

@@ -75,10 +75,10 @@ impl Holdings {
 
 impl From<Statistics> for Holdings {
     fn from(statistics: Statistics) -> Self {
-        let Statistics { lt_handles, workspaces, workspace_bytes, host, sharing, .. } = statistics;
+        let Statistics { lt_handles, blas_handles, workspaces, workspace_bytes, host, sharing, .. } = statistics;
         Self {
-            handles_created: lt_handles.created,
-            threads_served: lt_handles.threads_served,
+            handles_created: lt_handles.created + blas_handles.created,
+            threads_served: lt_handles.threads_served + blas_handles.threads_served,
             workspaces,
             workspace_bytes,
             pinned_requested_bytes: host.requested_bytes,

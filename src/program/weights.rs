@@ -64,7 +64,7 @@ pub(super) fn devices_for_workers(runtime: &Runtime) -> Result<Vec<u32>> {
     let mut devices = Vec::new();
     for ordinal in 0..runtime.device_count() {
         let device = runtime.device(ordinal)?;
-        if can_be_shared(&device) && device.capabilities().lt_plans {
+        if can_be_shared(&device) && device.capabilities().gemm_f32 {
             devices.push(ordinal);
         }
     }
