@@ -29,8 +29,8 @@
 //! and [`IpcSharing`] over a device of its own; each method lists the promises that it makes.
 //!
 //! # What this version drives
-//! The mock. The backends `cuda` and `rocm` find the vendor's libraries and say exactly what is missing, and do not drive
-//! a device yet.
+//! The mock, NVIDIA's GPUs, and AMD's; the last only over AMD's libraries without a device and over simulated ones so far, for
+//! lack of an AMD GPU.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,7 @@
 //! What CUDA's devices are and can do.
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use highwater_core::driver::text;
 use highwater_core::{Capabilities, DeviceInfo, Error, Result, Transport, Transports};
 
 use crate::codes;
@@ -29,23 +30,10 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
         check((calls.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, number))?;
     }
     let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
-    let address = text(&pci).to_lowercase();
-    info.numa_node = numa_node(&address);
-    info.pci_address = Some(address);
+    info.set_place(&pci);
     let (major, minor) = architecture(cuda, number);
     info.architecture = format!("sm_{major}{minor}");
     Ok(info)
-}
-
-/// The text up to the first zero.
-fn text(bytes: &[u8]) -> String {
-    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..end]).into_owned()
-}
-
-/// What the system says of the device's place; a machine without NUMA says -1.
-fn numa_node(address: &str) -> Option<u32> {
-    std::fs::read_to_string(format!("/sys/bus/pci/devices/{address}/numa_node")).ok()?.trim().parse().ok()
 }
 
 fn architecture(cuda: &Cuda, number: i32) -> (i32, i32) {
@@ -71,22 +59,10 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.blas_workspace = cuda.blas.calls.set_workspace.is_some();
     can.strided_batch = true;
     can.lt_plans = true;
-    can.capture = [
-        calls.capture_begin.is_some(),
-        calls.capture_end.is_some(),
-        calls.capture_state.is_some(),
-        calls.capture_mode.is_some(),
-        calls.graph_instantiate.is_some(),
-        calls.graph_launch.is_some(),
-        calls.graph_destroy.is_some(),
-        calls.graph_exec_destroy.is_some(),
-    ]
-    .iter()
-    .all(|there| *there);
-    can.stream_ordered_memory = has(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)
-        && calls.allocate_async.is_some()
-        && calls.free_async.is_some();
-    can.interprocess_events = calls.ipc_export_event.is_some() && calls.ipc_open_event.is_some();
+    can.capture = calls.can_capture();
+    can.stream_ordered_memory =
+        has(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) && calls.can_allocate_in_order();
+    can.interprocess_events = calls.can_share_events();
     can.event_timing = true;
     can.stream_priority = true;
     can.peer_copy = true;
@@ -115,7 +91,7 @@ fn transports(cuda: &Cuda, device: &Device) -> Transports {
     let has = |which| cuda.driver.attribute(device.number, which) != 0;
     let calls = &cuda.driver.calls;
     let mut transports = Transports::NONE;
-    if calls.ipc_export.is_some() && calls.ipc_open.is_some() && calls.ipc_close.is_some() {
+    if calls.can_share() {
         transports = transports.with(Transport::Legacy);
     }
     let Some(mapped) = &cuda.mapped else { return transports };

@@ -5,10 +5,8 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_core::driver::{Calls, Found, Search};
-use highwater_core::fork::Generation;
+use highwater_core::driver::{Calls, Found, Initialised, Search};
 use highwater_core::{Error, ErrorKind};
-use parking_lot::Mutex;
 
 use crate::calls::{self, CudaCalls};
 use crate::{codes, libraries};
@@ -43,32 +41,10 @@ impl Driver {
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
     ) -> Result<&'static Self, Error> {
-        /// The process that was the first to initialise a driver. A child of its has none, and cannot make one.
-        static INITIALISED_IN: OnceLock<Generation> = OnceLock::new();
-        if INITIALISED_IN.get().is_some_and(|generation| !generation.is_current()) {
-            return Err(Generation::error("open"));
-        }
-        let library = &libraries::NVIDIA_DRIVER;
-        // SAFETY: passed on from the caller.
-        let found = unsafe { search.open(library, paths(library.path_variable).as_deref(), |_| true) }?;
-        /// One for each file that was opened.
-        static OPEN: Mutex<Vec<(String, &'static Driver)>> = Mutex::new(Vec::new());
-        let known = |name: &str| OPEN.lock().iter().find(|(opened, _)| opened == name).map(|(_, driver)| *driver);
-        if let Some(driver) = known(found.library.name()) {
-            return Ok(driver);
-        }
-        // Before it is, so that a child of any time after is told.
-        INITIALISED_IN.get_or_init(Generation::current);
-        // SAFETY: a library that goes by this name, or that a variable names as it, exports what the driver exports.
-        let driver = unsafe { Self::initialise(&found) }?;
-        let mut open = OPEN.lock();
-        // Two threads may both have initialised it, which the driver allows.
-        if let Some((_, driver)) = open.iter().find(|(opened, _)| opened == found.library.name()) {
-            return Ok(driver);
-        }
-        let driver: &'static Self = Box::leak(Box::new(driver));
-        open.push((found.library.name().to_owned(), driver));
-        Ok(driver)
+        static OPEN: Initialised<Driver> = Initialised::new();
+        // SAFETY: passed on from the caller; a library that goes by this name, or that a variable names as it, exports what the
+        // driver exports.
+        unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialise(found)) }
     }
 
     /// # Safety
@@ -79,13 +55,7 @@ impl Driver {
         let (calls, own) = unsafe {
             (Calls::load(&found.library, calls::driver_symbol), CudaCalls::load(&found.library, calls::driver_symbol))
         };
-        let (calls, own) = match (calls, own) {
-            (Ok(calls), Ok(own)) => (calls, own),
-            (calls, own) => {
-                let missing = [calls.err(), own.err()].into_iter().flatten().flatten().collect::<Vec<_>>();
-                return Err(missing_symbols(found, &missing, "install a driver of CUDA 12.2 or newer"));
-            }
-        };
+        let (calls, own) = found.both(calls, own, "install a driver of CUDA 12.2 or newer")?;
         let check = |code| codes::CUDA.check(OPERATION, code);
         let mut version = 0;
         // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
@@ -170,10 +140,4 @@ impl Driver {
 /// A version as people write it: `12.2`.
 pub(crate) fn written(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
-}
-
-/// The error of a library that lacks symbols.
-pub(crate) fn missing_symbols(found: &Found, missing: &[String], hint: &str) -> Error {
-    let message = format!("{} lacks {}", found.library.name(), missing.join(", "));
-    Error::new(ErrorKind::SymbolMissing, "open", message).with_hint(hint)
 }

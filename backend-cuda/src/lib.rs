@@ -20,9 +20,7 @@ mod witness;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_core::driver::{
-    Blas, BlasCalls, DriverBackend, GemmBatchCall, GemmCall, Opened, Search, Unavailable, environment_path,
-};
+use highwater_core::driver::{Blas, DriverBackend, Opened, Search, Unavailable, environment_path};
 use highwater_core::{Backend, BackendTag, Error, Identity};
 
 use crate::driver::Driver;
@@ -58,6 +56,9 @@ unsafe fn open_with(
     }
 }
 
+/// One product, and a batch.
+const PRODUCTS: [&str; 2] = ["cublasGemmEx", "cublasGemmStridedBatchedEx"];
+
 /// # Safety
 /// As [`open_with`].
 unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Opened<Cuda>, Error> {
@@ -74,37 +75,14 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let cublas = unsafe { search.open(library, paths(library.path_variable).as_deref(), goes_with) }?;
     let update = "install cuBLAS of CUDA 12.2 or newer";
     // SAFETY: the libraries go by these names, or a variable names them so; they export what they are.
-    let (lt_calls, common, own, gemm, gemm_batch) = unsafe {
+    let (lt_calls, blas, own) = unsafe {
         (
-            lt::LtCalls::load(&lt.library).map_err(|missing| driver::missing_symbols(&lt, &missing, update))?,
-            BlasCalls::load(&cublas.library, calls::blas_symbol)
-                .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
-            calls::CublasCalls::load(&cublas.library, calls::blas_symbol)
-                .map_err(|missing| driver::missing_symbols(&cublas, &missing, update))?,
-            cublas.library.symbol("cublasGemmEx").map(|found| std::mem::transmute::<*const (), GemmCall<i32>>(found)),
-            cublas
-                .library
-                .symbol("cublasGemmStridedBatchedEx")
-                .map(|found| std::mem::transmute::<*const (), GemmBatchCall<i32>>(found)),
+            lt::LtCalls::load(&lt.library).map_err(|missing| lt.lacks(&missing, update))?,
+            Blas::load(&cublas.library, calls::blas_symbol, PRODUCTS, &codes::CUBLAS),
+            calls::CublasCalls::load(&cublas.library, calls::blas_symbol),
         )
     };
-    let (Some(gemm), Some(gemm_batch)) = (gemm, gemm_batch) else {
-        let missing = ["cublasGemmEx".to_owned(), "cublasGemmStridedBatchedEx".to_owned()];
-        return Err(driver::missing_symbols(&cublas, &missing, update));
-    };
-    // SAFETY: as above.
-    let (gemm_64, gemm_batch_64) = unsafe {
-        (
-            cublas
-                .library
-                .symbol("cublasGemmEx_64")
-                .map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
-            cublas
-                .library
-                .symbol("cublasGemmStridedBatchedEx_64")
-                .map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
-        )
-    };
+    let (blas, own) = cublas.both(blas, own, update)?;
     let mut identity = Identity::new("cuda", "NVIDIA CUDA", BackendTag::next());
     identity.versions = vec![
         ("highwater-cuda".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
@@ -114,12 +92,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
     identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
     identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
-    let platform = Cuda {
-        driver,
-        mapped: MappedCalls::new(&driver.own),
-        blas: Blas { calls: common, gemm, gemm_batch, gemm_64, gemm_batch_64, codes: &codes::CUBLAS },
-        lt: lt_calls,
-    };
+    let platform = Cuda { driver, mapped: MappedCalls::new(&driver.own), blas, lt: lt_calls };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices })
 }

@@ -47,4 +47,5 @@ pub(crate) static QUIRKS: Quirks = Quirks {
     ],
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
+    capture_loss_kills_streams: None,
 };

@@ -2,111 +2,16 @@
 //! arguments and an answer of the same size and kind (number or floating-point number).
 
 use cudarc::{cublas, cublaslt, driver};
+use highwater_core::driver::witness::{Signature, check, declared, in_header};
 use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use highwater_core::witness_pairs;
 
 use crate::calls::{CublasCalls, CudaCalls, blas_symbol, driver_symbol, lt_symbol};
 use crate::lt::{LtTable, MatmulCall};
 
-/// How an argument is passed: its size, and whether in a register for floating-point numbers.
-type Class = (usize, bool);
-
-fn class<T>() -> Class {
-    let name = std::any::type_name::<T>();
-    (size_of::<T>(), name == "f32" || name == "f64")
-}
-
-/// The arguments and the answer of a function.
-trait Signature {
-    fn classes() -> Vec<Class>;
-}
-
-/// Those of a field of a table; no table is needed to know its type.
-fn declared<Table, Call: Signature>(_: fn(&Table) -> Call) -> Vec<Class> {
-    Call::classes()
-}
-
-/// Those of a field that may be empty.
-fn declared_optional<Table, Call: Signature>(_: fn(&Table) -> Option<Call>) -> Vec<Class> {
-    Call::classes()
-}
-
-/// Those of a function.
-fn in_header<Call: Signature>(_: Call) -> Vec<Class> {
-    Call::classes()
-}
-
-macro_rules! signatures {
-    ($($argument:ident)*) => {
-        impl<Answer, $($argument),*> Signature for unsafe extern "C" fn($($argument),*) -> Answer {
-            fn classes() -> Vec<Class> {
-                vec![class::<Answer>(), $(class::<$argument>()),*]
-            }
-        }
-        impl<Answer, $($argument),*> Signature for unsafe fn($($argument),*) -> Answer {
-            fn classes() -> Vec<Class> {
-                vec![class::<Answer>(), $(class::<$argument>()),*]
-            }
-        }
-    };
-}
-
-macro_rules! all_signatures {
-    ($first:ident $($rest:ident)*) => {
-        signatures!($first $($rest)*);
-        all_signatures!($($rest)*);
-    };
-    () => {
-        signatures!();
-    };
-}
-
-all_signatures!(A B C D E F G H I J K L M N O P Q R S T U V W);
-
-/// What this crate declares, and what the vendor's headers say.
-type Pair = (&'static str, &'static str, Vec<Class>, Vec<Class>);
-
-macro_rules! pairs {
-    (
-        $table:ty, $($sys:ident)::+,
-        required { $($field:ident = $symbol:ident($($argument:tt),*);)* }
-        optional { $($optional:ident = $optional_symbol:ident($($optional_argument:tt),*);)* }
-    ) => {{
-        use $($sys)::+ as sys;
-        let pairs: Vec<Pair> = vec![
-            $((
-                stringify!($field),
-                stringify!($symbol),
-                declared(|table: &$table| table.$field),
-                in_header(sys::$symbol as unsafe fn($($argument),*) -> _),
-            ),)*
-            $((
-                stringify!($optional),
-                stringify!($optional_symbol),
-                declared_optional(|table: &$table| table.$optional),
-                in_header(sys::$optional_symbol as unsafe fn($($optional_argument),*) -> _),
-            ),)*
-        ];
-        pairs
-    }};
-}
-
-/// Holds a table's fields against the pairs: every field but those in `apart` is in one, under its own symbol.
-fn check(names: &[(&str, &str)], symbol: fn(&str) -> String, pairs: &[Pair], apart: &[&str]) {
-    for (field, name) in names {
-        if apart.contains(field) {
-            continue;
-        }
-        let found = pairs.iter().find(|pair| pair.0 == *field);
-        let (_, expected, declared, in_header) = found.unwrap_or_else(|| panic!("{field} is held against nothing"));
-        assert_eq!(symbol(name), *expected, "{field}");
-        assert_eq!(declared, in_header, "{field}");
-    }
-    assert_eq!(pairs.len() + apart.len(), names.len());
-}
-
 #[test]
 fn the_drivers_calls_are_those_of_its_header() {
-    let pairs = pairs! { Calls, driver::sys,
+    let pairs = witness_pairs! { Calls, rust driver::sys,
         required {
             stream_query = cuStreamQuery(_);
             stream_synchronize = cuStreamSynchronize(_);
@@ -165,7 +70,7 @@ fn the_drivers_calls_are_those_of_its_header() {
 
 #[test]
 fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
-    let pairs = pairs! { CudaCalls, driver::sys,
+    let pairs = witness_pairs! { CudaCalls, rust driver::sys,
         required {
             init = cuInit(_);
             driver_version = cuDriverGetVersion(_);
@@ -203,7 +108,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
 
 #[test]
 fn the_calls_of_cublas_are_those_of_its_header() {
-    let pairs = pairs! { BlasCalls, cublas::sys,
+    let pairs = witness_pairs! { BlasCalls, rust cublas::sys,
         required {
             create = cublasCreate_v2(_);
             destroy = cublasDestroy_v2(_);
@@ -216,7 +121,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
         }
     };
     check(BlasCalls::NAMES, blas_symbol, &pairs, &[]);
-    let pairs = pairs! { CublasCalls, cublas::sys,
+    let pairs = witness_pairs! { CublasCalls, rust cublas::sys,
         required { property = cublasGetProperty(_, _); }
         optional {}
     };
@@ -242,7 +147,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
 
 #[test]
 fn the_calls_of_cublaslt_are_those_of_its_header() {
-    let pairs = pairs! { LtTable, cublaslt::sys,
+    let pairs = witness_pairs! { LtTable, rust cublaslt::sys,
         required {
             create = cublasLtCreate(_);
             destroy = cublasLtDestroy(_);

@@ -1,24 +1,114 @@
 //! The ROCm backend of Highwater: AMD's HIP runtime and hipBLAS, opened at run time.
 //!
-//! Nothing of ROCm is needed to build it, and a program that holds it starts on a machine without any. This version
-//! finds the libraries and says exactly what is missing; it drives no device yet. Which calls it will make is written
+//! Nothing of ROCm is needed to build it, and a program that holds it starts on a machine without any. It needs HIP 7 with
+//! hipBLAS 3, or HIP 6 with hipBLAS 2. What CUDA and HIP do alike is in `highwater_core::driver`; here are the names of the
+//! libraries, their calls, the meaning of their codes, and what only HIP has. Which calls stand behind which method is written
 //! down in `docs/driver-mapping.md` of the repository.
 
+mod calls;
+mod codes;
+mod devices;
+mod driver;
+mod kernels;
 mod libraries;
+mod platform;
+mod quirks;
+#[cfg(test)]
+mod witness;
 
-use highwater_core::{Backend, driver};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use highwater_core::driver::{Blas, DriverBackend, Found, Opened, Search, Unavailable, environment_path};
+use highwater_core::{Backend, BackendTag, Error, ErrorKind, Identity};
+
+use crate::driver::Driver;
+use crate::kernels::Kernels;
+use crate::platform::Rocm;
 
 /// Opens the backend, or says what is missing.
 ///
 /// # Errors
-/// `LibraryMissing`, with every name tried and the loader's words, where a library cannot be opened; `SymbolMissing`
-/// where one lacks what it should have; `InvalidArgument` where the variables `HIGHWATER_HIP_LIBRARY` and
-/// `HIGHWATER_HIPBLAS_LIBRARY` name files of different major versions; `Unsupported` where only HIP 5 was found, which
-/// is too old, and where ROCm was found, because this version does not drive it.
-pub fn open() -> Result<std::sync::Arc<dyn Backend>, driver::Unavailable> {
-    // SAFETY: AMD's libraries are made to be opened by any process at any time, and the variables belong to whoever
-    // starts the process. Only one major version of HIP is opened: two in one process do not load.
-    Err(unsafe { libraries::ROCM.probe(driver::environment_path) })
+/// `LibraryMissing`, with every name tried and the loader's words, where a library cannot be opened; `SymbolMissing` where one
+/// lacks what it should have; `DeviceMissing` where no device is visible; `InvalidArgument` where the variables
+/// `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files that do not go together; `InvalidState` where HIP of
+/// another major version is in the process already; `Unsupported` for HIP 5 and older.
+pub fn open() -> Result<Arc<dyn Backend>, Unavailable> {
+    // SAFETY: AMD's libraries are made to be opened by any process at any time, and the variables belong to whoever starts the
+    // process.
+    unsafe { open_with(&environment_path, libraries::folders()) }
+}
+
+/// # Safety
+/// The usual names, whatever `paths` gives and the files in `folders` are AMD's libraries, and this process may run their
+/// constructors.
+unsafe fn open_with(
+    paths: &dyn Fn(&str) -> Option<PathBuf>,
+    folders: Vec<PathBuf>,
+) -> Result<Arc<dyn Backend>, Unavailable> {
+    let mut search = Search::new(folders);
+    // SAFETY: passed on from the caller.
+    let found = unsafe { find(&mut search, paths) };
+    found.map(|opened| Arc::new(DriverBackend::new(opened)) as Arc<dyn Backend>).map_err(|error| search.fails(error))
+}
+
+/// # Safety
+/// As [`open_with`].
+unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Opened<Rocm>, Error> {
+    let given = paths(libraries::HIP.path_variable);
+    let loaded = libraries::loaded_major(libraries::HIP.loaded(), given.as_deref())?;
+    // SAFETY: passed on from the caller.
+    let driver = unsafe { Driver::open(search, paths, |name| loaded.is_none() || name.major == loaded) }?;
+    let given = paths(libraries::HIPBLAS.path_variable);
+    // SAFETY: as above.
+    let hipblas =
+        unsafe { search.open(&libraries::HIPBLAS, given.as_deref(), |name| name.major == Some(driver.major())) }?;
+    goes_with(&hipblas, driver)?;
+    let products = quirks::products(driver.major());
+    // SAFETY: the library goes by its name, or a variable names it so; it exports what hipBLAS of its version does.
+    let tables = unsafe { Blas::load(&hipblas.library, calls::blas_symbol, products.symbols, &codes::HIPBLAS) };
+    let mut blas =
+        tables.map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
+    // It takes no mode but the default; the compute type of a product says the precision.
+    blas.calls.set_math_mode = None;
+    let mut identity = Identity::new("rocm", "AMD ROCm", BackendTag::next());
+    let mut below = 0;
+    // SAFETY: the call writes one number that lives until it returns.
+    codes::HIP.check("open", unsafe { (driver.own.driver_version)(&mut below) })?;
+    let versions = [
+        ("highwater-rocm", env!("CARGO_PKG_VERSION").to_owned()),
+        ("HIP", driver::written(driver.version)),
+        ("HIP driver", driver::written(below)),
+        // It has no call that says more.
+        ("hipBLAS", (driver.major() - 4).to_string()),
+    ];
+    identity.versions = versions.into_iter().map(|(what, version)| (what.to_owned(), version)).collect();
+    identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
+    identity.blas_workspace_variables = &["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"];
+    let architectures =
+        (0..driver.devices).map(|ordinal| devices::architecture(driver, ordinal)).collect::<Result<Vec<_>, Error>>()?;
+    let kernels = Kernels::new(&hipblas.library);
+    let platform = Rocm { driver, blas, quirks: products.quirks, kernels, architectures };
+    let devices = devices::describe(&platform)?;
+    Ok(Opened { platform, identity, devices })
+}
+
+/// Whether this hipBLAS is of the same release as HIP: by its file's name, or by a symbol that only hipBLAS 2 has.
+fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
+    let second = hipblas.library.has_symbol(quirks::products(6).symbols[0]);
+    let major = hipblas.major.unwrap_or(if second { 6 } else { 7 });
+    if major == driver.major() {
+        return Ok(());
+    }
+    let message = format!(
+        "{} goes with HIP {major}, but HIP {} was opened",
+        hipblas.library.name(),
+        driver::written(driver.version)
+    );
+    Err(Error::new(ErrorKind::InvalidArgument, "open", message).with_hint(format!(
+        "{} is set: let it name the hipBLAS of the same ROCm release as HIP, or unset it",
+        libraries::HIPBLAS.path_variable
+    )))
 }
 
 #[cfg(test)]
@@ -30,16 +120,15 @@ mod tests {
     use super::*;
 
     /// The answer with the HIP runtime named by its variable.
-    fn with_runtime(path: &Path) -> driver::Unavailable {
+    fn with_runtime(path: &Path) -> Unavailable {
         let paths = |variable: &str| (variable == "HIGHWATER_HIP_LIBRARY").then(|| path.to_owned());
         // SAFETY: the paths of these tests are the C library, which is in this process already, or do not exist.
-        unsafe { libraries::ROCM.probe(paths) }
+        unsafe { open_with(&paths, Vec::new()) }.unwrap_err()
     }
 
     fn c_library() -> PathBuf {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let path = maps.lines().find_map(|line| line.split_whitespace().find(|word| word.ends_with("/libc.so.6")));
-        PathBuf::from(path.expect("this test binary is linked to the C library"))
+        let found = highwater_core::driver::loaded_files("libc.so").pop();
+        found.expect("this test binary is linked to the C library")
     }
 
     #[test]
@@ -73,12 +162,23 @@ mod tests {
     }
 
     #[test]
-    fn opening_answers_with_what_was_found_or_with_what_was_tried() {
-        let answer = open().unwrap_err();
-        match answer.error.kind() {
-            ErrorKind::LibraryMissing => assert!(!answer.tried.is_empty()),
-            ErrorKind::Unsupported => assert!(!answer.opened.is_empty()),
-            other => panic!("{other}: {answer}"),
+    fn every_symbol_that_is_asked_for_is_one_of_the_vendors() {
+        use highwater_core::driver::{BlasCalls, Calls};
+        let names = Calls::NAMES.iter().chain(calls::HipCalls::NAMES).map(|(_, name)| calls::runtime_symbol(name));
+        let symbols: std::collections::HashSet<String> = names.collect();
+        assert_eq!(symbols.len(), Calls::NAMES.len() + calls::HipCalls::NAMES.len());
+        for symbol in
+            ["hipMalloc", "hipFree", "hipHostMalloc", "hipHostFree", "hipMemcpyHtoDAsync", "hipEventCreateWithFlags"]
+        {
+            assert!(symbols.contains(symbol), "{symbol}");
         }
+        for symbol in ["hipGetDevicePropertiesR0600", "hipGraphInstantiateWithFlags", "hipDeviceGetStreamPriorityRange"]
+        {
+            assert!(symbols.contains(symbol), "{symbol}");
+        }
+        // The symbol without a suffix fills an older layout, and the one without flags has other arguments.
+        assert!(!symbols.contains("hipGetDeviceProperties") && !symbols.contains("hipEventCreate"));
+        let blas: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| calls::blas_symbol(name)).collect();
+        assert_eq!(blas[..4], ["hipblasCreate", "hipblasDestroy", "hipblasSetStream", "hipblasSetAtomicsMode"]);
     }
 }

@@ -3,12 +3,12 @@
 //! HIP and hipBLAS count their versions apart, and only pairs of one ROCm release work together: hipBLAS 3 takes other
 //! data types under the same symbols than hipBLAS 2. So each hipBLAS carries the major version of the HIP it goes with.
 
-use highwater_core::driver::{LibraryName, VendorLibraries, VendorLibrary};
+use std::path::{Path, PathBuf};
 
-/// HIP 7 with hipBLAS 3, and HIP 6 with hipBLAS 2 where there is no 7.
-pub(crate) static ROCM: VendorLibraries = VendorLibraries { vendor: "ROCm", libraries: &[HIP, HIPBLAS] };
+use highwater_core::driver::{LibraryName, VendorLibrary};
+use highwater_core::{Error, ErrorKind};
 
-const HIP: VendorLibrary = VendorLibrary {
+pub(crate) const HIP: VendorLibrary = VendorLibrary {
     what: "the HIP runtime",
     path_variable: "HIGHWATER_HIP_LIBRARY",
     names: &[LibraryName::of_major("libamdhip64.so.7", 7), LibraryName::of_major("libamdhip64.so.6", 6)],
@@ -16,10 +16,109 @@ const HIP: VendorLibrary = VendorLibrary {
     required_symbols: &["hipInit"],
 };
 
-const HIPBLAS: VendorLibrary = VendorLibrary {
+pub(crate) const HIPBLAS: VendorLibrary = VendorLibrary {
     what: "hipBLAS",
     path_variable: "HIGHWATER_HIPBLAS_LIBRARY",
     names: &[LibraryName::of_major("libhipblas.so.3", 7), LibraryName::of_major("libhipblas.so.2", 6)],
     too_old: &[],
     required_symbols: &["hipblasCreate"],
 };
+
+/// Where AMD's installer puts the libraries, beyond the loader's path: the release that is set as the default, then the others, the
+/// newest first.
+pub(crate) fn folders() -> Vec<PathBuf> {
+    releases().into_iter().map(|release| release.join("lib")).collect()
+}
+
+/// The folders of ROCm releases.
+pub(crate) fn releases() -> Vec<PathBuf> {
+    releases_in(Path::new("/opt"))
+}
+
+fn releases_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut found: Vec<PathBuf> = entries
+        .filter(|entry| {
+            let name = entry.file_name();
+            name.to_str().is_some_and(|name| name == "rocm" || name.starts_with("rocm-"))
+        })
+        .map(|entry| entry.path())
+        .collect();
+    found.sort_by_key(|path| (path.file_name().is_none_or(|name| name != "rocm"), std::cmp::Reverse(path.clone())));
+    found
+}
+
+/// The major version that HIP has to have because one is in this process already, whoever opened it: a second one does not load, or
+/// loads and breaks the first. `None` where there is none.
+///
+/// # Errors
+/// `InvalidState` where `given`, or the version that is there, is of another.
+pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option<&Path>) -> Result<Option<u32>, Error> {
+    let Some((file, major)) = loaded.and_then(|(file, name)| Some((file, name.major?))) else { return Ok(None) };
+    let refused = |wanted: &str, hint: String| {
+        let message = format!(
+            "{wanted}, but {} of major version {major} is in this process already, and two major versions of HIP do not work in one",
+            file.display()
+        );
+        Err(Error::new(ErrorKind::InvalidState, "open", message).with_hint(hint))
+    };
+    if HIP.too_old.iter().any(|name| name.major == Some(major)) {
+        let accepted: Vec<&str> = HIP.names.iter().map(|name| name.file).collect();
+        let message = format!(
+            "{} (major version {major}) is too old to be used as {}, and is in this process already, which keeps others out",
+            file.display(),
+            HIP.what
+        );
+        return Err(Error::new(ErrorKind::Unsupported, "open", message).with_hint(format!(
+            "install a version that has {}, and let all of the process use it",
+            accepted.join(" or ")
+        )));
+    }
+    let wanted = given.and_then(|path| HIP.name_of(path));
+    match wanted.and_then(|name| name.major) {
+        Some(wanted) if wanted != major => refused(
+            &format!("HIP {wanted} was asked for"),
+            format!("let {} name a file of major version {major}, or unset it", HIP.path_variable),
+        ),
+        _ => Ok(Some(major)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_release_comes_first_and_then_the_newest() {
+        let root = std::env::temp_dir().join(format!("highwater-rocm-releases-{}", std::process::id()));
+        for release in ["rocm-6.4.3", "rocm", "rocm-7.0.1", "rocminfo", "other"] {
+            std::fs::create_dir_all(root.join(release)).unwrap();
+        }
+        let found = releases_in(&root);
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found, ["rocm", "rocm-7.0.1", "rocm-6.4.3"].map(|release| root.join(release)));
+        assert!(releases_in(&root).is_empty());
+    }
+
+    fn there(file: &str) -> Option<(PathBuf, LibraryName)> {
+        let path = PathBuf::from("/somewhere").join(file);
+        let name = HIP.name_of(&path).unwrap();
+        Some((path, name))
+    }
+
+    #[test]
+    fn a_second_major_version_of_hip_is_refused() {
+        assert_eq!(loaded_major(None, None).unwrap(), None);
+        assert_eq!(loaded_major(there("libamdhip64.so.6.4.43484"), None).unwrap(), Some(6));
+        let same = Path::new("/elsewhere/libamdhip64.so.6");
+        assert_eq!(loaded_major(there("libamdhip64.so.6"), Some(same)).unwrap(), Some(6));
+        let error = loaded_major(there("libamdhip64.so.7"), Some(same)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidState);
+        assert!(error.message().contains("HIP 6 was asked for"), "{error}");
+        assert!(error.message().contains("/somewhere/libamdhip64.so.7 of major version 7"), "{error}");
+        assert!(error.hint().contains("HIGHWATER_HIP_LIBRARY"), "{error}");
+        let error = loaded_major(there("libamdhip64.so.5"), None).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.hint().contains("libamdhip64.so.7 or libamdhip64.so.6"), "{error}");
+    }
+}

@@ -8,7 +8,7 @@ use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
 use super::records;
-use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, INTERPROCESS, Room, TIMING, wrong_device};
+use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, HIGH, INTERPROCESS, LOW, Room, TIMING, wrong_device};
 use crate::backend::{
     Backend, CaptureMode, Completion, DeviceInfo, EventOptions, Identity, LiveObjects, StreamOptions, StreamPriority,
 };
@@ -199,23 +199,15 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             self.room.require(OPERATION, device, |can| can.stream_priority, "stream_priority")?;
         }
         room.streams.sweep(|stream| room.destroy_raw_stream(OPERATION, stream));
-        let (calls, flags) = (room.platform.calls(), room.platform.quirks().stream_flags);
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
-        let (mut least, mut greatest, mut raw) = (0, 0, 0);
-        // SAFETY: the call writes two numbers that live until it returns.
-        room.check(OPERATION, unsafe { (calls.priority_range)(&mut least, &mut greatest) })?;
-        let priority = match options.priority {
-            StreamPriority::Low => least,
+        let raw = room.make_stream(OPERATION, device, options.priority)?;
+        let flags = match options.priority {
+            StreamPriority::Low => LOW,
             StreamPriority::Normal => 0,
-            StreamPriority::High => greatest,
+            StreamPriority::High => HIGH,
         };
-        // SAFETY: as above.
-        room.check(OPERATION, unsafe { (calls.stream_create)(&mut raw, flags, priority) })?;
-        room.made(OPERATION, raw)?;
-        room.streams.insert(OPERATION, device, raw, 0).inspect_err(|_| {
+        room.streams.insert(OPERATION, device, raw, flags).inspect_err(|_| {
             // SAFETY: nobody else knows the stream.
-            unsafe { (calls.stream_destroy)(raw) };
+            unsafe { (room.platform.calls().stream_destroy)(raw) };
         })
     }
 
@@ -275,7 +267,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let (held, event) = room.stream_and_event(OPERATION, stream, event)?;
         let _current = room.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
-        room.check(OPERATION, unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) })
+        let wait = || unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
+        if room.streams_die() && room.may_capture() && !held.is_default() {
+            return room.wait_and_perhaps_join(OPERATION, stream, &held, wait);
+        }
+        room.check(OPERATION, wait())
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
@@ -300,7 +296,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         match unsafe { room.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
-                let message = format!("the stream {raw:#x} is not one of device {device}'s primary context");
+                let message = format!("the stream {raw:#x} is not one of device {device}");
                 return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
                     .with_hint("name the device that the stream was made on"));
             }
@@ -676,7 +672,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             records::wait_for_questions();
         }
         // SAFETY: the stream is held.
-        let outcome = room.check(OPERATION, unsafe { begin(held.raw(), number) });
+        let begin = || unsafe { begin(held.raw(), number) };
+        let outcome = if room.streams_die() {
+            room.begin_mortal_capture(OPERATION, stream, &held, begin)
+        } else {
+            room.check(OPERATION, begin())
+        };
         if outcome.is_err() {
             room.capture_ended(stream.device());
             return outcome;
@@ -712,9 +713,21 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut raw = 0;
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = unsafe { end(held.raw(), &mut raw) };
+        let status = room.capture_status(OPERATION, held.raw()).unwrap_or(0);
+        let dead = code != 0 && room.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // A stream that joined a capture does not end it.
-        if !room.capture_state(OPERATION, held.raw()).unwrap_or(false) && held.set_flag(CAPTURES, false) {
+        if (dead || status == 0) && held.set_flag(CAPTURES, false) {
             room.capture_ended(stream.device());
+        }
+        if room.streams_die() && (dead || status == 0) {
+            let origin = held.raw();
+            // From here on it may be destroyed.
+            drop(held);
+            if dead {
+                room.replace_dead(OPERATION, stream, origin)?;
+            } else {
+                room.forget_capture(origin);
+            }
         }
         room.check(OPERATION, code)?;
         room.made(OPERATION, raw)?;

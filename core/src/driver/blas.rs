@@ -39,6 +39,7 @@ impl<P: Platform> DriverBlas<P> {
         const OPERATION: &str = "create_blas_handle";
         let blas = room.platform.blas();
         let quirks = room.platform.quirks();
+        room.platform.may_create_blas(device)?;
         let mut raw = 0;
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
@@ -85,8 +86,16 @@ impl<P: Platform> DriverBlas<P> {
     #[cold]
     #[inline(never)]
     fn bind_again(&self, operation: &'static str, stream: u64) -> Result<()> {
+        let calls = &self.room.platform.blas().calls;
         // SAFETY: the handle is alive, and so is the stream.
-        self.check(operation, unsafe { (self.room.platform.blas().calls.set_stream)(self.raw, stream) })
+        self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
+        match (self.workspace, calls.set_workspace) {
+            (Some(workspace), Some(set)) if self.room.platform.quirks().set_stream_resets_workspace => {
+                // SAFETY: as above; who bound the workspace vouched for it.
+                self.check(operation, unsafe { set(self.raw, workspace.ptr.get(), workspace.bytes) })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn close(&mut self) -> Result<()> {
@@ -370,13 +379,21 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         self.enter(OPERATION)?;
         let capabilities = self.room.capabilities(OPERATION, self.device)?;
         let Some(wanted) = workspace else {
-            // Binding the stream again is what puts a handle back on its own workspace.
-            if let Some((stream, _)) = self.stream
-                && self.workspace.is_some()
-            {
-                return self.set_stream(stream);
+            if self.workspace.is_none() {
+                return Ok(());
             }
-            return Ok(());
+            let (blas, resets) = (self.room.platform.blas(), self.room.platform.quirks().set_stream_resets_workspace);
+            return match (self.stream, blas.calls.set_workspace) {
+                // Binding the stream again is what puts a handle back on its own workspace.
+                (Some((stream, _)), _) if resets => self.set_stream(stream),
+                (_, Some(set)) if !resets => {
+                    // SAFETY: the handle is alive, and nothing is bound.
+                    self.check(OPERATION, unsafe { set(self.raw, 0, 0) })?;
+                    self.workspace = None;
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
         };
         let Some(set) = self.room.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
             return Err(Error::lacks(OPERATION, "blas_workspace"));

@@ -176,6 +176,39 @@ vendor_calls! {
     }
 }
 
+impl Calls {
+    /// Whether the vendor has every call that capture and replay take.
+    #[must_use]
+    pub const fn can_capture(&self) -> bool {
+        self.capture_begin.is_some()
+            && self.capture_end.is_some()
+            && self.capture_state.is_some()
+            && self.capture_mode.is_some()
+            && self.graph_instantiate.is_some()
+            && self.graph_launch.is_some()
+            && self.graph_destroy.is_some()
+            && self.graph_exec_destroy.is_some()
+    }
+
+    /// Whether it has those that sharing memory by legacy handles takes.
+    #[must_use]
+    pub const fn can_share(&self) -> bool {
+        self.ipc_export.is_some() && self.ipc_open.is_some() && self.ipc_close.is_some()
+    }
+
+    /// Whether it has those that sharing events takes.
+    #[must_use]
+    pub const fn can_share_events(&self) -> bool {
+        self.ipc_export_event.is_some() && self.ipc_open_event.is_some()
+    }
+
+    /// Whether it has those that stream-ordered memory takes.
+    #[must_use]
+    pub const fn can_allocate_in_order(&self) -> bool {
+        self.allocate_async.is_some() && self.free_async.is_some()
+    }
+}
+
 /// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
 /// its type, ldc, compute type, algorithm.
 pub type GemmCall<N> = unsafe extern "C" fn(

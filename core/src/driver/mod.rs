@@ -4,8 +4,9 @@
 //! a vendor crate holds only what is its own: the names of its libraries, its table of calls, the meaning of its codes, its
 //! quirks as data, and what the other vendor lacks.
 //!
-//! - [`VendorLibraries`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`]).
+//! - [`Search`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`]).
 //! - [`vendor_calls!`](crate::vendor_calls) declares tables of calls; [`Calls`] and [`BlasCalls`] are those that both vendors have alike.
+//! - [`Initialised`] keeps a vendor's driver, [`loaded_files`] says what other code has opened, [`text`] reads what a vendor wrote.
 //! - [`Platform`] is what a vendor crate implements, [`DriverBackend`] the four traits over it.
 //!
 //! `docs/driver-mapping.md` of the repository maps every trait method to its calls.
@@ -18,7 +19,13 @@ mod hazards;
 mod host;
 mod ipc;
 mod library;
+mod loaded;
+mod lost;
+#[cfg(test)]
+mod lost_tests;
 mod objects;
+mod once;
+mod place;
 mod platform;
 mod records;
 mod room;
@@ -28,13 +35,18 @@ mod testing;
 mod tests;
 mod unavailable;
 mod vendor;
+#[cfg(feature = "witness")]
+pub mod witness;
 
 pub use crate::vendor_calls;
 pub use backend::DriverBackend;
 pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
 pub use codes::{Code, Codes};
 pub use library::{Library, OpenFailure};
+pub use loaded::loaded_files;
+pub use once::Initialised;
+pub use place::text;
 pub use platform::{Blas, Opened, Platform, Quirks, SharedBlock};
 pub use room::{Current, HandleCount, HeldStream, Room};
 pub use unavailable::Unavailable;
-pub use vendor::{Found, LibraryName, Search, VendorLibraries, VendorLibrary, environment_path};
+pub use vendor::{Found, LibraryName, Search, VendorLibrary, environment_path};

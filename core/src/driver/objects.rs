@@ -94,6 +94,8 @@ pub(super) struct Removed {
     pub(super) device: u32,
     pub(super) raw: u64,
     pub(super) flags: u64,
+    /// Whether the slot goes on, with another handle.
+    replaced: bool,
 }
 
 /// A vendor handle that is not destroyed while this is alive.
@@ -331,7 +333,7 @@ impl<I: ObjectId> Objects<I> {
             slot.state.store(u64::from(parts.generation.get()) << 32, Ordering::Relaxed);
             book.live -= 1;
             let (raw, flags) = (slot.raw.load(Ordering::Relaxed), slot.flags.load(Ordering::Relaxed));
-            Removed { slot: parts.slot, device: parts.device, raw, flags }
+            Removed { slot: parts.slot, device: parts.device, raw, flags, replaced: false }
         };
         if removed.flags & at_once != 0 {
             // Without the fence nobody can tell who uses it: then it is put off below like any other.
@@ -342,13 +344,44 @@ impl<I: ObjectId> Objects<I> {
         let mut answer = Ok(());
         self.sweep_with(Some(removed), |removed_now| {
             let outcome = destroy(removed_now);
-            if removed_now.slot == removed.slot {
+            if removed_now.slot == removed.slot && !removed_now.replaced {
                 answer = outcome;
             } else if let Err(error) = outcome {
                 tracing::warn!("an object that was in use when it was destroyed is left: {error}");
             }
         });
         answer
+    }
+
+    /// Puts another vendor handle under `id`. The old one is handed to `destroy` as in [`Objects::remove`]: calls that had it
+    /// before announce the slot, as do those that have the new one, so it is put off until no call uses either.
+    ///
+    /// A call that reads the new handle follows it to what the vendor has written, which is why no fence is needed for that.
+    pub(super) fn replace(
+        &self,
+        operation: &'static str,
+        id: I,
+        raw: u64,
+        mut destroy: impl FnMut(&Removed) -> Result<()>,
+    ) -> Result<()> {
+        let parts = id.parts();
+        let replaced = {
+            let book = self.book.lock();
+            let known = self.slot_of(&parts);
+            let slot =
+                known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
+            let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
+            // Release: who finds the handle finds what it stands for.
+            let old = slot.raw.swap(raw, Ordering::Release);
+            drop(book);
+            Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, replaced: true }
+        };
+        self.sweep_with(Some(replaced), |removed| {
+            if let Err(error) = destroy(removed) {
+                tracing::warn!("a handle that was replaced is left: {error}");
+            }
+        });
+        Ok(())
     }
 
     /// Destroys what was put off and is used no more.
@@ -373,6 +406,10 @@ impl<I: ObjectId> Objects<I> {
         for mut removed in candidates {
             if fenced.as_ref().is_none_or(|fenced| self.is_used(&removed, fenced)) {
                 self.book.lock().put_off.push(removed);
+                continue;
+            }
+            if removed.replaced {
+                destroy(&removed);
                 continue;
             }
             // The call that used it may have changed them after it was removed.

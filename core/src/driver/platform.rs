@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
 use super::codes::Codes;
+use super::library::Library;
 use super::room::Room;
 use crate::blas::{BlasHandle, DataType, MathMode, Transpose};
 use crate::capability::Capabilities;
@@ -53,6 +54,8 @@ pub struct Quirks {
     pub atomics_allowed_at_first: bool,
     /// Whether binding a stream puts a handle back on its own workspace.
     pub set_stream_resets_workspace: bool,
+    /// The code with which a capture ends that has taken its streams with it, where streams die with a lost capture.
+    pub capture_loss_kills_streams: Option<i32>,
 }
 
 impl Quirks {
@@ -98,6 +101,51 @@ pub struct Blas {
     pub gemm_batch_64: Option<GemmBatchCall<i64>>,
     /// What its codes mean.
     pub codes: &'static Codes,
+}
+
+impl Blas {
+    /// Fills the tables from `library`: `symbol` makes the vendor's symbol of a name, and `products` are those of one product and
+    /// of a batch, to which the calls for sizes of 64 bits add `_64`.
+    ///
+    /// # Errors
+    /// Every required symbol that is missing.
+    ///
+    /// # Safety
+    /// What the library exports under these symbols has the arguments that the tables declare.
+    pub unsafe fn load(
+        library: &Library,
+        symbol: impl Fn(&str) -> String,
+        products: [&str; 2],
+        codes: &'static Codes,
+    ) -> Result<Self, Vec<String>> {
+        // SAFETY: passed on from the caller.
+        let calls = unsafe { BlasCalls::load(library, symbol) };
+        let [one, batch] = products;
+        let found = (calls, library.symbol(one), library.symbol(batch));
+        let (Ok(calls), Some(gemm), Some(gemm_batch)) = found else {
+            let (calls, gemm, gemm_batch) = found;
+            let mut missing = calls.err().unwrap_or_default();
+            missing.extend(
+                [(one, gemm), (batch, gemm_batch)]
+                    .iter()
+                    .filter(|found| found.1.is_none())
+                    .map(|found| found.0.to_owned()),
+            );
+            return Err(missing);
+        };
+        let wide = [one, batch].map(|name| library.symbol(&format!("{name}_64")));
+        // SAFETY: each symbol is a function of these arguments, as the caller vouches, and the library is never closed.
+        unsafe {
+            Ok(Self {
+                calls,
+                gemm: std::mem::transmute::<*const (), GemmCall<i32>>(gemm),
+                gemm_batch: std::mem::transmute::<*const (), GemmBatchCall<i32>>(gemm_batch),
+                gemm_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
+                gemm_batch_64: wide[1].map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
+                codes,
+            })
+        }
+    }
 }
 
 /// Memory that other processes can open by a descriptor or over a fabric: what was made for it.
@@ -203,6 +251,15 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         let _ = (device, handle);
         Err(Error::lacks("open_memory", "ipc_transports"))
+    }
+
+    /// What stands in the way of BLAS handles of `device`, where the vendor would not say it by a code.
+    ///
+    /// # Errors
+    /// `Unsupported`, with what is missing and where it was looked for.
+    fn may_create_blas(&self, device: u32) -> Result<()> {
+        let _ = device;
+        Ok(())
     }
 
     /// Makes a handle for Lt plans.

@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::codes::Codes;
 use super::hazards::Asking;
+use super::lost::OpenCapture;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::records;
@@ -29,6 +30,9 @@ pub(super) const CAPTURES: u64 = 2;
 pub(super) const TIMING: u64 = 4;
 /// An event that other processes can open.
 pub(super) const INTERPROCESS: u64 = 8;
+/// A stream of low priority, and one of high.
+pub(super) const LOW: u64 = 16;
+pub(super) const HIGH: u64 = 32;
 
 /// A block of device memory.
 #[derive(Debug)]
@@ -97,6 +101,8 @@ pub struct Room<P: Platform> {
     handles: AtomicU64,
     /// Captures of this backend that are open anywhere.
     captures: AtomicU32,
+    /// The same, with who takes part, for a vendor whose streams die with their capture.
+    pub(super) open_captures: Mutex<Vec<OpenCapture>>,
     /// Whether streams of other code were wrapped, whose captures nobody tells this backend of.
     foreign: AtomicBool,
     /// By device and peer: whether peer access was set up.
@@ -131,6 +137,11 @@ impl HeldStream<'_> {
     #[inline(always)]
     pub(super) const fn is_default(&self) -> bool {
         self.held.is_none()
+    }
+
+    /// What the room remembers of it; nothing of a default stream.
+    pub(super) fn flags(&self) -> u64 {
+        self.held.as_ref().map_or(0, Held::flags)
     }
 
     /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
@@ -237,6 +248,7 @@ impl<P: Platform> Room<P> {
             exported: Mutex::default(),
             handles: AtomicU64::new(0),
             captures: AtomicU32::new(0),
+            open_captures: Mutex::default(),
             foreign: AtomicBool::new(false),
             peers: (0..pairs).map(|_| OnceLock::new()).collect(),
         }
@@ -515,11 +527,17 @@ impl<P: Platform> Room<P> {
     /// Whether the stream takes part in a capture, lost ones included.
     #[cold]
     pub(super) fn capture_state(&self, operation: &'static str, raw: u64) -> Result<bool> {
-        let Some(state) = self.platform.calls().capture_state else { return Ok(false) };
+        Ok(self.capture_status(operation, raw)? != 0)
+    }
+
+    /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
+    #[cold]
+    pub(super) fn capture_status(&self, operation: &'static str, raw: u64) -> Result<u32> {
+        let Some(state) = self.platform.calls().capture_state else { return Ok(0) };
         let mut value = 0;
         // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
         self.check(operation, unsafe { state(raw, &mut value) })?;
-        Ok(value != 0)
+        Ok(value)
     }
 
     /// Refuses what would lose a capture or become a part of it that nobody meant.
@@ -616,12 +634,18 @@ impl<P: Platform> Room<P> {
 
     /// Destroys a stream that no call uses.
     pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed) -> Result<()> {
-        let outcome = if stream.flags & FOREIGN != 0 {
-            Ok(())
-        } else {
+        let destroy = || {
+            if stream.flags & FOREIGN != 0 {
+                return Ok(());
+            }
             let _relaxed = self.relaxed();
-            // SAFETY: the id is stale and no call uses the handle.
+            // SAFETY: the id is stale or stands for another handle, and no call uses this one.
             self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
+        };
+        let outcome = if self.streams_die() && stream.flags & CAPTURES != 0 {
+            self.destroy_with_capture(operation, stream, destroy)
+        } else {
+            destroy()
         };
         // A capture ends with its stream, and counts until then.
         if stream.flags & CAPTURES != 0 {
@@ -679,6 +703,7 @@ impl<P: Platform> Drop for Room<P> {
         // At exit and in a forked child the vendor is not called.
         if self.is_in_service() {
             self.sweep("close");
+            self.forget_captures();
         }
     }
 }
@@ -691,6 +716,7 @@ impl<P: Platform> Room<P> {
             || self.host_blocks.is_locked()
             || self.mapped.is_locked()
             || self.exported.is_locked()
+            || self.open_captures.is_locked()
             || self.streams.is_locked()
             || self.events.is_locked()
             || self.graphs.is_locked()

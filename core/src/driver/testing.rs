@@ -25,6 +25,9 @@ pub(super) const INVALID: i32 = 1;
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_READY: i32 = 600;
 const WRONG_THREAD: i32 = 908;
+const LOST: i32 = 901;
+/// A stream that joined a capture was not waited for: as in the vendor whose streams die, the capture stays open.
+const UNJOINED: i32 = 904;
 
 static CODES: Codes = Codes {
     library: "Fake",
@@ -34,10 +37,17 @@ static CODES: Codes = Codes {
         Code::new(201, "INVALID_CONTEXT", ErrorKind::InvalidState, ""),
         Code::new(400, "INVALID_HANDLE", ErrorKind::InvalidHandle, ""),
         Code::new(901, "CAPTURE_INVALIDATED", ErrorKind::Capture, ""),
+        Code::new(904, "CAPTURE_UNJOINED", ErrorKind::Capture, ""),
     ],
 };
 
-static QUIRKS: Quirks = Quirks {
+static QUIRKS: Quirks = COMMON;
+
+/// Of a vendor whose streams die with their capture, and whose handles keep their workspace.
+static MORTAL: Quirks =
+    Quirks { capture_loss_kills_streams: Some(LOST), set_stream_resets_workspace: false, math_modes: None, ..COMMON };
+
+const COMMON: Quirks = Quirks {
     legacy_stream: 1,
     per_thread_stream: 2,
     not_ready: NOT_READY,
@@ -57,6 +67,7 @@ static QUIRKS: Quirks = Quirks {
     atomics_modes: [0, 1],
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
+    capture_loss_kills_streams: None,
 };
 
 /// The context of a device.
@@ -95,9 +106,21 @@ struct Vendor {
     alive: HashSet<u64>,
     /// By stream, the thread that began.
     captures: HashMap<u64, Option<std::thread::ThreadId>>,
+    /// By stream, or by event that was recorded on one that takes part, the stream that its capture began on.
+    joined: HashMap<u64, u64>,
+    /// Streams that died with their capture.
+    dead: HashSet<u64>,
     /// Bytes by address.
     memory: HashMap<u64, usize>,
     last: u64,
+    /// Ends of captures say that a stream was not joined.
+    unjoined: bool,
+    /// Events and streams, streams and events.
+    records_made: Vec<(u64, u64)>,
+    waits_made: Vec<(u64, u64)>,
+    /// Streams and their flags and priorities; handles and the streams bound to them.
+    streams_made: Vec<(u64, i32)>,
+    bound: Vec<(u64, u64)>,
     room: Weak<Room<FakePlatform>>,
 }
 
@@ -106,6 +129,12 @@ static VENDOR: std::sync::LazyLock<Mutex<Vendor>> = std::sync::LazyLock::new(Mut
 static CHANGED: Condvar = Condvar::new();
 
 impl Vendor {
+    /// The stream that the capture began on in which this one takes part.
+    fn origin_of(&self, stream: u64) -> Option<u64> {
+        let joined = || self.joined.get(&stream).copied().filter(|origin| self.captures.contains_key(origin));
+        if self.captures.contains_key(&stream) { Some(stream) } else { joined() }
+    }
+
     fn made(&mut self, name: &'static str) -> u64 {
         if self.nothing.contains(name) {
             return 0;
@@ -143,6 +172,10 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
             vendor.faults.push(format!("{object:#x} was destroyed while {name} used it"));
         }
     }
+    let dead = objects.iter().any(|object| vendor.dead.contains(object));
+    if dead && !["stream_destroy", "capture_state", "capture_end"].contains(&name) {
+        vendor.faults.push(format!("{name} was given a dead stream"));
+    }
     if let Some(code) = vendor.answers.get_mut(name).and_then(VecDeque::pop_front) {
         return code;
     }
@@ -169,6 +202,8 @@ fn destroy(name: &'static str, object: u64) -> i32 {
         vendor.alive.remove(&object);
         vendor.memory.remove(&object);
         vendor.captures.remove(&object);
+        vendor.joined.remove(&object);
+        vendor.dead.remove(&object);
         0
     })
 }
@@ -186,12 +221,24 @@ macro_rules! vendor_functions {
 vendor_functions! {
     stream_query(stream: u64) { call("stream_query", &[stream], |_| 0) }
     stream_synchronize(stream: u64) { call("stream_synchronize", &[stream], |_| 0) }
-    stream_create(out: *mut u64, _flags: u32, _priority: i32) {
-        // SAFETY: see the macro.
-        needs_context("stream_create", &[], |vendor| unsafe { give(out, vendor.made("stream_create")) })
+    stream_create(out: *mut u64, _flags: u32, priority: i32) {
+        needs_context("stream_create", &[], |vendor| {
+            let made = vendor.made("stream_create");
+            vendor.streams_made.push((made, priority));
+            // SAFETY: see the macro.
+            unsafe { give(out, made) }
+        })
     }
     stream_destroy(stream: u64) { destroy("stream_destroy", stream) }
-    stream_wait_event(stream: u64, event: u64, _flags: u32) { call("stream_wait_event", &[stream, event], |_| 0) }
+    stream_wait_event(stream: u64, event: u64, _flags: u32) {
+        call("stream_wait_event", &[stream, event], |vendor| {
+            vendor.waits_made.push((stream, event));
+            if let Some(origin) = vendor.joined.get(&event).copied().filter(|origin| *origin != stream) {
+                vendor.joined.insert(stream, origin);
+            }
+            0
+        })
+    }
     priority_range(least: *mut i32, greatest: *mut i32) {
         // SAFETY: see the macro.
         needs_context("priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
@@ -201,7 +248,16 @@ vendor_functions! {
         needs_context("event_create", &[], |vendor| unsafe { give(out, vendor.made("event_create")) })
     }
     event_destroy(event: u64) { destroy("event_destroy", event) }
-    event_record(event: u64, stream: u64) { call("event_record", &[event, stream], |_| 0) }
+    event_record(event: u64, stream: u64) {
+        call("event_record", &[event, stream], |vendor| {
+            vendor.records_made.push((event, stream));
+            match vendor.origin_of(stream) {
+                Some(origin) => vendor.joined.insert(event, origin),
+                None => vendor.joined.remove(&event),
+            };
+            0
+        })
+    }
     event_query(event: u64) { call("event_query", &[event], |_| 0) }
     event_synchronize(event: u64) { call("event_synchronize", &[event], |_| 0) }
     event_elapsed(out: *mut f32, start: u64, end: u64) {
@@ -264,7 +320,14 @@ vendor_functions! {
     }
     capture_end(stream: u64, out: *mut u64) {
         // As the vendor's: on another thread the capture is over, and there is no graph.
-        call("capture_end", &[stream], |vendor| match vendor.captures.remove(&stream) {
+        call("capture_end", &[stream], |vendor| {
+            if vendor.dead.contains(&stream) {
+                return LOST;
+            }
+            if vendor.unjoined {
+                return UNJOINED;
+            }
+            match vendor.captures.remove(&stream) {
             Some(Some(thread)) if thread != std::thread::current().id() => WRONG_THREAD,
             Some(_) => {
                 let made = vendor.made("capture_end");
@@ -272,11 +335,15 @@ vendor_functions! {
                 unsafe { give(out, made) }
             }
             None => INVALID,
+            }
         })
     }
     capture_state(stream: u64, out: *mut u32) {
         // SAFETY: see the macro.
-        call("capture_state", &[stream], |vendor| unsafe { give(out, u32::from(vendor.captures.contains_key(&stream))) })
+        call("capture_state", &[stream], |vendor| unsafe {
+            let lost = u32::from(vendor.dead.contains(&stream)) * 2;
+            give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
+        })
     }
     capture_mode(mode: *mut u32) {
         // SAFETY: see the macro.
@@ -322,7 +389,12 @@ vendor_functions! {
         needs_context("blas_create", &[], |vendor| unsafe { give(out, vendor.made("blas_create")) })
     }
     blas_destroy(handle: u64) { destroy("blas_destroy", handle) }
-    blas_set_stream(handle: u64, stream: u64) { call("blas_set_stream", &[handle, stream], |_| 0) }
+    blas_set_stream(handle: u64, stream: u64) {
+        call("blas_set_stream", &[handle, stream], |vendor| {
+            vendor.bound.push((handle, stream));
+            0
+        })
+    }
     blas_set_atomics_mode(handle: u64, _mode: u32) { call("blas_set_atomics_mode", &[handle], |_| 0) }
     blas_set_workspace(handle: u64, _memory: u64, _bytes: usize) { call("blas_set_workspace", &[handle], |_| 0) }
     blas_set_math_mode(handle: u64, _mode: u32) { call("blas_set_math_mode", &[handle], |_| 0) }
@@ -425,7 +497,7 @@ static BLAS: Blas = Blas {
 
 /// The fake as a vendor.
 #[derive(Debug)]
-pub(super) struct FakePlatform;
+pub(super) struct FakePlatform(&'static Quirks);
 
 // SAFETY: nothing that the room frees is memory: addresses are numbers that nobody follows.
 unsafe impl Platform for FakePlatform {
@@ -438,7 +510,7 @@ unsafe impl Platform for FakePlatform {
     }
 
     fn quirks(&self) -> &'static Quirks {
-        &QUIRKS
+        self.0
     }
 
     fn blas(&self) -> &Blas {
@@ -523,6 +595,15 @@ pub(super) struct Fake {
 impl Fake {
     /// Two devices that can do everything.
     pub(super) fn new() -> Self {
+        Self::of(&QUIRKS)
+    }
+
+    /// The same of a vendor whose streams die with their capture.
+    pub(super) fn mortal() -> Self {
+        Self::of(&MORTAL)
+    }
+
+    fn of(quirks: &'static Quirks) -> Self {
         let turn = TURN.lock();
         *VENDOR.lock() = Vendor::default();
         let mut can = Capabilities::none();
@@ -536,7 +617,7 @@ impl Fake {
         let devices =
             (0..2).map(|device| (DeviceInfo::new(device, "fake", [device as u8; 16], 1 << 30), can)).collect();
         let identity = Identity::new("fake", "Fake", BackendTag::next());
-        let backend = Arc::new(DriverBackend::new(Opened { platform: FakePlatform, identity, devices }));
+        let backend = Arc::new(DriverBackend::new(Opened { platform: FakePlatform(quirks), identity, devices }));
         VENDOR.lock().room = Arc::downgrade(backend.room());
         Self { backend, _turn: turn }
     }
@@ -582,6 +663,46 @@ impl Fake {
     /// Ends a stream's capture behind the backend's back.
     pub(super) fn end_foreign_capture(&self, stream: u64) {
         VENDOR.lock().captures.remove(&stream);
+    }
+
+    /// Loses the capture that began on a stream, for every stream that takes part.
+    pub(super) fn lose(&self, origin: u64) {
+        let mut vendor = VENDOR.lock();
+        let streams: Vec<u64> =
+            vendor.alive.iter().copied().filter(|stream| vendor.origin_of(*stream) == Some(origin)).collect();
+        vendor.captures.remove(&origin);
+        let events: HashSet<u64> = vendor.records_made.iter().map(|(event, _)| *event).collect();
+        vendor.dead.extend(streams.into_iter().filter(|stream| !events.contains(stream)));
+    }
+
+    /// Ends of captures say from here on that a stream was not joined, or do not.
+    pub(super) fn leave_unjoined(&self, unjoined: bool) {
+        VENDOR.lock().unjoined = unjoined;
+    }
+
+    /// The stream on which the event was recorded last.
+    pub(super) fn recorded_on(&self, event: u64) -> Option<u64> {
+        VENDOR.lock().records_made.iter().rev().find(|record| record.0 == event).map(|record| record.1)
+    }
+
+    /// The events that a stream was told to wait for.
+    pub(super) fn waits_of(&self, stream: u64) -> Vec<u64> {
+        VENDOR.lock().waits_made.iter().filter(|wait| wait.0 == stream).map(|wait| wait.1).collect()
+    }
+
+    /// The priority with which a stream was made.
+    pub(super) fn priority_of(&self, stream: u64) -> Option<i32> {
+        VENDOR.lock().streams_made.iter().find(|made| made.0 == stream).map(|made| made.1)
+    }
+
+    /// The streams that a handle was bound to, in order.
+    pub(super) fn bindings_of(&self, handle: u64) -> Vec<u64> {
+        VENDOR.lock().bound.iter().filter(|bound| bound.0 == handle).map(|bound| bound.1).collect()
+    }
+
+    /// Whether the object is alive.
+    pub(super) fn is_alive(&self, object: u64) -> bool {
+        VENDOR.lock().alive.contains(&object)
     }
 
     /// The calls of that name.

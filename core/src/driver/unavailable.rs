@@ -8,8 +8,8 @@ use crate::error::Error;
 #[error("{error}")]
 #[non_exhaustive]
 pub struct Unavailable {
-    /// What was missing: `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, or `Unsupported` where everything was found
-    /// but is not driven.
+    /// What was missing: `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, or `Unsupported` where what was
+    /// found is too old.
     pub error: Error,
     /// Every name that was tried and did not open, in the order of the attempts.
     pub tried: Vec<OpenFailure>,

@@ -14,15 +14,6 @@ use std::path::{Path, PathBuf};
 use super::{Library, OpenFailure, Unavailable};
 use crate::error::{Error, ErrorKind};
 
-/// The libraries of one vendor, in the order in which they are opened.
-#[derive(Debug, Clone, Copy)]
-pub struct VendorLibraries {
-    /// The vendor's software, for messages: `CUDA`.
-    pub vendor: &'static str,
-    /// What is needed; each is opened before the next.
-    pub libraries: &'static [VendorLibrary],
-}
-
 /// One library of a vendor.
 #[derive(Debug, Clone, Copy)]
 pub struct VendorLibrary {
@@ -61,7 +52,7 @@ impl LibraryName {
     }
 
     /// Whether `path` names this file, perhaps with a longer version: `libcublas.so.13.1.0`.
-    fn names(&self, path: &Path) -> bool {
+    pub(super) fn names(&self, path: &Path) -> bool {
         path.file_name().and_then(OsStr::to_str).is_some_and(|name| {
             name.strip_prefix(self.file).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         })
@@ -99,37 +90,6 @@ pub struct Found {
     pub major: Option<u32>,
 }
 
-impl VendorLibraries {
-    /// Looks for the libraries and says what stands in the way of using a vendor that this version does not drive.
-    /// `paths` gives the path that a variable holds; [`environment_path`] asks the environment.
-    ///
-    /// `LibraryMissing` or `SymbolMissing` where the vendor's software is not there or not whole, `Unsupported` where it is
-    /// too old, `InvalidArgument` where the variables name files that do not go together, and `Unsupported` again, with
-    /// the files in [`Unavailable::opened`], where everything was found. No function of the libraries is called.
-    ///
-    /// # Safety
-    /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
-    #[must_use]
-    pub unsafe fn probe(&self, paths: impl Fn(&str) -> Option<PathBuf>) -> Unavailable {
-        let mut search = Search::default();
-        for library in self.libraries {
-            let given = paths(library.path_variable);
-            // SAFETY: the caller vouches for every name that the search can come to.
-            if let Err(error) = unsafe { search.open(library, given.as_deref(), |_| true) } {
-                return search.fails(error);
-            }
-        }
-        let message = format!(
-            "{} was found ({}), but this version of Highwater does not drive it yet",
-            self.vendor,
-            search.opened.join(", ")
-        );
-        let error = Error::new(ErrorKind::Unsupported, OPERATION, message)
-            .with_hint("use the mock: open the backend `mock`, which computes the same results on the CPU");
-        search.fails(error)
-    }
-}
-
 impl Search {
     /// A search that looks into `folders` after the loader's own.
     #[must_use]
@@ -153,7 +113,8 @@ impl Search {
     /// together with what was opened before.
     ///
     /// # Errors
-    /// As [`VendorLibraries::probe`].
+    /// `LibraryMissing` or `SymbolMissing` where the vendor's software is not there or not whole, `Unsupported` where it is too old,
+    /// `InvalidArgument` where `given` does not go together with what was opened before.
     ///
     /// # Safety
     /// The names, the folders and `given` are libraries whose constructors this process may run.
@@ -190,7 +151,7 @@ impl Search {
     /// Opens the file that the library's variable names, and no other.
     ///
     /// # Safety
-    /// As [`VendorLibraries::probe`].
+    /// As [`Search::open`].
     unsafe fn open_given(
         &mut self,
         library: &VendorLibrary,
@@ -205,15 +166,11 @@ impl Search {
                 .with_hint(format!("{variable} is set: correct it, or unset it to search the usual names"))
         })?;
         // A link without a version in its name is followed to the file that has one.
-        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let known = |names: &[LibraryName]| {
-            [path, &real].into_iter().find_map(|path| names.iter().copied().find(|name| name.names(path)))
-        };
-        if let Some(old) = known(library.too_old) {
+        let name = library.name_of(path);
+        if let Some(old) = name.filter(|name| library.too_old.contains(name)) {
             self.opened.push(opened.name().to_owned());
             return Err(too_old(library, opened.name(), old));
         }
-        let name = known(library.names);
         if let Some((settled, by)) = &self.settled
             && let Some(major) = name.and_then(|name| name.major)
             && major != *settled
@@ -232,7 +189,7 @@ impl Search {
     /// Opens the first of the library's names, of the settled major version where there is one.
     ///
     /// # Safety
-    /// As [`VendorLibraries::probe`].
+    /// As [`Search::open`].
     unsafe fn open_known(
         &mut self,
         library: &VendorLibrary,
@@ -320,45 +277,46 @@ mod tests {
     }
 
     /// The C library stands for a driver, and the mathematics library, of the same major version, for what is over it.
-    const FOUND: VendorLibraries = VendorLibraries {
-        vendor: "Test",
-        libraries: &[
-            library("the driver", &[LibraryName::of_major(ABSENT, 7), LibraryName::of_major("libc.so.6", 6)]),
-            VendorLibrary {
-                path_variable: "SECOND_PATH",
-                required_symbols: &["cos"],
-                ..library(
-                    "the matrix library",
-                    &[LibraryName::of_major("libdl.so.2", 7), LibraryName::of_major("libm.so.6", 6)],
-                )
-            },
-        ],
-    };
+    const FOUND: &[VendorLibrary] = &[
+        library("the driver", &[LibraryName::of_major(ABSENT, 7), LibraryName::of_major("libc.so.6", 6)]),
+        VendorLibrary {
+            path_variable: "SECOND_PATH",
+            required_symbols: &["cos"],
+            ..library(
+                "the matrix library",
+                &[LibraryName::of_major("libdl.so.2", 7), LibraryName::of_major("libm.so.6", 6)],
+            )
+        },
+    ];
 
-    const MISSING: VendorLibraries = VendorLibraries {
-        vendor: "Test",
-        libraries: &[library("the driver", &[LibraryName::of_major(ABSENT, 7), LibraryName::of_major(ABSENT_TOO, 6)])],
-    };
+    const MISSING: &[VendorLibrary] =
+        &[library("the driver", &[LibraryName::of_major(ABSENT, 7), LibraryName::of_major(ABSENT_TOO, 6)])];
 
-    const OLD: VendorLibraries = VendorLibraries {
-        vendor: "Test",
-        libraries: &[VendorLibrary {
-            too_old: &[LibraryName::of_major("libc.so.6", 5)],
-            ..library("the driver", &[LibraryName::of_major(ABSENT, 7)])
-        }],
-    };
+    const OLD: &[VendorLibrary] = &[VendorLibrary {
+        too_old: &[LibraryName::of_major("libc.so.6", 5)],
+        ..library("the driver", &[LibraryName::of_major(ABSENT, 7)])
+    }];
 
-    fn probe(vendor: &VendorLibraries, given: &[(&str, &Path)]) -> Unavailable {
-        // SAFETY: the names are parts of the C library, which is in this process already, or do not exist.
-        unsafe {
-            vendor
-                .probe(|variable| given.iter().find(|(name, _)| *name == variable).map(|(_, path)| path.to_path_buf()))
+    /// Opens one after the other: the files that were opened, or why not all were.
+    fn search(libraries: &[VendorLibrary], given: &[(&str, &Path)]) -> std::result::Result<Search, Unavailable> {
+        let mut search = Search::default();
+        for library in libraries {
+            let path = given.iter().find(|(name, _)| *name == library.path_variable).map(|(_, path)| *path);
+            // SAFETY: the names are parts of the C library, which is in this process already, or do not exist.
+            if let Err(error) = unsafe { search.open(library, path, |_| true) } {
+                return Err(search.fails(error));
+            }
         }
+        Ok(search)
+    }
+
+    fn refused(libraries: &[VendorLibrary], given: &[(&str, &Path)]) -> Unavailable {
+        search(libraries, given).unwrap_err()
     }
 
     #[test]
     fn a_missing_library_lists_every_name_with_the_loaders_words() {
-        let answer = probe(&MISSING, &[]);
+        let answer = refused(MISSING, &[]);
         assert_eq!(answer.error.kind(), ErrorKind::LibraryMissing);
         let tried: Vec<&str> = answer.tried.iter().map(|failure| failure.name.as_str()).collect();
         assert_eq!(tried, [ABSENT, ABSENT_TOO]);
@@ -371,20 +329,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_found_is_not_driven_and_majors_are_not_mixed() {
-        let answer = probe(&FOUND, &[]);
-        assert_eq!(answer.error.kind(), ErrorKind::Unsupported);
+    fn majors_are_not_mixed() {
+        let found = search(FOUND, &[]).unwrap();
         // `libdl.so.2` opens as well, and was preferred, but stands for another major version than the driver found.
-        assert_eq!(answer.opened, ["libc.so.6", "libm.so.6"]);
-        assert_eq!(answer.tried.len(), 1);
-        assert!(answer.error.message().contains("libc.so.6, libm.so.6"), "{answer}");
-        assert!(answer.error.hint().contains("mock"), "{answer}");
-        assert_eq!(Error::from(answer).kind(), ErrorKind::Unsupported);
+        assert_eq!(found.opened(), ["libc.so.6", "libm.so.6"]);
+        let answer = found.fails(Error::new(ErrorKind::DeviceMissing, OPERATION, "there is none"));
+        assert_eq!((answer.tried.len(), answer.opened.len()), (1, 2));
+        assert_eq!(Error::from(answer).kind(), ErrorKind::DeviceMissing);
     }
 
     #[test]
     fn a_variable_is_the_only_name_tried() {
-        let answer = probe(&FOUND, &[("FIRST_PATH", Path::new("/no/such/libc.so.6"))]);
+        let answer = refused(FOUND, &[("FIRST_PATH", Path::new("/no/such/libc.so.6"))]);
         assert_eq!(answer.error.kind(), ErrorKind::LibraryMissing);
         assert_eq!(answer.tried.len(), 1);
         assert_eq!(answer.tried[0].name, "/no/such/libc.so.6");
@@ -393,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_library_without_its_symbols_is_another_error_than_none() {
-        let answer = probe(&FOUND, &[("SECOND_PATH", Path::new("libc.so.6"))]);
+        let answer = refused(FOUND, &[("SECOND_PATH", Path::new("libc.so.6"))]);
         assert_eq!(answer.error.kind(), ErrorKind::SymbolMissing);
         assert!(answer.error.message().contains("lacks cos"), "{answer}");
         assert_eq!(answer.opened, ["libc.so.6", "libc.so.6"]);
@@ -402,7 +358,7 @@ mod tests {
     #[test]
     fn a_version_that_is_too_old_is_named() {
         for given in [&[][..], &[("FIRST_PATH", Path::new("libc.so.6"))]] {
-            let answer = probe(&OLD, given);
+            let answer = refused(OLD, given);
             assert_eq!(answer.error.kind(), ErrorKind::Unsupported);
             assert!(answer.error.message().contains("libc.so.6 (major version 5) is too old"), "{answer}");
             assert!(answer.error.hint().contains(ABSENT), "{answer}");
@@ -411,7 +367,7 @@ mod tests {
 
     #[test]
     fn files_that_do_not_go_together_are_refused() {
-        let answer = probe(&FOUND, &[("SECOND_PATH", Path::new("libdl.so.2"))]);
+        let answer = refused(FOUND, &[("SECOND_PATH", Path::new("libdl.so.2"))]);
         assert_eq!(answer.error.kind(), ErrorKind::InvalidArgument);
         assert!(answer.error.message().contains("libdl.so.2 belongs to major version 7"), "{answer}");
     }

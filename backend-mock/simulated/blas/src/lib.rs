@@ -1,15 +1,15 @@
-//! What the look-alikes of cuBLAS and cuBLASLt share.
+//! What the look-alikes of cuBLAS and cuBLASLt share, and hipBLAS's as far as it has the same.
 //!
-//! Like the real ones they stand on the driver: contexts, memory and waiting go through functions that `libcuda.so.1`
-//! exports for everybody. Only the kernels are reached through a private [`table`], which the simulated driver exports as
-//! `highwater_simulated_blas`.
+//! Like the real ones they stand on the driver: contexts, memory and waiting go through functions that `libcuda.so.1` or
+//! `libamdhip64.so` exports for everybody. Only the kernels are reached through a private [`table`], which the simulated
+//! driver exports as `highwater_simulated_blas`.
 //!
 //! - `table`: the private table, and a product as it crosses it
-//! - `driver`: the driver's functions, and which context is current
+//! - `driver`: NVIDIA's driver's functions, and which context is current
 //! - `signature`: what of a function the ABI sees, for tests
 //! - `slots`: what the libraries' handles and descriptors lie in
-//! - `status`: the codes, their names and texts
-//! - `types`: element and compute types, and which go together
+//! - `status`: the codes of NVIDIA's libraries, their names and texts
+//! - `types`: element and compute types in NVIDIA's numbers, and which go together
 
 use std::sync::OnceLock;
 

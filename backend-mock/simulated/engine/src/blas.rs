@@ -193,7 +193,7 @@ fn is_reachable(simulation: &Simulation, product: &Product, raw: &RawProduct) ->
     let peers = simulation.state(product.device).map_or(0, |state| state.peers.load(Ordering::Acquire));
     let reaches = |address: u64, bytes: usize| match simulation.place(address, bytes as u64) {
         Ok(Place::Device(device)) => device == product.device || peers >> device & 1 == 1,
-        Ok(Place::Pinned) => true,
+        Ok(Place::Pinned) => simulation.is_of_devices(address),
         Ok(Place::Pageable) | Err(_) => false,
     };
     let workspace = (product.workspace_bytes > 0).then_some((product.workspace, product.workspace_bytes as usize));

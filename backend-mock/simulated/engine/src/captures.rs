@@ -5,6 +5,9 @@
 //! that it does not allow: then everything on its streams answers 901 until it is ended, the end too, and after that the
 //! streams are as good as before.
 //!
+//! With AMD's rules a lost capture takes its streams with it: once it is ended they are *dead*, that on which it began and
+//! every one that had joined, and good for nothing but being destroyed.
+//!
 //! Calls that could wait for the device, or that could free what a capture uses, are *unsafe* while a capture is open,
 //! whatever stream they concern: they answer 900 and lose the capture, unless the thread has exchanged its mode.
 
@@ -19,9 +22,10 @@ use highwater_mock::simulated::Call;
 use parking_lot::{Mutex, RwLock};
 
 use crate::code::{Answer, Code};
-use crate::memory::GraphMemory;
-use crate::process::{Simulation, simulation};
+use crate::memory::{GraphMemory, new_number};
+use crate::process::{Simulation, simulation, vendor};
 use crate::streams::{NON_BLOCKING, Stream, new_handles};
+use crate::variants::Vendor;
 
 /// Modes of a capture and of a thread.
 pub mod mode {
@@ -67,6 +71,10 @@ pub(crate) struct Capture {
     origin: Stream,
     lost: AtomicBool,
     ended: AtomicBool,
+    /// Whether another capture was begun on a dead stream of it.
+    begun_again: AtomicBool,
+    /// No other capture of the process has it.
+    number: u64,
     nodes: Mutex<Vec<u32>>,
     /// What was allocated in it.
     pub(crate) memory: Arc<GraphMemory>,
@@ -80,6 +88,16 @@ impl Capture {
     pub(crate) fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
+
+    /// Whether its streams are dead.
+    fn is_dead(&self) -> bool {
+        self.is_lost() && self.is_ended()
+    }
+
+    /// What a call answers that would enqueue something into it after it was lost.
+    fn refusal(&self) -> Code {
+        if self.begun_again.load(Ordering::Acquire) { Code::INVALID_VALUE } else { Code::STREAM_CAPTURE_INVALIDATED }
+    }
 }
 
 /// Which stream it is. The per-thread default stream is another one for each thread.
@@ -89,16 +107,17 @@ fn key(stream: StreamId) -> Key {
     (stream, stream.is_per_thread_default().then(|| std::thread::current().id()))
 }
 
-/// The open captures.
+/// The open captures, and the lost ones whose streams are dead.
 #[derive(Debug, Default)]
 pub(crate) struct Captures {
+    /// How many streams there are below.
     count: AtomicUsize,
     /// The captures that streams take part in.
     streams: RwLock<HashMap<Key, (Stream, Arc<Capture>)>>,
 }
 
 impl Captures {
-    /// The open capture that a stream takes part in.
+    /// The capture that a stream takes part in, or died with.
     pub(crate) fn of(&self, stream: StreamId) -> Option<Arc<Capture>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
@@ -112,19 +131,28 @@ impl Captures {
             return false;
         }
         streams.insert(key(stream.id), (stream, capture));
-        self.count.fetch_add(1, Ordering::AcqRel);
+        self.count.store(streams.len(), Ordering::Release);
         true
     }
 
     pub(crate) fn join(&self, stream: Stream, capture: Arc<Capture>) {
-        self.streams.write().insert(key(stream.id), (stream, capture));
+        let mut streams = self.streams.write();
+        streams.insert(key(stream.id), (stream, capture));
+        self.count.store(streams.len(), Ordering::Release);
     }
 
-    fn end(&self, capture: &Arc<Capture>) {
-        if !capture.ended.swap(true, Ordering::AcqRel) {
-            self.streams.write().retain(|_, (_, other)| !Arc::ptr_eq(other, capture));
-            self.count.fetch_sub(1, Ordering::AcqRel);
+    /// Ends a capture. Its streams stay in the table where they die with it.
+    fn end(&self, capture: &Arc<Capture>, streams_die: bool) {
+        if !capture.ended.swap(true, Ordering::AcqRel) && !streams_die {
+            self.leave(|_, other| Arc::ptr_eq(other, capture));
         }
+    }
+
+    /// Takes streams out of their captures.
+    fn leave(&self, left: impl Fn(StreamId, &Arc<Capture>) -> bool) {
+        let mut streams = self.streams.write();
+        streams.retain(|_, (stream, capture)| !left(stream.id, capture));
+        self.count.store(streams.len(), Ordering::Release);
     }
 
     /// The open captures for which `wanted` holds of one of the streams.
@@ -133,7 +161,7 @@ impl Captures {
             return Vec::new();
         }
         let streams = self.streams.read();
-        let found = streams.values().filter(|(stream, capture)| wanted(stream, capture));
+        let found = streams.values().filter(|(stream, capture)| !capture.is_ended() && wanted(stream, capture));
         found.map(|(_, capture)| Arc::clone(capture)).collect()
     }
 }
@@ -207,11 +235,11 @@ impl Simulation {
     /// To be called before a stream is asked or waited for.
     ///
     /// # Errors
-    /// 900 when the stream takes part in a capture, which is lost then; 901 when that was lost before.
+    /// 900 when the stream takes part in a capture, which is lost then; 901 when that was lost before (HIP: 900).
     pub(crate) fn check_not_capturing(&self, stream: &Stream) -> Answer<()> {
         match self.captures.of(stream.id) {
             None => Ok(()),
-            Some(capture) if capture.is_lost() => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            Some(capture) if capture.is_lost() && vendor() == Vendor::Cuda => Err(Code::STREAM_CAPTURE_INVALIDATED),
             Some(capture) => {
                 self.lose_capture(&capture);
                 Err(Code::STREAM_CAPTURE_UNSUPPORTED)
@@ -231,6 +259,18 @@ impl Simulation {
         if drawn_in.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
     }
 
+    /// Loses every open capture, as a copy does that is done when its call returns (HIP).
+    ///
+    /// # Errors
+    /// 906 when there was one.
+    pub(crate) fn check_nothing_captures(&self) -> Answer<()> {
+        let open = self.captures.find(|_, _| true);
+        for capture in &open {
+            self.lose_capture(capture);
+        }
+        if open.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
+    }
+
     /// To be called before a whole device is waited for.
     ///
     /// # Errors
@@ -246,11 +286,11 @@ impl Simulation {
     /// Whether a stream takes part in a capture, so that what it is given is recorded.
     ///
     /// # Errors
-    /// 901 when the capture was lost.
+    /// 901 when the capture was lost; 1 when another was begun on a stream that died with it (HIP).
     pub fn is_recording(&self, stream: &Stream) -> Answer<bool> {
         match self.captures.of(stream.id) {
             None => Ok(false),
-            Some(capture) if capture.is_lost() => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            Some(capture) if capture.is_lost() => Err(capture.refusal()),
             Some(_) => Ok(true),
         }
     }
@@ -275,7 +315,10 @@ impl Simulation {
         if let Some(capture) = self.captures.of(stream.id) {
             self.lose_capture(&capture);
             if capture.origin.id == stream.id {
-                self.captures.end(&capture);
+                self.captures.end(&capture, vendor() == Vendor::Hip);
+            }
+            if vendor() == Vendor::Hip {
+                self.captures.leave(|other, _| other == stream.id);
             }
         }
     }
@@ -298,7 +341,8 @@ impl Simulation {
 /// `cuStreamBeginCapture_v2`.
 ///
 /// # Errors
-/// 1 for an unknown mode, 900 for the legacy default stream, 401 when the stream takes part in a capture.
+/// 1 for an unknown mode, 900 for the legacy default stream, 401 when the stream takes part in a capture. On a dead stream
+/// it succeeds, and nothing that follows does (HIP).
 pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
     let simulation = simulation()?;
     if capture_mode > mode::RELAXED {
@@ -314,15 +358,19 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
         origin: stream,
         lost: AtomicBool::new(false),
         ended: AtomicBool::new(false),
+        begun_again: AtomicBool::new(false),
+        number: new_number(),
         nodes: Mutex::new(Vec::new()),
         memory: Arc::new(GraphMemory::new(stream.device)),
     });
     if !simulation.captures.begin(stream, Arc::clone(&capture)) {
-        return Err(Code::ILLEGAL_STATE);
+        let dead = simulation.captures.of(stream.id).filter(|capture| capture.is_dead());
+        dead.ok_or(Code::ILLEGAL_STATE)?.begun_again.store(true, Ordering::Release);
+        return Ok(());
     }
     // The rules are this module's; the mock only records.
     simulation.gpu.begin_capture(stream.id, CaptureMode::Relaxed).map_err(|error| {
-        simulation.captures.end(&capture);
+        simulation.captures.end(&capture, false);
         simulation.code_of(error)
     })
 }
@@ -332,7 +380,7 @@ pub fn begin(raw: u64, capture_mode: u32) -> Answer<()> {
 /// # Errors
 /// 401 when nothing is captured, 903 on a stream that joined, 908 on another thread (unless relaxed), 901 when the capture
 /// was lost, 904 when a stream that joined was not waited for. After 903 the capture is lost, after 901, 904 and 908 it has
-/// ended.
+/// ended. On a dead stream (HIP) 901 again, and 904 when a capture was begun on it.
 pub fn end(raw: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;
@@ -341,12 +389,17 @@ pub fn end(raw: u64) -> Answer<u64> {
         simulation.lose_capture(&capture);
         return Err(Code::STREAM_CAPTURE_UNMATCHED);
     }
+    if capture.is_dead() {
+        let begun_again = capture.begun_again.load(Ordering::Acquire);
+        return Err(if begun_again { Code::STREAM_CAPTURE_UNJOINED } else { Code::STREAM_CAPTURE_INVALIDATED });
+    }
     let elsewhere = capture.mode != mode::RELAXED && capture.thread != std::thread::current().id();
     // SAFETY: the program ends what it began; what the commands use has to stay until the last launch, which is the
     // promise of every user of the vendor's function.
     let recorded = unsafe { simulation.gpu.end_capture(stream.id) };
-    simulation.captures.end(&capture);
-    if elsewhere || capture.is_lost() {
+    let is_lost = capture.is_lost();
+    simulation.captures.end(&capture, is_lost && vendor() == Vendor::Hip);
+    if elsewhere || is_lost {
         if let Ok(graph) = recorded {
             let _ = simulation.gpu.destroy_graph(graph);
         }
@@ -383,6 +436,17 @@ pub fn is_capturing(raw: u64) -> Answer<u32> {
         Some(capture) if capture.is_lost() => status::INVALIDATED,
         Some(_) => status::ACTIVE,
     })
+}
+
+/// `hipStreamGetCaptureInfo`: what [`is_capturing`] gives, and the number of the capture, 0 where there is none.
+///
+/// # Errors
+/// As [`is_capturing`].
+pub fn info(raw: u64) -> Answer<(u32, u64)> {
+    let status = is_capturing(raw)?;
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    Ok((status, simulation.captures.of(stream.id).map_or(0, |capture| capture.number)))
 }
 
 /// `cuThreadExchangeStreamCaptureMode`: sets the thread's mode and gives the one before. Unknown modes are taken; what they

@@ -116,6 +116,7 @@ pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction:
     if bytes == 0 {
         return Ok(());
     }
+    let (dst, src) = (simulation.on_host(dst), simulation.on_host(src));
     // SAFETY: the caller's promise is the one that is asked for.
     let waits = unsafe { simulation.enqueue_copy(&stream, dst, src, bytes, direction) }?;
     simulation.note_nodes(&stream, node::COPY, 1);
@@ -187,6 +188,7 @@ pub unsafe fn fill(dst: u64, value: u32, width: usize, count: usize, raw_stream:
     if bytes == 0 {
         return Ok(());
     }
+    let dst = simulation.on_host(dst);
     let pattern = match width {
         1 => u64::from_ne_bytes([value as u8; 8]),
         2 => u64::from(value as u16) * 0x0001_0001_0001_0001,

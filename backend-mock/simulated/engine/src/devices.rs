@@ -6,7 +6,8 @@ use highwater_core::{Backend, Capabilities};
 
 use crate::code::{Answer, Code};
 use crate::current;
-use crate::process::{Simulation, simulation, with_context};
+use crate::process::{Simulation, simulation, vendor, with_context};
+use crate::variants::Vendor;
 
 impl Simulation {
     /// What the mock can.
@@ -51,7 +52,11 @@ pub fn ordinal(device: u32) -> Answer<i32> {
 /// # Errors
 /// 101 when there is no such device.
 pub fn name(ordinal: i32) -> Answer<String> {
-    get(ordinal).map(|device| format!("Highwater simulated CUDA device {device}"))
+    let vendor = match vendor() {
+        Vendor::Cuda => "CUDA",
+        Vendor::Hip => "HIP",
+    };
+    get(ordinal).map(|device| format!("Highwater simulated {vendor} device {device}"))
 }
 
 /// `cuDeviceGetUuid_v2`: the same in every process.

@@ -8,8 +8,10 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::captures::Capture;
 use crate::code::{Answer, Code};
-use crate::process::{Simulation, simulation, with_context};
+use crate::hip;
+use crate::process::{Simulation, simulation, vendor, with_context};
 use crate::streams::new_handles;
+use crate::variants::Vendor;
 
 /// Flags of `cuEventCreate`.
 pub mod flags {
@@ -85,7 +87,10 @@ impl Simulation {
 /// 1 for unknown flags and for an interprocess event with timing, 201 without a context.
 pub fn create(wanted: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
-    if wanted & !(flags::BLOCKING_SYNC | flags::DISABLE_TIMING | flags::INTERPROCESS) != 0 {
+    let known = flags::BLOCKING_SYNC | flags::DISABLE_TIMING | flags::INTERPROCESS;
+    let releases = if vendor() == Vendor::Hip { wanted & hip::RELEASES } else { 0 };
+    // HIP: one kind of release at most.
+    if wanted & !(known | releases) != 0 || releases.count_ones() > 1 {
         return Err(Code::INVALID_VALUE);
     }
     let mut options = EventOptions::new();
@@ -182,7 +187,14 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
     }
     let elapsed = simulation.gpu.event_elapsed_ns(start.id, end.id).map_err(|error| match error.kind() {
         highwater_core::ErrorKind::InvalidArgument => Code::INVALID_HANDLE,
-        highwater_core::ErrorKind::InvalidState => Code::NOT_READY,
+        highwater_core::ErrorKind::InvalidState => {
+            // That one was never recorded counts for more than that the other is not reached.
+            let never = |id| {
+                let alone = simulation.gpu.event_elapsed_ns(id, id);
+                alone.is_err_and(|error| error.kind() == highwater_core::ErrorKind::InvalidArgument)
+            };
+            if never(start.id) || never(end.id) { Code::INVALID_HANDLE } else { Code::NOT_READY }
+        }
         _ => simulation.code_of(error),
     })?;
     if elapsed > 0 {

@@ -6,7 +6,8 @@ use highwater_core::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
 use crate::code::{Answer, Code};
 use crate::memory::{around, new_number};
-use crate::process::{Simulation, simulation, with_context};
+use crate::process::{Simulation, simulation, variants, vendor, with_context};
+use crate::variants::Vendor;
 
 /// One allocation or registration.
 #[derive(Debug, Clone, Copy)]
@@ -15,6 +16,10 @@ pub(crate) struct HostBlock {
     /// The device whose context was current.
     pub(crate) device: u32,
     pub(crate) is_registered: bool,
+    /// Whether devices know it at another address: at [`crate::hip::MOVED`] more.
+    pub(crate) is_moved: bool,
+    /// What it was made with.
+    pub(crate) flags: u32,
     pub(crate) number: u64,
 }
 
@@ -52,7 +57,8 @@ impl Simulation {
 pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
-    if flags & !allocate_flags::KNOWN != 0 {
+    // HIP takes flags that it does not know.
+    if flags & !allocate_flags::KNOWN != 0 && vendor() == Vendor::Cuda {
         return Err(Code::INVALID_VALUE);
     }
     if bytes == 0 {
@@ -64,7 +70,8 @@ pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     }
     let allocated = simulation.gpu.host_allocator().allocate(bytes, &options);
     let address = allocated.map_err(|error| simulation.code_of(error))?.as_ptr().expose_provenance() as u64;
-    let block = HostBlock { bytes: bytes as u64, device, is_registered: false, number: new_number() };
+    let (is_registered, is_moved, number) = (false, false, new_number());
+    let block = HostBlock { bytes: bytes as u64, device, is_registered, is_moved, flags, number };
     simulation.memory.hosts.write().insert(address, block);
     Ok(address)
 }
@@ -117,7 +124,9 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     };
     check_overlap(&simulation.memory.hosts.read())?;
     touch(address, bytes, flags & register_flags::READ_ONLY != 0)?;
-    let block = HostBlock { bytes: bytes as u64, device, is_registered: true, number: new_number() };
+    let is_moved = vendor() == Vendor::Hip && variants()?.hip.moves_registered;
+    let (is_registered, number) = (true, new_number());
+    let block = HostBlock { bytes: bytes as u64, device, is_registered, is_moved, flags, number };
     let mut hosts = simulation.memory.hosts.write();
     check_overlap(&hosts)?;
     // SAFETY: the memory was found mapped; that it stays so until it is unregistered is the promise of every user of the

@@ -9,7 +9,7 @@
 //! | 8..16 | the exporter: process and the low half of its start time |
 //! | 16..24 | the descriptor in that process, and the device's ordinal |
 //! | 24..32 | the file's inode |
-//! | 32..56 | memory: offset, bytes and number of the allocation; event: first and last word of the mock's payload |
+//! | 32..56 | memory: offset (in pages, 30 bits) and number of the allocation, bytes, offset in it; event: first and last word of the mock's payload |
 //! | 56..64 | a checksum of the above |
 //!
 //! A handle is stale when its process has ended or its number stands for another file. That an allocation was freed is
@@ -24,7 +24,8 @@ use highwater_mock::simulated as mock;
 use crate::code::{Answer, Code};
 use crate::events::flags;
 use crate::memory::Kind;
-use crate::process::{simulation, with_context};
+use crate::process::{simulation, vendor, with_context};
+use crate::variants::Vendor;
 
 /// A handle as it travels.
 pub type Handle = [u8; 64];
@@ -33,6 +34,10 @@ const MEMORY: u64 = u64::from_le_bytes(*b"HWSIMMEM");
 const EVENT: u64 = u64::from_le_bytes(*b"HWSIMEVT");
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+
+/// The unit of an allocation's offset in a handle, and the bits that it takes.
+const PAGE: u64 = 4096;
+const PAGE_BITS: u32 = 30;
 
 /// What the bytes say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +120,14 @@ impl Words {
     }
 }
 
-/// `cuIpcGetMemHandle`: of the whole allocation that an address lies in.
+/// Offset and number of an allocation in one word: offsets are whole pages, of 4 TiB at most.
+fn place_and_serial(offset: u64, serial: u64) -> Answer<u64> {
+    let page = offset / PAGE;
+    let fits = offset.is_multiple_of(PAGE) && page >> PAGE_BITS == 0 && serial >> (64 - PAGE_BITS) == 0;
+    if fits { Ok(serial << PAGE_BITS | page) } else { Err(Code::UNKNOWN) }
+}
+
+/// `cuIpcGetMemHandle`: of the whole allocation that an address lies in. HIP's opens at that address again.
 ///
 /// # Errors
 /// 1 for memory that `cuMemAlloc` did not give; 801 where nothing is shared.
@@ -132,7 +144,8 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
     let (offset, bytes, serial) =
         simulation.hooks.shareable(block.device, DevicePtr::new(start)).map_err(|error| simulation.code_of(error))?;
     let file = simulation.hooks.memory_file(block.device).map_err(|error| simulation.code_of(error))?;
-    Ok(Words::own(MEMORY, file, block.device, [offset, bytes, serial])?.seal())
+    let inside = if vendor() == Vendor::Hip { address - start } else { 0 };
+    Ok(Words::own(MEMORY, file, block.device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
 }
 
 /// `cuIpcOpenMemHandle_v2`, for the current context's device. The same memory again gives the same address, and counts.
@@ -148,27 +161,32 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     }
     let words = Words::open(handle).filter(|words| words.what == MEMORY).ok_or(Code::INVALID_VALUE)?;
     let file = words.file()?;
-    let [offset, bytes, serial] = words.rest;
+    let [place, bytes, inside] = words.rest;
+    let (offset, serial) = ((place & ((1 << PAGE_BITS) - 1)) * PAGE, place >> PAGE_BITS);
     let ptr = simulation.hooks.open(device, &file, offset, bytes, serial).map_err(|error| simulation.code_of(error))?;
     let mut blocks = simulation.memory.blocks.write();
     if let Some(block) = blocks.get_mut(&ptr.get())
         && let Kind::Imported { opens } = &mut block.kind
     {
         *opens += 1;
-        return Ok(ptr.get());
+        return Ok(ptr.get() + inside);
     }
     drop(blocks);
     simulation.memory.insert(ptr.get(), bytes, device, Kind::Imported { opens: 1 });
-    Ok(ptr.get())
+    Ok(ptr.get() + inside)
 }
 
-/// `cuIpcCloseMemHandle`. The last close waits for the device's work.
+/// `cuIpcCloseMemHandle`. The last close waits for the device's work. HIP takes any address of the memory.
 ///
 /// # Errors
 /// 1 for what `cuIpcOpenMemHandle` did not give, the code of a lost context.
 pub fn close_memory(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
+    let address = match simulation.memory.around(address) {
+        Some((start, _)) if vendor() == Vendor::Hip => start,
+        _ => address,
+    };
     let mut blocks = simulation.memory.blocks.write();
     let block = blocks.get_mut(&address).ok_or(Code::INVALID_VALUE)?;
     let device = block.device;
@@ -229,6 +247,15 @@ pub fn open_event(handle: &Handle) -> Answer<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn offset_and_number_of_an_allocation_share_a_word() {
+        assert_eq!(place_and_serial(3 * PAGE, 5), Ok(5 << PAGE_BITS | 3));
+        assert!(place_and_serial((4 << 40) - PAGE, (1 << 34) - 1).is_ok());
+        for (offset, serial) in [(1, 1), (4 << 40, 1), (0, 1 << 34)] {
+            assert_eq!(place_and_serial(offset, serial), Err(Code::UNKNOWN));
+        }
+    }
 
     #[test]
     fn a_handle_is_opened_as_it_was_sealed_or_not_at_all() {

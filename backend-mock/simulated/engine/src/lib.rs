@@ -1,9 +1,11 @@
 //! What simulated vendor libraries are made of: one mock for the whole process, behind raw handles and the vendor's own
 //! rules.
 //!
-//! The library itself (`backend-mock/simulated/cuda`) only has the exported symbols. Each calls a function of this crate,
-//! which answers with a value or with a [`Code`]. The rules are those that a real device was seen to have (an NVIDIA H200,
-//! driver 580.159, CUDA 13.0), or that the vendor's manual states; where neither says, the functions' words do.
+//! The libraries themselves (`backend-mock/simulated/cuda`, `backend-mock/simulated/hip`) only have the exported symbols.
+//! Each calls a function of this crate, which answers with a value or with a [`Code`]. The rules are CUDA's: those that a
+//! real device was seen to have (an NVIDIA H200, driver 580.159, CUDA 13.0), or that the vendor's manual states; where neither
+//! says, the functions' words do. Once the library has called [`process::follow_hip`] they are AMD's; where those differ, the
+//! functions' words say so, or they stand in [`hip`].
 //!
 //! # Where what is
 //! - [`process`]: the one simulation of the process, from `cuInit` to exit; [`variants`]: what can be set from outside;
@@ -14,6 +16,7 @@
 //! - [`memory`], [`host`], [`copies`]: device memory and pools, page-locked memory, copies and fills
 //! - [`vmm`], [`ipc`]: memory that is mapped, and what other processes open
 //! - [`blas`]: what the BLAS libraries' look-alikes call
+//! - [`hip`]: what only AMD's runtime does
 //!
 //! # How it differs from the vendor's
 //! - A stale handle answers 400; a real driver crashes. Handles are never used again.
@@ -41,6 +44,7 @@ pub mod copies;
 pub mod current;
 pub mod devices;
 pub mod events;
+pub mod hip;
 pub mod host;
 pub mod ipc;
 pub mod memory;

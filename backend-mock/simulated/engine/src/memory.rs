@@ -52,6 +52,8 @@ pub(crate) struct Block {
 pub(crate) struct Memory {
     pub(crate) blocks: RwLock<BTreeMap<u64, Block>>,
     pub(crate) hosts: RwLock<BTreeMap<u64, HostBlock>>,
+    /// First address and bytes of what was registered over a part of other registrations (HIP).
+    pub(crate) overlaps: Mutex<BTreeMap<u64, u64>>,
     pub(crate) virtuals: Mutex<Virtual>,
 }
 
@@ -114,6 +116,7 @@ impl Simulation {
         if address == 0 {
             return Err(Code::INVALID_VALUE);
         }
+        let address = self.on_host(address);
         if let Some((start, block)) = self.memory.around(address) {
             let device = match block.kind {
                 Kind::Mapped { access: 0 } => return Err(Code::INVALID_VALUE),
@@ -164,7 +167,7 @@ impl Simulation {
     }
 
     /// Frees a block of a device at once; the device's work is waited for before.
-    fn free_block(&self, address: u64) -> Answer<()> {
+    pub(crate) fn free_block(&self, address: u64) -> Answer<()> {
         let ours = |kind| matches!(kind, Kind::Plain | Kind::Ordered);
         let block = self.memory.remove_if(address, ours).ok_or(Code::INVALID_VALUE)?;
         self.hooks.wait_for_device(block.device);

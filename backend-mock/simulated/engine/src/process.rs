@@ -16,7 +16,7 @@ use crate::current;
 use crate::events::Events;
 use crate::memory::{Memory, Pool};
 use crate::streams::Streams;
-use crate::variants::{VARIABLE, Variants};
+use crate::variants::{Variants, Vendor};
 use crate::visible;
 
 /// What the process simulates.
@@ -54,6 +54,14 @@ pub(crate) struct DeviceState {
     pub(crate) changing: Mutex<()>,
 }
 
+impl DeviceState {
+    fn retain_for_good(&self) {
+        self.runtime_retains.store(true, Ordering::Release);
+        self.retains.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+static IS_HIP: AtomicBool = AtomicBool::new(false);
 static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
 static SIMULATION: OnceLock<Simulation> = OnceLock::new();
 static OVER: AtomicBool = AtomicBool::new(false);
@@ -62,14 +70,32 @@ extern "C" fn end() {
     OVER.store(true, Ordering::Release);
 }
 
+/// Has the engine follow AMD's rules. To be called before anything else.
+#[inline]
+pub fn follow_hip() {
+    // Relaxed: it is set before a thread's first call and never taken back.
+    if !IS_HIP.load(Ordering::Relaxed) {
+        IS_HIP.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whose rules the engine follows.
+#[inline]
+#[must_use]
+pub fn vendor() -> Vendor {
+    if IS_HIP.load(Ordering::Relaxed) { Vendor::Hip } else { Vendor::Cuda }
+}
+
 /// What the environment says the library is like.
 ///
 /// # Errors
 /// 1, with a message on standard error, when it cannot be read.
 pub fn variants() -> Answer<&'static Variants> {
     let variants = VARIANTS.get_or_init(|| {
-        let text = std::env::var(VARIABLE).unwrap_or_default();
-        Variants::parse(&text).inspect_err(|error| eprintln!("the simulated CUDA driver: in {VARIABLE}, {error}"))
+        let vendor = vendor();
+        let (library, variable) = (vendor.library(), vendor.variable());
+        let text = std::env::var(variable).unwrap_or_default();
+        Variants::parse(vendor, &text).inspect_err(|error| eprintln!("{library}: in {variable}, {error}"))
     });
     variants.as_ref().map_err(|_| Code::INVALID_VALUE)
 }
@@ -103,7 +129,7 @@ pub fn initialize() -> Answer<()> {
         Err(_) => Ok(MockOptions::new()),
     };
     let gpu = options.and_then(MockGpu::open).map_err(|error| {
-        eprintln!("the simulated CUDA driver: {ENVIRONMENT_VARIABLE} cannot be had: {error}");
+        eprintln!("{}: {ENVIRONMENT_VARIABLE} cannot be had: {error}", vendor().library());
         Code::from(error)
     })?;
     let visible = visible::devices(&gpu)?;
@@ -115,7 +141,11 @@ pub fn initialize() -> Answer<()> {
     if unsafe { libc::atexit(end) } != 0 {
         return Err(Code::OPERATING_SYSTEM);
     }
-    let devices = (0..gpu.device_count()).map(|_| DeviceState::default()).collect();
+    let devices: Vec<DeviceState> = (0..gpu.device_count()).map(|_| DeviceState::default()).collect();
+    if vendor() == Vendor::Hip {
+        // HIP has no contexts: whoever starts it can use every device.
+        devices.iter().for_each(DeviceState::retain_for_good);
+    }
     let (hooks, tag) = (Hooks::new(&gpu), gpu.identity().tag);
     let _ = SIMULATION.set(Simulation {
         gpu,

@@ -9,7 +9,9 @@ use parking_lot::RwLock;
 
 use crate::code::{Answer, Code};
 use crate::current;
-use crate::process::{Simulation, simulation, with_context};
+use crate::hip;
+use crate::process::{Simulation, simulation, vendor, with_context};
+use crate::variants::Vendor;
 
 /// `CU_STREAM_NON_BLOCKING`.
 pub const NON_BLOCKING: u32 = 1;
@@ -17,8 +19,10 @@ pub const NON_BLOCKING: u32 = 1;
 pub const LEGACY: u64 = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub const PER_THREAD: u64 = 2;
-/// The least and the greatest priority, which is the smaller number.
+/// The least and the greatest priority of CUDA, which is the smaller number.
 pub const PRIORITIES: (i32, i32) = (0, -5);
+/// Those of HIP.
+pub const HIP_PRIORITIES: (i32, i32) = (1, -1);
 
 /// A stream as a call names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +33,7 @@ pub struct Stream {
     pub device: u32,
     /// `CU_STREAM_NON_BLOCKING` or 0.
     pub flags: u32,
-    /// As it was asked for, within [`PRIORITIES`].
+    /// As it was asked for, within the vendor's range.
     pub priority: i32,
     /// A number that no other stream of the process has.
     pub number: u64,
@@ -57,15 +61,24 @@ pub(crate) fn new_handles(count: u64) -> u64 {
     NEXT.fetch_add(count * STEP, Ordering::Relaxed)
 }
 
+/// The answer to a handle that is no stream's.
+fn unknown_stream() -> Code {
+    match vendor() {
+        Vendor::Cuda => Code::INVALID_HANDLE,
+        Vendor::Hip => hip::unknown_stream(),
+    }
+}
+
 impl Simulation {
     /// The stream of a raw handle; 0, 1 and 2 are default streams of the current context's device.
     ///
     /// # Errors
-    /// 201 for a default stream where no context is current, 400 for what is no stream, the code of a lost context.
+    /// 201 for a default stream where no context is current, 400 for what is no stream (HIP 6: 709; HIP 7 ends the
+    /// process), the code of a lost context.
     pub fn stream(&self, raw: u64) -> Answer<Stream> {
         if raw > PER_THREAD {
             let found = self.streams.0.read().get(&raw).map(|stream| **stream);
-            let stream = found.ok_or(Code::INVALID_HANDLE)?;
+            let stream = found.ok_or_else(unknown_stream)?;
             self.check_context(stream.device)?;
             return Ok(stream);
         }
@@ -130,7 +143,11 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     let id = simulation.gpu.create_stream(device, &StreamOptions::new()).map_err(|error| simulation.code_of(error))?;
     static NUMBERS: AtomicU64 = AtomicU64::new(1000);
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-    let priority = priority.clamp(PRIORITIES.1, PRIORITIES.0);
+    let (least, greatest) = match vendor() {
+        Vendor::Cuda => PRIORITIES,
+        Vendor::Hip => HIP_PRIORITIES,
+    };
+    let priority = priority.clamp(greatest, least);
     let raw = new_handles(1);
     simulation.streams.0.write().insert(raw, Arc::new(Stream { id, device, flags, priority, number }));
     Ok(raw)
@@ -143,8 +160,8 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut streams = simulation.streams.0.write();
-    simulation.check_context(streams.get(&raw).ok_or(Code::INVALID_HANDLE)?.device)?;
-    let stream = streams.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
+    simulation.check_context(streams.get(&raw).ok_or_else(unknown_stream)?.device)?;
+    let stream = streams.remove(&raw).ok_or_else(unknown_stream)?;
     drop(streams);
     simulation.leave_capture(&stream);
     simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error))

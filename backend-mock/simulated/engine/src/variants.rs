@@ -1,20 +1,69 @@
-//! What the simulated library is like: `HIGHWATER_SIMULATED_CUDA=key=value,...`.
+//! What the simulated library is like: `HIGHWATER_SIMULATED_CUDA=key=value,...` or `HIGHWATER_SIMULATED_HIP`.
+//!
+//! | key | value |
+//! | --- | --- |
+//! | `devices` | `none`: `cuInit` and every HIP call that needs a device answer 100 |
+//! | `unknown-code` | a function's name: its next call answers 921, which no header knows; with `NAME:NTH` the nth one |
+//! | `lose-context` | a function's name, or `NAME:NTH`: that call answers 700, and the contexts of the process are lost |
+//!
+//! CUDA's alone:
 //!
 //! | key | value |
 //! | --- | --- |
 //! | `driver-version` | what `cuDriverGetVersion` gives, 13000 unless set |
-//! | `devices` | `none`: `cuInit` answers 100 |
 //! | `library` | `stub`: `cuInit` answers 34 |
-//! | `unknown-code` | a function's name: its next call answers 921, which no header knows; with `NAME:NTH` the nth one |
-//! | `lose-context` | a function's name, or `NAME:NTH`: that call answers 700, and the contexts of the process are lost |
+//!
+//! HIP's alone:
+//!
+//! | key | value |
+//! | --- | --- |
+//! | `version` | which version's rules hold: `7.2` (the default), `6.4`, `5.7`, or another `MAJOR.MINOR` |
+//! | `hipblas` | the major version of hipBLAS: unless set, 3 with HIP 7 and 2 before |
+//! | `arch` | what the devices say they are, `gfx942:sramecc+:xnack-` unless set |
+//! | `kernels` | `none`: the first product ends the process, as that of a rocBLAS does that has no kernels for the devices |
+//! | `registered-address` | `same`: registered host memory has its own address on the device; `other`, the default, another |
 //!
 //! How many devices there are, how much memory they have, how slow they are and which calls of the mock fail is the
 //! mock's own variable, `HIGHWATER_MOCK`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The variable.
-pub const VARIABLE: &str = "HIGHWATER_SIMULATED_CUDA";
+/// Whose library it is, and so whose rules it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Vendor {
+    /// NVIDIA's driver.
+    Cuda,
+    /// AMD's runtime.
+    Hip,
+}
+
+impl Vendor {
+    /// The variable.
+    #[must_use]
+    pub const fn variable(self) -> &'static str {
+        match self {
+            Self::Cuda => "HIGHWATER_SIMULATED_CUDA",
+            Self::Hip => "HIGHWATER_SIMULATED_HIP",
+        }
+    }
+
+    /// What messages call the library.
+    #[must_use]
+    pub const fn library(self) -> &'static str {
+        match self {
+            Self::Cuda => "the simulated CUDA driver",
+            Self::Hip => "the simulated HIP runtime",
+        }
+    }
+
+    /// What its functions' names begin with.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::Cuda => "cu",
+            Self::Hip => "hip",
+        }
+    }
+}
 
 /// A code that no header has.
 pub const UNKNOWN_CODE: u32 = 921;
@@ -36,12 +85,83 @@ pub struct Variants {
     pub no_device: bool,
     /// Whether the library is a stub.
     pub stub: bool,
+    /// What only AMD's library can be.
+    pub hip: HipVariants,
     injections: Vec<Injection>,
+}
+
+/// What only AMD's library can be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HipVariants {
+    /// Major and minor version.
+    pub version: (i32, i32),
+    /// The major version of hipBLAS, where it is not the one that belongs to `version`.
+    hipblas: Option<u32>,
+    /// What the devices say they are.
+    pub arch: String,
+    /// Whether rocBLAS has kernels for that.
+    pub has_kernels: bool,
+    /// Whether registered host memory has another address on the device than on the host.
+    pub moves_registered: bool,
+}
+
+impl Default for HipVariants {
+    fn default() -> Self {
+        let arch = String::from("gfx942:sramecc+:xnack-");
+        Self { version: (7, 2), hipblas: None, arch, has_kernels: true, moves_registered: true }
+    }
+}
+
+impl HipVariants {
+    /// What `hipRuntimeGetVersion` gives.
+    #[must_use]
+    pub fn runtime_version(&self) -> i32 {
+        match self.version {
+            (5, 7) => 50_731_921,
+            (6, 4) => 60_443_484,
+            (7, 2) => 70_253_211,
+            (major, minor) => major * 10_000_000 + minor * 100_000,
+        }
+    }
+
+    /// The major version of hipBLAS.
+    #[must_use]
+    pub fn hipblas(&self) -> u32 {
+        self.hipblas.unwrap_or(if self.version.0 >= 7 { 3 } else { 2 })
+    }
+
+    /// Reads one setting; `None` for a key that is not HIP's.
+    fn set(&mut self, key: &str, value: &str) -> Option<Result<(), &'static str>> {
+        match (key, value) {
+            ("version", _) => {
+                let version =
+                    value.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+                match version
+                    .filter(|&(major, minor): &(i32, i32)| (5..=20).contains(&major) && (0..100).contains(&minor))
+                {
+                    Some(version) => self.version = version,
+                    None => return Some(Err("MAJOR.MINOR such as 6.4, from 5.0 on")),
+                }
+            }
+            ("hipblas", "2") => self.hipblas = Some(2),
+            ("hipblas", "3") => self.hipblas = Some(3),
+            ("hipblas", _) => return Some(Err("`2` or `3`")),
+            ("arch", _) if value.starts_with("gfx") && value.len() < 200 => self.arch = value.to_owned(),
+            ("arch", _) => return Some(Err("an architecture such as `gfx942:sramecc+:xnack-`")),
+            ("kernels", "none") => self.has_kernels = false,
+            ("kernels", _) => return Some(Err("`none`")),
+            ("registered-address", "same" | "other") => self.moves_registered = value == "other",
+            ("registered-address", _) => return Some(Err("`same` or `other`")),
+            _ => return None,
+        }
+        Some(Ok(()))
+    }
 }
 
 impl Default for Variants {
     fn default() -> Self {
-        Self { driver_version: 13000, no_device: false, stub: false, injections: Vec::new() }
+        let hip = HipVariants::default();
+        Self { driver_version: 13000, no_device: false, stub: false, hip, injections: Vec::new() }
     }
 }
 
@@ -50,36 +170,43 @@ impl Variants {
     ///
     /// # Errors
     /// A sentence about the first entry that cannot be read.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    pub fn parse(vendor: Vendor, text: &str) -> Result<Self, String> {
         let mut variants = Self::default();
         for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
             let (key, value) =
                 entry.split_once('=').ok_or_else(|| format!("`{entry}` has no `=`; write key=value,key=value"))?;
             let expected = |what: &str| format!("`{key}` has the value `{value}`, expected {what}");
+            let is_cuda = vendor == Vendor::Cuda;
             match key {
-                "driver-version" => {
+                "driver-version" if is_cuda => {
                     variants.driver_version = value.parse().map_err(|_| expected("a number such as 13000"))?;
                 }
                 "devices" if value == "none" => variants.no_device = true,
                 "devices" => return Err(expected("`none`; their number is set by HIGHWATER_MOCK=devices=N")),
-                "library" if value == "stub" => variants.stub = true,
-                "library" => return Err(expected("`stub`")),
+                "library" if is_cuda && value == "stub" => variants.stub = true,
+                "library" if is_cuda => return Err(expected("`stub`")),
                 "unknown-code" | "lose-context" => {
                     let (function, nth) = value.split_once(':').unwrap_or((value, "1"));
                     let nth: u64 = nth.parse().map_err(|_| expected("FUNCTION or FUNCTION:NTH"))?;
-                    if nth == 0 || !function.starts_with("cu") {
+                    if nth == 0 || !function.starts_with(vendor.prefix()) {
                         return Err(expected("FUNCTION or FUNCTION:NTH, counted from 1"));
                     }
                     let code = if key == "unknown-code" { UNKNOWN_CODE } else { 700 };
                     let (function, calls_left) = (function.to_owned(), AtomicU64::new(nth));
                     variants.injections.push(Injection { function, calls_left, code });
                 }
-                _ => {
-                    return Err(format!(
-                        "`{key}` is no key of {VARIABLE}, expected driver-version, devices, library, unknown-code or \
-                         lose-context"
-                    ));
-                }
+                _ => match if is_cuda { None } else { variants.hip.set(key, value) } {
+                    Some(set) => set.map_err(expected)?,
+                    None => {
+                        let (variable, own) = match vendor {
+                            Vendor::Cuda => (vendor.variable(), "driver-version, library"),
+                            Vendor::Hip => (vendor.variable(), "version, hipblas, arch, kernels, registered-address"),
+                        };
+                        return Err(format!(
+                            "`{key}` is no key of {variable}, expected {own}, devices, unknown-code or lose-context"
+                        ));
+                    }
+                },
             }
         }
         Ok(variants)
@@ -100,14 +227,14 @@ mod tests {
 
     #[test]
     fn every_key_is_read_and_a_typo_says_what_was_expected() {
-        let variants =
-            Variants::parse("driver-version=12020, unknown-code=cuStreamQuery,lose-context=cuMemAlloc_v2:2,").unwrap();
+        let parse = |text| Variants::parse(Vendor::Cuda, text);
+        let variants = parse("driver-version=12020, unknown-code=cuStreamQuery,lose-context=cuMemAlloc_v2:2,").unwrap();
         assert_eq!(variants.driver_version, 12020);
         assert_eq!(variants.due("cuStreamQuery"), Some(921));
         assert_eq!(variants.due("cuStreamQuery"), None);
         assert_eq!((variants.due("cuMemAlloc_v2"), variants.due("cuMemAlloc_v2")), (None, Some(700)));
         assert_eq!(variants.due("cuInit"), None);
-        assert!(Variants::parse("devices=none").unwrap().no_device && Variants::parse("library=stub").unwrap().stub);
+        assert!(parse("devices=none").unwrap().no_device && parse("library=stub").unwrap().stub);
         for (text, part) in [
             ("driver-version=new", "a number"),
             ("devices=3", "HIGHWATER_MOCK"),
@@ -115,9 +242,40 @@ mod tests {
             ("unknown-code=cuInit:0", "counted from 1"),
             ("unknown-code=x", "FUNCTION"),
             ("colour=red", "driver-version"),
+            ("version=6.4", "no key of HIGHWATER_SIMULATED_CUDA"),
             ("devices", "no `=`"),
         ] {
-            let error = Variants::parse(text).unwrap_err();
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "`{part}` is missing in `{error}`");
+        }
+    }
+
+    #[test]
+    fn every_key_of_hip_is_read() {
+        let parse = |text| Variants::parse(Vendor::Hip, text);
+        let hip = parse("").unwrap().hip;
+        assert_eq!((hip.version, hip.hipblas(), hip.runtime_version()), ((7, 2), 3, 70_253_211));
+        assert!(hip.has_kernels && hip.moves_registered && hip.arch.starts_with("gfx942:"));
+        let variants = parse(
+            "version=6.4,arch=gfx90a:sramecc+:xnack-,kernels=none,registered-address=same,unknown-code=hipSetDevice",
+        );
+        let variants = variants.unwrap();
+        assert_eq!(variants.due("hipSetDevice"), Some(921));
+        let hip = variants.hip;
+        assert_eq!((hip.version, hip.hipblas(), hip.runtime_version()), ((6, 4), 2, 60_443_484));
+        assert!(!hip.has_kernels && !hip.moves_registered && hip.arch == "gfx90a:sramecc+:xnack-");
+        assert_eq!(parse("hipblas=2").unwrap().hip.hipblas(), 2);
+        for (text, part) in [
+            ("version=7", "MAJOR.MINOR"),
+            ("version=4.5", "from 5.0 on"),
+            ("hipblas=1", "`2` or `3`"),
+            ("arch=sm_90", "gfx942"),
+            ("kernels=all", "`none`"),
+            ("registered-address=any", "`other`"),
+            ("unknown-code=cuInit", "FUNCTION"),
+            ("driver-version=13000", "registered-address"),
+        ] {
+            let error = parse(text).unwrap_err();
             assert!(error.contains(part), "`{part}` is missing in `{error}`");
         }
     }

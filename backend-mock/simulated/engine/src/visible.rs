@@ -1,4 +1,4 @@
-//! `CUDA_VISIBLE_DEVICES`: which devices the process sees, and in which order.
+//! `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`: which devices the process sees, and in which order.
 //!
 //! Entries are ordinals or the beginnings of UUIDs (`GPU-...`), separated by commas. The list ends before the first entry that
 //! is no device, or one again, as with the vendor; an empty variable hides all devices.
@@ -7,8 +7,15 @@ use highwater_core::Backend;
 use highwater_mock::MockGpu;
 
 use crate::code::{Answer, Code};
+use crate::process::vendor;
+use crate::variants::Vendor;
 
-const VARIABLE: &str = "CUDA_VISIBLE_DEVICES";
+fn variable() -> &'static str {
+    match vendor() {
+        Vendor::Cuda => "CUDA_VISIBLE_DEVICES",
+        Vendor::Hip => "HIP_VISIBLE_DEVICES",
+    }
+}
 
 /// A UUID as the vendor's tools write it.
 fn written(uuid: [u8; 16]) -> String {
@@ -36,7 +43,7 @@ fn choose(text: &str, uuids: &[String]) -> Vec<u32> {
 
 /// The mock's devices that the process sees.
 pub(crate) fn devices(gpu: &MockGpu) -> Answer<Vec<u32>> {
-    let Ok(text) = std::env::var(VARIABLE) else { return Ok((0..gpu.device_count()).collect()) };
+    let Ok(text) = std::env::var(variable()) else { return Ok((0..gpu.device_count()).collect()) };
     let uuid = |device| gpu.device_info(device).map(|info| written(info.uuid));
     let uuids = (0..gpu.device_count()).map(uuid).collect::<Result<Vec<_>, _>>().map_err(Code::from)?;
     Ok(choose(&text, &uuids))

@@ -1,0 +1,554 @@
+//! What only AMD's runtime does: the current device instead of contexts, memory that is freed by any address in it, host
+//! memory that devices know at another address, and what it remembers of errors.
+//!
+//! The rules are those that HIP 6.4 and 7.2 were seen to have on the host's side. Where they were not seen, HIP's are taken
+//! to be those of CUDA, as the functions of the other modules have them: 907 and 1 for events of a capture, 904 that ends it,
+//! what default streams wait for, and what the legacy one may not do beside a capture.
+//!
+//! # How it differs from the vendor's
+//! - A stale handle of an event, a graph or a pool answers 400 or 1; the real runtime crashes.
+//! - A device that is lost answers 700 to every call; the real runtime ends the process when a kernel faults.
+//! - HIP 5 is there to be refused: it has its version and the answer of its `hipInit`, and else what HIP 6 does.
+//! - All there is of cached and uncached memory is the flag that `hipHostGetFlags` tells.
+
+use std::cell::Cell;
+
+use crate::code::{Answer, Code};
+use crate::host::HostBlock;
+use crate::memory::around;
+use crate::process::{self, Simulation, simulation, variants, with_context};
+use crate::variants::HipVariants;
+use crate::{copies, current, devices, events, host, ipc, memory, streams};
+
+/// `hipErrorInvalidConfiguration`.
+pub const INVALID_CONFIGURATION: Code = Code(9);
+/// `hipErrorInvalidMemcpyDirection`.
+pub const INVALID_COPY_DIRECTION: Code = Code(21);
+
+/// How far apart a registered address of the host and that of the devices are. No memory of the host lies there.
+pub const MOVED: u64 = 1 << 50;
+
+/// Flags of `hipEventCreateWithFlags` that say up to where a record makes writes visible.
+pub const RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
+
+/// Flags of host memory.
+pub mod host_flags {
+    /// `hipHostMallocCoherent`.
+    pub const COHERENT: u32 = 0x4000_0000;
+    /// `hipHostMallocNonCoherent`.
+    pub const NON_COHERENT: u32 = 0x8000_0000;
+    /// All that `hipHostRegister` knows: portable, mapped, of a device, read-only, uncached.
+    pub const REGISTER: u32 = 0x8000_000f;
+}
+
+/// Kinds of memory, as `hipPointerGetAttributes` gives them since HIP 6.
+pub mod memory_type {
+    /// Nobody's that the runtime knows.
+    pub const UNREGISTERED: i32 = 0;
+    /// Page-locked memory.
+    pub const HOST: i32 = 1;
+    /// A device's.
+    pub const DEVICE: i32 = 2;
+}
+
+/// What the environment says the library is like.
+///
+/// # Errors
+/// 1, with a message on standard error, when it cannot be read.
+pub fn settings() -> Answer<&'static HipVariants> {
+    process::follow_hip();
+    variants().map(|variants| &variants.hip)
+}
+
+fn major() -> i32 {
+    variants().map_or(7, |variants| variants.hip.version.0)
+}
+
+/// Ends the process as the runtime does where it checks what it takes for granted.
+fn die(message: &str) -> ! {
+    eprintln!("{message}");
+    std::process::abort()
+}
+
+/// A handle that is no stream's: HIP 6 takes the stream for destroyed, HIP 7 reads what was there.
+pub(crate) fn unknown_stream() -> Code {
+    if major() >= 7 {
+        die("the simulated HIP runtime: a stream was used after its end, which is a segmentation fault in HIP 7");
+    }
+    Code::CONTEXT_IS_DESTROYED
+}
+
+// ---------------------------------------------------------------------- the thread's state
+
+thread_local! {
+    static LAST: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Begins the runtime if need be, as every call does, and gives the thread a device if it has none: the first one.
+///
+/// # Errors
+/// 100 without a device (HIP 5: 101, from `hipInit`), 3 in a forked child, 4 at exit, 1 when a variable cannot be read.
+pub fn enter() -> Answer<()> {
+    process::follow_hip();
+    process::initialize()?;
+    if current::device().is_none() {
+        let simulation = simulation()?;
+        let first = *simulation.visible.first().ok_or(Code::NO_DEVICE)?;
+        current::set(current::handle_of(first))?;
+    }
+    Ok(())
+}
+
+/// `hipInit`.
+///
+/// # Errors
+/// As [`enter`], and 1 for flags.
+pub fn init(flags: u32) -> Answer<()> {
+    let entered = enter();
+    if major() == 5 && entered == Err(Code::NO_DEVICE) {
+        return Err(Code::INVALID_DEVICE);
+    }
+    entered?;
+    if flags == 0 { Ok(()) } else { Err(Code::INVALID_VALUE) }
+}
+
+/// Notes how a call ended. HIP 6 remembers the last call, HIP 7 the last failure until it is asked for; that work is not
+/// done yet is a failure to the former only.
+pub fn note(code: u32) {
+    let is_failure = code != 0 && code != Code::NOT_READY.0;
+    if major() < 7 || is_failure {
+        LAST.set(code);
+    }
+}
+
+/// `hipPeekAtLastError`.
+#[must_use]
+pub fn peek_at_last_error() -> u32 {
+    enter().err().map_or_else(|| LAST.get(), |code| code.0)
+}
+
+/// `hipGetLastError`: gives the thread's last error and forgets it, but not that there is no device.
+#[must_use]
+pub fn last_error() -> u32 {
+    enter().err().map_or_else(|| LAST.take(), |code| code.0)
+}
+
+/// `hipSetDevice`.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn set_device(ordinal: i32) -> Answer<()> {
+    current::set(current::handle_of(devices::get(ordinal)?))
+}
+
+/// `hipGetDevice`.
+///
+/// # Errors
+/// 101 when the thread has none.
+pub fn device() -> Answer<i32> {
+    devices::ordinal(current::device().ok_or(Code::INVALID_DEVICE)?)
+}
+
+// ---------------------------------------------------------------------- devices
+
+/// `hipDeviceGetAttribute`, with the values of an AMD Instinct MI300X where the simulation has none of its own.
+///
+/// # Errors
+/// 1 for what is no attribute, 101 when there is no such device.
+pub fn attribute(attribute: i32, ordinal: i32) -> Answer<i32> {
+    let device = devices::get(ordinal)?;
+    let capabilities = simulation()?.capabilities(device)?;
+    let settings = settings()?;
+    let (major, minor) = compute_capability(&settings.arch);
+    Ok(match attribute {
+        2 => 8,
+        3 | 8 | 10 | 24 | 85 => 1,
+        4 => i32::from(!settings.moves_registered),
+        5 => 2_100_000,
+        19 => 4 << 20,
+        23 => major,
+        61 => minor,
+        26..=28 | 56 => 1024,
+        29..=31 => i32::MAX,
+        59 => 8192,
+        60 => 1_300_000,
+        63 => 304,
+        67 => bus_of(device),
+        71 | 74 | 75 => 65536,
+        78 => i32::from(capabilities.stream_priority),
+        83 => i32::MAX,
+        84 => i32::try_from(devices::memory_bytes(ordinal)?).unwrap_or(i32::MAX),
+        87 => 64,
+        88 => i32::from(capabilities.stream_ordered_memory),
+        90 => i32::from(capabilities.host_register),
+        10011 => 1,
+        10017 => 100_000,
+        10018 => 8,
+        0..=92 | 10000..=10020 => 0,
+        _ => return Err(Code::INVALID_VALUE),
+    })
+}
+
+fn bus_of(device: u32) -> i32 {
+    device as i32 + 1
+}
+
+/// Major and minor version of an architecture: 9 and 4 of `gfx942:sramecc+`.
+fn compute_capability(arch: &str) -> (i32, i32) {
+    let digits = arch.trim_start_matches("gfx").split(':').next().unwrap_or_default();
+    let major = digits.get(..digits.len().saturating_sub(2)).and_then(|major| major.parse().ok());
+    let minor = digits.chars().rev().nth(1).and_then(|minor| minor.to_digit(16));
+    (major.unwrap_or(9), minor.map_or(0, |minor| minor as i32))
+}
+
+/// What `hipGetDeviceProperties` and `hipGetDevicePropertiesR0600` tell in two layouts.
+#[derive(Debug)]
+pub struct Properties {
+    /// The device's name.
+    pub name: String,
+    /// 16 bytes that no other device has.
+    pub uuid: [u8; 16],
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Major and minor version of the architecture.
+    pub compute: (i32, i32),
+    /// Number on the PCI bus.
+    pub bus: i32,
+    /// The architecture with its features.
+    pub arch: String,
+    ordinal: i32,
+}
+
+impl Properties {
+    /// Of a device.
+    ///
+    /// # Errors
+    /// 101 when there is no such device.
+    pub fn of(ordinal: i32) -> Answer<Self> {
+        let arch = settings()?.arch.clone();
+        Ok(Self {
+            name: devices::name(ordinal)?,
+            uuid: devices::uuid(ordinal)?,
+            memory_bytes: devices::memory_bytes(ordinal)?,
+            compute: compute_capability(&arch),
+            bus: bus_of(devices::get(ordinal)?),
+            arch,
+            ordinal,
+        })
+    }
+
+    /// The attribute of the same device.
+    ///
+    /// # Errors
+    /// As [`attribute`].
+    pub fn attribute(&self, attribute: i32) -> Answer<i32> {
+        self::attribute(attribute, self.ordinal)
+    }
+}
+
+/// `hipDeviceEnablePeerAccess`: from the current device to another.
+///
+/// # Errors
+/// 101 for what is no device and for the current one, 1 for flags, 217 where devices cannot reach each other, 704 the second
+/// time.
+pub fn enable_peer_access(peer: i32, flags: u32) -> Answer<()> {
+    devices::enable_peer_access(current::handle_of(devices::get(peer)?), flags)
+}
+
+/// `hipDeviceDisablePeerAccess`.
+///
+/// # Errors
+/// 101 for what is no device, 705 where access is not enabled.
+pub fn disable_peer_access(peer: i32) -> Answer<()> {
+    let peer = devices::get(peer)?;
+    let (simulation, device) = with_context()?;
+    let bit = 1 << peer;
+    let before = simulation.state(device)?.peers.fetch_and(!bit, std::sync::atomic::Ordering::AcqRel);
+    if before & bit == 0 { Err(Code::PEER_ACCESS_NOT_ENABLED) } else { Ok(()) }
+}
+
+// ---------------------------------------------------------------------- streams and events
+
+/// `hipStreamDestroy`.
+///
+/// # Errors
+/// 400 for a default stream; as [`Simulation::stream`] for a destroyed one.
+pub fn destroy_stream(raw: u64) -> Answer<()> {
+    if raw <= streams::PER_THREAD {
+        return Err(Code::INVALID_HANDLE);
+    }
+    streams::destroy(raw)
+}
+
+/// `hipStreamGetDevice`.
+///
+/// # Errors
+/// As [`Simulation::stream`].
+pub fn stream_device(raw: u64) -> Answer<i32> {
+    devices::ordinal(simulation()?.stream(raw)?.device)
+}
+
+// ---------------------------------------------------------------------- memory
+
+impl Simulation {
+    /// The address of the host of what devices know at another one; every other address as it is.
+    pub(crate) fn on_host(&self, address: u64) -> u64 {
+        let host = address & !MOVED;
+        if host != address && self.registered(host).is_some_and(|(_, block)| block.is_moved) { host } else { address }
+    }
+
+    /// Whether a device reaches page-locked memory by this address.
+    pub(crate) fn is_of_devices(&self, address: u64) -> bool {
+        address & MOVED != 0 || !self.registered(address).is_some_and(|(_, block)| block.is_moved)
+    }
+
+    fn registered(&self, address: u64) -> Option<(u64, HostBlock)> {
+        let hosts = self.memory.hosts.read();
+        around(&hosts, address, |block| block.bytes).map(|(start, block)| (start, *block))
+    }
+}
+
+/// `hipMalloc`; of no bytes, it gives null.
+///
+/// # Errors
+/// 900 while something is captured, 2 when there is no room.
+pub fn allocate(bytes: usize) -> Answer<u64> {
+    if bytes == 0 { Ok(0) } else { memory::allocate(bytes) }
+}
+
+/// `hipFree` and `hipHostFree`, which free what the other allocates as well, and the whole of it by any address in it.
+/// Wait for work that may use it.
+///
+/// # Errors
+/// 900 while something is captured, 1 for other memory.
+pub fn free(address: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    simulation.check_unsafe_call()?;
+    if address == 0 {
+        return Ok(());
+    }
+    if let Some((start, block)) = simulation.memory.around(address) {
+        simulation.check_context(block.device)?;
+        return simulation.free_block(start);
+    }
+    match simulation.registered(address) {
+        Some((start, block)) if !block.is_registered => host::free(start),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+/// `hipFreeAsync`.
+///
+/// # Errors
+/// As [`memory::free_ordered`]; 1 for null with HIP 6.
+pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
+    if address == 0 && major() >= 7 {
+        return simulation()?.stream(raw_stream).map(drop);
+    }
+    memory::free_ordered(address, raw_stream)
+}
+
+/// What `hipPointerGetAttributes` tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pointer {
+    /// One of [`memory_type`].
+    pub memory_type: i32,
+    /// The device's ordinal, -2 for memory that the runtime does not know.
+    pub device: i32,
+    /// The address that devices use.
+    pub on_device: u64,
+    /// The address that the host uses.
+    pub on_host: u64,
+    /// What the memory was made with.
+    pub flags: u32,
+}
+
+/// `hipPointerGetAttributes`.
+///
+/// # Errors
+/// 1 for null with HIP 6.
+pub fn pointer(address: u64) -> Answer<Pointer> {
+    if address == 0 && major() < 7 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let simulation = simulation()?;
+    if let Some((_, block)) = simulation.memory.around(address) {
+        let device = devices::ordinal(block.device)?;
+        return Ok(Pointer { memory_type: memory_type::DEVICE, device, on_device: address, on_host: 0, flags: 0 });
+    }
+    let on_host = simulation.on_host(address);
+    let Some((_, block)) = simulation.registered(on_host) else {
+        let memory_type = memory_type::UNREGISTERED;
+        return Ok(Pointer { memory_type, device: -2, on_device: 0, on_host: 0, flags: 0 });
+    };
+    let on_device = if block.is_moved { on_host | MOVED } else { on_host };
+    let device = devices::ordinal(block.device)?;
+    Ok(Pointer { memory_type: memory_type::HOST, device, on_device, on_host, flags: block.flags })
+}
+
+// ---------------------------------------------------------------------- page-locked memory
+
+/// `hipHostMalloc`; of no bytes, it gives null. Unknown flags are taken.
+///
+/// # Errors
+/// 1 for memory that is to be coherent and not, 900 while something is captured, 2 when there is no room.
+pub fn allocate_host(bytes: usize, flags: u32) -> Answer<u64> {
+    if flags & host_flags::COHERENT != 0 && flags & host_flags::NON_COHERENT != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    // Devices cache only what was asked for so.
+    let kind = if flags & host_flags::NON_COHERENT == 0 { host_flags::COHERENT } else { 0 };
+    host::allocate(bytes, flags | kind)
+}
+
+/// `hipHostGetFlags`: what the memory was made with. Of memory of `hipHostMalloc` it has one of the two flags that say
+/// whether devices cache it, whichever way it was asked for.
+///
+/// # Errors
+/// 1 for memory that is not page-locked.
+pub fn host_flags(address: u64) -> Answer<u32> {
+    simulation()?.registered(address).map(|(_, block)| block.flags).ok_or(Code::INVALID_VALUE)
+}
+
+/// `hipHostRegister`. What is registered already succeeds again, which means nothing more where it begins at the same
+/// address.
+///
+/// # Errors
+/// As [`host::register`], 712 apart.
+pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
+    let (simulation, _) = with_context()?;
+    simulation.check_unsafe_call()?;
+    let end = address.checked_add(bytes as u64).filter(|_| address != 0 && bytes > 0).ok_or(Code::INVALID_VALUE)?;
+    if flags & !host_flags::REGISTER != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let before = {
+        let hosts = simulation.memory.hosts.read();
+        hosts.range(..end).next_back().map(|(&start, &block)| (start, block))
+    };
+    match before.filter(|(start, block)| start + block.bytes > address) {
+        Some((start, block)) if block.is_registered => {
+            if start != address {
+                simulation.memory.overlaps.lock().insert(address, bytes as u64);
+            }
+            Ok(())
+        }
+        _ => host::register(address, bytes, flags & 0xf),
+    }
+}
+
+/// `hipHostUnregister`. Waits for work that may use the memory. An address inside of a registration ends the process.
+///
+/// # Errors
+/// 900 while something is captured, 713 for what is not registered.
+pub fn unregister(address: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    simulation.check_unsafe_call()?;
+    if simulation.memory.overlaps.lock().remove(&address).is_some() {
+        return Ok(());
+    }
+    match simulation.registered(address) {
+        Some((start, block)) if block.is_registered && start != address => {
+            die(&format!("Memobj map does not have ptr: {address:#x}"))
+        }
+        Some((_, block)) if block.is_registered => host::unregister(address),
+        _ => Err(Code::HOST_MEMORY_NOT_REGISTERED),
+    }
+}
+
+/// `hipHostGetDevicePointer`: of registered memory another address than the host's, unless the settings say otherwise.
+///
+/// # Errors
+/// 1 for flags and for memory that is not page-locked.
+pub fn device_address(address: u64, flags: u32) -> Answer<u64> {
+    let found = simulation()?.registered(address).filter(|_| flags == 0);
+    let (_, block) = found.ok_or(Code::INVALID_VALUE)?;
+    Ok(if block.is_moved { address | MOVED } else { address })
+}
+
+// ---------------------------------------------------------------------- copies
+
+/// Checks `hipMemcpyKind`. The addresses tell the direction, whatever it says.
+///
+/// # Errors
+/// 21 for a kind that is none.
+pub fn check_kind(kind: i32) -> Answer<()> {
+    if (0..=4).contains(&kind) { Ok(()) } else { Err(INVALID_COPY_DIRECTION) }
+}
+
+/// `hipMemcpy`: on the legacy default stream, and done when the call returns.
+///
+/// # Errors
+/// 906 while something is captured, which is lost then; else as [`copies::copy`].
+///
+/// # Safety
+/// As [`copies::copy_now`].
+pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, kind: i32) -> Answer<()> {
+    check_kind(kind)?;
+    simulation()?.check_nothing_captures()?;
+    // SAFETY: the caller's promise.
+    unsafe { copies::copy_now(dst, src, bytes, copies::Direction::Any) }
+}
+
+/// `hipMemcpyPeerAsync`.
+///
+/// # Errors
+/// As [`copies::copy_peer`], 101 for what is no device.
+///
+/// # Safety
+/// As [`copies::copy_peer`].
+pub unsafe fn copy_peer(
+    dst: u64,
+    dst_device: i32,
+    src: u64,
+    src_device: i32,
+    bytes: usize,
+    raw_stream: u64,
+) -> Answer<()> {
+    let [to, from] = [dst_device, src_device].map(|device| devices::get(device).map(current::handle_of));
+    // SAFETY: the caller's promise.
+    unsafe { copies::copy_peer(dst, to?, src, from?, bytes, raw_stream) }
+}
+
+/// `hipMemsetAsync`.
+///
+/// # Errors
+/// As [`copies::fill`].
+///
+/// # Safety
+/// As there.
+pub unsafe fn fill(dst: u64, value: i32, bytes: usize, raw_stream: u64) -> Answer<()> {
+    // SAFETY: the caller's promise.
+    unsafe { copies::fill(dst, value as u32 & 0xff, 1, bytes, raw_stream) }
+}
+
+// ---------------------------------------------------------------------- other processes
+
+/// `hipIpcGetEventHandle`.
+///
+/// # Errors
+/// 9 for an event that was not made for other processes, or was opened here; 400 for what is no event.
+pub fn export_event(raw: u64) -> Answer<ipc::Handle> {
+    let event = simulation()?.event(raw)?;
+    if event.flags & events::flags::INTERPROCESS == 0 || event.is_import {
+        return Err(INVALID_CONFIGURATION);
+    }
+    ipc::export_event(raw)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_have_a_version() {
+        for (arch, version) in [
+            ("gfx942:sramecc+:xnack-", (9, 4)),
+            ("gfx90a:sramecc+:xnack-", (9, 0)),
+            ("gfx1030", (10, 3)),
+            ("gfx1100", (11, 0)),
+        ] {
+            assert_eq!(compute_capability(arch), version, "{arch}");
+        }
+    }
+}

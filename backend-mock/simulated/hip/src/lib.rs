@@ -1,0 +1,804 @@
+//! A look-alike of AMD's HIP runtime over the mock.
+//!
+//! It has the symbols and the ABI of `libamdhip64.so.7` and `.so.6` as far as Highwater uses them, and the rules of the real
+//! one, which the engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
+//! devices there are and what they are like, `HIGHWATER_SIMULATED_HIP` how the library differs from a healthy one of HIP 7.2.
+//! Which symbols a version lacks is settled where the file is laid out.
+
+#![allow(non_snake_case, reason = "the symbols have the vendor's names")]
+#![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use highwater_simulated_engine::blas::{self, BlasTable};
+use highwater_simulated_engine::copies::{self, Direction};
+use highwater_simulated_engine::hip::{self, Properties};
+use highwater_simulated_engine::memory::{self, Attribute};
+use highwater_simulated_engine::{Answer, Code, captures, devices, events, ipc, process, streams};
+
+pub(crate) mod layout;
+mod symbols;
+mod texts;
+
+use layout::{IpcHandle, PointerAttributes, PropertiesLayout, Uuid};
+
+/// Runs a call of a thread that has a device, and notes how it ended. A panic becomes a code, because none may pass the
+/// border.
+fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
+    noted(|| {
+        hip::enter()?;
+        match process::injected(function) {
+            Some(code) => Err(code),
+            None => body(),
+        }
+    })
+}
+
+/// Runs a call and notes how it ended.
+fn noted(body: impl FnOnce() -> Answer<()>) -> i32 {
+    // Unwind safety: what a panicking call leaves half done is behind locks and atomics of the engine.
+    let code = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(code)) => code.0,
+        Err(_) => Code::UNKNOWN.0,
+    };
+    hip::note(code);
+    code as i32
+}
+
+/// Writes an answer.
+///
+/// # Safety
+/// `place` is null or valid for a write.
+unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
+    if place.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: the caller says that the place is valid when it is not null.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// Writes a text with its zero byte, cut to the room that there is.
+///
+/// # Safety
+/// `place` is null or valid for `room` bytes.
+unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> {
+    let room = usize::try_from(room).ok().filter(|&room| room > 0 && !place.is_null()).ok_or(Code::INVALID_VALUE)?;
+    let length = text.len().min(room - 1);
+    // SAFETY: the caller says that there is room for so many bytes, and the text is as long.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast(), length);
+        place.add(length).write(0);
+    }
+    Ok(())
+}
+
+/// Writes an attribute, as wide as it is.
+///
+/// # Safety
+/// `place` is null or valid for a write of the attribute.
+unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> {
+    // SAFETY: the caller says so.
+    unsafe {
+        match value {
+            Attribute::Narrow(value) => put(place.cast(), value),
+            Attribute::Wide(value) => put(place.cast(), value),
+        }
+    }
+}
+
+/// Reads an argument that is given by its address.
+///
+/// # Safety
+/// `place` is null or valid for a read.
+unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
+    if place.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: the caller says that the place is valid when it is not null.
+    Ok(unsafe { place.read() })
+}
+
+/// Handles, which are numbers to the engine, are pointers in the vendor's headers.
+type Handle = *mut c_void;
+
+fn number(handle: Handle) -> u64 {
+    handle.addr() as u64
+}
+
+fn handle(number: u64) -> Handle {
+    std::ptr::without_provenance_mut(number as usize)
+}
+
+fn address<T>(pointer: *const T) -> u64 {
+    pointer.expose_provenance() as u64
+}
+
+/// A function of the host.
+type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
+
+macro_rules! export {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+        $(
+            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
+            $(#[$doc])*
+            ///
+            /// # Safety
+            /// Pointers are null or valid for what the vendor's function of this name reads and writes.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $type),*) -> i32 {
+                call(stringify!($name), move || $body)
+            }
+        )*
+    };
+}
+
+/// The table that the look-alike of hipBLAS calls.
+#[unsafe(no_mangle)]
+pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
+    blas::table()
+}
+
+/// What the look-alike of hipBLAS has to know: its major version, 1 where rocBLAS has kernels, and the architecture up to its
+/// features, cut to the room. Answers a code.
+///
+/// # Safety
+/// The places are valid for a write each, `arch` for `room` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn highwater_simulated_hipblas(
+    major: *mut u32,
+    has_kernels: *mut u32,
+    arch: *mut c_char,
+    room: i32,
+) -> i32 {
+    noted(|| {
+        let settings = hip::settings()?;
+        let name = settings.arch.split(':').next().unwrap_or_default();
+        // SAFETY: the caller's promise.
+        unsafe {
+            put(major, settings.hipblas())?;
+            put(has_kernels, settings.has_kernels.into())?;
+            put_text(arch, room, name)
+        }
+    })
+}
+
+/// The vendor's `hipInit`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hipInit(flags: u32) -> i32 {
+    noted(|| hip::init(flags))
+}
+
+/// The vendor's `hipRuntimeGetVersion`, which needs no device.
+///
+/// # Safety
+/// `version` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hipRuntimeGetVersion(version: *mut i32) -> i32 {
+    // SAFETY: the caller gives a place for the answer, or null.
+    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
+}
+
+/// The vendor's `hipDriverGetVersion`, which needs no device.
+///
+/// # Safety
+/// `version` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hipDriverGetVersion(version: *mut i32) -> i32 {
+    // SAFETY: the caller gives a place for the answer, or null.
+    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
+}
+
+/// The vendor's `hipGetDeviceCount`, which gives 0 where it answers 100.
+///
+/// # Safety
+/// `count` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hipGetDeviceCount(count: *mut i32) -> i32 {
+    noted(|| {
+        let answer = hip::enter().and_then(|()| match process::injected("hipGetDeviceCount") {
+            Some(code) => Err(code),
+            None => devices::count(),
+        });
+        let found = match answer {
+            Ok(devices) => devices,
+            Err(Code::NO_DEVICE) => 0,
+            Err(code) => return Err(code),
+        };
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(count, found as i32) }?;
+        answer.map(drop)
+    })
+}
+
+/// The vendor's `hipGetLastError`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hipGetLastError() -> i32 {
+    catch_unwind(hip::last_error).unwrap_or(Code::UNKNOWN.0) as i32
+}
+
+/// The vendor's `hipPeekAtLastError`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hipPeekAtLastError() -> i32 {
+    catch_unwind(hip::peek_at_last_error).unwrap_or(Code::UNKNOWN.0) as i32
+}
+
+/// The vendor's `hipGetErrorName`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hipGetErrorName(code: i32) -> *const c_char {
+    texts::name(code).as_ptr()
+}
+
+/// The vendor's `hipGetErrorString`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hipGetErrorString(code: i32) -> *const c_char {
+    texts::text(code).as_ptr()
+}
+
+/// Fills a structure of properties.
+///
+/// # Safety
+/// `properties` is null or has room for the layout.
+unsafe fn put_properties(properties: *mut c_void, layout: PropertiesLayout, device: i32) -> Answer<()> {
+    if properties.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let bytes = layout.fill(&Properties::of(device)?)?;
+    // SAFETY: the caller gives room for the whole structure.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), properties.cast(), bytes.len()) };
+    Ok(())
+}
+
+/// Finds a function by its name for a caller that asked the runtime.
+///
+/// # Safety
+/// The pointers are null or valid: the name for a read up to its zero byte, the places for a write.
+unsafe fn find_function(name: *const c_char, function: *mut Handle, status: *mut u32) -> Answer<()> {
+    if name.is_null() || function.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: the caller gives a text.
+    let found = symbols::find(unsafe { CStr::from_ptr(name) });
+    // SAFETY: the caller gives places for the answers; the status may be null.
+    unsafe {
+        put(function, found.unwrap_or(std::ptr::null_mut()))?;
+        if !status.is_null() {
+            put(status, u32::from(found.is_none()))?;
+        }
+    }
+    found.map(drop).ok_or(Code::NOT_FOUND)
+}
+
+export! {
+    fn hipSetDevice(device: i32) {
+        hip::set_device(device)
+    }
+
+    fn hipGetDevice(device: *mut i32) {
+        let answer = hip::device()?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device, answer) }
+    }
+
+    fn hipDeviceGet(device: *mut i32, ordinal: i32) {
+        let answer = devices::get(ordinal).map(|_| ordinal)?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device, answer) }
+    }
+
+    fn hipDeviceGetName(name: *mut c_char, length: i32, device: i32) {
+        let text = devices::name(device)?;
+        // SAFETY: the caller gives room for so many bytes, or null.
+        unsafe { put_text(name, length, &text) }
+    }
+
+    fn hipDeviceGetUuid(uuid: *mut Uuid, device: i32) {
+        let answer = Uuid(devices::uuid(device)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(uuid, answer) }
+    }
+
+    fn hipDeviceTotalMem(bytes: *mut usize, device: i32) {
+        let answer = devices::memory_bytes(device)? as usize;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(bytes, answer) }
+    }
+
+    fn hipDeviceGetPCIBusId(name: *mut c_char, length: i32, device: i32) {
+        let text = devices::pci_bus_id(device)?.to_lowercase();
+        if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives room for so many bytes, or null.
+        unsafe { put_text(name, length, &text) }
+    }
+
+    fn hipDeviceGetAttribute(value: *mut i32, attribute: i32, device: i32) {
+        let answer = hip::attribute(attribute, device)?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(value, answer) }
+    }
+
+    /// Fills the layout of HIP 5, which is what programs got that were built against it.
+    fn hipGetDeviceProperties(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for the layout of HIP 5, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
+    }
+
+    fn hipGetDevicePropertiesR0000(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for this layout, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
+    }
+
+    fn hipGetDevicePropertiesR0600(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for this layout, or null.
+        unsafe { put_properties(properties, layout::R0600, device) }
+    }
+
+    fn hipDeviceSynchronize() {
+        streams::synchronize_context()
+    }
+
+    fn hipDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
+        let answer = i32::from(devices::can_access_peer(device, peer)?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(can, answer) }
+    }
+
+    fn hipDeviceEnablePeerAccess(peer: i32, flags: u32) {
+        hip::enable_peer_access(peer, flags)
+    }
+
+    fn hipDeviceDisablePeerAccess(peer: i32) {
+        hip::disable_peer_access(peer)
+    }
+
+    fn hipDeviceGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+        for (place, value) in [(least, streams::HIP_PRIORITIES.0), (greatest, streams::HIP_PRIORITIES.1)] {
+            if !place.is_null() {
+                // SAFETY: the caller gives places for the answers, or null.
+                unsafe { put(place, value) }?;
+            }
+        }
+        Ok(())
+    }
+
+    fn hipStreamCreate(stream: *mut Handle) {
+        if stream.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(streams::create(0, 0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(stream, answer) }
+    }
+
+    fn hipStreamCreateWithFlags(stream: *mut Handle, flags: u32) {
+        if stream.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(streams::create(flags, 0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(stream, answer) }
+    }
+
+    fn hipStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
+        if stream.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(streams::create(flags, priority)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(stream, answer) }
+    }
+
+    fn hipStreamDestroy(stream: Handle) {
+        hip::destroy_stream(number(stream))
+    }
+
+    fn hipStreamQuery(stream: Handle) {
+        streams::query(number(stream))
+    }
+
+    fn hipStreamSynchronize(stream: Handle) {
+        streams::synchronize(number(stream))
+    }
+
+    fn hipStreamWaitEvent(stream: Handle, event: Handle, flags: u32) {
+        events::stream_wait(number(stream), number(event), flags)
+    }
+
+    fn hipStreamGetFlags(stream: Handle, flags: *mut u32) {
+        let answer = process::simulation()?.stream(number(stream))?.flags;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(flags, answer) }
+    }
+
+    fn hipStreamGetPriority(stream: Handle, priority: *mut i32) {
+        let answer = process::simulation()?.stream(number(stream))?.priority;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(priority, answer) }
+    }
+
+    fn hipStreamGetDevice(stream: Handle, device: *mut i32) {
+        let answer = hip::stream_device(number(stream))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(device, answer) }
+    }
+
+    fn hipStreamGetId(stream: Handle, id: *mut u64) {
+        let answer = process::simulation()?.stream(number(stream))?.number;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(id, answer) }
+    }
+
+    fn hipLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
+        // SAFETY: function and argument are what the caller promised the vendor they are.
+        unsafe { captures::launch_host_function(number(stream), function, argument) }
+    }
+
+    fn hipStreamBeginCapture(stream: Handle, mode: u32) {
+        captures::begin(number(stream), mode)
+    }
+
+    fn hipStreamEndCapture(stream: Handle, graph: *mut Handle) {
+        if graph.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
+        unsafe { put(graph, handle(0)) }?;
+        let answer = handle(captures::end(number(stream))?);
+        // SAFETY: as above.
+        unsafe { put(graph, answer) }
+    }
+
+    fn hipStreamIsCapturing(stream: Handle, status: *mut u32) {
+        let answer = captures::is_capturing(number(stream))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(status, answer) }
+    }
+
+    fn hipStreamGetCaptureInfo(stream: Handle, status: *mut u32, id: *mut u64) {
+        let (found, capture) = captures::info(number(stream))?;
+        // SAFETY: the caller gives places for the answers; that of the number may be null.
+        unsafe {
+            put(status, found)?;
+            if id.is_null() { Ok(()) } else { put(id, capture) }
+        }
+    }
+
+    fn hipThreadExchangeStreamCaptureMode(mode: *mut u32) {
+        // SAFETY: the caller gives a mode, or null.
+        let new = unsafe { get(mode) }?;
+        if new > captures::mode::RELAXED {
+            return Err(Code::INVALID_VALUE);
+        }
+        let old = captures::exchange_mode(new)?;
+        // SAFETY: the place was not null.
+        unsafe { put(mode, old) }
+    }
+
+    fn hipGraphInstantiate(executable: *mut Handle, graph: Handle, node: *mut Handle, log: *mut c_char, room: usize) {
+        if executable.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(captures::instantiate(number(graph), 0)?);
+        // SAFETY: the caller gives a place for the answer, and for what failed where it wants to know: nothing did.
+        unsafe {
+            if !node.is_null() {
+                put(node, handle(0))?;
+            }
+            if !log.is_null() && room > 0 {
+                put(log, 0)?;
+            }
+            put(executable, answer)
+        }
+    }
+
+    fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
+        if executable.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(captures::instantiate(number(graph), flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(executable, answer) }
+    }
+
+    fn hipGraphLaunch(executable: Handle, stream: Handle) {
+        captures::launch(number(executable), number(stream))
+    }
+
+    fn hipGraphDestroy(graph: Handle) {
+        captures::destroy_graph(number(graph))
+    }
+
+    fn hipGraphExecDestroy(executable: Handle) {
+        captures::destroy_executable(number(executable))
+    }
+
+    fn hipGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
+        let found = captures::nodes(number(graph))?;
+        if nodes.is_null() {
+            // SAFETY: the caller gives a place for the count, or null.
+            return unsafe { put(count, found.len()) };
+        }
+        // SAFETY: the caller says for how many nodes there is room.
+        let room = unsafe { get(count) }?;
+        for index in 0..room {
+            let node = found.get(index).map_or(std::ptr::null_mut(), |&node| handle(node));
+            // SAFETY: the caller gives room for so many.
+            unsafe { nodes.add(index).write(node) };
+        }
+        // SAFETY: the place was not null.
+        unsafe { put(count, found.len().min(room)) }
+    }
+
+    fn hipGraphNodeGetType(node: Handle, kind: *mut u32) {
+        let answer = captures::node_kind(number(node))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(kind, answer) }
+    }
+
+    fn hipEventCreate(event: *mut Handle) {
+        if event.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(events::create(0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(event, answer) }
+    }
+
+    fn hipEventCreateWithFlags(event: *mut Handle, flags: u32) {
+        if event.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(events::create(flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(event, answer) }
+    }
+
+    fn hipEventDestroy(event: Handle) {
+        events::destroy(number(event))
+    }
+
+    fn hipEventRecord(event: Handle, stream: Handle) {
+        events::record(number(event), number(stream))
+    }
+
+    fn hipEventRecordWithFlags(event: Handle, stream: Handle, flags: u32) {
+        match flags {
+            0 => events::record(number(event), number(stream)),
+            // A record outside of the capture, which the mock cannot make.
+            1 => Err(Code::NOT_SUPPORTED),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+
+    fn hipEventQuery(event: Handle) {
+        events::query(number(event))
+    }
+
+    fn hipEventSynchronize(event: Handle) {
+        events::synchronize(number(event))
+    }
+
+    fn hipEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
+        let answer = events::elapsed(number(start), number(end))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(milliseconds, answer) }
+    }
+
+    fn hipMalloc(memory: *mut Handle, bytes: usize) {
+        if memory.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(hip::allocate(bytes)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(memory, answer) }
+    }
+
+    fn hipFree(memory: *mut c_void) {
+        hip::free(address(memory))
+    }
+
+    fn hipMallocAsync(memory: *mut Handle, bytes: usize, stream: Handle) {
+        if memory.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(memory::allocate_ordered(bytes, number(stream))?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(memory, answer) }
+    }
+
+    fn hipFreeAsync(memory: *mut c_void, stream: Handle) {
+        hip::free_ordered(address(memory), number(stream))
+    }
+
+    fn hipMemcpy(dst: *mut c_void, src: *const c_void, bytes: usize, kind: i32) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { hip::copy_now(address(dst), address(src), bytes, kind) }
+    }
+
+    fn hipMemcpyAsync(dst: *mut c_void, src: *const c_void, bytes: usize, kind: i32, stream: Handle) {
+        hip::check_kind(kind)?;
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::copy(address(dst), address(src), bytes, number(stream), Direction::Any) }
+    }
+
+    fn hipMemcpyHtoDAsync(dst: *mut c_void, src: *const c_void, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::copy(address(dst), address(src), bytes, number(stream), Direction::ToDevice) }
+    }
+
+    fn hipMemcpyDtoHAsync(dst: *mut c_void, src: *const c_void, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::copy(address(dst), address(src), bytes, number(stream), Direction::ToHost) }
+    }
+
+    fn hipMemcpyDtoDAsync(dst: *mut c_void, src: *const c_void, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::copy(address(dst), address(src), bytes, number(stream), Direction::OnDevices) }
+    }
+
+    fn hipMemcpyPeerAsync(dst: *mut c_void, dst_device: i32, src: *const c_void, src_device: i32, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { hip::copy_peer(address(dst), dst_device, address(src), src_device, bytes, number(stream)) }
+    }
+
+    fn hipMemsetAsync(dst: *mut c_void, value: i32, bytes: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { hip::fill(address(dst), value, bytes, number(stream)) }
+    }
+
+    fn hipMemsetD8Async(dst: *mut c_void, value: u8, count: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::fill(address(dst), u32::from(value), 1, count, number(stream)) }
+    }
+
+    fn hipMemsetD16Async(dst: *mut c_void, value: u16, count: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::fill(address(dst), u32::from(value), 2, count, number(stream)) }
+    }
+
+    fn hipMemsetD32Async(dst: *mut c_void, value: i32, count: usize, stream: Handle) {
+        // SAFETY: the memory is as valid as the caller promised the vendor.
+        unsafe { copies::fill(address(dst), value as u32, 4, count, number(stream)) }
+    }
+
+    fn hipMemGetInfo(free: *mut usize, total: *mut usize) {
+        let (left, all) = memory::info()?;
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            put(free, left as usize)?;
+            put(total, all as usize)
+        }
+    }
+
+    fn hipPointerGetAttributes(attributes: *mut PointerAttributes, pointer: *const c_void) {
+        let answer = PointerAttributes::from(hip::pointer(address(pointer))?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(attributes, answer) }
+    }
+
+    fn hipMemGetAddressRange(base: *mut Handle, bytes: *mut usize, pointer: *mut c_void) {
+        let (start, length) = memory::address_range(address(pointer))?;
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            if !base.is_null() {
+                put(base, handle(start))?;
+            }
+            if bytes.is_null() { Ok(()) } else { put(bytes, length as usize) }
+        }
+    }
+
+    fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
+        if pool.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(memory::default_pool(devices::get(device)?)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(pool, answer) }
+    }
+
+    fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
+        // SAFETY: the caller gives a value as wide as the attribute is, or null.
+        let value = unsafe {
+            if memory::pool_attribute_is_wide(attribute)? {
+                Attribute::Wide(get(value.cast::<u64>())?)
+            } else {
+                Attribute::Narrow(get(value.cast::<u32>())?)
+            }
+        };
+        memory::set_pool_attribute(number(pool), attribute, value)
+    }
+
+    fn hipMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
+        let answer = memory::pool_attribute(number(pool), attribute)?;
+        // SAFETY: the caller gives a place that is as wide as the attribute, or null.
+        unsafe { put_attribute(value, answer) }
+    }
+
+    fn hipMemPoolTrimTo(pool: Handle, keep: usize) {
+        memory::trim_pool(number(pool), keep)
+    }
+
+    fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
+        if memory.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(hip::allocate_host(bytes, flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(memory, answer) }
+    }
+
+    fn hipHostFree(memory: *mut c_void) {
+        hip::free(address(memory))
+    }
+
+    fn hipHostGetFlags(flags: *mut u32, memory: *mut c_void) {
+        let answer = hip::host_flags(address(memory))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(flags, answer) }
+    }
+
+    fn hipHostRegister(memory: *mut c_void, bytes: usize, flags: u32) {
+        hip::register(address(memory), bytes, flags)
+    }
+
+    fn hipHostUnregister(memory: *mut c_void) {
+        hip::unregister(address(memory))
+    }
+
+    fn hipHostGetDevicePointer(device: *mut Handle, memory: *mut c_void, flags: u32) {
+        if device.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(hip::device_address(address(memory), flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(device, answer) }
+    }
+
+    fn hipIpcGetMemHandle(handle: *mut IpcHandle, memory: *mut c_void) {
+        let answer = IpcHandle(ipc::export_memory(address(memory))?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(handle, answer) }
+    }
+
+    fn hipIpcOpenMemHandle(memory: *mut Handle, given: IpcHandle, flags: u32) {
+        if memory.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(ipc::open_memory(&given.0, flags)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(memory, answer) }
+    }
+
+    fn hipIpcCloseMemHandle(memory: *mut c_void) {
+        ipc::close_memory(address(memory))
+    }
+
+    fn hipIpcGetEventHandle(handle: *mut IpcHandle, event: Handle) {
+        let answer = IpcHandle(hip::export_event(number(event))?);
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(handle, answer) }
+    }
+
+    fn hipIpcOpenEventHandle(event: *mut Handle, given: IpcHandle) {
+        if event.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let answer = handle(ipc::open_event(&given.0)?);
+        // SAFETY: the caller gives a place for the answer.
+        unsafe { put(event, answer) }
+    }
+
+    fn hipGetProcAddress(name: *const c_char, function: *mut Handle, _version: i32, _flags: u64, status: *mut u32) {
+        // SAFETY: the caller gives a text and places for the answers, or null.
+        unsafe { find_function(name, function, status) }
+    }
+
+    fn hipGetDriverEntryPoint(name: *const c_char, function: *mut Handle, _flags: u64, status: *mut u32) {
+        // SAFETY: the caller gives a text and places for the answers, or null.
+        unsafe { find_function(name, function, status) }
+    }
+}

@@ -1,0 +1,80 @@
+//! Handles: what is bound to them, and their modes.
+
+use highwater_simulated_blas::slots::Slots;
+
+use crate::runtime::{Home, Runtime};
+use crate::status;
+
+/// Every handle of the process.
+pub(crate) static HANDLES: Slots<State> = Slots::new(*b"hipblas\0");
+
+/// Device memory of a handle, as rocBLAS takes it by default.
+const OWN_BYTES: usize = 32 << 20;
+
+/// On smaller devices a handle takes this part of the memory.
+const OWN_PART: usize = 1024;
+
+/// A workspace below this is not used.
+const LEAST_WORKSPACE: usize = 16 << 10;
+
+/// What a handle is.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) home: Home,
+    /// Address and bytes of its own device memory.
+    own: (u64, u64),
+    /// The bound `hipStream_t`.
+    pub(crate) stream: usize,
+    /// Address and bytes of the bound workspace; `None` is its own.
+    workspace: Option<(u64, u64)>,
+    /// `hipblasAtomicsMode_t`.
+    pub(crate) atomics_mode: u32,
+    /// `hipblasPointerMode_t`.
+    pub(crate) pointer_mode: u32,
+}
+
+impl State {
+    pub(crate) fn new() -> Result<Self, u32> {
+        let runtime = Runtime::get()?;
+        let home = runtime.home()?;
+        let bytes = OWN_BYTES.min(runtime.device_memory(home)? / OWN_PART).max(LEAST_WORKSPACE);
+        let own = (runtime.allocate(bytes)?, bytes as u64);
+        let atomics_mode = u32::from(runtime.major < 3);
+        Ok(Self { home, own, stream: 0, workspace: None, atomics_mode, pointer_mode: 0 })
+    }
+
+    /// Waits for the device, and gives the handle's memory back.
+    pub(crate) fn end(self) {
+        if let Ok(runtime) = Runtime::get() {
+            runtime.wait_and_free(self.home, self.own.0);
+        }
+    }
+
+    /// Null and 0 bytes take the handle back to its own.
+    pub(crate) fn bind_workspace(&mut self, address: u64, bytes: u64) -> Result<(), u32> {
+        self.workspace = match (address, bytes) {
+            (0, 0) => None,
+            (0, _) => return Err(status::INVALID_VALUE),
+            bound => Some(bound),
+        };
+        Ok(())
+    }
+
+    /// Address and bytes of what the kernels of a product pass their intermediate results through; 0 bytes are none.
+    pub(crate) fn workspace(&self) -> (u64, u64) {
+        match self.workspace {
+            None => self.own,
+            Some((_, bytes)) if bytes < LEAST_WORKSPACE as u64 => (0, 0),
+            Some(bound) => bound,
+        }
+    }
+}
+
+/// Sets a mode that is 0 or 1.
+pub(crate) fn set_switch(switch: &mut u32, value: u32) -> Result<(), u32> {
+    if value > 1 {
+        return Err(status::INVALID_ENUM);
+    }
+    *switch = value;
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! The script: what it lays out, and that it is not seen otherwise.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+
+use libloading::Library;
+
+use crate::rig::under;
+
+/// The folder of a variant, laid out.
+fn folder(vendor: &str) -> PathBuf {
+    let output = under(vendor, &["sh", "-c", "printf %s \"${LD_LIBRARY_PATH%%:*}\""].map(OsStr::new), &[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    PathBuf::from(String::from_utf8(output.stdout).unwrap())
+}
+
+fn files(vendor: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(folder(vendor)).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Which of the symbols the runtime of a variant has.
+fn symbols<'a>(vendor: &str, file: &str, names: &[&'a str]) -> Vec<&'a str> {
+    // SAFETY: the libraries may be opened at any time; the symbols are looked up and not used.
+    unsafe {
+        let library = Library::new(folder(vendor).join(file)).unwrap();
+        names.iter().copied().filter(|name| library.get::<*const ()>(name.as_bytes()).is_ok()).collect()
+    }
+}
+
+#[test]
+fn output_and_exit_status_are_those_of_the_command() {
+    let output = under("rocm", &["sh", "-c", "echo seen; echo told >&2; exit 9"].map(OsStr::new), &[]);
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(9), b"seen\n".as_slice()));
+    assert!(String::from_utf8_lossy(&output.stderr).ends_with("told\n"));
+}
+
+#[test]
+fn misuse_says_how_it_is_used() {
+    for vendor in ["rocm:none-such", "rocm6:cuda-12", "rocm:stub", "rocm5", "cuda:hip-5"] {
+        let output = under(vendor, &["true"].map(OsStr::new), &[]);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{vendor}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("Usage: scripts/simulated.sh"));
+    }
+}
+
+#[test]
+fn each_variant_lacks_what_its_name_says() {
+    assert_eq!(files("rocm"), ["libamdhip64.so.7", "libhipblas.so.3", "rocblas"]);
+    assert_eq!(files("rocm6"), ["libamdhip64.so.6", "libhipblas.so.2", "rocblas"]);
+    assert_eq!(files("rocm:no-hipblas"), ["libamdhip64.so.7"]);
+    assert_eq!(files("rocm:wrong-major"), ["libamdhip64.so.7", "libhipblas.so.2", "rocblas"]);
+    assert_eq!(files("rocm6:wrong-major"), ["libamdhip64.so.6", "libhipblas.so.3", "rocblas"]);
+    assert_eq!(files("rocm:hip-5"), ["libamdhip64.so.5"]);
+    assert_eq!(files("rocm:no-kernels"), ["libamdhip64.so.7", "libhipblas.so.3", "rocblas"]);
+    for (vendor, kernels) in [("rocm", vec!["TensileLibrary_lazy_gfx942.dat"]), ("rocm:no-kernels", vec![])] {
+        let entries = std::fs::read_dir(folder(vendor).join("rocblas/library")).unwrap();
+        let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, kernels, "{vendor}");
+    }
+    // A library that is open answers to the name inside of it.
+    for (vendor, file) in [
+        ("rocm", "libamdhip64.so.7"),
+        ("rocm6", "libamdhip64.so.6"),
+        ("rocm6", "libhipblas.so.2"),
+        ("rocm:hip-5", "libamdhip64.so.5"),
+    ] {
+        let library = std::fs::read(folder(vendor).join(file)).unwrap();
+        let name = format!("\0{file}\0");
+        assert!(library.windows(name.len()).any(|window| window == name.as_bytes()), "{vendor} {file}");
+    }
+    let names = ["hipInit", "hipRuntimeGetVersion", "hipStreamWaitEvent", "hipMalloc", "hipStreamGetId"];
+    assert_eq!(symbols("rocm", "libamdhip64.so.7", &names), names);
+    assert_eq!(symbols("rocm6", "libamdhip64.so.6", &names), names[..4]);
+    assert_eq!(symbols("rocm:two-symbols", "libamdhip64.so.7", &names), names[..2]);
+    assert_eq!(symbols("rocm6:no-symbol", "libamdhip64.so.6", &names), [names[0], names[1], names[3]]);
+    // SAFETY: a file that is no library is not run.
+    assert!(unsafe { Library::new(folder("rocm:junk").join("libamdhip64.so.7")) }.is_err());
+}
+
+#[test]
+fn settings_of_the_caller_stay_beside_those_of_the_script() {
+    let command = ["sh", "-c", "printf %s \"$HIGHWATER_SIMULATED_HIP\""].map(OsStr::new);
+    let output = under("rocm6:no-device", &command, &[("HIGHWATER_SIMULATED_HIP", "arch=gfx90a")]);
+    assert_eq!(output.stdout, b"version=6.4,devices=none,arch=gfx90a");
+}

@@ -1,0 +1,193 @@
+//! What AMD's devices are and can do.
+
+use std::path::Path;
+
+use highwater_core::driver::text;
+use highwater_core::{Capabilities, DeviceInfo, Error, Transport, Transports};
+
+use crate::codes;
+use crate::driver::Driver;
+use crate::platform::Rocm;
+
+/// Numbers of what is asked about a device, the same since HIP 5.
+pub(crate) const MEMORY_POOLS: i32 = 88;
+
+/// Room for `hipDeviceProp_t` in the layout of HIP 6, which has 1472 bytes, and for what later versions add.
+#[derive(Debug)]
+#[repr(C, align(8))]
+pub(crate) struct Properties(pub(crate) [u8; 4096]);
+
+/// Where the architecture's name lies in it.
+pub(crate) const ARCHITECTURE: std::ops::Range<usize> = 1160..1160 + 256;
+
+/// Every device, by ordinal.
+pub(crate) fn describe(rocm: &Rocm) -> Result<Vec<(DeviceInfo, Capabilities)>, Error> {
+    let mut infos = rocm
+        .architectures
+        .iter()
+        .zip(0..)
+        .map(|(architecture, ordinal)| info(rocm.driver, architecture, ordinal))
+        .collect::<Result<Vec<_>, Error>>()?;
+    tell_apart(&mut infos, &machine());
+    let can = |(info, ordinal)| {
+        let can = capabilities(rocm, &info, ordinal);
+        (info, can)
+    };
+    Ok(infos.into_iter().zip(0..).map(can).collect())
+}
+
+/// The name of a device's architecture with its features: `gfx942:sramecc+:xnack-`.
+pub(crate) fn architecture(driver: &Driver, ordinal: i32) -> Result<String, Error> {
+    let mut properties = Box::new(Properties([0; 4096]));
+    // SAFETY: the symbol fills the layout of HIP 6, for which there is room, and which lives until it returns.
+    codes::HIP.check("open", unsafe { (driver.own.device_properties)(&mut *properties, ordinal) })?;
+    Ok(text(&properties.0[ARCHITECTURE]))
+}
+
+fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo, Error> {
+    let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 64]);
+    let own = &driver.own;
+    let codes = [
+        // SAFETY: the call writes at most what it is told there is room for, which lives until it returns.
+        unsafe { (own.device_name)(name.as_mut_ptr(), name.len() as i32, ordinal) },
+        // SAFETY: the call writes 16 bytes that live until it returns.
+        unsafe { (own.device_uuid)(&mut uuid, ordinal) },
+        // SAFETY: the call writes one number that lives until it returns.
+        unsafe { (own.device_memory)(&mut bytes, ordinal) },
+        // SAFETY: as for the name.
+        unsafe { (own.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, ordinal) },
+    ];
+    for code in codes {
+        codes::HIP.check("open", code)?;
+    }
+    let mut info = DeviceInfo::new(ordinal.unsigned_abs(), text(&name), uuid, bytes as u64);
+    info.architecture = architecture.to_owned();
+    info.set_place(&pci);
+    Ok(info)
+}
+
+/// What names this machine among others; what names its run, where it has no name.
+fn machine() -> String {
+    let files = ["/etc/machine-id", "/proc/sys/kernel/random/boot_id"];
+    let read = |path: &str| std::fs::read_to_string(Path::new(path)).ok();
+    files.into_iter().filter_map(read).map(|id| id.trim().to_owned()).find(|id| !id.is_empty()).unwrap_or_default()
+}
+
+/// Gives devices that have no UUID, or the same as another, one that is made from the machine and where they are plugged in: every
+/// process of the machine comes to the same.
+fn tell_apart(infos: &mut [DeviceInfo], machine: &str) {
+    let reported: Vec<[u8; 16]> = infos.iter().map(|info| info.uuid).collect();
+    for info in infos {
+        let alike = reported.iter().filter(|uuid| **uuid == info.uuid).count();
+        if info.uuid == [0; 16] || alike > 1 {
+            let place = info.pci_address.clone().filter(|address| !address.is_empty());
+            info.uuid = made_up(machine, &place.unwrap_or_else(|| format!("ordinal {}", info.ordinal)));
+        }
+    }
+}
+
+/// A UUID of version 8, which is for those that are made in a way of one's own: FNV-1a over both texts.
+fn made_up(machine: &str, place: &str) -> [u8; 16] {
+    let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
+    for byte in b"highwater-rocm\0".iter().chain(machine.as_bytes()).chain(b"\0").chain(place.as_bytes()) {
+        hash = (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+    }
+    let mut uuid = hash.to_be_bytes();
+    uuid[6] = 0x80 | (uuid[6] & 0x0f);
+    uuid[8] = 0x80 | (uuid[8] & 0x3f);
+    uuid
+}
+
+/// Bytes of workspace that AMD's kernels make use of: large ones pay on the large parts.
+fn workspace_bytes(architecture: &str) -> usize {
+    let large = ["gfx942", "gfx950", "gfx1250"].contains(&bare(architecture));
+    if large { 128 << 20 } else { 32 << 20 }
+}
+
+/// The architecture without its features.
+pub(crate) fn bare(architecture: &str) -> &str {
+    architecture.split(':').next().unwrap_or(architecture)
+}
+
+fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
+    let has = |which| rocm.driver.attribute(ordinal, which) != 0;
+    let calls = &rocm.driver.calls;
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: the call writes two numbers that live until it returns.
+    let ranged = unsafe { (calls.priority_range)(&mut least, &mut greatest) } == 0;
+    let mut can = Capabilities::none();
+    (can.gemm_f16, can.gemm_bf16, can.gemm_f32, can.gemm_f64, can.gemm_mixed) = (true, true, true, true, true);
+    // By the compute type of a product; others ignore it or have no kernel.
+    can.tf32 = bare(&info.architecture).starts_with("gfx94");
+    can.strided_batch = true;
+    can.atomics_mode = true;
+    can.stream_ordered_memory = has(MEMORY_POOLS) && calls.can_allocate_in_order();
+    can.capture = calls.can_capture();
+    can.stream_priority = ranged && least != greatest;
+    can.interprocess_events = calls.can_share_events();
+    if calls.can_share() {
+        can.ipc_transports = Transports::NONE.with(Transport::Legacy);
+        can.shareable_memory = true;
+    }
+    (can.event_timing, can.foreign_objects, can.peer_copy) = (true, true, true);
+    (can.host_register, can.write_combined) = (true, true);
+    (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
+    // A BLAS handle makes calls that a capture forbids in any mode, and some versions end the process where one fails.
+    can.create_during_capture = false;
+    can.set_stream_resets_workspace = rocm.quirks.set_stream_resets_workspace;
+    // Registered memory has another address on some devices, so each is asked for.
+    can.host_address_is_device_address = false;
+    // It is allocated as non-coherent.
+    can.pinned_cached_by_device = true;
+    can.register_piece_bytes = 64 << 20;
+    can.workspace_alignment = 256;
+    if rocm.blas.calls.set_workspace.is_some() {
+        can.blas_workspace = true;
+        can.blas_workspace_bytes = workspace_bytes(&info.architecture);
+    }
+    can
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(ordinal: u32, uuid: u8, place: Option<&str>) -> DeviceInfo {
+        let mut info = DeviceInfo::new(ordinal, "a device", [uuid; 16], 1);
+        info.pci_address = place.map(str::to_owned);
+        info
+    }
+
+    #[test]
+    fn devices_that_report_one_uuid_are_told_apart_by_where_they_are() {
+        let mut infos = [
+            device(0, 7, Some("0000:03:00.0")),
+            device(1, 7, Some("0000:83:00.0")),
+            device(2, 9, Some("0000:a3:00.0")),
+            device(3, 0, Some("0000:c3:00.0")),
+            device(4, 0, None),
+        ];
+        tell_apart(&mut infos, "machine");
+        let uuids: std::collections::HashSet<_> = infos.iter().map(|info| info.uuid).collect();
+        assert_eq!(uuids.len(), 5);
+        assert!(!uuids.contains(&[7; 16]) && !uuids.contains(&[0; 16]));
+        // What tells a device apart already is kept.
+        assert_eq!(infos[2].uuid, [9; 16]);
+        // Every process comes to the same, whichever devices it sees in which order.
+        let mut other = [device(0, 7, Some("0000:83:00.0")), device(1, 7, Some("0000:03:00.0"))];
+        tell_apart(&mut other, "machine");
+        assert_eq!([other[1].uuid, other[0].uuid], [infos[0].uuid, infos[1].uuid]);
+        tell_apart(&mut other, "machine");
+        assert_eq!(other[0].uuid, infos[1].uuid);
+        let mut elsewhere = [device(0, 0, Some("0000:03:00.0"))];
+        tell_apart(&mut elsewhere, "another machine");
+        assert_ne!(elsewhere[0].uuid, infos[0].uuid);
+        assert_eq!((infos[0].uuid[6] >> 4, infos[0].uuid[8] >> 6), (8, 2));
+    }
+
+    #[test]
+    fn an_architecture_is_named_without_its_features() {
+        assert_eq!(["gfx942:sramecc+:xnack-", "gfx1100", ""].map(bare), ["gfx942", "gfx1100", ""]);
+        assert_eq!(["gfx942:sramecc+", "gfx90a"].map(workspace_bytes), [128 << 20, 32 << 20]);
+    }
+}

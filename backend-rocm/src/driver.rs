@@ -1,0 +1,119 @@
+//! The HIP runtime, initialised once for each library file and kept to the end of the process.
+
+use std::path::PathBuf;
+
+use highwater_core::driver::{Calls, Found, Initialised, LibraryName, Search};
+use highwater_core::{Error, ErrorKind};
+
+use crate::calls::{self, HipCalls};
+use crate::{codes, libraries, quirks};
+
+/// A runtime that was initialised.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    pub(crate) calls: Calls,
+    pub(crate) own: HipCalls,
+    /// The version of HIP: 10,000,000 * major + 100,000 * minor + patch.
+    pub(crate) version: i32,
+    /// How many devices there are.
+    pub(crate) devices: i32,
+}
+
+impl Driver {
+    /// The runtime that the search finds among the names that `accepts` takes, initialised.
+    ///
+    /// # Safety
+    /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
+    pub(crate) unsafe fn open(
+        search: &mut Search,
+        paths: &dyn Fn(&str) -> Option<PathBuf>,
+        accepts: impl Fn(&LibraryName) -> bool,
+    ) -> Result<&'static Self, Error> {
+        static OPEN: Initialised<Driver> = Initialised::new();
+        // SAFETY: passed on from the caller; a library that goes by these names, or that a variable names as it, exports what the
+        // runtime exports.
+        unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialise(found)) }
+    }
+
+    /// # Safety
+    /// The library is AMD's runtime.
+    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+        // SAFETY: passed on from the caller.
+        let tables = unsafe {
+            (Calls::load(&found.library, calls::runtime_symbol), HipCalls::load(&found.library, calls::runtime_symbol))
+        };
+        let (calls, own) = found.both(tables.0, tables.1, "install the HIP runtime of ROCm 6 or 7")?;
+        let (mut version, mut devices) = (0, 0);
+        // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
+        codes::HIP.check("open", unsafe { (own.runtime_version)(&mut version) })?;
+        if major(version) < 6 {
+            let message = format!("{} is HIP {}", found.library.name(), written(version));
+            return Err(
+                Error::new(ErrorKind::Unsupported, "open", message).with_hint("install the HIP runtime of ROCm 6 or 7")
+            );
+        }
+        // SAFETY: the call takes flags, of which there are none.
+        is_there(unsafe { (own.init)(0) })?;
+        highwater_core::exit::watch();
+        // SAFETY: as above.
+        is_there(unsafe { (own.device_count)(&mut devices) })?;
+        if devices < 1 {
+            return Err(codes::HIP.error("open", quirks::NO_DEVICE));
+        }
+        Ok(Self { calls, own, version, devices })
+    }
+
+    /// The major version of HIP.
+    pub(crate) const fn major(&self) -> u32 {
+        major(self.version)
+    }
+
+    /// A number about a device; 0 where the runtime does not know it.
+    pub(crate) fn attribute(&self, device: i32, which: i32) -> i32 {
+        let mut value = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        let code = unsafe { (self.own.device_attribute)(&mut value, which, device) };
+        if code == 0 { value } else { 0 }
+    }
+}
+
+/// Success, or the error of a code, several of which say that there is no device.
+fn is_there(code: i32) -> Result<(), Error> {
+    match code {
+        0 => Ok(()),
+        // HIP 5 answers with it where later ones say that there is none.
+        quirks::INVALID_DEVICE => Err(codes::HIP.error("open", quirks::NO_DEVICE).with_code(i64::from(code))),
+        code => Err(codes::HIP.error("open", code)),
+    }
+}
+
+const fn major(version: i32) -> u32 {
+    (version / 10_000_000).unsigned_abs()
+}
+
+/// A version as people write it: `6.4.43484`.
+pub(crate) fn written(version: i32) -> String {
+    format!("{}.{}.{}", major(version), version / 100_000 % 100, version % 100_000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_the_runtime_writes_them() {
+        assert_eq!([written(60_443_484), written(70_253_211)], ["6.4.43484", "7.2.53211"]);
+        assert_eq!([major(50_731_921), major(60_443_484), major(70_253_211)], [5, 6, 7]);
+    }
+
+    #[test]
+    fn a_machine_without_a_device_is_told_as_that_whatever_the_code() {
+        for code in [quirks::NO_DEVICE, quirks::INVALID_DEVICE, 35] {
+            let error = is_there(code).unwrap_err();
+            assert_eq!((error.kind(), error.code()), (ErrorKind::DeviceMissing, Some(i64::from(code))), "{error}");
+            assert!(!error.hint().is_empty());
+        }
+        assert_eq!(is_there(999).unwrap_err().kind(), ErrorKind::Vendor);
+        assert!(is_there(0).is_ok());
+    }
+}

@@ -1,0 +1,109 @@
+//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `witness.rs` holds them against bindings.
+
+use highwater_core::driver::Quirks;
+
+/// "Not done yet".
+pub(crate) const NOT_READY: i32 = 600;
+/// No such device, in an installation without any.
+pub(crate) const NO_DEVICE: i32 = 100;
+/// The number of a device that is none.
+pub(crate) const INVALID_DEVICE: i32 = 101;
+pub(crate) const PEER_ACCESS_UNSUPPORTED: i32 = 217;
+pub(crate) const PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
+pub(crate) const OUT_OF_MEMORY: i32 = 2;
+pub(crate) const INVALID_HANDLE: i32 = 400;
+pub(crate) const CAPTURE_INVALIDATED: i32 = 901;
+
+pub(crate) const STREAM_NON_BLOCKING: u32 = 1;
+pub(crate) const PER_THREAD_STREAM: u64 = 2;
+pub(crate) const EVENT_NO_TIMING: u32 = 2;
+pub(crate) const EVENT_INTERPROCESS: u32 = 4;
+/// Makes what a device wrote visible to the whole system where the event is reached: without it, a wait may not be enough to read host
+/// memory that the device caches.
+pub(crate) const EVENT_RELEASE_TO_SYSTEM: u32 = 0x8000_0000;
+pub(crate) const HOST_PORTABLE: u32 = 1;
+pub(crate) const HOST_MAPPED: u32 = 2;
+pub(crate) const HOST_WRITE_COMBINED: u32 = 4;
+/// Lets the device cache the memory; the vendor's default is memory that it does not cache.
+pub(crate) const HOST_NON_COHERENT: u32 = 0x8000_0000;
+pub(crate) const REGISTER_PORTABLE: u32 = 1;
+pub(crate) const REGISTER_MAPPED: u32 = 2;
+/// Since HIP 6; 0 is refused.
+pub(crate) const IPC_LAZY_PEER_ACCESS: u32 = 1;
+pub(crate) const POOL_RELEASE_THRESHOLD: u32 = 4;
+
+/// Of hipBLAS.
+pub(crate) const OP_N: i32 = 111;
+pub(crate) const OP_T: i32 = 112;
+pub(crate) const GEMM_DEFAULT: i32 = 160;
+pub(crate) const R_32F: i32 = 0;
+pub(crate) const R_64F: i32 = 1;
+pub(crate) const R_16F: i32 = 2;
+pub(crate) const R_16BF: i32 = 14;
+pub(crate) const COMPUTE_32F: i32 = 2;
+pub(crate) const COMPUTE_32F_FAST_TF32: i32 = 6;
+pub(crate) const COMPUTE_64F: i32 = 7;
+
+const COMMON: Quirks = Quirks {
+    legacy_stream: 0,
+    per_thread_stream: PER_THREAD_STREAM,
+    not_ready: NOT_READY,
+    out_of_memory: OUT_OF_MEMORY,
+    no_elapsed_time: INVALID_HANDLE,
+    stream_flags: STREAM_NON_BLOCKING,
+    event_flags: [
+        EVENT_NO_TIMING | EVENT_RELEASE_TO_SYSTEM,
+        EVENT_RELEASE_TO_SYSTEM,
+        EVENT_NO_TIMING | EVENT_INTERPROCESS | EVENT_RELEASE_TO_SYSTEM,
+    ],
+    host_flags: [HOST_PORTABLE | HOST_MAPPED | HOST_NON_COHERENT, HOST_PORTABLE | HOST_MAPPED | HOST_WRITE_COMBINED],
+    register_flags: REGISTER_PORTABLE | REGISTER_MAPPED,
+    ipc_open_flag: IPC_LAZY_PEER_ACCESS,
+    pool_release_threshold: POOL_RELEASE_THRESHOLD,
+    transpose_codes: [OP_N, OP_T],
+    type_codes: [R_16F, R_16BF, R_32F, R_64F],
+    compute_codes: [COMPUTE_32F, COMPUTE_32F_FAST_TF32, COMPUTE_64F],
+    default_algorithm: GEMM_DEFAULT,
+    // A handle takes mode 0 only: the compute type of a product says it.
+    math_modes: None,
+    atomics_modes: [0, 1],
+    atomics_allowed_at_first: false,
+    set_stream_resets_workspace: false,
+    capture_loss_kills_streams: Some(CAPTURE_INVALIDATED),
+};
+
+/// With hipBLAS 2, whose handles start with atomics, and with hipBLAS 3, whose handles start without.
+pub(crate) static HIPBLAS_2: Quirks = Quirks { atomics_allowed_at_first: true, ..COMMON };
+pub(crate) static HIPBLAS_3: Quirks = COMMON;
+
+/// How products are made with one of the two.
+#[derive(Debug)]
+pub(crate) struct Products {
+    pub(crate) quirks: &'static Quirks,
+    /// The symbols of one product and of a batch.
+    pub(crate) symbols: [&'static str; 2],
+}
+
+/// The choice between hipBLAS 2 and 3, which take other numbers for the same types under the same symbols: hipBLAS 2 has those that
+/// take the numbers of 3 under another name. `major` is that of the HIP that it goes with.
+pub(crate) const fn products(major: u32) -> Products {
+    match major {
+        ..=6 => Products { quirks: &HIPBLAS_2, symbols: ["hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2"] },
+        _ => Products { quirks: &HIPBLAS_3, symbols: ["hipblasGemmEx", "hipblasGemmStridedBatchedEx"] },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_symbols_that_take_the_new_numbers_are_chosen_by_the_version() {
+        let chosen = |major| {
+            let products = products(major);
+            (products.symbols[0], products.symbols[1], products.quirks.atomics_allowed_at_first)
+        };
+        assert_eq!(chosen(7), ("hipblasGemmEx", "hipblasGemmStridedBatchedEx", false));
+        assert_eq!(chosen(6), ("hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2", true));
+    }
+}

@@ -1,0 +1,292 @@
+//! The tables of calls and the numbers, held against bindings that were generated from AMD's headers: HIP 7 (`cubecl-hip-sys`) for all
+//! of the runtime, and HIP 5 with hipBLAS 0.53 (`hip-sys`) for what has not changed since. Neither is linked to, and neither is what the
+//! backend calls: the one needs AMD's libraries when a program starts, the other asks for names that are not installed.
+
+use cubecl_hip_sys as new;
+use highwater_core::driver::witness::{Signature, check, sizes_in_header};
+use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, witness};
+use highwater_core::{witness_pairs, witness_sizes};
+use hip_sys::{hipblas, hiprt as old};
+
+use crate::calls::{HipCalls, blas_symbol, runtime_symbol};
+use crate::{codes, devices, quirks};
+
+#[test]
+fn the_runtimes_calls_are_those_of_its_header() {
+    let pairs = witness_pairs! { Calls, c new,
+        required {
+            stream_query = hipStreamQuery(_);
+            stream_synchronize = hipStreamSynchronize(_);
+            stream_create = hipStreamCreateWithPriority(_, _, _);
+            stream_destroy = hipStreamDestroy(_);
+            stream_wait_event = hipStreamWaitEvent(_, _, _);
+            priority_range = hipDeviceGetStreamPriorityRange(_, _);
+            event_create = hipEventCreateWithFlags(_, _);
+            event_destroy = hipEventDestroy(_);
+            event_record = hipEventRecord(_, _);
+            event_query = hipEventQuery(_);
+            event_synchronize = hipEventSynchronize(_);
+            event_elapsed = hipEventElapsedTime(_, _, _);
+            device_synchronize = hipDeviceSynchronize();
+            allocate = hipMalloc(_, _);
+            free = hipFree(_);
+            memory_info = hipMemGetInfo(_, _);
+            copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
+            copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
+            copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
+            fill_8 = hipMemsetD8Async(_, _, _, _);
+            fill_16 = hipMemsetD16Async(_, _, _, _);
+            fill_32 = hipMemsetD32Async(_, _, _, _);
+            host_allocate = hipHostMalloc(_, _, _);
+            host_free = hipHostFree(_);
+            host_register = hipHostRegister(_, _, _);
+            host_unregister = hipHostUnregister(_);
+            host_device_address = hipHostGetDevicePointer(_, _, _);
+        }
+        optional {
+            allocate_async = hipMallocAsync(_, _, _);
+            free_async = hipFreeAsync(_, _);
+            default_pool = hipDeviceGetDefaultMemPool(_, _);
+            pool_set = hipMemPoolSetAttribute(_, _, _);
+            pool_trim = hipMemPoolTrimTo(_, _);
+            capture_begin = hipStreamBeginCapture(_, _);
+            capture_end = hipStreamEndCapture(_, _);
+            capture_state = hipStreamIsCapturing(_, _);
+            capture_mode = hipThreadExchangeStreamCaptureMode(_);
+            graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
+            graph_launch = hipGraphLaunch(_, _);
+            graph_destroy = hipGraphDestroy(_);
+            graph_exec_destroy = hipGraphExecDestroy(_);
+            ipc_export = hipIpcGetMemHandle(_, _);
+            ipc_open = hipIpcOpenMemHandle(_, _, _);
+            ipc_close = hipIpcCloseMemHandle(_);
+            address_range = hipMemGetAddressRange(_, _, _);
+            ipc_export_event = hipIpcGetEventHandle(_, _);
+            ipc_open_event = hipIpcOpenEventHandle(_, _);
+        }
+    };
+    check(Calls::NAMES, runtime_symbol, &pairs, &[]);
+    let pairs = witness_pairs! { HipCalls, c new,
+        required {
+            init = hipInit(_);
+            runtime_version = hipRuntimeGetVersion(_);
+            driver_version = hipDriverGetVersion(_);
+            device_count = hipGetDeviceCount(_);
+            device_set = hipSetDevice(_);
+            device_get = hipGetDevice(_);
+            device_name = hipDeviceGetName(_, _, _);
+            device_uuid = hipDeviceGetUuid(_, _);
+            device_memory = hipDeviceTotalMem(_, _);
+            device_pci_address = hipDeviceGetPCIBusId(_, _, _);
+            device_attribute = hipDeviceGetAttribute(_, _, _);
+            device_properties = hipGetDevicePropertiesR0600(_, _);
+            device_reaches = hipDeviceCanAccessPeer(_, _, _);
+            device_enable_peer = hipDeviceEnablePeerAccess(_, _);
+            stream_device = hipStreamGetDevice(_, _);
+            copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+        }
+        optional {}
+    };
+    check(HipCalls::NAMES, runtime_symbol, &pairs, &[]);
+}
+
+// What has been the same since HIP 5.
+witness_sizes! { Calls, c old,
+    required {
+        stream_query = hipStreamQuery(_);
+        stream_synchronize = hipStreamSynchronize(_);
+        stream_create = hipStreamCreateWithPriority(_, _, _);
+        stream_destroy = hipStreamDestroy(_);
+        stream_wait_event = hipStreamWaitEvent(_, _, _);
+        priority_range = hipDeviceGetStreamPriorityRange(_, _);
+        event_create = hipEventCreateWithFlags(_, _);
+        event_destroy = hipEventDestroy(_);
+        event_record = hipEventRecord(_, _);
+        event_query = hipEventQuery(_);
+        event_synchronize = hipEventSynchronize(_);
+        event_elapsed = hipEventElapsedTime(_, _, _);
+        device_synchronize = hipDeviceSynchronize();
+        allocate = hipMalloc(_, _);
+        free = hipFree(_);
+        memory_info = hipMemGetInfo(_, _);
+        copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
+        copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
+        copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
+        fill_8 = hipMemsetD8Async(_, _, _, _);
+        fill_16 = hipMemsetD16Async(_, _, _, _);
+        fill_32 = hipMemsetD32Async(_, _, _, _);
+        host_allocate = hipHostMalloc(_, _, _);
+        host_free = hipHostFree(_);
+        host_register = hipHostRegister(_, _, _);
+        host_unregister = hipHostUnregister(_);
+        host_device_address = hipHostGetDevicePointer(_, _, _);
+    }
+    optional {
+        allocate_async = hipMallocAsync(_, _, _);
+        free_async = hipFreeAsync(_, _);
+        default_pool = hipDeviceGetDefaultMemPool(_, _);
+        pool_set = hipMemPoolSetAttribute(_, _, _);
+        pool_trim = hipMemPoolTrimTo(_, _);
+        capture_begin = hipStreamBeginCapture(_, _);
+        capture_end = hipStreamEndCapture(_, _);
+        capture_state = hipStreamIsCapturing(_, _);
+        capture_mode = hipThreadExchangeStreamCaptureMode(_);
+        graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
+        graph_launch = hipGraphLaunch(_, _);
+        graph_destroy = hipGraphDestroy(_);
+        graph_exec_destroy = hipGraphExecDestroy(_);
+        ipc_export = hipIpcGetMemHandle(_, _);
+        ipc_open = hipIpcOpenMemHandle(_, _, _);
+        ipc_close = hipIpcCloseMemHandle(_);
+        address_range = hipMemGetAddressRange(_, _, _);
+        ipc_export_event = hipIpcGetEventHandle(_, _);
+        ipc_open_event = hipIpcOpenEventHandle(_, _);
+    }
+}
+
+witness_sizes! { HipCalls, c old,
+    required {
+        init = hipInit(_);
+        runtime_version = hipRuntimeGetVersion(_);
+        driver_version = hipDriverGetVersion(_);
+        device_count = hipGetDeviceCount(_);
+        device_set = hipSetDevice(_);
+        device_get = hipGetDevice(_);
+        device_name = hipDeviceGetName(_, _, _);
+        device_uuid = hipDeviceGetUuid(_, _);
+        device_memory = hipDeviceTotalMem(_, _);
+        device_pci_address = hipDeviceGetPCIBusId(_, _, _);
+        device_attribute = hipDeviceGetAttribute(_, _, _);
+        device_reaches = hipDeviceCanAccessPeer(_, _, _);
+        device_enable_peer = hipDeviceEnablePeerAccess(_, _);
+        copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+    }
+    optional {}
+}
+
+witness_sizes! { BlasCalls, c hipblas,
+    required {
+        create = hipblasCreate(_);
+        destroy = hipblasDestroy(_);
+        set_stream = hipblasSetStream(_, _);
+        set_atomics_mode = hipblasSetAtomicsMode(_, _);
+    }
+    optional {}
+}
+
+// Other types, as wide.
+const _: () = assert!(witness::alike(
+    GemmCall::<i32>::SIZES,
+    sizes_in_header(
+        hipblas::hipblasGemmEx as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
+    )
+));
+const _: () = assert!(witness::alike(
+    GemmBatchCall::<i32>::SIZES,
+    sizes_in_header(
+        hipblas::hipblasGemmStridedBatchedEx
+            as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
+    )
+));
+
+/// Numbers that are the same in both, or in the one that is named.
+macro_rules! numbers {
+    ($($name:ident = $ours:expr, [$($theirs:expr),+];)*) => {
+        $($(const _: () = assert!($ours as i64 == $theirs as i64, stringify!($name));)+)*
+    };
+}
+
+numbers! {
+    not_ready = quirks::NOT_READY, [new::hipError_t_hipErrorNotReady, old::hipError_t::hipErrorNotReady];
+    no_device = quirks::NO_DEVICE, [new::hipError_t_hipErrorNoDevice, old::hipError_t::hipErrorNoDevice];
+    invalid_device = quirks::INVALID_DEVICE, [new::hipError_t_hipErrorInvalidDevice, old::hipError_t::hipErrorInvalidDevice];
+    no_peer = quirks::PEER_ACCESS_UNSUPPORTED,
+        [new::hipError_t_hipErrorPeerAccessUnsupported, old::hipError_t::hipErrorPeerAccessUnsupported];
+    peer_already = quirks::PEER_ACCESS_ALREADY_ENABLED,
+        [new::hipError_t_hipErrorPeerAccessAlreadyEnabled, old::hipError_t::hipErrorPeerAccessAlreadyEnabled];
+    out_of_memory = quirks::OUT_OF_MEMORY, [new::hipError_t_hipErrorOutOfMemory, old::hipError_t::hipErrorOutOfMemory];
+    invalid_handle = quirks::INVALID_HANDLE, [new::hipError_t_hipErrorInvalidHandle, old::hipError_t::hipErrorInvalidHandle];
+    lost = quirks::CAPTURE_INVALIDATED,
+        [new::hipError_t_hipErrorStreamCaptureInvalidated, old::hipError_t::hipErrorStreamCaptureInvalidated];
+    non_blocking = quirks::STREAM_NON_BLOCKING, [new::hipStreamNonBlocking, old::hipStreamNonBlocking];
+    no_timing = quirks::EVENT_NO_TIMING, [new::hipEventDisableTiming, old::hipEventDisableTiming];
+    interprocess = quirks::EVENT_INTERPROCESS, [new::hipEventInterprocess, old::hipEventInterprocess];
+    release = quirks::EVENT_RELEASE_TO_SYSTEM, [new::hipEventReleaseToSystem, old::hipEventReleaseToSystem];
+    portable = quirks::HOST_PORTABLE, [new::hipHostMallocPortable, old::hipHostMallocPortable];
+    mapped = quirks::HOST_MAPPED, [new::hipHostMallocMapped, old::hipHostMallocMapped];
+    combined = quirks::HOST_WRITE_COMBINED, [new::hipHostMallocWriteCombined, old::hipHostMallocWriteCombined];
+    non_coherent = quirks::HOST_NON_COHERENT, [new::hipHostMallocNonCoherent, old::hipHostMallocNonCoherent];
+    register = quirks::REGISTER_PORTABLE, [new::hipHostRegisterPortable, old::hipHostRegisterPortable];
+    register_mapped = quirks::REGISTER_MAPPED, [new::hipHostRegisterMapped, old::hipHostRegisterMapped];
+    // Another number before HIP 6.
+    ipc = quirks::IPC_LAZY_PEER_ACCESS, [new::hipIpcMemLazyEnablePeerAccess];
+    threshold = quirks::POOL_RELEASE_THRESHOLD,
+        [new::hipMemPoolAttr_hipMemPoolAttrReleaseThreshold, old::hipMemPoolAttr::hipMemPoolAttrReleaseThreshold];
+    pools = devices::MEMORY_POOLS,
+        [new::hipDeviceAttribute_t_hipDeviceAttributeMemoryPoolsSupported,
+         old::hipDeviceAttribute_t::hipDeviceAttributeMemoryPoolsSupported];
+    mode_none = 0, [new::hipStreamCaptureStatus_hipStreamCaptureStatusNone];
+    mode_lost = 2, [new::hipStreamCaptureStatus_hipStreamCaptureStatusInvalidated];
+    mode_global = 0, [new::hipStreamCaptureMode_hipStreamCaptureModeGlobal];
+    mode_thread = 1, [new::hipStreamCaptureMode_hipStreamCaptureModeThreadLocal];
+    mode_relaxed = 2, [new::hipStreamCaptureMode_hipStreamCaptureModeRelaxed];
+    plain = quirks::OP_N, [hipblas::hipblasOperation_t::HIPBLAS_OP_N];
+    transposed = quirks::OP_T, [hipblas::hipblasOperation_t::HIPBLAS_OP_T];
+    algorithm = quirks::GEMM_DEFAULT, [hipblas::hipblasGemmAlgo_t::HIPBLAS_GEMM_DEFAULT];
+    atomics_not = 0, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_NOT_ALLOWED];
+    atomics = 1, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
+}
+
+// The layout that HIP 6 brought, of which one field is read, into room for more.
+const _: () = assert!(std::mem::offset_of!(new::hipDeviceProp_tR0600, gcnArchName) == devices::ARCHITECTURE.start);
+const _: () = assert!(size_of::<new::hipDeviceProp_tR0600>() == 1472);
+const _: () = assert!(size_of::<new::hipDeviceProp_tR0600>() <= size_of::<devices::Properties>());
+const _: () = assert!(align_of::<new::hipDeviceProp_tR0600>() <= align_of::<devices::Properties>());
+const _: () = assert!(size_of::<new::hipIpcMemHandle_t>() == size_of::<IpcHandle>());
+const _: () = assert!(size_of::<old::hipUUID>() == 16 && size_of::<new::hipUUID>() == 16);
+
+#[test]
+fn each_code_has_the_name_that_the_headers_give_it() {
+    macro_rules! named {
+        ($codes:expr, $type:ty: $($name:ident)*) => {
+            let names = [$((stringify!($name), <$type>::$name as i32)),*];
+            for row in $codes.rows {
+                let found = names.iter().find(|(name, _)| *name == row.name);
+                assert_eq!(found.map(|(_, number)| *number), Some(row.code), "{}", row.name);
+            }
+        };
+    }
+    named! { codes::HIP, old::hipError_t:
+        hipErrorInvalidValue hipErrorOutOfMemory hipErrorNotInitialized hipErrorDeinitialized hipErrorInvalidDevicePointer
+        hipErrorInvalidMemcpyDirection hipErrorInsufficientDriver hipErrorMissingConfiguration hipErrorNoDevice hipErrorInvalidDevice
+        hipErrorInvalidContext hipErrorMapFailed hipErrorNoBinaryForGpu hipErrorECCNotCorrectable hipErrorPeerAccessUnsupported
+        hipErrorSharedObjectInitFailed hipErrorOperatingSystem hipErrorInvalidHandle hipErrorIllegalState hipErrorNotFound
+        hipErrorNotReady hipErrorIllegalAddress hipErrorLaunchOutOfResources hipErrorLaunchTimeOut
+        hipErrorPeerAccessAlreadyEnabled hipErrorPeerAccessNotEnabled hipErrorContextIsDestroyed hipErrorAssert
+        hipErrorHostMemoryAlreadyRegistered hipErrorHostMemoryNotRegistered hipErrorLaunchFailure hipErrorNotSupported
+        hipErrorStreamCaptureUnsupported hipErrorStreamCaptureInvalidated hipErrorStreamCaptureMerge
+        hipErrorStreamCaptureUnmatched hipErrorStreamCaptureUnjoined hipErrorStreamCaptureIsolation
+        hipErrorStreamCaptureImplicit hipErrorCapturedEvent hipErrorStreamCaptureWrongThread hipErrorUnknown
+    }
+    named! { codes::HIPBLAS, hipblas::hipblasStatus_t:
+        HIPBLAS_STATUS_NOT_INITIALIZED HIPBLAS_STATUS_ALLOC_FAILED HIPBLAS_STATUS_INVALID_VALUE HIPBLAS_STATUS_MAPPING_ERROR
+        HIPBLAS_STATUS_EXECUTION_FAILED HIPBLAS_STATUS_INTERNAL_ERROR HIPBLAS_STATUS_NOT_SUPPORTED HIPBLAS_STATUS_ARCH_MISMATCH
+        HIPBLAS_STATUS_HANDLE_IS_NULLPTR HIPBLAS_STATUS_INVALID_ENUM HIPBLAS_STATUS_UNKNOWN
+    }
+}
+
+#[test]
+fn the_symbols_of_hipblas_are_the_vendors() {
+    let names: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| blas_symbol(name)).collect();
+    assert_eq!(names[..4], ["hipblasCreate", "hipblasDestroy", "hipblasSetStream", "hipblasSetAtomicsMode"]);
+    assert!(names.contains(&"hipblasSetWorkspace".to_owned()));
+}
+
+#[test]
+fn r2_5_transposes_and_the_default_algorithm_have_numbers_of_their_own() {
+    for quirks in [&quirks::HIPBLAS_2, &quirks::HIPBLAS_3] {
+        assert_eq!((quirks.transpose_codes, quirks.default_algorithm), ([111, 112], 160));
+        assert_eq!(quirks.type_codes, [2, 14, 0, 1]);
+        assert_eq!(quirks.compute_codes, [2, 6, 7]);
+    }
+}

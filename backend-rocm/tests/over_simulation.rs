@@ -1,0 +1,1048 @@
+//! What AMD's libraries do that would harm a program, and that the backend keeps from it: `docs/rocm.md` has the list, by whose numbers
+//! the tests are named.
+//!
+//! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of AMD's, once as HIP 7 and once as
+//! HIP 6. With `HIGHWATER_TEST_OVER_SIMULATION` set they run over whichever libraries the loader finds, real ones too. Where a test
+//! says that the vendor does harm, the call is made past the backend, and the harm is seen.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use highwater_core::{
+    AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
+    DeviceMemoryKind, DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, HostMemoryKind, HostOptions,
+    HostPtr, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle, Runtime, StreamId, StreamOptions,
+    StreamPriority, Ticket, Transport, Workspace,
+};
+
+const INSIDE: &str = "HIGHWATER_TEST_OVER_SIMULATION";
+
+/// The command that makes `test` run over libraries.
+fn again(libraries: &str, test: &str) -> Command {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
+    let mut command = Command::new(script);
+    command.arg(libraries).arg(std::env::current_exe().unwrap()).args(["--exact", test, "--test-threads=1"]);
+    for variable in [
+        "HIGHWATER_MOCK",
+        "HIGHWATER_SIMULATED_HIP",
+        "HIP_VISIBLE_DEVICES",
+        "HIGHWATER_HIP_LIBRARY",
+        "HIGHWATER_HIPBLAS_LIBRARY",
+        "ROCBLAS_TENSILE_LIBPATH",
+    ] {
+        command.env_remove(variable);
+    }
+    // As many devices as any test has a use for.
+    command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1");
+    command
+}
+
+#[track_caller]
+fn passes(output: &Output) {
+    let said = String::from_utf8_lossy(&output.stdout);
+    // What stands on standard error says nothing: HIP writes warnings there at exit.
+    assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Whether this is the run over libraries; where it is not, the test has been made to run over both versions, with `settings` in
+/// the environment.
+fn inside_with(test: &str, settings: &[(&str, &str)]) -> bool {
+    if std::env::var_os(INSIDE).is_some() {
+        return true;
+    }
+    for libraries in ["rocm", "rocm6"] {
+        passes(&again(libraries, test).envs(settings.iter().copied()).output().unwrap());
+    }
+    false
+}
+
+/// The backend, in the run over libraries; `None` where the test has just been made to run there.
+fn open(test: &str) -> Option<Arc<dyn Backend>> {
+    inside_with(test, &[]).then(|| highwater_rocm::open().unwrap())
+}
+
+/// A function of the runtime that the backend has opened, past the backend.
+///
+/// # Safety
+/// The symbol is a function of that type.
+unsafe fn hip<F: Copy>(symbol: &str) -> F {
+    let file = highwater_core::driver::loaded_files("libamdhip64.so").pop().unwrap();
+    // SAFETY: the library is in this process already; the caller vouches for the type.
+    unsafe {
+        let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
+        *library.get::<F>(symbol.as_bytes()).unwrap()
+    }
+}
+
+/// The major version of HIP.
+fn major() -> i32 {
+    let mut version = 0;
+    // SAFETY: the call writes one number that lives until it returns.
+    let code = unsafe { hip::<unsafe extern "C" fn(*mut i32) -> i32>("hipRuntimeGetVersion")(&mut version) };
+    assert_eq!(code, 0);
+    version / 10_000_000
+}
+
+fn stream(backend: &dyn Backend) -> StreamId {
+    backend.create_stream(0, &StreamOptions::new()).unwrap()
+}
+
+fn allocate(backend: &dyn Backend, bytes: usize) -> DevicePtr {
+    backend.allocate(0, &AllocateOptions::new(bytes)).unwrap()
+}
+
+fn fill(backend: &dyn Backend, block: DevicePtr, value: u8, bytes: usize, stream: StreamId) {
+    // SAFETY: the tests name ranges inside blocks that live until the stream was waited for.
+    unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(value), bytes), stream) }.unwrap();
+}
+
+/// What lies in device memory behind the work of `stream`.
+fn bytes_of(backend: &dyn Backend, block: DevicePtr, bytes: usize, stream: StreamId) -> Vec<u8> {
+    let host = backend.host_allocator();
+    let room = host.allocate(bytes, &HostOptions::new()).unwrap();
+    let copy = MemoryCopy::new(Location::Host(room), Location::Device { device: 0, ptr: block }, bytes);
+    // SAFETY: both ranges are allocated, and the copy is done when the room is read.
+    unsafe {
+        backend.copy(&copy, stream).unwrap();
+        backend.synchronize_stream(stream).unwrap();
+        let seen = std::slice::from_raw_parts(room.as_ptr(), bytes).to_vec();
+        host.free(room).unwrap();
+        seen
+    }
+}
+
+fn free(backend: &dyn Backend, block: DevicePtr) {
+    // SAFETY: the tests have waited for what uses it.
+    unsafe { backend.free(0, block, None) }.unwrap();
+}
+
+/// Memory of this process that nobody has page-locked, of whole pages.
+fn pages(count: usize) -> (Vec<u8>, HostPtr) {
+    let mut memory = vec![0_u8; (count + 1) * 4096];
+    let start = memory.as_mut_ptr();
+    // SAFETY: the vector is longer by a page than what is used from there on.
+    let aligned = unsafe { start.add(start.align_offset(4096)) };
+    (memory, HostPtr::new(std::ptr::NonNull::new(aligned).unwrap()))
+}
+
+fn with_offset(ptr: HostPtr, offset: usize) -> HostPtr {
+    // SAFETY: the tests stay inside their memory.
+    HostPtr::new(std::ptr::NonNull::new(unsafe { ptr.as_ptr().add(offset) }).unwrap())
+}
+
+fn blas(backend: &dyn Backend) -> Box<dyn BlasHandle> {
+    backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap()
+}
+
+/// Every kind of object is gone.
+#[track_caller]
+fn nothing_is_left(backend: &dyn Backend) {
+    assert_eq!(backend.live_objects().total(), 0, "{:?}", backend.live_objects());
+}
+
+#[test]
+fn r2_1_properties_are_read_in_the_layout_of_hip_6() {
+    let Some(backend) = open("r2_1_properties_are_read_in_the_layout_of_hip_6") else { return };
+    for device in 0..backend.device_count() {
+        let info = backend.device_info(device).unwrap();
+        assert!(info.architecture.starts_with("gfx"), "{info:?}");
+        assert!(!info.name.is_empty() && info.memory_bytes > 0, "{info:?}");
+    }
+    // The symbol without a suffix fills another layout: what is read there is no architecture.
+    let mut properties = vec![0_u8; 4096];
+    // SAFETY: there is room for either layout.
+    let code = unsafe {
+        hip::<unsafe extern "C" fn(*mut u8, i32) -> i32>("hipGetDeviceProperties")(properties.as_mut_ptr(), 0)
+    };
+    assert_eq!((code, properties[1160..1163] == *b"gfx", properties[396..399] == *b"gfx"), (0, false, true));
+}
+
+#[test]
+fn r2_2_whose_an_address_is_is_known_without_asking_for_its_kind() {
+    let Some(backend) = open("r2_2_whose_an_address_is_is_known_without_asking_for_its_kind") else { return };
+    let host = backend.host_allocator();
+    let block = allocate(&*backend, 4096);
+    let room = host.allocate(4096, &HostOptions::new()).unwrap();
+    let host_address = DevicePtr::new(room.address() as u64);
+    // SAFETY: what is refused is not freed.
+    unsafe {
+        assert_eq!(backend.free(0, host_address, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        let device_address = HostPtr::new(std::ptr::NonNull::new(block.get() as *mut u8).unwrap());
+        assert_eq!(host.free(device_address).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        assert_eq!(host.unregister(device_address).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        host.free(room).unwrap();
+    }
+    free(&*backend, block);
+    nothing_is_left(&*backend);
+}
+
+/// As the vendor has it: as an array it would go by reference.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct IpcHandle([u8; 64]);
+
+type OpenHandle = unsafe extern "C" fn(*mut u64, IpcHandle, u32) -> i32;
+
+#[test]
+fn r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6() {
+    const TEST: &str = "r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6";
+    const TICKET: &str = "HIGHWATER_TEST_TICKET";
+    let Some(backend) = open(TEST) else { return };
+    let runtime = Runtime::new(Arc::clone(&backend)).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    if let Ok(ticket) = std::env::var(TICKET) {
+        // The second process: sees what the first wrote, and writes.
+        let ticket: Ticket = ticket.parse().unwrap();
+        for _ in 0..2 {
+            let opened = runtime.open_shared::<f32>(&ticket).unwrap();
+            assert_eq!(stream.download(&opened).unwrap()[999], 1.5);
+        }
+        let opened = runtime.open_shared::<f32>(&ticket).unwrap();
+        stream.fill(opened.slice(0..500).unwrap(), 2.5_f32).unwrap();
+        stream.synchronize().unwrap();
+        drop((opened, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+        return;
+    }
+    // The flag of HIP 5 is refused.
+    let mut address = 0;
+    // SAFETY: the call writes one number, if anything.
+    let code = unsafe { hip::<OpenHandle>("hipIpcOpenMemHandle")(&mut address, IpcHandle([0; 64]), 0) };
+    assert_eq!((code, address), (1, 0));
+    let buffer = device.allocate_shared_by::<f32>(1000, Transport::Legacy).unwrap();
+    stream.fill(&buffer, 1.5_f32).unwrap();
+    let ticket = buffer.share().unwrap();
+    assert_eq!(ticket.transport(), Transport::Legacy);
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--exact", TEST, "--test-threads=1"]).env(TICKET, ticket.to_string());
+    passes(&other.output().unwrap());
+    let values = stream.download(&buffer).unwrap();
+    assert!(values[..500].iter().all(|value| *value == 2.5) && values[500..].iter().all(|value| *value == 1.5));
+    drop((buffer, stream, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// The product of two 2 x 2 matrices in column order, the first transposed or not, as bytes of C. A is 1, 2, 3, 4 and B is 1, 0, 0, 2.
+fn product(backend: &dyn Backend, factors: DataType, result: DataType, transposed: bool, mode: MathMode) -> Vec<u8> {
+    let number = |data_type: DataType, value: f32| -> Vec<u8> {
+        match data_type {
+            DataType::F16 => match value as i32 {
+                0 => 0_u16,
+                1 => 0x3c00,
+                2 => 0x4000,
+                3 => 0x4200,
+                _ => 0x4400,
+            }
+            .to_le_bytes()
+            .to_vec(),
+            DataType::Bf16 => ((value.to_bits() >> 16) as u16).to_le_bytes().to_vec(),
+            DataType::F32 => value.to_le_bytes().to_vec(),
+            _ => f64::from(value).to_le_bytes().to_vec(),
+        }
+    };
+    let stream = stream(backend);
+    let (a, b, c) = (allocate(backend, 256), allocate(backend, 256), allocate(backend, 256));
+    let host = backend.host_allocator();
+    let room = host.allocate(64, &HostOptions::new()).unwrap();
+    for (block, values) in [(a, [1.0, 2.0, 3.0, 4.0]), (b, [1.0, 0.0, 0.0, 2.0])] {
+        let bytes: Vec<u8> = values.into_iter().flat_map(|value| number(factors, value)).collect();
+        // SAFETY: the room holds 64 bytes, and the copy is waited for before it is written again.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), room.as_ptr(), bytes.len());
+            let to = Location::Device { device: 0, ptr: block };
+            backend.copy(&MemoryCopy::new(to, Location::Host(room), bytes.len()), stream).unwrap();
+            backend.synchronize_stream(stream).unwrap();
+        }
+    }
+    let mut handle = blas(backend);
+    handle.set_stream(stream).unwrap();
+    handle.set_math_mode(mode).unwrap();
+    let mut shape = GemmShape::new(factors, 2, 2, 2).with_output(result);
+    if transposed {
+        shape = shape.with_transposed_a();
+    }
+    // SAFETY: the matrices lie inside the blocks.
+    unsafe { handle.gemm(&Gemm::new(shape, a, b, c)) }.unwrap();
+    let size = result.bytes();
+    let seen = bytes_of(backend, c, 4 * size, stream);
+    let expected = if transposed { [1.0, 3.0, 4.0, 8.0] } else { [1.0, 2.0, 6.0, 8.0] };
+    let wide = |value: f32| match (result, value as i32) {
+        (DataType::F16, 6) => 0x4600_u16.to_le_bytes().to_vec(),
+        (DataType::F16, 8) => 0x4800_u16.to_le_bytes().to_vec(),
+        _ => number(result, value),
+    };
+    let expected: Vec<u8> = expected.into_iter().flat_map(wide).collect();
+    assert_eq!(seen, expected, "{factors:?} to {result:?}, transposed: {transposed}");
+    handle.destroy().unwrap();
+    for block in [a, b, c] {
+        free(backend, block);
+    }
+    // SAFETY: the copies are done.
+    unsafe { host.free(room) }.unwrap();
+    backend.destroy_stream(stream).unwrap();
+    seen
+}
+
+#[test]
+fn r2_4_products_of_every_type_are_right_in_both_versions_of_hipblas() {
+    let Some(backend) = open("r2_4_products_of_every_type_are_right_in_both_versions_of_hipblas") else { return };
+    let types = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+    for data_type in types {
+        product(&*backend, data_type, data_type, false, MathMode::Default);
+    }
+    for factors in [DataType::F16, DataType::Bf16] {
+        product(&*backend, factors, DataType::F32, false, MathMode::Default);
+    }
+    assert!(backend.capabilities(0).unwrap().tf32);
+    product(&*backend, DataType::F32, DataType::F32, false, MathMode::Tf32);
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r2_5_transposes_have_the_numbers_of_hipblas() {
+    let Some(backend) = open("r2_5_transposes_have_the_numbers_of_hipblas") else { return };
+    for data_type in [DataType::F32, DataType::F64] {
+        product(&*backend, data_type, data_type, true, MathMode::Default);
+    }
+    nothing_is_left(&*backend);
+}
+
+/// The folder of the libraries that the loader finds first, and that of the other version.
+fn folders() -> [PathBuf; 2] {
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap();
+    let own = PathBuf::from(path.split(':').next().unwrap());
+    let other = if own.ends_with("rocm6") { "rocm" } else { "rocm6" };
+    let other = own.with_file_name(other);
+    [own, other]
+}
+
+fn file_in(folder: &Path, name: &str) -> PathBuf {
+    let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+    files.into_iter().find(|file| file.file_name().unwrap().to_str().unwrap().starts_with(name)).unwrap()
+}
+
+#[test]
+fn r2_6_libraries_of_two_releases_are_refused() {
+    const TEST: &str = "r2_6_libraries_of_two_releases_are_refused";
+    if std::env::var_os(INSIDE).is_none() {
+        // Both have to be there before one is run.
+        for libraries in ["rocm", "rocm6"] {
+            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
+            assert!(Command::new(script).args([libraries, "true"]).status().unwrap().success());
+        }
+    }
+    if !inside_with(TEST, &[]) {
+        return;
+    }
+    let [own, other] = folders();
+    let set = |variable: &str, value: Option<&Path>| {
+        // SAFETY: the process has no other thread that reads the environment: libtest's main thread waits for this one.
+        unsafe {
+            match value {
+                Some(value) => std::env::set_var(variable, value),
+                None => std::env::remove_var(variable),
+            }
+        }
+    };
+    // hipBLAS of the other release.
+    let hipblas = file_in(&other, "libhipblas.so");
+    set("HIGHWATER_HIPBLAS_LIBRARY", Some(&hipblas));
+    let error = highwater_rocm::open().unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert!(error.message().contains(hipblas.to_str().unwrap()), "{error}");
+    assert!(error.hint().contains("HIGHWATER_HIPBLAS_LIBRARY"), "{error}");
+    // Its own, by its full path.
+    set("HIGHWATER_HIPBLAS_LIBRARY", Some(&file_in(&own, "libhipblas.so")));
+    assert!(highwater_rocm::open().is_ok());
+    set("HIGHWATER_HIPBLAS_LIBRARY", None);
+    // HIP of the other major version, beside the one that is open.
+    set("HIGHWATER_HIP_LIBRARY", Some(&file_in(&other, "libamdhip64.so")));
+    let error = highwater_rocm::open().unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+    assert!(error.message().contains("two major versions"), "{error}");
+    // The open one goes on, by its full path too.
+    set("HIGHWATER_HIP_LIBRARY", Some(&file_in(&own, "libamdhip64.so")));
+    let backend = highwater_rocm::open().unwrap();
+    free(&*backend, allocate(&*backend, 64));
+}
+
+#[test]
+fn r2_7_a_code_that_no_header_knows_is_an_error_with_its_number() {
+    const TEST: &str = "r2_7_a_code_that_no_header_knows_is_an_error_with_its_number";
+    if !inside_with(TEST, &[("HIGHWATER_SIMULATED_HIP", "unknown-code=hipMalloc")]) {
+        return;
+    }
+    let backend = highwater_rocm::open().unwrap();
+    let error = backend.allocate(0, &AllocateOptions::new(64)).unwrap_err();
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Vendor, Some(921)), "{error}");
+    free(&*backend, allocate(&*backend, 64));
+}
+
+/// Loses the capture that the stream takes part in.
+fn lose(backend: &dyn Backend, stream: StreamId) {
+    let raw = backend.raw_stream(stream).unwrap();
+    // SAFETY: the stream is alive. Asking is what a capture forbids.
+    assert_ne!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamQuery")(raw) }, 0);
+}
+
+#[test]
+fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
+    let Some(backend) = open("r3_1_streams_that_died_with_a_capture_work_again_under_their_ids") else { return };
+    let (first, joined) = (stream(&*backend), stream(&*backend));
+    let block = allocate(&*backend, 4096);
+    let mut handle = blas(&*backend);
+    handle.set_stream(first).unwrap();
+    let raw = [first, joined].map(|stream| backend.raw_stream(stream).unwrap());
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    // Work from before, behind which what follows has to come.
+    fill(&*backend, block, 1, 4096, first);
+    backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
+    fill(&*backend, block, 9, 4096, first);
+    backend.record_event(event, first).unwrap();
+    backend.stream_wait_event(joined, event).unwrap();
+    assert!(backend.is_capturing(joined).unwrap());
+    lose(&*backend, first);
+    // SAFETY: this test began it.
+    let error = unsafe { backend.end_capture(first) }.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Capture, "{error}");
+    for (stream, raw) in [first, joined].into_iter().zip(raw) {
+        assert_ne!(backend.raw_stream(stream).unwrap(), raw);
+        assert!(!backend.is_capturing(stream).unwrap());
+    }
+    assert!(bytes_of(&*backend, block, 4096, first).iter().all(|byte| *byte == 1));
+    fill(&*backend, block, 2, 4096, joined);
+    assert!(bytes_of(&*backend, block, 4096, joined).iter().all(|byte| *byte == 2));
+    // A handle that was bound to the dead stream.
+    fill(&*backend, block, 0, 4096, joined);
+    backend.synchronize_stream(joined).unwrap();
+    let gemm = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), block, block.offset(256), block.offset(512));
+    // SAFETY: the matrices lie inside the block.
+    unsafe { handle.gemm(&gemm) }.unwrap();
+    backend.synchronize_stream(first).unwrap();
+    backend.synchronize_device(0).unwrap();
+    // The stream is captured again, and replays.
+    backend.begin_capture(first, CaptureMode::Global).unwrap();
+    fill(&*backend, block, 5, 4096, first);
+    // SAFETY: this test began it, and the block outlives the launch.
+    unsafe {
+        let graph = backend.end_capture(first).unwrap();
+        let executable = backend.instantiate_graph(graph).unwrap();
+        backend.launch_graph(executable, first).unwrap();
+        backend.synchronize_stream(first).unwrap();
+        backend.destroy_graph_exec(executable).unwrap();
+        backend.destroy_graph(graph).unwrap();
+    }
+    assert!(bytes_of(&*backend, block, 4096, first).iter().all(|byte| *byte == 5));
+    handle.destroy().unwrap();
+    backend.destroy_event(event).unwrap();
+    free(&*backend, block);
+    for stream in [first, joined] {
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it() {
+    let Some(backend) = open("r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it") else { return };
+    let mut raw = 0;
+    // SAFETY: the symbol has these arguments; the call writes one number that lives until it returns.
+    let code = unsafe { hip::<unsafe extern "C" fn(*mut u64, u32) -> i32>("hipStreamCreateWithFlags")(&mut raw, 1) };
+    assert_eq!(code, 0);
+    // SAFETY: the stream lives to the end of this test.
+    let id = unsafe { backend.stream_from_raw(0, raw) }.unwrap();
+    backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
+    lose(&*backend, id);
+    // SAFETY: this test began it.
+    let error = unsafe { backend.end_capture(id) }.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+    assert!(error.hint().contains("whoever made the stream"), "{error}");
+    backend.synchronize_device(0).unwrap();
+    backend.destroy_stream(id).unwrap();
+    // SAFETY: nobody uses the stream any more.
+    assert_eq!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamDestroy")(raw) }, 0);
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_2_what_a_capture_forbids_does_not_lose_it() {
+    let Some(backend) = open("r3_2_what_a_capture_forbids_does_not_lose_it") else { return };
+    for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        let (captured, other) = (stream(&*backend), stream(&*backend));
+        let block = allocate(&*backend, 4096);
+        let before = backend.create_event(0, &EventOptions::new()).unwrap();
+        backend.record_event(before, other).unwrap();
+        backend.begin_capture(captured, mode).unwrap();
+        fill(&*backend, block, 3, 4096, captured);
+        // Refused before HIP is asked.
+        assert_eq!(backend.query_stream(captured).unwrap_err().kind(), ErrorKind::Capture);
+        assert_eq!(backend.synchronize_stream(captured).unwrap_err().kind(), ErrorKind::Capture);
+        assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
+        // Made in relaxed mode, from this thread and from another.
+        let calls = || {
+            backend.synchronize_event(before).unwrap();
+            assert_eq!(backend.query_event(before).unwrap(), Completion::Complete);
+            backend.synchronize_stream(other).unwrap();
+            let more = allocate(&*backend, 4096);
+            fill(&*backend, more, 1, 4096, other);
+            assert!(bytes_of(&*backend, more, 4096, other).iter().all(|byte| *byte == 1));
+            free(&*backend, more);
+            backend.memory_info(0).unwrap();
+        };
+        calls();
+        std::thread::scope(|scope| {
+            scope.spawn(calls);
+        });
+        // SAFETY: this test began it, and the block outlives the launch.
+        unsafe {
+            let graph = backend.end_capture(captured).unwrap();
+            let executable = backend.instantiate_graph(graph).unwrap();
+            backend.launch_graph(executable, captured).unwrap();
+            backend.synchronize_stream(captured).unwrap();
+            backend.destroy_graph_exec(executable).unwrap();
+            backend.destroy_graph(graph).unwrap();
+        }
+        assert!(bytes_of(&*backend, block, 4096, captured).iter().all(|byte| *byte == 3), "{mode:?}");
+        free(&*backend, block);
+        backend.destroy_event(before).unwrap();
+        backend.destroy_stream(captured).unwrap();
+        backend.destroy_stream(other).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives() {
+    let Some(backend) = open("r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives") else { return };
+    let host = backend.host_allocator();
+    let (_memory, start) = pages(4);
+    // SAFETY: the memory stays mapped, and nobody uses it on a device.
+    unsafe {
+        host.register(start, 4 * 4096, &HostOptions::new()).unwrap();
+        for offset in [1, 64, 4096, 4 * 4096] {
+            let error = host.unregister(with_offset(start, offset)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
+        }
+        assert!(host.device_address(with_offset(start, 4096), 0).is_ok());
+        host.unregister(start).unwrap();
+        assert_eq!(host.unregister(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_4_an_architecture_without_kernels_is_refused_and_the_process_lives() {
+    const TEST: &str = "r3_4_an_architecture_without_kernels_is_refused_and_the_process_lives";
+    let empty = std::env::temp_dir().join(format!("highwater-rocm-no-kernels-{}", std::process::id()));
+    if std::env::var_os(INSIDE).is_none() {
+        std::fs::create_dir_all(&empty).unwrap();
+    }
+    let inside = inside_with(TEST, &[("ROCBLAS_TENSILE_LIBPATH", empty.to_str().unwrap())]);
+    if !inside {
+        std::fs::remove_dir_all(&empty).unwrap();
+        return;
+    }
+    let backend = highwater_rocm::open().unwrap();
+    let error = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    let looked_in = std::env::var("ROCBLAS_TENSILE_LIBPATH").unwrap();
+    for part in ["TensileLibrary_lazy_gfx942.dat", &looked_in] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    // All else works.
+    let stream = stream(&*backend);
+    let block = allocate(&*backend, 64);
+    fill(&*backend, block, 7, 64, stream);
+    assert_eq!(bytes_of(&*backend, block, 64, stream), [7; 64]);
+    free(&*backend, block);
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() {
+    const TEST: &str = "r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays";
+    let Some(backend) = open(TEST) else { return };
+    let host = backend.host_allocator();
+    let stream = stream(&*backend);
+    let block = allocate(&*backend, 8192);
+    let room = host.allocate(8192, &HostOptions::new()).unwrap();
+    fill(&*backend, block, 4, 8192, stream);
+    backend.synchronize_stream(stream).unwrap();
+    // SAFETY: what is refused is not freed.
+    unsafe {
+        for offset in [1, 256, 4096] {
+            let error = backend.free(0, block.offset(offset), None).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
+            assert_eq!(host.free(with_offset(room, offset)).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        }
+        // One device's at another's, and one kind's as another's.
+        assert_eq!(backend.free(1, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        assert!(backend.free(0, block, Some(stream)).is_err());
+        assert_eq!(host.unregister(room).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        assert_eq!(
+            backend.free(0, DevicePtr::new(room.address() as u64), None).unwrap_err().kind(),
+            ErrorKind::InvalidPointer
+        );
+        std::slice::from_raw_parts_mut(room.as_ptr(), 8192).fill(1);
+    }
+    assert!(bytes_of(&*backend, block, 8192, stream).iter().all(|byte| *byte == 4));
+    free(&*backend, block);
+    // SAFETY: nobody uses it, and the second is refused.
+    unsafe {
+        assert_eq!(backend.free(0, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        host.free(room).unwrap();
+        assert_eq!(host.free(room).unwrap_err().kind(), ErrorKind::InvalidPointer);
+    }
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_6_registering_twice_is_refused_and_one_unregistering_undoes_one() {
+    let Some(backend) = open("r3_6_registering_twice_is_refused_and_one_unregistering_undoes_one") else { return };
+    let host = backend.host_allocator();
+    let (_memory, start) = pages(4);
+    let options = HostOptions::new();
+    // SAFETY: the memory stays mapped, and nobody uses it on a device.
+    unsafe {
+        host.register(start, 2 * 4096, &options).unwrap();
+        for (offset, bytes) in [(0, 2 * 4096), (0, 4096), (4096, 2 * 4096), (100, 8)] {
+            let error = host.register(with_offset(start, offset), bytes, &options).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        }
+        // Beside it is another range.
+        host.register(with_offset(start, 2 * 4096), 4096, &options).unwrap();
+        host.unregister(start).unwrap();
+        assert_eq!(host.unregister(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        assert!(host.device_address(with_offset(start, 2 * 4096), 0).is_ok());
+        host.unregister(with_offset(start, 2 * 4096)).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_7_an_address_that_nobody_gave_out_is_an_error() {
+    let Some(backend) = open("r3_7_an_address_that_nobody_gave_out_is_an_error") else { return };
+    let host = backend.host_allocator();
+    let (_memory, start) = pages(1);
+    assert_eq!(host.device_address(start, 0).unwrap_err().kind(), ErrorKind::InvalidPointer);
+    // SAFETY: what is refused is not freed.
+    unsafe {
+        assert_eq!(host.free(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        assert_eq!(host.unregister(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        let unknown = DevicePtr::new(start.address() as u64);
+        assert_eq!(backend.free(0, unknown, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
+        let ipc = backend.ipc_sharing().unwrap();
+        assert!(ipc.export_memory(0, unknown, Transport::Legacy).is_err());
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_8_an_error_that_the_thread_remembers_is_nobodys_answer() {
+    let Some(backend) = open("r3_8_an_error_that_the_thread_remembers_is_nobodys_answer") else { return };
+    let stream = stream(&*backend);
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    for _ in 0..2 {
+        // An error that is remembered, in the one version until the next call and in the other until it is read.
+        let mut size = 0;
+        // SAFETY: the call fails before it reads or writes anything.
+        let code = unsafe { hip::<unsafe extern "C" fn(*mut usize, i32) -> i32>("hipDeviceTotalMem")(&mut size, 99) };
+        assert_ne!(code, 0);
+        backend.record_event(event, stream).unwrap();
+        backend.query_stream(stream).unwrap();
+        backend.query_event(event).unwrap();
+        backend.synchronize_event(event).unwrap();
+        assert_eq!(backend.query_event(event).unwrap(), Completion::Complete);
+        let block = allocate(&*backend, 64);
+        fill(&*backend, block, 1, 64, stream);
+        backend.synchronize_stream(stream).unwrap();
+        free(&*backend, block);
+    }
+    backend.destroy_event(event).unwrap();
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_9_events_that_were_never_recorded_count_as_done_and_have_no_time() {
+    let Some(backend) = open("r3_9_events_that_were_never_recorded_count_as_done_and_have_no_time") else { return };
+    let stream = stream(&*backend);
+    let timed = || backend.create_event(0, &EventOptions::new().with_timing()).unwrap();
+    let (plain, start, end) = (backend.create_event(0, &EventOptions::new()).unwrap(), timed(), timed());
+    assert_eq!(backend.query_event(plain).unwrap(), Completion::Complete);
+    backend.synchronize_event(plain).unwrap();
+    backend.stream_wait_event(stream, plain).unwrap();
+    backend.synchronize_stream(stream).unwrap();
+    assert_eq!(backend.event_elapsed_ns(start, end).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    backend.record_event(start, stream).unwrap();
+    assert_eq!(backend.event_elapsed_ns(start, end).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    backend.record_event(end, stream).unwrap();
+    backend.record_event(plain, stream).unwrap();
+    assert_eq!(backend.event_elapsed_ns(start, plain).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    backend.synchronize_event(end).unwrap();
+    backend.event_elapsed_ns(start, end).unwrap();
+    for event in [plain, start, end] {
+        backend.destroy_event(event).unwrap();
+    }
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused() {
+    const TEST: &str = "r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused";
+    let Some(backend) = open(TEST) else { return };
+    let ipc = backend.ipc_sharing().unwrap();
+    let plain = backend.create_event(0, &EventOptions::new()).unwrap();
+    assert_eq!(ipc.export_event(plain).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let shared = backend.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
+    ipc.export_event(shared).unwrap();
+    let both = EventOptions::new().with_interprocess().with_timing();
+    assert_eq!(backend.create_event(0, &both).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    // Memory: what was made for it is exported, and not opened where it was made.
+    let kind = DeviceMemoryKind::Shareable(Transport::Legacy);
+    let block = backend.allocate(0, &AllocateOptions::new(4096).with_kind(kind)).unwrap();
+    let other = allocate(&*backend, 4096);
+    // SAFETY: the blocks are alive.
+    unsafe {
+        let handle: MemoryHandle = ipc.export_memory(0, block, Transport::Legacy).unwrap();
+        assert_eq!(ipc.open_memory(0, &handle).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        // Memory that was not, addresses inside, and stream-ordered memory are not.
+        assert_eq!(ipc.export_memory(0, other, Transport::Legacy).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert!(ipc.export_memory(0, block.offset(64), Transport::Legacy).is_err());
+    }
+    let stream = stream(&*backend);
+    let ordered = AllocateOptions::new(4096).with_kind(DeviceMemoryKind::StreamOrdered(stream));
+    let ordered = backend.allocate(0, &ordered).unwrap();
+    // SAFETY: the block is alive, and nothing uses it when it is freed.
+    unsafe {
+        assert_eq!(ipc.export_memory(0, ordered, Transport::Legacy).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        backend.free(0, ordered, Some(stream)).unwrap();
+    }
+    free(&*backend, block);
+    free(&*backend, other);
+    for event in [plain, shared] {
+        backend.destroy_event(event).unwrap();
+    }
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_11_no_bytes_are_refused_wherever_they_are_asked_for() {
+    let Some(backend) = open("r3_11_no_bytes_are_refused_wherever_they_are_asked_for") else { return };
+    let (host, stream) = (backend.host_allocator(), stream(&*backend));
+    for kind in [
+        DeviceMemoryKind::Plain,
+        DeviceMemoryKind::Shareable(Transport::Legacy),
+        DeviceMemoryKind::StreamOrdered(stream),
+    ] {
+        let error = backend.allocate(0, &AllocateOptions::new(0).with_kind(kind)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind:?}: {error}");
+        let error = backend.allocate(0, &AllocateOptions::new(1 << 50).with_kind(kind)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{kind:?}: {error}");
+    }
+    assert_eq!(host.allocate(0, &HostOptions::new()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let (_memory, start) = pages(1);
+    // SAFETY: what is refused is neither registered nor freed.
+    unsafe {
+        assert_eq!(host.register(start, 0, &HostOptions::new()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        for ordered in [None, Some(stream)] {
+            let error = backend.free(0, DevicePtr::new(0), ordered).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
+        }
+    }
+    // Nothing is copied or filled without a call that could mind.
+    let block = allocate(&*backend, 64);
+    fill(&*backend, block, 1, 0, stream);
+    backend.synchronize_stream(stream).unwrap();
+    free(&*backend, block);
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_12_priorities_are_taken_from_the_range() {
+    let Some(backend) = open("r3_12_priorities_are_taken_from_the_range") else { return };
+    // SAFETY: the symbol has these arguments.
+    let priority_of = unsafe { hip::<unsafe extern "C" fn(u64, *mut i32) -> i32>("hipStreamGetPriority") };
+    // SAFETY: as above.
+    let flags_of = unsafe { hip::<unsafe extern "C" fn(u64, *mut u32) -> i32>("hipStreamGetFlags") };
+    for (priority, expected) in [(StreamPriority::Low, 1), (StreamPriority::Normal, 0), (StreamPriority::High, -1)] {
+        let stream = backend.create_stream(0, &StreamOptions::new().with_priority(priority)).unwrap();
+        let (raw, mut seen, mut flags) = (backend.raw_stream(stream).unwrap(), 9, 9);
+        // SAFETY: the stream is alive, and the calls write numbers that live until they return.
+        let codes = unsafe { [priority_of(raw, &mut seen), flags_of(raw, &mut flags)] };
+        assert_eq!((codes, seen, flags), ([0, 0], expected, 1), "{priority:?}");
+        // Also of the one that takes its place.
+        backend.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
+        lose(&*backend, stream);
+        // SAFETY: this test began it.
+        assert!(unsafe { backend.end_capture(stream) }.is_err());
+        // SAFETY: as above.
+        let code = unsafe { priority_of(backend.raw_stream(stream).unwrap(), &mut seen) };
+        assert_eq!((code, seen), (0, expected), "{priority:?}");
+        backend.destroy_stream(stream).unwrap();
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_13_a_destroyed_stream_is_an_error_everywhere() {
+    let Some(backend) = open("r3_13_a_destroyed_stream_is_an_error_everywhere") else { return };
+    let block = allocate(&*backend, 1 << 20);
+    let stream = stream(&*backend);
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    let mut handle = blas(&*backend);
+    handle.set_stream(stream).unwrap();
+    // With work that is not done.
+    for _ in 0..16 {
+        fill(&*backend, block, 6, 1 << 20, stream);
+    }
+    backend.destroy_stream(stream).unwrap();
+    let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), block, block, block.offset(256));
+    let stale = [
+        backend.query_stream(stream).err(),
+        backend.synchronize_stream(stream).err(),
+        backend.record_event(event, stream).err(),
+        backend.stream_wait_event(stream, event).err(),
+        backend.raw_stream(stream).err(),
+        backend.destroy_stream(stream).err(),
+        backend.begin_capture(stream, CaptureMode::Relaxed).err(),
+        backend.is_capturing(stream).err(),
+        // SAFETY: nothing is filled or multiplied.
+        unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(1), 8), stream) }.err(),
+        // SAFETY: as above.
+        unsafe { handle.gemm(&gemm) }.err(),
+        handle.set_stream(stream).err(),
+    ];
+    for error in stale {
+        assert_eq!(error.unwrap().kind(), ErrorKind::InvalidHandle);
+    }
+    // A thread that uses streams and one that destroys them.
+    let shared = std::sync::Mutex::new(backend.create_stream(0, &StreamOptions::new()).unwrap());
+    std::thread::scope(|scope| {
+        let uses = scope.spawn(|| {
+            for _ in 0..2000 {
+                let id = *shared.lock().unwrap();
+                if let Err(error) = backend.query_stream(id) {
+                    assert_eq!(error.kind(), ErrorKind::InvalidHandle, "{error}");
+                }
+            }
+        });
+        while !uses.is_finished() {
+            let next = backend.create_stream(0, &StreamOptions::new()).unwrap();
+            backend.destroy_stream(std::mem::replace(&mut *shared.lock().unwrap(), next)).unwrap();
+        }
+        uses.join().unwrap();
+    });
+    backend.destroy_stream(shared.into_inner().unwrap()).unwrap();
+    backend.synchronize_device(0).unwrap();
+    handle.destroy().unwrap();
+    backend.destroy_event(event).unwrap();
+    free(&*backend, block);
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn r3_14_what_hip_writes_at_exit_is_no_failure() {
+    let Some(backend) = open("r3_14_what_hip_writes_at_exit_is_no_failure") else { return };
+    // Left to the end of the process on purpose: what HIP says of it is not read, and the process ends well.
+    let stream = stream(&*backend);
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    backend.record_event(event, stream).unwrap();
+    std::mem::forget(blas(&*backend));
+    std::mem::forget(backend);
+}
+
+#[test]
+fn b6_1_page_locked_memory_is_cached_by_the_device() {
+    let Some(backend) = open("b6_1_page_locked_memory_is_cached_by_the_device") else { return };
+    assert!(backend.capabilities(0).unwrap().pinned_cached_by_device);
+    // Non-coherent, portable and mapped; and write-combined.
+    assert_eq!(flags_of(&*backend, HostMemoryKind::Default) & 0x8000_0007, 0x8000_0003);
+    assert_eq!(flags_of(&*backend, HostMemoryKind::WriteCombined) & 0x7, 0x7);
+}
+
+/// The flags with which the runtime has allocated page-locked memory of a kind.
+fn flags_of(backend: &dyn Backend, kind: HostMemoryKind) -> u32 {
+    let host = backend.host_allocator();
+    let block = host.allocate(4096, &HostOptions::new().with_kind(kind)).unwrap();
+    let mut flags = 0;
+    // SAFETY: the block is page-locked, and the call writes one number that lives until it returns.
+    let code =
+        unsafe { hip::<unsafe extern "C" fn(*mut u32, *mut u8) -> i32>("hipHostGetFlags")(&mut flags, block.as_ptr()) };
+    assert_eq!(code, 0);
+    // SAFETY: nobody uses it.
+    unsafe { host.free(block) }.unwrap();
+    flags
+}
+
+#[test]
+fn b6_2_the_flag_for_a_node_is_not_relied_on() {
+    let Some(backend) = open("b6_2_the_flag_for_a_node_is_not_relied_on") else { return };
+    for kind in [HostMemoryKind::Default, HostMemoryKind::WriteCombined] {
+        assert_eq!(flags_of(&*backend, kind) & 0x2000_0000, 0, "{kind:?}");
+    }
+}
+
+#[test]
+fn b6_3_the_device_is_given_its_own_address_of_registered_memory() {
+    let Some(backend) = open("b6_3_the_device_is_given_its_own_address_of_registered_memory") else { return };
+    assert!(!backend.capabilities(0).unwrap().host_address_is_device_address);
+    let (host, stream) = (backend.host_allocator(), stream(&*backend));
+    let (_memory, start) = pages(2);
+    // SAFETY: the memory stays mapped until it is unregistered, and the fill is waited for.
+    unsafe {
+        host.register(start, 2 * 4096, &HostOptions::new()).unwrap();
+        let mut expected = 0;
+        let address_of = hip::<unsafe extern "C" fn(*mut u64, *mut u8, u32) -> i32>("hipHostGetDevicePointer");
+        assert_eq!(address_of(&mut expected, start.as_ptr(), 0), 0);
+        assert_eq!(host.device_address(start, 0).unwrap().get(), expected);
+        assert_eq!(host.device_address(with_offset(start, 5000), 0).unwrap().get(), expected + 5000);
+        // A copy takes the host's.
+        let block = allocate(&*backend, 4096);
+        fill(&*backend, block, 8, 4096, stream);
+        let from = Location::Device { device: 0, ptr: block };
+        backend.copy(&MemoryCopy::new(Location::Host(with_offset(start, 4096)), from, 4096), stream).unwrap();
+        backend.synchronize_stream(stream).unwrap();
+        assert!(std::slice::from_raw_parts(start.as_ptr().add(4096), 4096).iter().all(|byte| *byte == 8));
+        host.unregister(start).unwrap();
+        free(&*backend, block);
+    }
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them() {
+    const TEST: &str = "atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them";
+    let Some(backend) = open(TEST) else { return };
+    let mut handle = blas(&*backend);
+    let file = highwater_core::driver::loaded_files("libhipblas.so").pop().unwrap();
+    let mut mode = 9;
+    // SAFETY: the symbol has these arguments; the call writes one number that lives until it returns.
+    let asks = || unsafe {
+        let library = std::mem::ManuallyDrop::new(libloading::Library::new(&file).unwrap());
+        *library.get::<unsafe extern "C" fn(u64, *mut u32) -> i32>(b"hipblasGetAtomicsMode").unwrap()
+    };
+    // SAFETY: the handle is alive.
+    assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 0));
+    handle.set_atomics_mode(AtomicsMode::Allowed).unwrap();
+    // SAFETY: as above.
+    assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 1));
+    let can = backend.capabilities(0).unwrap();
+    assert_eq!(can.blas_workspace, major() >= 7);
+    let stream = stream(&*backend);
+    handle.set_stream(stream).unwrap();
+    let ptr = allocate(&*backend, 1 << 20);
+    // SAFETY: the block outlives the handle's use of it.
+    unsafe {
+        let set = handle.set_workspace(Some(Workspace { ptr, bytes: 1 << 20 }));
+        match can.blas_workspace {
+            true => set.unwrap(),
+            false => assert_eq!(set.unwrap_err().kind(), ErrorKind::Unsupported),
+        }
+        handle.set_workspace(None).unwrap();
+    }
+    handle.destroy().unwrap();
+    free(&*backend, ptr);
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
+    let Some(backend) = open("a_child_that_opens_the_backend_again_is_told_of_the_fork") else { return };
+    // SAFETY: the child calls the backend, which takes no lock in a child, and ends with `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let opened = highwater_rocm::open().err().map(|unavailable| unavailable.error.kind());
+        let used = backend.create_stream(0, &StreamOptions::new()).err().map(|error| error.kind());
+        let told = opened == Some(ErrorKind::Forked) && used == Some(ErrorKind::Forked);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(if told { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child made above.
+    unsafe { libc::waitpid(pid, &mut status, 0) };
+    assert_eq!(status, 0);
+    // The parent goes on, and opens again.
+    assert!(highwater_rocm::open().is_ok());
+}
+
+#[test]
+fn the_device_of_the_caller_is_current_again_after_each_call() {
+    let Some(backend) = open("the_device_of_the_caller_is_current_again_after_each_call") else { return };
+    if backend.device_count() < 2 {
+        return;
+    }
+    // SAFETY: the symbols have these arguments.
+    let (set, get) = unsafe {
+        (
+            hip::<unsafe extern "C" fn(i32) -> i32>("hipSetDevice"),
+            hip::<unsafe extern "C" fn(*mut i32) -> i32>("hipGetDevice"),
+        )
+    };
+    for current in [0, 1] {
+        // SAFETY: the call takes a number.
+        assert_eq!(unsafe { set(current) }, 0);
+        for device in [0, 1] {
+            let stream = backend.create_stream(device, &StreamOptions::new()).unwrap();
+            let legacy = StreamId::legacy_default(backend.identity().tag, device);
+            let block = backend.allocate(device, &AllocateOptions::new(64)).unwrap();
+            for stream in [stream, legacy] {
+                // SAFETY: the range lies inside the block, which lives until the stream was waited for.
+                unsafe { backend.fill(&MemoryFill::new(device, block, FillPattern::U32(5), 16), stream) }.unwrap();
+                backend.synchronize_stream(stream).unwrap();
+            }
+            backend.create_blas_handle(device, &BlasOptions::new(BlasKind::Blas)).unwrap().destroy().unwrap();
+            // SAFETY: nothing uses it.
+            unsafe { backend.free(device, block, None) }.unwrap();
+            // A stream that other code made is of the device that it was made on.
+            let raw = backend.raw_stream(stream).unwrap();
+            // SAFETY: the stream is alive.
+            let other = unsafe { backend.stream_from_raw(1 - device, raw) }.unwrap_err();
+            assert_eq!(other.kind(), ErrorKind::WrongDevice, "{other}");
+            backend.destroy_stream(stream).unwrap();
+            let mut seen = -1;
+            // SAFETY: the call writes one number that lives until it returns.
+            assert_eq!((unsafe { get(&mut seen) }, seen), (0, current));
+        }
+    }
+    nothing_is_left(&*backend);
+}
+
+#[test]
+fn devices_have_uuids_of_their_own_and_copies_go_between_them() {
+    let Some(backend) = open("devices_have_uuids_of_their_own_and_copies_go_between_them") else { return };
+    let infos: Vec<_> = (0..backend.device_count()).map(|device| backend.device_info(device).unwrap()).collect();
+    for info in &infos {
+        assert_ne!(info.uuid, [0; 16]);
+        assert_eq!(infos.iter().filter(|other| other.uuid == info.uuid).count(), 1, "{infos:?}");
+    }
+    if infos.len() < 2 {
+        return;
+    }
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let near = allocate(&*backend, 4096);
+    let far = backend.allocate(1, &AllocateOptions::new(4096)).unwrap();
+    fill(&*backend, near, 3, 4096, stream);
+    let places = [Location::Device { device: 0, ptr: near }, Location::Device { device: 1, ptr: far }];
+    // SAFETY: both blocks live until the stream was waited for.
+    unsafe {
+        backend.copy(&MemoryCopy::new(places[1], places[0], 4096), stream).unwrap();
+        fill(&*backend, near, 0, 4096, stream);
+        backend.copy(&MemoryCopy::new(places[0], places[1], 4096), stream).unwrap();
+    }
+    assert!(bytes_of(&*backend, near, 4096, stream).iter().all(|byte| *byte == 3));
+    free(&*backend, near);
+    // SAFETY: nothing uses it any more.
+    unsafe { backend.free(1, far, None) }.unwrap();
+    backend.destroy_stream(stream).unwrap();
+    nothing_is_left(&*backend);
+}

@@ -1,0 +1,80 @@
+//! Which files of a library are in this process already, whoever opened them.
+
+use std::path::{Path, PathBuf};
+
+use super::vendor::{LibraryName, VendorLibrary};
+
+/// The files that are mapped into this process.
+fn mapped_files(maps: &str) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for line in maps.lines() {
+        // A file's path is the sixth field, and may hold spaces.
+        let path = line.splitn(6, ' ').nth(5).map_or("", str::trim_start);
+        if path.starts_with('/') && files.last().is_none_or(|last| last != Path::new(path)) {
+            files.push(PathBuf::from(path));
+        }
+    }
+    files.sort();
+    files.dedup();
+    files
+}
+
+/// The files in this process whose names begin with `name`: `libamdhip64.so`. None where the system does not tell.
+#[must_use]
+pub fn loaded_files(name: &str) -> Vec<PathBuf> {
+    let is_it = |path: &PathBuf| {
+        path.file_name()
+            .and_then(|file| file.to_str())
+            .and_then(|file| file.strip_prefix(name))
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    mapped_files(&maps).into_iter().filter(is_it).collect()
+}
+
+impl VendorLibrary {
+    /// The one of the library's names that `path` goes by, or the file that a link leads to; those that are too old included.
+    #[must_use]
+    pub fn name_of(&self, path: &Path) -> Option<LibraryName> {
+        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let names = || self.too_old.iter().chain(self.names).copied();
+        [path, &real].into_iter().find_map(|path| names().find(|name| name.names(path)))
+    }
+
+    /// The file of this library that is in this process already, by a name that is known.
+    #[must_use]
+    pub fn loaded(&self) -> Option<(PathBuf, LibraryName)> {
+        // Names differ behind `.so` only.
+        let stem = self.names.first()?.file.split_inclusive(".so").next()?;
+        loaded_files(stem).into_iter().find_map(|path| self.name_of(&path).map(|name| (path, name)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_with_spaces_are_read_whole_and_once() {
+        let maps = "7f0-7f1 r-xp 00000000 fd:00 1234                       /opt/a b/libx.so.1\n\
+                    7f1-7f2 r--p 00001000 fd:00 1234                       /opt/a b/libx.so.1\n\
+                    7f2-7f3 rw-p 00000000 00:00 0 \n\
+                    7f3-7f4 rw-p 00000000 00:00 0                          [heap]\n";
+        assert_eq!(mapped_files(maps), [PathBuf::from("/opt/a b/libx.so.1")]);
+    }
+
+    #[test]
+    fn the_c_library_is_loaded_and_others_are_not() {
+        let found = loaded_files("libc.so");
+        assert!(found.iter().any(|path| path.ends_with("libc.so.6")), "{found:?}");
+        assert!(loaded_files("libhighwater-no-such.so").is_empty());
+        const LIBRARY: VendorLibrary = VendorLibrary {
+            what: "the C library",
+            path_variable: "",
+            names: &[LibraryName::of_major("libc.so.7", 7), LibraryName::of_major("libc.so.6", 6)],
+            too_old: &[],
+            required_symbols: &[],
+        };
+        assert_eq!(LIBRARY.loaded().map(|(_, name)| name.major), Some(Some(6)));
+    }
+}

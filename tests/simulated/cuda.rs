@@ -1,0 +1,127 @@
+//! CUDA.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::{Child, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Simulated;
+
+const CUDA: Simulated = Simulated { libraries: "cuda", backend: "cuda" };
+
+#[test]
+fn installations_are_told_apart() {
+    // Variant, what became of it, a part of the reason, a part of the hint.
+    CUDA.are_told_apart(&[
+        ("", "usable", "NVIDIA CUDA, 1 device", ""),
+        ("cuda-12", "usable", "NVIDIA CUDA, 1 device", ""),
+        ("no-symbol", "symbol missing", "libcuda.so.1 lacks cuStreamWaitEvent", "CUDA 12.2 or newer"),
+        ("two-symbols", "symbol missing", "lacks cuStreamQuery, ", "CUDA 12.2 or newer"),
+        ("junk", "library missing", "file too short", "install the NVIDIA driver"),
+        ("old-driver", "unsupported", "driver of CUDA 11.8", "CUDA 12.2 or newer"),
+        ("no-device", "no device", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"),
+        ("stub", "library missing", "CUDA_ERROR_STUB_LIBRARY", "off the library path"),
+        ("no-cublas", "library missing", "libcublasLt.so.13: cannot open", "HIGHWATER_CUBLASLT_LIBRARY"),
+        ("wrong-major", "unsupported", "libcublasLt.so.11", "libcublasLt.so.13 or libcublasLt.so.12"),
+    ]);
+}
+
+#[test]
+fn no_visible_device_is_no_device() {
+    let (outcome, _, hint) = CUDA.doctor("", &[("CUDA_VISIBLE_DEVICES", "")]);
+    assert_eq!(outcome, "no device");
+    assert!(hint.contains("CUDA_VISIBLE_DEVICES"), "{hint}");
+}
+
+#[test]
+fn a_code_that_no_header_knows_is_an_error_with_its_number() {
+    CUDA.tells_an_unknown_code();
+}
+
+#[test]
+fn the_main_job_runs_in_three_processes_on_one_copy_of_the_weights() {
+    assert_eq!(CUDA.main_job(&[], "2")["processes"], 3);
+}
+
+#[test]
+fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
+    CUDA.main_job_on_two_devices("descriptor");
+}
+
+/// What stands in a file of a process in /proc; nothing where it has ended.
+fn of_process(process: u32, name: &str) -> String {
+    fs::read_to_string(format!("/proc/{process}/{name}")).unwrap_or_default()
+}
+
+/// The workers of a program, which are its children that are the same program.
+fn workers_of(owner: u32) -> Vec<u32> {
+    let is_worker = |&process: &u32| {
+        let stat = of_process(process, "stat");
+        let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
+        parent == Some(owner) && of_process(process, "cmdline").contains("\0worker\0")
+    };
+    let entries = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_worker).collect()
+}
+
+/// Memory for sharing that a process maps: its inode, and the number of its device.
+fn shareable_memory(process: u32) -> BTreeSet<(String, String)> {
+    let maps = of_process(process, "maps");
+    let block = |line: &str| {
+        let (_, device) = line.split_once("memfd:highwater-simulated-vmm-")?;
+        Some((line.split_whitespace().nth(4)?.to_owned(), device.split(' ').next()?.to_owned()))
+    };
+    maps.lines().filter_map(block).collect()
+}
+
+/// A job that does not end by itself.
+struct Endless(Child);
+
+impl Drop for Endless {
+    fn drop(&mut self) {
+        // Its workers end with it.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn each_worker_maps_the_weights_in_the_memory_of_its_device_and_of_no_other() {
+    let arguments = ["--backend", "cuda", "--workers", "3", "--repeat", "1000000"];
+    let mut command = CUDA.command("", &[("HIGHWATER_MOCK", "devices=2,latency=1ms")], &arguments);
+    let mut job = Endless(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    let owner = job.0.id();
+    // The libraries may have to be built first.
+    let started = Instant::now();
+    let mapped = loop {
+        let mapped: Vec<_> = workers_of(owner).into_iter().map(shareable_memory).collect();
+        if mapped.len() == 3 && mapped.iter().all(|mapped| !mapped.is_empty()) {
+            break mapped;
+        }
+        assert_eq!(job.0.try_wait().unwrap(), None, "the job ended");
+        assert!(started.elapsed() < Duration::from_secs(300), "the workers open nothing: {mapped:?}");
+        thread::sleep(Duration::from_millis(5));
+    };
+    let weights = shareable_memory(owner);
+    let on = |number: &str| weights.iter().filter(|(_, device)| device == number).count();
+    assert_eq!((weights.len(), on("0"), on("1")), (2, 1, 1), "{weights:?}");
+    assert!(mapped.iter().all(|mapped| mapped.len() == 1 && mapped.is_subset(&weights)), "{mapped:?} {weights:?}");
+    let on_second = mapped.iter().flatten().filter(|(_, device)| device == "1").count();
+    assert_eq!(on_second, 1, "{mapped:?}");
+}
+
+#[test]
+fn every_conformance_case_passes_on_one_device() {
+    CUDA.conforms("", &[], 35);
+}
+
+#[test]
+fn every_conformance_case_passes_on_two_devices() {
+    CUDA.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 25);
+}
+
+#[test]
+fn every_conformance_case_passes_with_the_libraries_of_cuda_12() {
+    CUDA.conforms("cuda-12", &[], 35);
+}

@@ -1,0 +1,65 @@
+//! ROCm, of both major versions.
+
+use super::Simulated;
+
+const ROCM_7: Simulated = Simulated { libraries: "rocm", backend: "rocm" };
+const ROCM_6: Simulated = Simulated { libraries: "rocm6", backend: "rocm" };
+
+#[test]
+fn installations_are_told_apart() {
+    // Variant, what became of it, a part of the reason, a part of the hint.
+    ROCM_7.are_told_apart(&[
+        ("", "usable", "AMD ROCm, 1 device", ""),
+        ("no-symbol", "symbol missing", "libamdhip64.so.7 lacks hipStreamWaitEvent", "ROCm 6 or 7"),
+        ("two-symbols", "symbol missing", "lacks hipStreamQuery, ", "ROCm 6 or 7"),
+        ("junk", "library missing", "file too short", "install"),
+        ("no-device", "no device", "hipErrorNoDevice", "HIP_VISIBLE_DEVICES"),
+        ("no-hipblas", "library missing", "libhipblas.so.3", "HIGHWATER_HIPBLAS_LIBRARY"),
+        ("wrong-major", "library missing", "libhipblas.so.3", ""),
+        ("hip-5", "unsupported", "libamdhip64.so.5", "libamdhip64.so.7 or libamdhip64.so.6"),
+    ]);
+    ROCM_6.are_told_apart(&[("", "usable", "AMD ROCm, 1 device", "")]);
+}
+
+#[test]
+fn a_code_that_no_header_knows_is_an_error_with_its_number() {
+    ROCM_7.tells_an_unknown_code();
+}
+
+#[test]
+fn an_architecture_without_kernels_is_refused_before_rocblas_ends_the_process() {
+    for rocm in [ROCM_6, ROCM_7] {
+        let output = rocm.run("no-kernels", &[], &["--backend", "rocm", "--json"]);
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        let error = &super::object(&output)["error"];
+        assert_eq!(error["kind"], "unsupported", "{error}");
+        assert!(error["message"].as_str().unwrap().contains("TensileLibrary_lazy_gfx942.dat"), "{error}");
+    }
+}
+
+#[test]
+fn the_main_job_runs_in_three_processes_on_one_copy_of_the_weights() {
+    for rocm in [ROCM_6, ROCM_7] {
+        assert_eq!(rocm.main_job(&[], "2")["processes"], 3);
+    }
+}
+
+#[test]
+fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
+    ROCM_7.main_job_on_two_devices("legacy");
+}
+
+#[test]
+fn every_conformance_case_passes_on_rocm_7() {
+    ROCM_7.conforms("", &[], 70);
+}
+
+#[test]
+fn every_conformance_case_passes_on_two_devices_of_rocm_7() {
+    ROCM_7.conforms("", &[("HIGHWATER_MOCK", "devices=2")], 64);
+}
+
+#[test]
+fn every_conformance_case_passes_on_rocm_6() {
+    ROCM_6.conforms("", &[], 74);
+}
