@@ -168,8 +168,9 @@ isolated! {
     }
 
     fn a_code_of_another_version_comes_once(_) over ["rocm:unknown-code", "rocm6:unknown-code"] {
-        assert_eq!(code!(Hip.hipSetDevice(0)), 921);
-        ok!(Hip.hipSetDevice(0));
+        let mut stream = null_mut();
+        assert_eq!((code!(Hip.hipStreamCreateWithPriority(&mut stream, 1, 0)), stream.is_null()), (921, true));
+        ok!(Hip.hipStreamCreateWithPriority(&mut stream, 1, 0));
     }
 
     fn in_a_forked_child_nothing_works_and_the_parent_goes_on(_) over ["rocm", "rocm6"] {
