@@ -141,9 +141,12 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     can.pinned_cached_by_device = true;
     can.register_piece_bytes = 64 << 20;
     can.workspace_alignment = 256;
-    if rocm.blas.calls.set_workspace.is_some() {
-        can.blas_workspace = true;
+    can.blas_workspace = rocm.blas.calls.set_workspace.is_some();
+    if can.blas_workspace {
         can.blas_workspace_bytes = workspace_bytes(&info.architecture);
+    } else {
+        // Its handles work in memory of their own, which goes with them from stream to stream.
+        can.handle_per_stream = true;
     }
     can
 }

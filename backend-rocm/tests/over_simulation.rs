@@ -1046,3 +1046,53 @@ fn devices_have_uuids_of_their_own_and_copies_go_between_them() {
     backend.destroy_stream(stream).unwrap();
     nothing_is_left(&*backend);
 }
+
+/// Products on two streams in turn, by one thread, with nothing waited for in between; how many are wrong.
+fn wrong_products_on_two_streams(runtime: &Runtime) -> usize {
+    const SIZE: usize = 48;
+    const ROUNDS: usize = 40;
+    let device = runtime.device(0).unwrap();
+    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    let shape = GemmShape::of::<f32>(SIZE, SIZE, SIZE);
+    let ones = vec![1.0_f32; SIZE * SIZE];
+    let factors: Vec<_> = (0..2).map(|i| streams[i].upload(&vec![i as f32 + 1.0; SIZE * SIZE]).unwrap()).collect();
+    let b = streams[0].upload(&ones).unwrap();
+    let products: Vec<_> = (0..2 * ROUNDS).map(|_| device.allocate::<f32>(SIZE * SIZE).unwrap()).collect();
+    streams[0].synchronize().unwrap();
+    for (i, c) in products.iter().enumerate() {
+        streams[i % 2].blas().unwrap().gemm(&shape, 1.0, &factors[i % 2], &b, 0.0, c).unwrap();
+    }
+    let is_wrong = |(i, c): (usize, &_)| {
+        let expected = (i % 2 + 1) as f32 * SIZE as f32;
+        streams[i % 2].download(c).unwrap().iter().any(|value| *value != expected)
+    };
+    products.iter().enumerate().filter(|product| is_wrong(*product)).count()
+}
+
+#[test]
+fn a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures() {
+    let test = "a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures";
+    let Some(backend) = open(test) else { return };
+    let capabilities = backend.capabilities(0).unwrap();
+    assert_eq!((capabilities.blas_workspace, capabilities.handle_per_stream), (major() > 6, major() == 6));
+    let runtime = Runtime::new(backend).unwrap();
+    assert_eq!(wrong_products_on_two_streams(&runtime), 0);
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (a, c) = (stream.upload(&[2.0_f32; 4]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
+    let mut recorded = Ok(());
+    let graph = stream.capture(|scope| {
+        recorded = scope.blas()?.gemm(&GemmShape::of::<f32>(2, 2, 2), 1.0, &a, &a, 0.0, &c);
+        scope.fill(&a, 3.0_f32)
+    });
+    let mut graph = graph.unwrap();
+    graph.launch(&stream).unwrap();
+    assert_eq!(stream.download(&a).unwrap(), [3.0; 4]);
+    if major() == 6 {
+        let error = recorded.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(stream.download(&c).unwrap(), [0.0; 4]);
+    } else {
+        recorded.unwrap();
+        assert_eq!(stream.download(&c).unwrap(), [8.0; 4]);
+    }
+}

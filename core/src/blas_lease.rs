@@ -8,7 +8,7 @@ use crate::blas::{
     Workspace,
 };
 use crate::buffer::{DeviceSlice, Untyped};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
 use crate::product::{self, Product};
@@ -173,7 +173,7 @@ impl<'s> BlasLease<'s> {
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
     /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the policy
-    ///   asks for.
+    ///   asks for; in a capture also where its BLAS takes no workspace.
     /// - Else what the backend gives.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
@@ -230,7 +230,10 @@ impl<'s> BlasLease<'s> {
         if !pooled.modes.suit(policy, data_type) {
             pooled.apply_numerics(operation, self.stream, policy, data_type)?;
         }
-        product::keep(&mut turn, blocks);
+        if turn.recording.is_some() {
+            check_recordable(operation, self.stream)?;
+            product::keep(&mut turn, blocks);
+        }
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
         // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
         // The turn is held.
@@ -292,6 +295,7 @@ impl<'s> LentWorkspace<'s> {
                 return Ok(lent);
             }
             drop(turn);
+            check_recordable("with_raw", stream)?;
             if bytes == 0 {
                 return Ok(Self { stream, workspace: None, captured: true });
             }
@@ -517,6 +521,19 @@ impl<'s> LtLease<'s> {
         pooled.last_plan = Some((*options, plan));
         Ok(plan)
     }
+}
+
+/// Refuses products that cannot be recorded. A graph may run beside whatever its handle does next, so it needs a workspace that
+/// is not the handle's.
+#[cold]
+fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
+    if stream.runtime().inner.device(stream.device()).capabilities.blas_workspace {
+        return Ok(());
+    }
+    let message =
+        "the device's BLAS takes no workspace, and a recorded product would share its handle's memory with later ones";
+    Err(Error::new(ErrorKind::Unsupported, operation, message)
+        .with_hint("multiply outside of the capture, or use a release whose BLAS takes a workspace"))
 }
 
 /// The policy that counts for a product: the lease's, else the thread's, else the runtime's.

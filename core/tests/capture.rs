@@ -922,3 +922,23 @@ fn whatever_call_fails_nothing_is_lost_and_the_streams_go_on() {
         }
     }
 }
+
+#[test]
+fn a_product_on_memory_of_its_handle_is_not_recorded() {
+    let options = MockOptions::parse("blas-workspace=off").unwrap();
+    let (_gpu, runtime) = open(options);
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (a, b, c) = (matrix(&stream, 2.0), matrix(&stream, 3.0), matrix(&stream, 0.0));
+    let mut refused = Vec::new();
+    let mut graph = stream
+        .capture(|scope| {
+            refused.push(kind(product(scope, &a, &b, &c)));
+            refused.push(kind(scope.blas()?.with_raw(|_| ())));
+            scope.fill(&c, 7.0_f32)
+        })
+        .unwrap();
+    assert_eq!(refused, [ErrorKind::Unsupported; 2]);
+    graph.launch(&stream).unwrap();
+    assert!(stream.download(&c).unwrap().iter().all(|value| *value == 7.0));
+    product(&stream, &a, &b, &c).unwrap();
+}
