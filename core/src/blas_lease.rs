@@ -232,7 +232,7 @@ impl<'s> BlasLease<'s> {
         }
         if turn.recording.is_some() {
             check_recordable(operation, self.stream)?;
-            product::keep(&mut turn, blocks);
+            product::keep_recorded(&mut turn, blocks);
         }
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
         // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
@@ -487,7 +487,9 @@ impl<'s> LtLease<'s> {
         let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
         product::note_uses(self.stream.core(), blocks);
         let mut turn = self.pooled.bound_turn(operation, self.stream)?;
-        product::keep(&mut turn, blocks);
+        if turn.recording.is_some() {
+            product::keep_recorded(&mut turn, blocks);
+        }
         // SAFETY: as in `BlasLease::enqueue`; D is C, and the bias is live, long enough and apart from D.
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }
     }

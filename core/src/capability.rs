@@ -137,7 +137,8 @@ impl Capabilities {
     /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
     #[inline]
     pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
-        if Products::of(self).include(shape) { Ok(()) } else { self.explain_product(operation, shape) }
+        let can = self.can_multiply(shape.data_type, shape.output, shape.batch.is_some());
+        if can { Ok(()) } else { self.explain_product(operation, shape) }
     }
 
     /// Whether the device multiplies such matrices.

@@ -61,7 +61,7 @@ impl<'b> Product<'b> {
         let [len_a, len_b, len_c] = self.lens;
         let [of_factors, of_result] = self.types;
         let here = |block: &DeviceBlock| block.is_of(stream) && block.device == core.id.device();
-        // Whether a matrix lies in its buffer, and the bytes that it reaches over.
+        // Values from the first of a matrix to its last, which has columns.
         let reach = |rows: usize, columns: usize, ld: usize| (columns - 1).wrapping_mul(ld).wrapping_add(rows);
         let rows_and_columns = |transpose, rows, columns| match transpose {
             Transpose::No => (rows, columns),
@@ -187,17 +187,10 @@ fn note_anew(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>]) {
     blocks.iter().for_each(|block| block.note_use(stream));
 }
 
-/// Keeps the blocks, where the product is recorded.
-#[inline(always)]
-pub(crate) fn keep<const N: usize>(turn: &mut Turn<'_>, blocks: &[&Arc<DeviceBlock>; N]) {
-    if turn.recording.is_some() {
-        keep_recorded(turn, blocks);
-    }
-}
-
+/// Keeps the blocks of a product that is recorded.
 #[cold]
 #[inline(never)]
-fn keep_recorded(turn: &mut Turn<'_>, blocks: &[&Arc<DeviceBlock>]) {
+pub(crate) fn keep_recorded(turn: &mut Turn<'_>, blocks: &[&Arc<DeviceBlock>]) {
     blocks.iter().for_each(|block| turn.keep_device(block));
 }
 

@@ -49,59 +49,6 @@ impl<P: Platform> DriverBackend<P> {
         &self.room
     }
 
-    /// [`Backend::query_stream`] for any thread and object.
-    #[cold]
-    #[inline(never)]
-    fn query_any_stream(&self, stream: StreamId) -> Result<Completion> {
-        const OPERATION: &str = "query_stream";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let asking = records::ask();
-        let held = room.stream(OPERATION, stream)?;
-        room.refuse_in_capture(OPERATION, &held)?;
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
-        // A default stream is not announced, so no fence makes the question known.
-        let _relaxed = room.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
-        // SAFETY: the stream is held.
-        room.answer(OPERATION, unsafe { (room.platform.calls().stream_query)(held.raw()) })
-    }
-
-    /// [`Backend::record_event`] for any thread and object.
-    #[cold]
-    #[inline(never)]
-    fn record_any_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        const OPERATION: &str = "record_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let (held, mark) = room.stream_and_event(OPERATION, stream, event)?;
-        Self::same_device(OPERATION, stream, "the event", event.device())?;
-        if mark.flags() & INTERPROCESS != 0 && room.takes_part(OPERATION, &held)? {
-            return Err(Error::new(
-                ErrorKind::Capture,
-                OPERATION,
-                "an event for several processes cannot be recorded in a capture",
-            )
-            .with_hint("record it before or after the capture; the capture goes on"));
-        }
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw(), held.raw()) })
-    }
-
-    /// [`Backend::query_event`] for any thread and object.
-    #[cold]
-    #[inline(never)]
-    fn query_any_event(&self, event: EventId) -> Result<Completion> {
-        const OPERATION: &str = "query_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let asking = records::ask();
-        let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing(asking.as_ref());
-        // SAFETY: the event is held.
-        room.answer(OPERATION, unsafe { (room.platform.calls().event_query)(mark.raw()) })
-    }
-
     fn same_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Result<()> {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
@@ -120,6 +67,12 @@ impl<P: Platform> DriverBackend<P> {
             _ => (plain, 0),
         }
     }
+}
+
+#[cold]
+fn interprocess_in_capture(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Capture, operation, "an event for several processes cannot be recorded in a capture")
+        .with_hint("record it before or after the capture; the capture goes on")
 }
 
 /// An optional call; a device whose capability says that it can has it.
@@ -227,11 +180,15 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
         const OPERATION: &str = "query_stream";
         let room = &*self.room;
-        if let Some((held, _asking)) = room.ask_quickly(&room.streams, stream) {
-            // SAFETY: the stream is held.
-            return room.answer(OPERATION, unsafe { (room.platform.calls().stream_query)(held.raw()) });
-        }
-        self.query_any_stream(stream)
+        room.enter(OPERATION)?;
+        let asking = records::ask();
+        let held = room.stream(OPERATION, stream)?;
+        room.refuse_in_capture(OPERATION, &held)?;
+        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        // A default stream is not announced, so no fence makes the question known.
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
+        // SAFETY: the stream is held.
+        room.answer(OPERATION, unsafe { (room.platform.calls().stream_query)(held.raw()) })
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
@@ -350,26 +307,26 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "record_event";
         let room = &*self.room;
-        if room.is_in_service()
-            && let Some(record) = records::known()
-            && let Some((held, mark)) = room.streams.hold_quickly_with(record, stream, &room.events, event)
-            && stream.device() == event.device()
-            && mark.flags() & INTERPROCESS == 0
-        {
-            // SAFETY: both are held.
-            return room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw(), held.raw()) });
+        room.enter(OPERATION)?;
+        let (held, mark) = room.stream_and_event(OPERATION, stream, event)?;
+        Self::same_device(OPERATION, stream, "the event", event.device())?;
+        if mark.flags() & INTERPROCESS != 0 && room.takes_part(OPERATION, &held)? {
+            return Err(interprocess_in_capture(OPERATION));
         }
-        self.record_any_event(event, stream)
+        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        // SAFETY: both are held.
+        room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw(), held.raw()) })
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
         const OPERATION: &str = "query_event";
         let room = &*self.room;
-        if let Some((mark, _asking)) = room.ask_quickly(&room.events, event) {
-            // SAFETY: the event is held.
-            return room.answer(OPERATION, unsafe { (room.platform.calls().event_query)(mark.raw()) });
-        }
-        self.query_any_event(event)
+        room.enter(OPERATION)?;
+        let asking = records::ask();
+        let mark = room.events.hold(OPERATION, event)?;
+        let _relaxed = room.relaxed_if_capturing(asking.as_ref());
+        // SAFETY: the event is held.
+        room.answer(OPERATION, unsafe { (room.platform.calls().event_query)(mark.raw()) })
     }
 
     fn synchronize_event(&self, event: EventId) -> Result<()> {

@@ -82,7 +82,7 @@ impl Record {
     #[cold]
     #[inline(never)]
     fn find_free<const N: usize>(&'static self) -> Option<[&'static AtomicPtr<()>; N]> {
-        // Relaxed: as above.
+        // Relaxed: the cells are written by this thread only.
         let mut free = self.cells.iter().filter(|cell| cell.load(Ordering::Relaxed).is_null());
         let mut found = [&self.cells[0]; N];
         for cell in &mut found {
@@ -93,19 +93,15 @@ impl Record {
 
     /// Announces that this thread uses `object`, in its own record; `None` where the record is full. The caller then looks
     /// whether the object still stands.
-    #[inline(always)]
     pub(crate) fn announce(&'static self, object: *mut ()) -> Option<Hazard> {
-        match self.announce_first(object) {
-            Some(hazard) => Some(hazard),
-            None => self.find_free().map(|[cell]| Self::announce_in(cell, object)),
-        }
+        self.find_free().map(|[cell]| Self::announce_in(cell, object))
     }
 
     /// The same where nothing else is announced, as nearly always; else `None`.
     #[inline(always)]
     pub(crate) fn announce_first(&'static self, object: *mut ()) -> Option<Hazard> {
         let cell = &self.cells[0];
-        // Relaxed: the cells are written by this thread only.
+        // Relaxed: as in `find_free`.
         cell.load(Ordering::Relaxed).is_null().then(|| Self::announce_in(cell, object))
     }
 
@@ -117,19 +113,15 @@ impl Record {
     }
 
     /// Announces two objects at the price of one.
-    #[inline(always)]
     pub(crate) fn announce_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
-        match self.announce_first_both(first, second) {
-            Some(hazards) => Some(hazards),
-            None => self.find_free().map(|cells| Self::announce_both_in(cells, first, second)),
-        }
+        self.find_free().map(|cells| Self::announce_both_in(cells, first, second))
     }
 
     /// The same where nothing else is announced.
     #[inline(always)]
     pub(crate) fn announce_first_both(&'static self, first: *mut (), second: *mut ()) -> Option<(Hazard, Hazard)> {
         let cells = [&self.cells[0], &self.cells[1]];
-        // Relaxed: as above.
+        // Relaxed: as in `find_free`.
         let free = cells.iter().all(|cell| cell.load(Ordering::Relaxed).is_null());
         free.then(|| Self::announce_both_in(cells, first, second))
     }

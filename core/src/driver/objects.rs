@@ -15,7 +15,7 @@ use crate::id::{BackendTag, IdParts, ObjectId};
 use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
 use std::num::NonZeroU32;
 
-use super::hazards::{Fenced, Hazard, Record};
+use super::hazards::{Fenced, Hazard};
 use super::records;
 
 /// One object: what the id of its generation stands for.
@@ -210,28 +210,26 @@ impl<I: ObjectId> Objects<I> {
         Some(unsafe { &*slots.add(parts.slot as usize) })
     }
 
-    /// What [`Objects::hold`] gives, in a thread that has announced before and announces nothing now, for the ids of the first
-    /// slots. `record` is the thread's own.
+    /// What [`Objects::hold`] gives for the ids of the first slots, in a thread that has announced before and announces nothing
+    /// now: nearly always.
     #[inline(always)]
-    pub(super) fn hold_quickly(&self, record: &'static Record, id: I) -> Option<Held<'_>> {
-        let parts = id.parts();
-        let slot = self.first_slot_of(&parts)?;
-        slot.held(&parts, record.announce_first(slot.address())?)
+    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_>> {
+        let (record, slot) = (records::known()?, self.first_slot_of(parts)?);
+        slot.held(parts, record.announce_first(slot.address())?)
     }
 
     /// The same of [`Objects::hold_with`].
     #[inline(always)]
-    pub(super) fn hold_quickly_with<'t, J: ObjectId>(
+    fn hold_quickly_with<'t, J: ObjectId>(
         &'t self,
-        record: &'static Record,
-        id: I,
+        parts: &IdParts,
         others: &'t Objects<J>,
-        other: J,
+        other_parts: &IdParts,
     ) -> Option<(Held<'t>, Held<'t>)> {
-        let (parts, other_parts) = (id.parts(), other.parts());
-        let (slot, other_slot) = (self.first_slot_of(&parts)?, others.first_slot_of(&other_parts)?);
+        let record = records::known()?;
+        let (slot, other_slot) = (self.first_slot_of(parts)?, others.first_slot_of(other_parts)?);
         let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
-        Some((slot.held(&parts, hazard)?, other_slot.held(&other_parts, other_hazard)?))
+        Some((slot.held(parts, hazard)?, other_slot.held(other_parts, other_hazard)?))
     }
 
     /// The slot of an id of this backend; whether it still holds the id's object is another question.
@@ -243,7 +241,7 @@ impl<I: ObjectId> Objects<I> {
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
     #[inline(always)]
     pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
-        match records::known().and_then(|record| self.hold_quickly(record, id)) {
+        match self.hold_quickly(&id.parts()) {
             Some(held) => Ok(held),
             None => self.hold_any(operation, id),
         }
@@ -271,7 +269,7 @@ impl<I: ObjectId> Objects<I> {
         others: &'t Objects<J>,
         other: J,
     ) -> Result<(Held<'t>, Held<'t>)> {
-        match records::known().and_then(|record| self.hold_quickly_with(record, id, others, other)) {
+        match self.hold_quickly_with(&id.parts(), others, &other.parts()) {
             Some(both) => Ok(both),
             None => self.hold_any_with(operation, id, others, other),
         }

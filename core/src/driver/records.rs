@@ -75,7 +75,6 @@ pub(super) fn wait_for_questions() {
 }
 
 /// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.
-#[inline(always)]
 pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard) {
     match own().and_then(|record| record.announce_both(first, second)) {
         Some(hazards) => hazards,
@@ -84,7 +83,6 @@ pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard)
 }
 
 /// Announces that this thread uses `object`. The caller then looks whether the object still stands.
-#[inline(always)]
 pub(super) fn announce(object: *mut ()) -> Hazard {
     match own().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,

@@ -12,12 +12,11 @@ use super::hazards::Asking;
 use super::lost::OpenCapture;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
-use super::records;
 use crate::backend::Completion;
 use crate::capability::Capabilities;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::{self, Generation};
-use crate::id::{EventId, GraphExecId, GraphId, ObjectId, StreamId};
+use crate::id::{EventId, GraphExecId, GraphId, StreamId};
 use crate::ipc::Transport;
 use crate::memory::HostPtr;
 use crate::{DeviceInfo, Identity};
@@ -390,15 +389,6 @@ impl<P: Platform> Room<P> {
     /// `InvalidHandle` for a stale, foreign or forged id, `Unsupported` for a default stream that the device lacks.
     #[inline(always)]
     pub fn stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
-        match records::known().and_then(|record| self.streams.hold_quickly(record, id)) {
-            Some(held) => Ok(HeldStream { raw: held.raw(), held: Some(held) }),
-            None => self.any_stream(operation, id),
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn any_stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
             return self.default_stream(operation, id);
         }
@@ -451,6 +441,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Lets this thread make calls that a capture forbids.
+    #[inline(never)]
     pub(super) fn relaxed(&self) -> Relaxed<'_, P> {
         let mut relaxed = Relaxed { exchange: None, previous: RELAXED };
         if let Some(exchange) = self.platform.calls().capture_mode {
@@ -468,20 +459,6 @@ impl<P: Platform> Room<P> {
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
         if asking.is_none() || self.may_capture() { Some(self.relaxed()) } else { None }
-    }
-
-    /// What a question about an object needs, for most objects and threads: it is held, and no capture can be lost by the
-    /// question. Nothing is said about what is wrong.
-    #[inline(always)]
-    pub(super) fn ask_quickly<'o, I: ObjectId>(&self, objects: &'o Objects<I>, id: I) -> Option<(Held<'o>, Asking)> {
-        if !self.is_in_service() {
-            return None;
-        }
-        let record = records::known()?;
-        let asking = record.ask();
-        let held = objects.hold_quickly(record, id)?;
-        // Behind the fence of the announcement.
-        (!self.may_capture()).then_some((held, asking))
     }
 
     /// The answer of a question.
@@ -544,8 +521,7 @@ impl<P: Platform> Room<P> {
     #[inline(always)]
     pub(super) fn refuse_in_capture(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<()> {
         if self.takes_part(operation, stream)? {
-            return Err(Error::new(ErrorKind::Capture, operation, "the stream takes part in a capture")
-                .with_hint("end the capture first, or use another stream"));
+            return Err(in_capture(operation));
         }
         Ok(())
     }
@@ -684,6 +660,12 @@ impl<P: Platform> Room<P> {
         self.graphs.sweep(|graph| self.destroy_raw_graph(operation, graph));
         self.graph_execs.sweep(|graph| self.destroy_raw_graph_exec(operation, graph));
     }
+}
+
+#[cold]
+fn in_capture(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Capture, operation, "the stream takes part in a capture")
+        .with_hint("end the capture first, or use another stream")
 }
 
 #[cold]
