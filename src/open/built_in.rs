@@ -87,6 +87,7 @@ impl From<&'static Known> for Contender<'_> {
         Self {
             name: known.name.into(),
             origin: Origin::BuiltIn,
+            given: false,
             real: Some(known.real),
             state: known.open.map_or(State::Off, open),
         }

@@ -11,12 +11,14 @@ use highwater_core::{Backend, Error, ErrorKind};
 
 use super::OPERATION;
 use super::built_in::{KNOWN, backends};
-use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place};
+use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
 
 /// A backend that could be opened.
 pub(super) struct Contender<'a> {
     pub(super) name: String,
     pub(super) origin: Origin,
+    /// Whether its path was given: then its name does not matter to others, nor theirs to it.
+    pub(super) given: bool,
     /// Whether there is hardware behind it; `None` where only the opened backend can tell.
     pub(super) real: Option<bool>,
     pub(super) state: State<'a>,
@@ -113,7 +115,8 @@ impl Contender<'_> {
 
 /// The contender that the name means: a built-in one, else the first.
 fn meant<'c, 'a>(contenders: &'c [Contender<'a>], name: &str) -> Option<&'c Contender<'a>> {
-    let mut namesakes = contenders.iter().filter(|one| one.name == name && !matches!(one.state, State::Off));
+    let mut namesakes =
+        contenders.iter().filter(|one| one.name == name && !one.given && !matches!(one.state, State::Off));
     let built_in = namesakes.clone().find(|one| one.is_built_in());
     built_in.or_else(|| namesakes.next())
 }
@@ -121,7 +124,7 @@ fn meant<'c, 'a>(contenders: &'c [Contender<'a>], name: &str) -> Option<&'c Cont
 /// The candidate for a contender that another of its name comes before.
 fn shadowed(contenders: &[Contender<'_>], one: &Contender<'_>) -> Option<Candidate> {
     let first = meant(contenders, &one.name).filter(|&first| !std::ptr::eq(first, one))?;
-    if matches!(one.state, State::Off) {
+    if one.given || matches!(one.state, State::Off) {
         return None;
     }
     let reason = if first.is_built_in() {
@@ -297,7 +300,8 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str) -> Error 
     if !plugins.is_empty() {
         message += &format!("; plugins: {}", plugins.join(", "));
     }
-    let places: Vec<String> = places.iter().map(ToString::to_string).collect();
+    let folders = places.iter().filter(|place| place.kind != PlaceKind::BackendVariable);
+    let places: Vec<String> = folders.map(ToString::to_string).collect();
     if !places.is_empty() {
         message += &format!("; plugins looked for in: {}", places.join(", "));
     }
@@ -361,12 +365,12 @@ mod tests {
     }
 
     fn built_in(name: &str, real: bool, state: State<'static>) -> Contender<'static> {
-        Contender { name: name.into(), origin: Origin::BuiltIn, real: Some(real), state }
+        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, real: Some(real), state }
     }
 
     fn plugin(name: &str, file: &str, state: State<'static>) -> Contender<'static> {
         let origin = Origin::Plugin { manifest: Some(file.into()), library: None };
-        Contender { name: name.into(), origin, real: None, state }
+        Contender { name: name.into(), origin, given: false, real: None, state }
     }
 
     fn outcomes(report: &LoadReport) -> Vec<(&str, Outcome)> {
@@ -404,6 +408,14 @@ mod tests {
         assert_eq!(outcomes(&report), [("acme", Outcome::InvalidManifest), ("acme", Outcome::NotTried)]);
         assert!(report.candidates[1].reason.contains("`/a/acme.toml` comes first"), "{report}");
         assert_eq!(outcomes(&survey(&all, Vec::new())), outcomes(&report));
+    }
+
+    #[test]
+    fn a_plugin_that_was_given_by_its_path_is_tried_whatever_its_name() {
+        let mut given = plugin("mock", "/p/mock.toml", opens(false));
+        given.given = true;
+        let all = [given, built_in("mock", false, opens(false))];
+        assert_eq!(outcomes(&survey(&all, Vec::new())), [("mock", Outcome::Usable), ("mock", Outcome::Usable)]);
     }
 
     #[test]
@@ -457,7 +469,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_answered_with_plugins_and_places() {
         let all = [plugin("acme", "/a", untouched())];
-        let places = vec![Place::new(super::super::PlaceKind::SystemFolder, Some("/s".into()), Outcome::Absent, "")];
+        let places = vec![Place::new(PlaceKind::SystemFolder, Some("/s".into()), Outcome::Absent, "")];
         let OpenError { error, report } = by_name(&all, places, "acne").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownBackend);
         for part in ["`acne`", "plugins: acme", "/s (absent)"] {

@@ -66,7 +66,8 @@ mod tests {
     use super::*;
 
     fn candidate<'a>(report: &'a LoadReport, name: &str) -> &'a Candidate {
-        report.candidates.iter().find(|candidate| candidate.name == name).unwrap()
+        let built_in = |candidate: &&Candidate| candidate.name == name && candidate.origin == Origin::BuiltIn;
+        report.candidates.iter().find(built_in).unwrap()
     }
 
     /// Of the real backends, none opens in this version, on whatever machine the test runs.

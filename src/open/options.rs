@@ -78,7 +78,7 @@ impl OpenOptions {
         Search::of_process(self).open()
     }
 
-    /// Tries every backend and keeps none; a name or a path is not looked at.
+    /// Tries every backend and keeps none; that of a path that was given, too.
     #[must_use]
     pub fn survey(&self) -> LoadReport {
         Search::of_process(self).survey()

@@ -245,7 +245,7 @@ impl fmt::Display for PlaceKind {
 pub struct Place {
     /// What kind of place it is.
     pub kind: PlaceKind,
-    /// The folder or file; `None` where it is not set.
+    /// The folder or file, or the value of `HIGHWATER_BACKEND`; `None` where it is not set.
     pub path: Option<PathBuf>,
     /// What became of it.
     pub outcome: Outcome,
@@ -263,9 +263,10 @@ impl Place {
 }
 
 impl fmt::Display for Place {
-    /// `/usr/lib/highwater/plugins (absent)`.
+    /// `/usr/lib/highwater/plugins (absent)`; `HIGHWATER_BACKEND=mock`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
+            Some(value) if self.kind == PlaceKind::BackendVariable => write!(f, "{}={}", self.kind, value.display()),
             Some(path) => write!(f, "{} ({})", path.display(), self.outcome),
             None => write!(f, "{} ({})", self.kind, self.outcome),
         }

@@ -1,7 +1,7 @@
 //! One search: what was asked for, in this environment.
 
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use highwater_core::{Error, ErrorKind};
 
@@ -44,7 +44,7 @@ impl<'a> Search<'a> {
             OpenError { error, report }
         })?;
         match wanted {
-            Wanted::Path(path) => self.at_path(path, places),
+            Wanted::Path(path) => self.at_path(&path, places),
             Wanted::Name(name) => {
                 let mut contenders = self.built_in();
                 // What is built in comes first, so there is nothing to look for.
@@ -63,7 +63,9 @@ impl<'a> Search<'a> {
 
     pub(super) fn survey(&self) -> LoadReport {
         let mut contenders = self.built_in();
-        let mut places = Vec::new();
+        // What cannot be understood is told where it is to be opened.
+        let (wanted, mut places) = self.wanted().unwrap_or((Wanted::Best, Vec::new()));
+        self.add_given(&mut contenders, &wanted);
         self.add_plugins(&mut contenders, &mut places, true);
         choice::survey(&contenders, places)
     }
@@ -71,15 +73,13 @@ impl<'a> Search<'a> {
     /// What the options say, or else the environment; and what became of these places.
     fn wanted(&self) -> Result<(Wanted, Vec<Place>), Error> {
         if let Some(path) = &self.options.path {
-            return Ok((Wanted::Path(path.clone()), Vec::new()));
+            let place = Place::new(PlaceKind::Path, Some(path.clone()), Outcome::Searched, "");
+            return Ok((Wanted::Path(path.clone()), vec![place]));
         }
         if let Some(name) = &self.options.name {
             return Ok((Wanted::Name(name.clone()), Vec::new()));
         }
-        let place = |path, outcome, reason: &str| {
-            let (kind, hint) = (PlaceKind::BackendVariable, String::new());
-            Place { kind, path, outcome, reason: reason.into(), hint }
-        };
+        let place = |path, outcome, reason: &str| Place::new(PlaceKind::BackendVariable, path, outcome, reason);
         let Some(value) = self.environment.get(BACKEND) else {
             let place = if self.environment.secure {
                 let reason = "the program has more rights than who started it, so the environment does not count";
@@ -98,7 +98,7 @@ impl<'a> Search<'a> {
             Error::new(ErrorKind::UnknownBackend, OPERATION, what)
                 .with_hint("set it to the name of a backend, or to the path of a plugin, with a `/` in it")
         })?;
-        Ok((Wanted::Name(name.to_owned()), vec![place(None, Outcome::Searched, name)]))
+        Ok((Wanted::Name(name.to_owned()), vec![place(Some(name.into()), Outcome::Searched, "")]))
     }
 
     fn built_in(&self) -> Vec<Contender<'_>> {
@@ -126,26 +126,89 @@ impl<'a> Search<'a> {
     #[cfg(not(feature = "plugins"))]
     fn add_plugins<'s>(&'s self, _: &mut Vec<Contender<'s>>, _: &mut Vec<Place>, _: bool) {}
 
+    /// Adds the plugin whose path was given, in front of all others.
     #[cfg(feature = "plugins")]
-    fn at_path(&self, path: PathBuf, mut places: Vec<Place>) -> Result<Opened, OpenError> {
-        let reason = match places.is_empty() {
-            true => format!("`{}` was asked for", path.display()),
-            false => format!("`{}` was asked for by {BACKEND}", path.display()),
-        };
-        if places.is_empty() {
-            places.push(Place::new(PlaceKind::Path, Some(path.clone()), Outcome::Searched, ""));
+    fn add_given<'s>(&'s self, contenders: &mut Vec<Contender<'s>>, wanted: &Wanted) {
+        if let Wanted::Path(path) = wanted {
+            contenders.insert(0, self.finder(true).at(path, self.options.name.as_deref()));
         }
-        let plugin = self.finder(false).at(&path, self.options.name.as_deref());
-        let mut contenders = self.built_in();
-        contenders.insert(0, plugin);
+    }
+
+    #[cfg(not(feature = "plugins"))]
+    fn add_given<'s>(&'s self, _: &mut Vec<Contender<'s>>, _: &Wanted) {}
+
+    #[cfg(feature = "plugins")]
+    fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
+        let by = if self.options.path.is_some() { String::new() } else { format!(" by {BACKEND}") };
+        let reason = format!("`{}` was asked for{by}", path.display());
+        let mut contenders = vec![self.finder(false).at(path, self.options.name.as_deref())];
+        contenders.extend(self.built_in());
         choice::only(&contenders, places, 0, &reason)
     }
 
     #[cfg(not(feature = "plugins"))]
-    fn at_path(&self, path: PathBuf, places: Vec<Place>) -> Result<Opened, OpenError> {
+    fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
         let what = format!("{BACKEND} is the path `{}`, and this program loads no plugins", path.display());
         let error = Error::new(ErrorKind::Unsupported, OPERATION, what)
             .with_hint("build with the feature `plugins`, or set it to the name of a backend that is built in");
         Err(OpenError { error, report: LoadReport { places, candidates: Vec::new() } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use super::*;
+
+    fn wanted(options: &OpenOptions, environment: Environment) -> Result<(Wanted, Vec<Place>), Error> {
+        let search = Search { environment, ..Search::of_process(options) };
+        search.wanted()
+    }
+
+    fn variable(value: &str) -> Environment {
+        Environment::default().with(BACKEND, value)
+    }
+
+    #[test]
+    fn the_variable_counts_where_the_caller_left_the_choice_open() {
+        let open = OpenOptions::new();
+        let name = || Wanted::Name("mock".into());
+        assert_eq!(wanted(&open, variable("mock")).unwrap().0, name());
+        let (path, places) = wanted(&open, variable("./libx.so")).unwrap();
+        assert_eq!(path, Wanted::Path("./libx.so".into()));
+        assert_eq!(places[0].to_string(), "HIGHWATER_BACKEND=./libx.so");
+        let (best, places) = wanted(&open, variable("")).unwrap();
+        assert_eq!((best, places[0].outcome), (Wanted::Best, Outcome::NotSet));
+        assert_eq!(wanted(&OpenOptions::new().with_name("mock"), variable("cuda")).unwrap().0, name());
+    }
+
+    #[test]
+    fn in_a_program_with_more_rights_the_variable_does_not_count() {
+        let mut environment = Environment::default();
+        environment.secure = true;
+        let (best, places) = wanted(&OpenOptions::new(), environment).unwrap();
+        assert_eq!((best, places[0].outcome), (Wanted::Best, Outcome::NotTried));
+        assert!(places[0].reason.contains("more rights"), "{}", places[0]);
+    }
+
+    #[test]
+    fn a_name_that_is_no_text_is_refused() {
+        let environment = Environment::default().with(BACKEND, OsStr::from_bytes(b"m\xffck"));
+        let error = wanted(&OpenOptions::new(), environment).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnknownBackend);
+        assert!(error.message().contains("HIGHWATER_BACKEND") && !error.hint().is_empty(), "{error}");
+    }
+
+    #[cfg(feature = "plugins")]
+    #[test]
+    fn a_path_is_opened_before_any_built_in_backend_and_none_in_its_place() {
+        let options = OpenOptions::new().with_path("/nowhere/libmock.so").with_name("mock").with_mock_allowed(true);
+        let OpenError { error, report } = options.open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LibraryMissing);
+        assert_eq!(report.candidates.len(), 1 + KNOWN.len(), "{report}");
+        assert_eq!(report.candidates[0].outcome, Outcome::LibraryMissing, "{report}");
+        assert!(report.candidates[1..].iter().all(|other| other.outcome == Outcome::NotTried), "{report}");
+        assert_eq!(options.survey().candidates[0].outcome, Outcome::LibraryMissing);
     }
 }

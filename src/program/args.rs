@@ -16,6 +16,12 @@ const MOST_THREADS: usize = 1024;
 pub(super) const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:
+  HIGHWATER_BACKEND
+                  the backend to use where none is named: a name, or the path of a plugin
+  HIGHWATER_PLUGIN_PATH
+                  folders with plugins, with colons between, searched before those of the user and the system
+  HIGHWATER_ALLOW_INSECURE_PLUGINS
+                  1: load plugins that other users could change, too
   HIGHWATER_MOCK  describes the mock device, as key=value pairs with commas between: memory=64MiB for its size,
                   latency=1ms, devices=2, fail=run_plan:5 to let the fifth such call fail, and more
 
@@ -43,6 +49,14 @@ pub(super) struct Arguments {
     /// Print one JSON object on standard output and nothing else
     #[arg(long, global = true)]
     pub(super) json: bool,
+
+    /// Load plugins that other users could change, too
+    #[arg(long, global = true)]
+    pub(super) allow_insecure_plugins: bool,
+
+    /// Seconds that a plugin may take to open when it is tried in a process of its own [default: 10]
+    #[arg(long, value_name = "S", global = true, allow_negative_numbers = true, value_parser = seconds)]
+    pub(super) probe_limit: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -53,6 +67,9 @@ pub(super) enum Command {
     Conformance(ConformanceArguments),
     /// Run for long under random faults, and check that nothing is lost
     Soak(SoakArguments),
+    /// Load a plugin, and say as JSON how that went; started by whoever is going to load it
+    #[command(hide = true)]
+    Probe(ProbeArguments),
     /// A worker of the main job, started by it
     #[command(hide = true)]
     Worker(ChildArguments),
@@ -66,7 +83,7 @@ pub(super) enum Command {
 
 #[derive(Debug, Default, Args)]
 pub(super) struct DigitsArguments {
-    /// Backend to use, and no other in its place [default: a usable real device, else the mock]
+    /// Backend to use, built in or a plugin, and no other in its place [default: a usable real device, else the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 
@@ -144,6 +161,20 @@ pub(super) struct ChildArguments {
 }
 
 #[derive(Debug, Args)]
+pub(super) struct ProbeArguments {
+    /// Library of the plugin
+    pub(super) file: PathBuf,
+
+    /// Open its backend too
+    #[arg(long)]
+    pub(super) open: bool,
+
+    /// Process that started this one, with which it ends
+    #[arg(long)]
+    pub(super) parent: Option<u32>,
+}
+
+#[derive(Debug, Args)]
 pub(super) struct ConsumerArguments {
     #[command(flatten)]
     pub(super) child: ChildArguments,
@@ -177,6 +208,10 @@ fn kills(text: &str) -> Result<u64, String> {
 
 fn consumers(text: &str) -> Result<usize, String> {
     number(text, "consumers", 1..=32)
+}
+
+fn seconds(text: &str) -> Result<u64, String> {
+    Ok(number(text, "seconds", 1..=3600)? as u64)
 }
 
 fn die_at(text: &str) -> Result<DieAt, String> {

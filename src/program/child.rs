@@ -136,14 +136,20 @@ pub(super) fn timespec(duration: Duration) -> Timespec {
     Timespec::try_from(duration).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
-/// In a child: ties it to `parent` and gives its end of the socket.
-pub(super) fn serve(parent: u32, name: &CStr) -> io::Result<UnixStream> {
+/// In a child: it ends when `parent` does.
+pub(super) fn end_with(parent: u32, name: &CStr) -> io::Result<()> {
     // For `ps`; nothing depends on it.
     let _ = rustix::thread::set_name(name);
     set_parent_process_death_signal(Some(Signal::KILL))?;
     if getppid().is_none_or(|now| now.as_raw_pid().cast_unsigned() != parent) {
         die();
     }
+    Ok(())
+}
+
+/// In a child: ties it to `parent` and gives its end of the socket.
+pub(super) fn serve(parent: u32, name: &CStr) -> io::Result<UnixStream> {
+    end_with(parent, name)?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     socket.peer_addr().map_err(|error| io::Error::new(error.kind(), "the standard input is no socket"))?;
     Ok(socket)

@@ -1,12 +1,11 @@
 //! `highwater conformance`: the suite of promises against one backend. Cases about two processes start the program again,
 //! with the same backend.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
-use highwater::{Backend, ErrorKind};
+use highwater::ErrorKind;
 use highwater_conformance::{
     CaseReport, Launcher, Options, Progress as Step, Report, Status, cases, run_observed, serve_peer,
 };
@@ -15,18 +14,18 @@ use serde_json::{Value, json};
 use super::args::ConformanceArguments;
 use super::failure::Failure;
 use super::progress::Progress;
-use super::{Verdict, output};
+use super::{Verdict, backends, output};
 
 /// Columns of the table of failures.
 const WIDTH: u16 = 110;
 
 pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
-    let open = || -> highwater::Result<Arc<dyn Backend>> { Ok(highwater::open(&arguments.backend)?.backend) };
-    if let Some(served) = serve_peer(open) {
+    if let Some(served) = serve_peer(|| backends::reopen(&arguments.backend)) {
         served?;
         return Ok(Verdict::Good);
     }
-    let backend = open()?;
+    let opened = backends::open(&arguments.backend).map_err(highwater::Error::from)?;
+    let backend = opened.backend;
     let mut options = Options::new().with_launcher(launcher(&arguments.backend)?);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
@@ -67,7 +66,9 @@ fn launcher(backend: &str) -> Result<Launcher> {
         let kind = ErrorKind::OperatingSystem;
         Failure::new(kind, "the system does not say where this program is", hint).because_of(error)
     })?;
-    Ok(executable.with_arguments(["conformance", "--backend", backend]))
+    Ok(executable.with_arguments(
+        ["conformance", "--backend", backend].map(String::from).into_iter().chain(backends::arguments_of_children()),
+    ))
 }
 
 /// Case, clauses and text of every case whose status gives a text.

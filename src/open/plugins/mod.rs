@@ -147,6 +147,10 @@ impl<'a> Finder<'a> {
 
     /// The plugin of a path that was given: a manifest or a library.
     pub(super) fn at(&self, path: &Path, name: Option<&str>) -> Contender<'a> {
+        Contender { given: true, ..self.find(path, name) }
+    }
+
+    fn find(&self, path: &Path, name: Option<&str>) -> Contender<'a> {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         if path.extension() == Some(OsStr::new("toml")) {
             let stem = path.file_stem().unwrap_or_default().display().to_string();
@@ -283,7 +287,7 @@ impl<'a> Finder<'a> {
                 State::Ready(Box::new(move || open(means, &probing, &ready, &expected)))
             }
         };
-        Contender { name, origin, real: None, state }
+        Contender { name, origin, given: false, real: None, state }
     }
 }
 

@@ -229,7 +229,7 @@ fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>) -> io::Result<()> {
                 let room = MOST_OUTPUT.saturating_sub(into.len());
                 into.extend_from_slice(&buffer[..bytes.min(room)]);
                 if bytes > room {
-                    // Who writes without end is not read any more: it waits, and its time runs out.
+                    // Who writes without end must not keep the caller from looking at the time.
                     return Ok(());
                 }
             }
@@ -351,7 +351,11 @@ mod tests {
 
     /// A prober that is this shell script; `$5` is the file.
     fn script(folder: &Folder, text: &str) -> PathBuf {
-        let path = folder.file("prober", format!("#!/bin/sh\n{text}\n"));
+        let text = folder.file("text", format!("#!/bin/sh\n{text}\n"));
+        let path = folder.path().join("prober");
+        // Another process writes it: a descriptor for writing in this one could be inherited by what another test starts, and
+        // what is open for writing is not executed.
+        assert!(Command::new("cp").args([&text, &path]).status().unwrap().success());
         chmod(&path, 0o755);
         path
     }

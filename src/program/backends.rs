@@ -1,0 +1,77 @@
+//! Opening a backend for a command: built in, or a plugin that is found and, at first sight, probed by this program.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use highwater::{Backend, OpenError, OpenOptions, Opened};
+
+/// What allows plugins that other users could change, in this process and in those that it starts.
+const ALLOW_INSECURE: &str = "--allow-insecure-plugins";
+
+static INSECURE: AtomicBool = AtomicBool::new(false);
+/// In seconds; 0: the usual one.
+static PROBE_LIMIT: AtomicU64 = AtomicU64::new(0);
+
+/// Notes what the command line says. Once, before anything is opened.
+pub(super) fn configure(allow_insecure: bool, probe_limit: Option<u64>) {
+    INSECURE.store(allow_insecure, Ordering::Relaxed);
+    PROBE_LIMIT.store(probe_limit.unwrap_or(0), Ordering::Relaxed);
+}
+
+/// The options that a process which this one starts needs to find the same plugins.
+pub(super) fn arguments_of_children() -> Option<String> {
+    INSECURE.load(Ordering::Relaxed).then(|| ALLOW_INSECURE.to_owned())
+}
+
+/// As the command line allows, without a probe.
+fn unprobed() -> OpenOptions {
+    OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed))
+}
+
+/// As the command line allows; this program probes.
+pub(super) fn options() -> OpenOptions {
+    // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
+    let options = unprobed().with_prober("/proc/self/exe");
+    match PROBE_LIMIT.load(Ordering::Relaxed) {
+        0 => options,
+        seconds => options.with_probe_limit(Duration::from_secs(seconds)),
+    }
+}
+
+/// Opens the backend `name`, and no other in its place.
+pub(super) fn open(name: &str) -> Result<Opened, OpenError> {
+    options().with_name(name).open()
+}
+
+/// Opens the best backend, or the mock.
+pub(super) fn open_best() -> Result<Opened, OpenError> {
+    options().with_mock_allowed(true).open()
+}
+
+/// By which [`reopen`] opens in another process what was opened in this one: its name or, for a plugin, its path.
+pub(super) fn address(opened: &Opened) -> String {
+    let library = opened.report.taken().and_then(|taken| taken.origin.library());
+    library.and_then(|library| library.to_str()).map_or_else(|| opened.backend.identity().name.clone(), str::to_owned)
+}
+
+/// Opens in a process of its own what another one has opened, and probed, before.
+pub(super) fn reopen(address: &str) -> highwater::Result<Arc<dyn Backend>> {
+    let options = unprobed();
+    let options = if address.contains('/') { options.with_path(address) } else { options.with_name(address) };
+    Ok(options.open()?.backend)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_opened_can_be_opened_again_by_its_address() {
+        let opened = open("mock").unwrap();
+        assert_eq!(address(&opened), "mock");
+        assert_eq!(reopen("mock").unwrap().identity().name, "mock");
+        let error = reopen("/nowhere/libmock.so").unwrap_err();
+        assert!(error.message().contains("/nowhere/libmock.so"), "{error}");
+    }
+}
