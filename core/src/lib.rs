@@ -41,6 +41,7 @@ pub mod numerics;
 #[cfg(test)]
 mod numerics_tests;
 mod pinned;
+pub mod plugin;
 mod pool;
 mod primitive;
 mod product;

@@ -1,11 +1,13 @@
 //! `highwater conformance`: the suite of promises against one backend. Cases about two processes start the program again,
 //! with the same backend.
 
+use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
+use highwater::plugin::{self, LoadOptions};
 use highwater::{Backend, ErrorKind};
 use highwater_conformance::{
     CaseReport, Launcher, Options, Progress as Step, Report, Status, cases, run_observed, serve_peer,
@@ -21,13 +23,18 @@ use super::{Verdict, output};
 const WIDTH: u16 = 110;
 
 pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
-    let open = || -> highwater::Result<Arc<dyn Backend>> { Ok(highwater::open(&arguments.backend)?.backend) };
+    let open = || -> highwater::Result<Arc<dyn Backend>> {
+        match &arguments.plugin {
+            Some(file) => Ok(plugin::load(file, &LoadOptions::new())?.open()?),
+            None => Ok(highwater::open(&arguments.backend)?.backend),
+        }
+    };
     if let Some(served) = serve_peer(open) {
         served?;
         return Ok(Verdict::Good);
     }
     let backend = open()?;
-    let mut options = Options::new().with_launcher(launcher(&arguments.backend)?);
+    let mut options = Options::new().with_launcher(launcher(arguments)?);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
@@ -61,13 +68,17 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
 }
 
 /// Starts this program again, for a case.
-fn launcher(backend: &str) -> Result<Launcher> {
+fn launcher(arguments: &ConformanceArguments) -> Result<Launcher> {
     let executable = Launcher::current_executable().map_err(|error| {
         let hint = "check that `/proc` is mounted";
         let kind = ErrorKind::OperatingSystem;
         Failure::new(kind, "the system does not say where this program is", hint).because_of(error)
     })?;
-    Ok(executable.with_arguments(["conformance", "--backend", backend]))
+    let of = |option: &str, value: &OsStr| [OsString::from("conformance"), option.into(), value.to_owned()];
+    Ok(executable.with_arguments(match &arguments.plugin {
+        Some(file) => of("--plugin", file.as_os_str()),
+        None => of("--backend", arguments.backend.as_ref()),
+    }))
 }
 
 /// Case, clauses and text of every case whose status gives a text.
