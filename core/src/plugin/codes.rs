@@ -2,7 +2,8 @@
 
 use crate::error::ErrorKind;
 use crate::{
-    AtomicsMode, BlasKind, CaptureMode, Completion, DataType, Epilogue, HostMemoryKind, MathMode, StreamPriority, Transport,
+    AtomicsMode, BlasKind, CaptureMode, Completion, DataType, Epilogue, HostMemoryKind, MathMode, StreamPriority,
+    Transport,
 };
 
 /// A named number of the header.

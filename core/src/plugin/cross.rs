@@ -17,13 +17,14 @@ use super::link::Link;
 use super::raw::*;
 use crate::error::ErrorKind;
 use crate::id::{BackendTag, IdParts, ObjectId};
-use crate::{
-    AllocateOptions, AtomicsMode, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DeviceMemoryKind,
-    DevicePtr, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, HostOptions, HostPtr,
-    Identity, LiveObjects, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions,
-    StreamId, StreamOptions, StridedBatch, Transport, Transports, Transpose, Workspace,
-};
 use crate::ipc::Descriptor;
+use crate::{
+    AllocateOptions, AtomicsMode, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
+    DeviceMemoryKind, DevicePtr, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId,
+    GraphId, HostOptions, HostPtr, Identity, LiveObjects, Location, MathMode, MemoryCopy, MemoryFill, MemoryHandle,
+    MemoryInfo, PlanArguments, PlanId, PlanOptions, StreamId, StreamOptions, StridedBatch, Transport, Transports,
+    Transpose, Workspace,
+};
 
 /// What is wrong with an argument that came over the table.
 #[derive(Debug)]

@@ -18,9 +18,9 @@ use crate::error::{Error, Result};
 use crate::id::BackendTag;
 use crate::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
-    DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator, HostOptions, HostPtr, Identity,
-    IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions,
-    StreamId, StreamOptions, Transport, Workspace,
+    DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator, HostOptions, HostPtr,
+    Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments,
+    PlanId, PlanOptions, StreamId, StreamOptions, Transport, Workspace,
 };
 
 /// What [`export_backend!`](crate::export_backend) exports.
@@ -106,7 +106,9 @@ mod receive {
 
     /// # Safety
     /// Null, or what `create_handle` gave and `handle_close` was not called with; one thread at a time.
-    pub(super) unsafe fn handle<'a>(pointer: *mut RawHandle) -> Result<(&'a mut (dyn BlasHandle + 'static), Tags), Wrong> {
+    pub(super) unsafe fn handle<'a>(
+        pointer: *mut RawHandle,
+    ) -> Result<(&'a mut (dyn BlasHandle + 'static), Tags), Wrong> {
         // SAFETY: the caller vouches, and uses it in one thread at a time.
         let exported = unsafe { pointer.cast::<ExportedHandle>().as_mut() };
         exported.map_or_else(null, |exported| Ok((&mut *exported.handle, exported.tags)))
@@ -127,7 +129,8 @@ mod receive {
 
 impl From<Wrong> for Error {
     fn from(wrong: Wrong) -> Self {
-        Self::new(wrong.kind, "", wrong.what).with_hint("the program and the plugin do not understand each other; update both")
+        Self::new(wrong.kind, "", wrong.what)
+            .with_hint("the program and the plugin do not understand each other; update both")
     }
 }
 
@@ -344,7 +347,9 @@ macro_rules! export_backend {
                 version: $crate::plugin::abi::c_text(concat!($version, "\0")),
                 open: || {
                     let open = $open;
-                    open().map(|backend| backend as ::std::sync::Arc<dyn $crate::Backend>).map_err(::std::convert::Into::into)
+                    open()
+                        .map(|backend| backend as ::std::sync::Arc<dyn $crate::Backend>)
+                        .map_err(::std::convert::Into::into)
                 },
             };
             // SAFETY: the caller vouches.

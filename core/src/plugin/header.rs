@@ -82,7 +82,10 @@ fn write_header(text: &mut String) -> std::fmt::Result {
                 ("DEVICE_MEMORY_STREAM_ORDERED", MEMORY_STREAM_ORDERED),
             ],
         ),
-        ("Numbers for the side of a copy.", vec![("LOCATION_HOST", LOCATION_HOST), ("LOCATION_DEVICE", LOCATION_DEVICE)]),
+        (
+            "Numbers for the side of a copy.",
+            vec![("LOCATION_HOST", LOCATION_HOST), ("LOCATION_DEVICE", LOCATION_DEVICE)],
+        ),
         (
             "Places in ids: those from the first on are no objects; the default streams have one each, in generation 1.",
             vec![
@@ -113,7 +116,10 @@ fn write_header(text: &mut String) -> std::fmt::Result {
     for one in structs() {
         write_struct(text, &one)?;
         if one.name == "hw_error" {
-            writeln!(text, "\n/* Takes a log line: HW_LOG_..., the text, its bytes. May be called from any thread. */")?;
+            writeln!(
+                text,
+                "\n/* Takes a log line: HW_LOG_..., the text, its bytes. May be called from any thread. */"
+            )?;
             writeln!(text, "typedef void (*hw_log_call)(uint32_t level, const char *text, uint64_t bytes);")?;
         }
         if one.name == "hw_open" {
@@ -138,7 +144,10 @@ fn write_header(text: &mut String) -> std::fmt::Result {
         writeln!(text, "    int32_t (*{})({});", slot.name, slot.arguments.join(", "))?;
     }
     writeln!(text, "}};")?;
-    writeln!(text, "\n/* The one symbol of a plugin. `host` lives as long as the process. Null refuses the program. */")?;
+    writeln!(
+        text,
+        "\n/* The one symbol of a plugin. `host` lives as long as the process. Null refuses the program. */"
+    )?;
     writeln!(text, "const hw_plugin *{ENTRY_POINT}(const hw_host *host);")?;
     writeln!(text, "\n#ifdef __cplusplus\n}}\n#endif\n\n#endif /* HIGHWATER_H */")
 }

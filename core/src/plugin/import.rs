@@ -11,8 +11,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DevicePtr, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator, HostOptions,
-    HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments,
-    PlanId, PlanOptions, StreamId, StreamOptions, Transport, Transports, Workspace,
+    HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo,
+    PlanArguments, PlanId, PlanOptions, StreamId, StreamOptions, Transport, Transports, Workspace,
 };
 
 /// Far more devices than a process has.
@@ -30,7 +30,10 @@ pub(super) struct Imported {
 
 impl fmt::Debug for Imported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Imported").field("plugin", &self.link.plugin()).field("identity", &self.identity).finish_non_exhaustive()
+        f.debug_struct("Imported")
+            .field("plugin", &self.link.plugin())
+            .field("identity", &self.identity)
+            .finish_non_exhaustive()
     }
 }
 

@@ -15,9 +15,10 @@ use crate::exit;
 use crate::fork::{Generation, Guard};
 use crate::id::BackendTag;
 use crate::{
-    AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr, EventHandle,
-    EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects, MathMode, MemoryCopy,
-    MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, StreamId, StreamOptions, Transport, Workspace,
+    AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
+    EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
+    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, StreamId,
+    StreamOptions, Transport, Workspace,
 };
 
 /// What became of a plugin that panicked: it is not called again, by any of its backends.
@@ -42,7 +43,10 @@ impl Poison {
         }
         let (slot, words) = self.what.get().map_or(("?", ""), |(slot, words)| (*slot, words.as_str()));
         let message = format!("the plugin `{plugin}` panicked in `{slot}` and is not called any more: {words}");
-        Some(Error::new(ErrorKind::InvalidState, operation, message).with_hint("restart the process, and report it to the plugin's maker"))
+        Some(
+            Error::new(ErrorKind::InvalidState, operation, message)
+                .with_hint("restart the process, and report it to the plugin's maker"),
+        )
     }
 }
 
@@ -153,8 +157,12 @@ impl Link {
             return Generation::error(operation);
         }
         self.poison.error(&self.plugin, operation).unwrap_or_else(|| {
-            Error::new(ErrorKind::ShuttingDown, operation, "the process is exiting, and plugins are not called any more")
-                .with_hint("end the work on the device before `main` returns")
+            Error::new(
+                ErrorKind::ShuttingDown,
+                operation,
+                "the process is exiting, and plugins are not called any more",
+            )
+            .with_hint("end the work on the device before `main` returns")
         })
     }
 
@@ -197,7 +205,8 @@ pub(super) fn failure(
         }
     }
     let Some(kind) = u32::try_from(code).ok().and_then(ErrorKind::of) else {
-        let message = format!("the plugin `{plugin}` answered {code} in `{slot}`, which is no code: {}", raw.message.read_cut());
+        let message =
+            format!("the plugin `{plugin}` answered {code} in `{slot}`, which is no code: {}", raw.message.read_cut());
         return Error::new(ErrorKind::Vendor, operation, message).with_code(i64::from(code)).with_hint(BROKEN);
     };
     let error = Error::new(kind, operation, message).with_hint(hint);
@@ -235,8 +244,12 @@ macro_rules! call {
 
 /// What a call gives.
 macro_rules! answer_type {
-    () => { () };
-    ($answer:ty) => { $answer };
+    () => {
+        ()
+    };
+    ($answer:ty) => {
+        $answer
+    };
 }
 
 macro_rules! calls {

@@ -356,9 +356,8 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
         // Nobody listens any more where it took too long.
         let _ = sender.send(call_entry(&path));
     });
-    let entered = |message: String, hint: &str| {
-        Refusal::new(Stage::EntryPoint, ErrorKind::LibraryMissing, message, hint)
-    };
+    let entered =
+        |message: String, hint: &str| Refusal::new(Stage::EntryPoint, ErrorKind::LibraryMissing, message, hint);
     if let Err(error) = spawned {
         let message = format!("{shown}: no thread for its entry point: {error}");
         return Err((entered(message, "end threads, or raise the limit"), false));
@@ -367,7 +366,8 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
         Ok(called) => called.map_err(|refusal| (refusal, false))?,
         Err(error) => {
             let hangs = error == RecvTimeoutError::Timeout;
-            let what = if hangs { format!("did not come back within {limit:?}") } else { "ended its thread".to_owned() };
+            let what =
+                if hangs { format!("did not come back within {limit:?}") } else { "ended its thread".to_owned() };
             let message = format!("{shown}: the library's constructors or its entry point `{ENTRY_POINT}` {what}");
             return Err((entered(message, "report it to the plugin's maker; restart the process to try again"), hangs));
         }
@@ -557,10 +557,15 @@ mod tests {
 
     #[test]
     fn a_library_without_the_entry_point_is_no_plugin() {
-        let library = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib64/libm.so.6", "/usr/lib/libm.so.6", "/lib/aarch64-linux-gnu/libm.so.6"]
-            .into_iter()
-            .find(|path| Path::new(path).exists())
-            .unwrap();
+        let library = [
+            "/lib/x86_64-linux-gnu/libm.so.6",
+            "/lib64/libm.so.6",
+            "/usr/lib/libm.so.6",
+            "/lib/aarch64-linux-gnu/libm.so.6",
+        ]
+        .into_iter()
+        .find(|path| Path::new(path).exists())
+        .unwrap();
         let refusal = load(Path::new(library), &LoadOptions::new()).unwrap_err();
         assert_eq!(refusal.stage, Stage::EntryPoint);
         assert!(refusal.to_string().contains(ENTRY_POINT), "{refusal}");

@@ -172,11 +172,7 @@ pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T) -> Result<T, Stri
 #[cold]
 unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64) -> Result<T, String> {
     if bytes < T::FIRST_BYTES as u64 || bytes > MOST_BYTES {
-        return Err(format!(
-            "a `{}` that says it has {bytes} bytes; expected are {} or more",
-            T::NAME,
-            T::FIRST_BYTES
-        ));
+        return Err(format!("a `{}` that says it has {bytes} bytes; expected are {} or more", T::NAME, T::FIRST_BYTES));
     }
     let (given, known) = (bytes as usize, size_of::<T>());
     // SAFETY: there are so many bytes, and nobody writes them during the call.

@@ -8,9 +8,10 @@ use super::cross::{Answer, Argument, HandlePtr};
 use super::raw::{CType, RawBackend, RawError, RawHandle, text_of};
 use crate::error::Result;
 use crate::{
-    AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr, EventHandle,
-    EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects, MathMode, MemoryCopy,
-    MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, StreamId, StreamOptions, Transport, Workspace,
+    AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
+    EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
+    MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, StreamId,
+    StreamOptions, Transport, Workspace,
 };
 
 /// Versions of the table that this version of Highwater knows.
@@ -357,9 +358,15 @@ pub(super) use slots;
 
 /// The C type of a receiver.
 macro_rules! receiver_type {
-    (handle) => { RawHandle };
-    (owned_handle) => { RawHandle };
-    ($backend:ident) => { RawBackend };
+    (handle) => {
+        RawHandle
+    };
+    (owned_handle) => {
+        RawHandle
+    };
+    ($backend:ident) => {
+        RawBackend
+    };
 }
 pub(super) use receiver_type;
 
