@@ -4,6 +4,7 @@
 //! `libamdhip64.so` exports for everybody. Only the kernels are reached through a private [`table`], which the simulated
 //! driver exports as `highwater_simulated_blas`.
 //!
+//! - `border`: exported functions, and what they write for their callers
 //! - `table`: the private table, and a product as it crosses it
 //! - `driver`: NVIDIA's driver's functions, and which context is current
 //! - `signature`: what of a function the ABI sees, for tests
@@ -13,6 +14,7 @@
 
 use std::sync::OnceLock;
 
+pub mod border;
 pub mod driver;
 pub mod signature;
 pub mod slots;
