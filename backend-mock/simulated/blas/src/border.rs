@@ -29,6 +29,18 @@ pub unsafe fn put<T, E>(place: *mut T, value: T, no_place: E) -> Result<(), E> {
     Ok(())
 }
 
+/// Sets a mode that is 0 or 1.
+///
+/// # Errors
+/// `no_mode` for another number.
+pub fn set_switch<E>(switch: &mut u32, value: u32, no_mode: E) -> Result<(), E> {
+    if value > 1 {
+        return Err(no_mode);
+    }
+    *switch = value;
+    Ok(())
+}
+
 /// Functions that a look-alike exports. `call` runs their bodies: it is given the name and the body, and gives the code. Before
 /// it stands what callers promise about handles.
 ///
