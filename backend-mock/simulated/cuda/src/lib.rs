@@ -12,7 +12,7 @@ use std::ffi::{c_char, c_void};
 use highwater_simulated_engine::blas::{self, BlasTable};
 use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
-    put_text,
+    put_new, put_text,
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::vmm::{self, Properties};
@@ -110,10 +110,8 @@ export! {
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: i32) {
-        expect_place(context)?;
-        let answer = handle(contexts::retain(devices::get(device)?)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(context, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(context, || contexts::retain(devices::get(device)?).map(handle)) }
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
@@ -174,17 +172,13 @@ export! {
     }
 
     fn cuStreamCreate(stream: *mut Handle, flags: u32) {
-        expect_place(stream)?;
-        let answer = handle(streams::create(flags, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
     }
 
     fn cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        expect_place(stream)?;
-        let answer = handle(streams::create(flags, priority)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
     }
 
     fn cuStreamDestroy_v2(stream: Handle) {
@@ -255,10 +249,8 @@ export! {
     }
 
     fn cuGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        expect_place(executable)?;
-        let answer = handle(captures::instantiate(number(graph), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(executable, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn cuGraphLaunch(executable: Handle, stream: Handle) {
@@ -291,10 +283,8 @@ export! {
     }
 
     fn cuEventCreate(event: *mut Handle, flags: u32) {
-        expect_place(event)?;
-        let answer = handle(events::create(flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(flags).map(handle)) }
     }
 
     fn cuEventDestroy_v2(event: Handle) {
@@ -326,10 +316,8 @@ export! {
     }
 
     fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) {
-        expect_place(ptr)?;
-        let answer = memory::allocate(bytes)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || memory::allocate(bytes)) }
     }
 
     fn cuMemFree_v2(ptr: u64) {
@@ -356,10 +344,8 @@ export! {
     }
 
     fn cuMemAllocAsync(ptr: *mut u64, bytes: usize, stream: Handle) {
-        expect_place(ptr)?;
-        let answer = memory::allocate_ordered(bytes, number(stream))?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || memory::allocate_ordered(bytes, number(stream))) }
     }
 
     fn cuMemFreeAsync(ptr: u64, stream: Handle) {
@@ -493,10 +479,8 @@ export! {
     }
 
     fn cuIpcOpenMemHandle_v2(ptr: *mut u64, handle: IpcHandle, flags: u32) {
-        expect_place(ptr)?;
-        let answer = ipc::open_memory(&handle.0, flags)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || ipc::open_memory(&handle.0, flags)) }
     }
 
     fn cuIpcCloseMemHandle(ptr: u64) {
@@ -510,10 +494,8 @@ export! {
     }
 
     fn cuIpcOpenEventHandle(event: *mut Handle, exported: IpcHandle) {
-        expect_place(event)?;
-        let answer = handle(ipc::open_event(&exported.0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || ipc::open_event(&exported.0).map(handle)) }
     }
 
     fn cuMemCreate(allocation: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) {
@@ -536,10 +518,8 @@ export! {
     }
 
     fn cuMemAddressReserve(ptr: *mut u64, bytes: usize, alignment: usize, _hint: u64, flags: u64) {
-        expect_place(ptr)?;
-        let answer = vmm::reserve(bytes, alignment, flags)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || vmm::reserve(bytes, alignment, flags)) }
     }
 
     fn cuMemAddressFree(ptr: u64, bytes: usize) {
@@ -571,10 +551,8 @@ export! {
     }
 
     fn cuMemImportFromShareableHandle(allocation: *mut u64, exported: *mut c_void, kind: u32) {
-        expect_place(allocation)?;
-        let answer = vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(allocation, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(allocation, || vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)) }
     }
 
     fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: u32) {

@@ -47,6 +47,20 @@ pub unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
     unsafe { border::put(place, value, Code::INVALID_VALUE) }
 }
 
+/// Makes what a call answers with, and writes it. Nothing is made where there is no place for it.
+///
+/// # Errors
+/// 1 for null, or what the making fails with.
+///
+/// # Safety
+/// `place` is null or valid for a write.
+pub unsafe fn put_new<T>(place: *mut T, make: impl FnOnce() -> Answer<T>) -> Answer<()> {
+    expect_place(place)?;
+    let made = make()?;
+    // SAFETY: the caller's promise.
+    unsafe { put(place, made) }
+}
+
 /// Writes an answer that not every caller wants.
 ///
 /// # Safety
@@ -262,6 +276,18 @@ mod tests {
         }
         // SAFETY: nothing is written.
         assert_eq!(unsafe { put_text(std::ptr::null_mut(), 4, "a") }, Err(Code::INVALID_VALUE));
+    }
+
+    #[test]
+    fn nothing_is_made_without_a_place_for_it() {
+        let mut place = 1;
+        // SAFETY: the place is live, or null.
+        unsafe {
+            assert_eq!(put_new(&mut place, || Ok(2)), Ok(()));
+            assert_eq!(put_new(&mut place, || Err(Code::NOT_READY)), Err(Code::NOT_READY));
+            assert_eq!(put_new(std::ptr::null_mut::<i32>(), || panic!("made")), Err(Code::INVALID_VALUE));
+        }
+        assert_eq!(place, 2);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::panic::catch_unwind;
 use highwater_simulated_engine::blas::{self, BlasTable};
 use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
-    put_text,
+    put_new, put_text,
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
@@ -249,24 +249,18 @@ export! {
     }
 
     fn hipStreamCreate(stream: *mut Handle) {
-        expect_place(stream)?;
-        let answer = handle(streams::create(0, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(0, 0).map(handle)) }
     }
 
     fn hipStreamCreateWithFlags(stream: *mut Handle, flags: u32) {
-        expect_place(stream)?;
-        let answer = handle(streams::create(flags, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
     }
 
     fn hipStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        expect_place(stream)?;
-        let answer = handle(streams::create(flags, priority)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
     }
 
     fn hipStreamDestroy(stream: Handle) {
@@ -368,10 +362,8 @@ export! {
     }
 
     fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        expect_place(executable)?;
-        let answer = handle(captures::instantiate(number(graph), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(executable, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn hipGraphLaunch(executable: Handle, stream: Handle) {
@@ -399,17 +391,13 @@ export! {
     }
 
     fn hipEventCreate(event: *mut Handle) {
-        expect_place(event)?;
-        let answer = handle(events::create(0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(0).map(handle)) }
     }
 
     fn hipEventCreateWithFlags(event: *mut Handle, flags: u32) {
-        expect_place(event)?;
-        let answer = handle(events::create(flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(flags).map(handle)) }
     }
 
     fn hipEventDestroy(event: Handle) {
@@ -444,10 +432,8 @@ export! {
     }
 
     fn hipMalloc(memory: *mut Handle, bytes: usize) {
-        expect_place(memory)?;
-        let answer = handle(hip::allocate(bytes)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || hip::allocate(bytes).map(handle)) }
     }
 
     fn hipFree(memory: *mut c_void) {
@@ -455,10 +441,8 @@ export! {
     }
 
     fn hipMallocAsync(memory: *mut Handle, bytes: usize, stream: Handle) {
-        expect_place(memory)?;
-        let answer = handle(memory::allocate_ordered(bytes, number(stream))?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || memory::allocate_ordered(bytes, number(stream)).map(handle)) }
     }
 
     fn hipFreeAsync(memory: *mut c_void, stream: Handle) {
@@ -542,10 +526,8 @@ export! {
     }
 
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
-        expect_place(pool)?;
-        let answer = handle(memory::default_pool(devices::get(device)?)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(pool, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(pool, || memory::default_pool(devices::get(device)?).map(handle)) }
     }
 
     fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
@@ -565,10 +547,8 @@ export! {
     }
 
     fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
-        expect_place(memory)?;
-        let answer = handle(hip::allocate_host(bytes, flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || hip::allocate_host(bytes, flags).map(handle)) }
     }
 
     fn hipHostFree(memory: *mut c_void) {
@@ -590,10 +570,8 @@ export! {
     }
 
     fn hipHostGetDevicePointer(device: *mut Handle, memory: *mut c_void, flags: u32) {
-        expect_place(device)?;
-        let answer = handle(hip::device_address(address(memory), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(device, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(device, || hip::device_address(address(memory), flags).map(handle)) }
     }
 
     fn hipIpcGetMemHandle(handle: *mut IpcHandle, memory: *mut c_void) {
@@ -603,10 +581,8 @@ export! {
     }
 
     fn hipIpcOpenMemHandle(memory: *mut Handle, given: IpcHandle, flags: u32) {
-        expect_place(memory)?;
-        let answer = handle(ipc::open_memory(&given.0, flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || ipc::open_memory(&given.0, flags).map(handle)) }
     }
 
     fn hipIpcCloseMemHandle(memory: *mut c_void) {
@@ -620,10 +596,8 @@ export! {
     }
 
     fn hipIpcOpenEventHandle(event: *mut Handle, given: IpcHandle) {
-        expect_place(event)?;
-        let answer = handle(ipc::open_event(&given.0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || ipc::open_event(&given.0).map(handle)) }
     }
 
     fn hipGetProcAddress(name: *const c_char, function: *mut Handle, _version: i32, _flags: u64, status: *mut u32) {
