@@ -108,6 +108,19 @@ impl Contender<'_> {
         candidate
     }
 
+    /// The error of this one alone, which names its file.
+    fn error(&self, error: Error) -> Error {
+        let file = self.origin.to_string();
+        let library = self.origin.library().map(|library| library.display().to_string());
+        let names = |file: &str| error.message().contains(file);
+        if self.is_built_in() || names(&file) || library.is_some_and(|library| names(&library)) {
+            return error;
+        }
+        let what = format!("plugin {file}: {}", error.message());
+        let named = Error::new(error.kind(), error.operation(), what).with_hint(error.hint());
+        error.code().map_or(named.clone(), |code| named.with_code(code))
+    }
+
     fn failed(&self, failure: &Failure) -> Candidate {
         failure.candidate(&self.name, &self.origin)
     }
@@ -182,7 +195,7 @@ pub(super) fn only(
         }
         Err(failure) => {
             let candidate = asked.failed(&failure);
-            Err(OpenError { error: failure.error, report: report(candidate) })
+            Err(OpenError { error: asked.error(failure.error), report: report(candidate) })
         }
     }
 }
@@ -404,7 +417,7 @@ mod tests {
         let broken = State::Broken(failure(Outcome::InvalidManifest));
         let all = [plugin("acme", "/a/acme.toml", broken), plugin("acme", "/b/acme.toml", untouched())];
         let OpenError { error, report } = by_name(&all, Vec::new(), "acme").unwrap_err();
-        assert_eq!((error.message(), error.hint()), ("it is invalid manifest", "mend it"));
+        assert_eq!((error.message(), error.hint()), ("plugin /a/acme.toml: it is invalid manifest", "mend it"));
         assert_eq!(outcomes(&report), [("acme", Outcome::InvalidManifest), ("acme", Outcome::NotTried)]);
         assert!(report.candidates[1].reason.contains("`/a/acme.toml` comes first"), "{report}");
         assert_eq!(outcomes(&survey(&all, Vec::new())), outcomes(&report));

@@ -119,6 +119,10 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "NAME", default_value = "mock")]
     pub(super) backend: String,
 
+    /// Plugin to test, by its file, instead of a backend that is built in
+    #[arg(long, value_name = "FILE", conflicts_with = "backend")]
+    pub(super) plugin: Option<PathBuf>,
+
     /// Run only the cases whose name contains this text, or that prove the clause of this id
     #[arg(long, value_name = "TEXT")]
     pub(super) filter: Option<String>,

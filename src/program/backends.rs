@@ -1,5 +1,6 @@
 //! Opening a backend for a command: built in, or a plugin that is found and, at first sight, probed by this program.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,15 +25,21 @@ pub(super) fn arguments_of_children() -> Option<String> {
     INSECURE.load(Ordering::Relaxed).then(|| ALLOW_INSECURE.to_owned())
 }
 
-/// As the command line allows, without a probe.
-fn unprobed() -> OpenOptions {
-    OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed))
+/// Who tries a plugin that this process has not met yet, before it is loaded here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Prober {
+    ThisProgram,
+    Nobody,
 }
 
-/// As the command line allows; this program probes.
-pub(super) fn options() -> OpenOptions {
+/// As the command line allows.
+pub(super) fn options(prober: Prober) -> OpenOptions {
+    let options = OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed));
+    if prober == Prober::Nobody {
+        return options;
+    }
     // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
-    let options = unprobed().with_prober("/proc/self/exe");
+    let options = options.with_prober("/proc/self/exe");
     match PROBE_LIMIT.load(Ordering::Relaxed) {
         0 => options,
         seconds => options.with_probe_limit(Duration::from_secs(seconds)),
@@ -40,13 +47,18 @@ pub(super) fn options() -> OpenOptions {
 }
 
 /// Opens the backend `name`, and no other in its place.
-pub(super) fn open(name: &str) -> Result<Opened, OpenError> {
-    options().with_name(name).open()
+pub(super) fn open_by(name: &str, prober: Prober) -> Result<Opened, OpenError> {
+    options(prober).with_name(name).open()
+}
+
+/// Opens the plugin in `file`.
+pub(super) fn open_file(file: &Path, prober: Prober) -> Result<Opened, OpenError> {
+    options(prober).with_path(file).open()
 }
 
 /// Opens the best backend, or the mock.
 pub(super) fn open_best() -> Result<Opened, OpenError> {
-    options().with_mock_allowed(true).open()
+    options(Prober::ThisProgram).with_mock_allowed(true).open()
 }
 
 /// By which [`reopen`] opens in another process what was opened in this one: its name or, for a plugin, its path.
@@ -57,9 +69,9 @@ pub(super) fn address(opened: &Opened) -> String {
 
 /// Opens in a process of its own what another one has opened, and probed, before.
 pub(super) fn reopen(address: &str) -> highwater::Result<Arc<dyn Backend>> {
-    let options = unprobed();
-    let options = if address.contains('/') { options.with_path(address) } else { options.with_name(address) };
-    Ok(options.open()?.backend)
+    let is_path = address.contains('/');
+    let opened = if is_path { open_file(address.as_ref(), Prober::Nobody) } else { open_by(address, Prober::Nobody) };
+    Ok(opened?.backend)
 }
 
 #[cfg(test)]
@@ -68,7 +80,7 @@ mod tests {
 
     #[test]
     fn what_was_opened_can_be_opened_again_by_its_address() {
-        let opened = open("mock").unwrap();
+        let opened = open_by("mock", Prober::ThisProgram).unwrap();
         assert_eq!(address(&opened), "mock");
         assert_eq!(reopen("mock").unwrap().identity().name, "mock");
         let error = reopen("/nowhere/libmock.so").unwrap_err();

@@ -1,6 +1,7 @@
 //! `highwater conformance`: the suite of promises against one backend. Cases about two processes start the program again,
 //! with the same backend.
 
+use std::ffi::{OsStr, OsString};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -12,6 +13,7 @@ use highwater_conformance::{
 use serde_json::{Value, json};
 
 use super::args::ConformanceArguments;
+use super::backends::Prober;
 use super::failure::Failure;
 use super::progress::Progress;
 use super::{Verdict, backends, output};
@@ -20,13 +22,17 @@ use super::{Verdict, backends, output};
 const WIDTH: u16 = 110;
 
 pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
-    if let Some(served) = serve_peer(|| backends::reopen(&arguments.backend)) {
+    // Of two processes the other one has probed the plugin.
+    let open = |prober| match &arguments.plugin {
+        Some(file) => backends::open_file(file, prober),
+        None => backends::open_by(&arguments.backend, prober),
+    };
+    if let Some(served) = serve_peer(|| Ok(open(Prober::Nobody)?.backend)) {
         served?;
         return Ok(Verdict::Good);
     }
-    let opened = backends::open(&arguments.backend).map_err(highwater::Error::from)?;
-    let backend = opened.backend;
-    let mut options = Options::new().with_launcher(launcher(&arguments.backend)?);
+    let backend = open(Prober::ThisProgram).map_err(highwater::Error::from)?.backend;
+    let mut options = Options::new().with_launcher(launcher(arguments)?);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
@@ -60,15 +66,18 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
 }
 
 /// Starts this program again, for a case.
-fn launcher(backend: &str) -> Result<Launcher> {
+fn launcher(arguments: &ConformanceArguments) -> Result<Launcher> {
     let executable = Launcher::current_executable().map_err(|error| {
         let hint = "check that `/proc` is mounted";
         let kind = ErrorKind::OperatingSystem;
         Failure::new(kind, "the system does not say where this program is", hint).because_of(error)
     })?;
-    Ok(executable.with_arguments(
-        ["conformance", "--backend", backend].map(String::from).into_iter().chain(backends::arguments_of_children()),
-    ))
+    let of = |option: &str, value: &OsStr| [OsString::from("conformance"), option.into(), value.to_owned()];
+    let what = match &arguments.plugin {
+        Some(file) => of("--plugin", file.as_os_str()),
+        None => of("--backend", arguments.backend.as_ref()),
+    };
+    Ok(executable.with_arguments(what.into_iter().chain(backends::arguments_of_children().map(OsString::from))))
 }
 
 /// Case, clauses and text of every case whose status gives a text.

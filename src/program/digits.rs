@@ -12,6 +12,7 @@ use anyhow::Result;
 use highwater::{ErrorKind, Opened, Runtime};
 
 use super::args::DigitsArguments;
+use super::backends::{self, Prober};
 use super::classifier::{self, Batch, Next, Work};
 use super::failure::Failure;
 use super::owner::{self, Spread};
@@ -20,7 +21,7 @@ use super::report::{DeviceUse, Outcome, Place, Report};
 use super::scale::{self, Scale};
 use super::task::{Tally, Task};
 use super::weights::{self, Weights};
-use super::{Verdict, backends, output};
+use super::{Verdict, output};
 
 /// Runs the job and prints what came out.
 pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict> {
@@ -76,7 +77,8 @@ fn finish(result: impl std::fmt::Display, faults: Vec<String>) -> Result<Verdict
 
 /// Opens the backend of that name, or the best, and says why that one.
 fn open(name: Option<&str>) -> Result<(Opened, String)> {
-    let opened = name.map_or_else(backends::open_best, backends::open).map_err(highwater::Error::from)?;
+    let by_name = |name| backends::open_by(name, Prober::ThisProgram);
+    let opened = name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?;
     let taken = opened.report.taken();
     let reason = taken.map_or_else(String::new, |taken| taken.reason.clone());
     output::line(format_args!("backend {}: {reason}", opened.backend.identity().name));

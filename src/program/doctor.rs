@@ -7,13 +7,14 @@ use comfy_table::{ContentArrangement, Table, presets};
 use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime};
 use serde_json::{Value, json};
 
-use super::{Verdict, backends, output};
+use super::backends::{self, Prober};
+use super::{Verdict, output};
 
 /// Columns of the table's text; terminals that are narrower break the lines themselves.
 const WIDTH: u16 = 110;
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
-    let report = backends::options().survey();
+    let report = backends::options(Prober::ThisProgram).survey();
     let findings: Vec<Finding> = report.candidates.iter().cloned().map(Finding::new).collect();
     let usable = findings.iter().filter(|finding| finding.is_usable());
     let usable: Vec<&str> = usable.map(|finding| finding.candidate.name.as_str()).collect();
@@ -98,7 +99,7 @@ impl Finding {
 
 impl Details {
     fn of(candidate: &Candidate) -> Result<Self, highwater::Error> {
-        let options = backends::options().with_name(&candidate.name);
+        let options = backends::options(Prober::ThisProgram).with_name(&candidate.name);
         let options = match candidate.origin.library() {
             Some(library) => options.with_path(library),
             None => options,

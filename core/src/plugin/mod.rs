@@ -1,150 +1,65 @@
-//! Backends that are loaded at run time from a library with one entry point.
+//! Backends that are libraries of their own: a stable table of C functions, the end of the program and the end of the plugin.
+//!
+//! A **plugin** is a shared library with one symbol, `highwater_plugin`. The program calls it once with what it offers
+//! (versions, a place for log lines); the plugin answers with who it is, which versions of the table it has, how its backend
+//! is opened, and where its table is. `highwater.h`, which is made from the same list as the code here ([`header`]), says it
+//! all in C; in Rust, [`export_backend!`](crate::export_backend) makes a plugin of any [`Backend`](crate::Backend), and [`load`]
+//! gives it back as one.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use highwater_core::Runtime;
+//! use highwater_core::plugin::{LoadOptions, load};
+//!
+//! let plugin = load(Path::new("/opt/vendor/libhighwater_vendor.so"), &LoadOptions::new())?;
+//! println!("{} {} by {}, table {}", plugin.name(), plugin.version(), plugin.vendor(), plugin.table_version());
+//! let runtime = Runtime::new(plugin.open()?)?;
+//! # Ok::<(), highwater_core::Error>(())
+//! ```
+//!
+//! # The table
+//! - Integers of fixed width, doubles, pointers, texts of fixed room and nullable functions cross, and nothing else. Every value
+//!   that comes over is read as a number and checked, on both sides.
+//! - Every struct begins with its size. A shorter one means zeros for the rest, a longer one is accepted where it is zero
+//!   behind what the reader knows. Structs and the table only ever grow at the end.
+//! - Both sides name the versions that they have, and the highest common one is used.
+//! - A slot that is null or past the end of the table is an operation that the plugin does not support. Slots are in groups
+//!   (required, timing, foreign, host, register, blas, lt, capture, ipc) of which a table has all or none; abilities that a
+//!   device claims without the slots for them are taken from it.
+//! - Every function answers with a code: 0, the number of an [`ErrorKind`](crate::ErrorKind), or -1 for a panic, after which
+//!   the plugin is not called any more. The words go into a struct of the caller.
+//! - Panics never cross: the plugin's end catches its own.
+//! - A plugin is loaded once and never unloaded. It has a copy of this crate's statics of its own, so pools live in the
+//!   program only; what the plugin logs is handed to the program's logger (`highwater::plugin`).
+//! - Ids carry the tag that the program gave when it opened the backend.
+//! - Nothing is called in a forked child, and nothing once the process exits.
+//!
+//! # Where what is
+//! - `table`: the list of operations, from which the rest is made; `raw`, `codes`: the structs and numbers that cross
+//! - `cross`: how each value crosses; `export`, `link`, `import`: the two ends; `load`: from the file to the table
+//! - `header`: `highwater.h`; `logging`: log lines on their way to the program
 
-use std::fmt;
-use std::fs::File;
-use std::io::Read as _;
-use std::ops::RangeInclusive;
-use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
+mod codes;
+mod cross;
+mod export;
+mod header;
+mod import;
+mod link;
+mod load;
+mod logging;
+#[allow(unreachable_pub, reason = "two of the structs are what `abi` gives plugins")]
+mod raw;
+mod table;
 
-use crate::backend::Backend;
-use crate::driver::Library;
-use crate::error::{Error, ErrorKind};
+pub(crate) use link::DescriptorRelease;
 
-/// The versions of the table that this program understands.
-pub const TABLE_VERSIONS: RangeInclusive<u32> = 1..=1;
+pub use header::{header, layout};
+pub use load::{LoadOptions, Plugin, Refusal, Stage, load};
+pub use table::TABLE_VERSIONS;
 
-/// How a plugin is loaded.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct LoadOptions {
-    /// How long the entry point may take.
-    pub limit: Duration,
-}
-
-impl LoadOptions {
-    /// The defaults: 10 s for the entry point.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { limit: Duration::from_secs(10) }
-    }
-
-    /// The same with another limit.
-    #[must_use]
-    pub fn with_limit(mut self, limit: Duration) -> Self {
-        self.limit = limit;
-        self
-    }
-}
-
-impl Default for LoadOptions {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// How far a plugin got.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Stage {
-    /// It cannot be opened: the loader's own text.
-    Library,
-    /// It is an ELF file of another machine, or no library at all.
-    WrongPlatform,
-    /// It needs a symbol that nobody has: the loader's own text.
-    Symbol,
-    /// It has no entry point, or that failed, or took longer than the limit.
-    EntryPoint,
-    /// Its versions of the table are out of range.
-    Version,
-    /// Its table is bad: sizes, null slots.
-    Table,
-    /// Its backend did not open.
-    Open,
-}
-
-/// Why a plugin was refused.
-#[derive(Debug, Clone)]
-pub struct Refusal {
-    /// How far it got.
-    pub stage: Stage,
-    /// The slot of its table that is at fault.
-    pub slot: Option<String>,
-    /// What was wrong.
-    pub error: Error,
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl std::error::Error for Refusal {}
-
-/// A plugin that was loaded.
-#[derive(Debug)]
-pub struct Plugin {
-    never: std::convert::Infallible,
-}
-
-#[allow(missing_docs, reason = "the shape of what comes")]
-impl Plugin {
-    #[must_use]
-    pub fn name(&self) -> &str {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn description(&self) -> &str {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn vendor(&self) -> &str {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn plugin_version(&self) -> &str {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn table_version(&self) -> u32 {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn file(&self) -> &Path {
-        match self.never {}
-    }
-    #[must_use]
-    pub fn warnings(&self) -> &[String] {
-        match self.never {}
-    }
-    pub fn open(self: &Arc<Self>) -> Result<Arc<dyn Backend>, Refusal> {
-        match self.never {}
-    }
-}
-
-/// Opens a library and asks its entry point.
-///
-/// # Errors
-/// How far it got, and what was wrong.
-pub fn load(file: &Path, _options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> {
-    let refuse =
-        |stage, kind, what: String| Refusal { stage, slot: None, error: Error::new(kind, "load_plugin", what) };
-    let mut header = [0_u8; 20];
-    let read = File::open(file).and_then(|mut file| file.read_exact(&mut header));
-    let machine: u8 = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
-    if read.is_err() || !header.starts_with(b"\x7fELF") || header[18] != machine {
-        return Err(refuse(Stage::WrongPlatform, ErrorKind::Unsupported, "it is no library of this machine".into()));
-    }
-    // SAFETY: the caller decided to run this plugin's code.
-    let library = unsafe { Library::open(file) }.map_err(|failure| {
-        let stage = if failure.reason.contains("undefined symbol") { Stage::Symbol } else { Stage::Library };
-        refuse(stage, ErrorKind::LibraryMissing, failure.reason)
-    })?;
-    if !library.has_symbol("highwater_plugin") {
-        let what = "it has no entry point `highwater_plugin`".to_owned();
-        return Err(refuse(Stage::EntryPoint, ErrorKind::SymbolMissing, what));
-    }
-    Err(refuse(Stage::Table, ErrorKind::Unsupported, "this version does not load plugins yet".into()))
+/// What [`export_backend!`](crate::export_backend) needs; plugins in C have `highwater.h`.
+#[doc(hidden)]
+pub mod abi {
+    pub use super::export::{Export, c_text, enter};
+    pub use super::raw::{RawHost, RawPlugin};
 }

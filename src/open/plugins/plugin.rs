@@ -25,8 +25,8 @@ pub(super) fn load(file: &Path) -> Result<Loaded, Failure> {
     let (backend, plugin) = opened.map_err(|refusal| refused(&refusal))?;
     Ok(Loaded {
         name: plugin.name().to_owned(),
-        version: plugin.plugin_version().to_owned(),
-        warnings: plugin.warnings().to_vec(),
+        version: plugin.version().to_owned(),
+        warnings: plugin.warnings(),
         backend,
     })
 }
@@ -35,7 +35,7 @@ pub(super) fn load(file: &Path) -> Result<Loaded, Failure> {
 pub(super) fn outcome_of(refusal: &Refusal) -> Outcome {
     match refusal.stage {
         Stage::Library => Outcome::LibraryMissing,
-        Stage::WrongPlatform => Outcome::WrongPlatform,
+        Stage::Platform => Outcome::WrongPlatform,
         Stage::Symbol => Outcome::SymbolMissing,
         Stage::EntryPoint if refusal.error.kind() == ErrorKind::SymbolMissing => Outcome::NoEntryPoint,
         Stage::Version => Outcome::VersionOutOfRange,
@@ -49,7 +49,7 @@ pub(super) fn outcome_of(refusal: &Refusal) -> Outcome {
 pub(super) fn reason_of(refusal: &Refusal) -> String {
     let message = refusal.error.message();
     match &refusal.slot {
-        Some(slot) if !message.contains(slot.as_str()) => format!("slot `{slot}`: {message}"),
+        Some(slot) if !message.contains(slot) => format!("slot `{slot}`: {message}"),
         _ => message.to_owned(),
     }
 }

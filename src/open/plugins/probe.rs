@@ -305,7 +305,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
     let refuse = |answer: &mut Value, refusal: &Refusal| {
         answer["refusal"] = json!({
             "outcome": outcome_of(refusal).as_str(),
-            "stage": format!("{:?}", refusal.stage),
+            "stage": refusal.stage.as_str(),
             "slot": refusal.slot,
             "kind": refusal.error.kind().as_str(),
             "message": reason_of(refusal),
@@ -320,7 +320,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
             answer["name"] = plugin.name().into();
             answer["description"] = plugin.description().into();
             answer["vendor"] = plugin.vendor().into();
-            answer["version"] = plugin.plugin_version().into();
+            answer["version"] = plugin.version().into();
             answer["table_version"] = plugin.table_version().into();
             answer["warnings"] = plugin.warnings().into();
             match open.then(|| plugin.open()) {
