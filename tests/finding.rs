@@ -228,10 +228,10 @@ fn a_plugin_that_hangs_holds_nobody_up_for_longer_than_its_limit() {
     let home = Home::new();
     home.library("hangs", "#include <unistd.h>\n__attribute__((constructor)) void c(void) { for (;;) pause(); }", &[]);
     let started = Instant::now();
-    let object = home.run(&["doctor", "--json", "--probe-limit", "1"], &[]).object();
+    let object = home.run(&["doctor", "--json", "--load-limit", "1"], &[]).object();
     assert_said(&object, &home, "hangs", "hung in the probe", "within 1s");
     // The best of all is found all the same.
-    let best = home.run(&["--workers", "0", "--probe-limit", "1"], &[]);
+    let best = home.run(&["--workers", "0", "--load-limit", "1"], &[]);
     assert_eq!(best.code, Some(0), "{}", best.stderr);
     assert!(best.stderr.contains("not hangs: hung in the probe"), "{}", best.stderr);
     assert!(started.elapsed() < Duration::from_secs(60));

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::report::{LoadReport, OpenError, Opened};
 use super::search::Search;
 
-/// How long a probe may take.
-pub(super) const PROBE_LIMIT: Duration = Duration::from_secs(10);
+/// How long a plugin may take.
+pub(super) const LOAD_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is opened, and where it is looked for: [`open`](crate::open), [`open_auto`](crate::open_auto) and
 /// [`survey`](crate::survey) with everything that can be chosen.
@@ -29,7 +29,7 @@ pub struct OpenOptions {
     pub(super) search_folders: Vec<PathBuf>,
     pub(super) allow_insecure: bool,
     pub(super) prober: Option<PathBuf>,
-    pub(super) probe_limit: Duration,
+    pub(super) load_limit: Duration,
 }
 
 impl Default for OpenOptions {
@@ -42,7 +42,7 @@ impl Default for OpenOptions {
             search_folders: Vec::new(),
             allow_insecure: false,
             prober: None,
-            probe_limit: PROBE_LIMIT,
+            load_limit: LOAD_LIMIT,
         }
     }
 }
@@ -129,10 +129,11 @@ impl OpenOptions {
         self
     }
 
-    /// The same with another limit for a probe than 10 s. A process that takes longer is killed.
+    /// The same with another limit than 10 s for how long a plugin may take: to be opened in a probe, which is killed then, and to be
+    /// loaded in this process.
     #[must_use]
-    pub fn with_probe_limit(mut self, limit: Duration) -> Self {
-        self.probe_limit = limit;
+    pub fn with_load_limit(mut self, limit: Duration) -> Self {
+        self.load_limit = limit;
         self
     }
 }

@@ -54,9 +54,9 @@ pub(super) struct Arguments {
     #[arg(long, global = true)]
     pub(super) allow_insecure_plugins: bool,
 
-    /// Seconds that a plugin may take to open when it is tried in a process of its own [default: 10]
+    /// Seconds that a plugin may take to open [default: 10]
     #[arg(long, value_name = "S", global = true, allow_negative_numbers = true, value_parser = seconds)]
-    pub(super) probe_limit: Option<u64>,
+    pub(super) load_limit: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -230,7 +230,7 @@ pub(super) fn parse() -> Result<Arguments, clap::Error> {
     parse_from(std::env::args_os())
 }
 
-fn parse_from<T: Into<std::ffi::OsString> + Clone>(
+pub(super) fn parse_from<T: Into<std::ffi::OsString> + Clone>(
     arguments: impl IntoIterator<Item = T>,
 ) -> Result<Arguments, clap::Error> {
     let mut command = Arguments::command();

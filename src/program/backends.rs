@@ -7,22 +7,37 @@ use std::time::Duration;
 
 use highwater::{Backend, OpenError, OpenOptions, Opened};
 
-/// What allows plugins that other users could change, in this process and in those that it starts.
+// The options of the command line that all processes of this program get.
+const LIMIT: &str = "--load-limit";
 const ALLOW_INSECURE: &str = "--allow-insecure-plugins";
 
 static INSECURE: AtomicBool = AtomicBool::new(false);
 /// In seconds; 0: the usual one.
-static PROBE_LIMIT: AtomicU64 = AtomicU64::new(0);
+static LOAD_LIMIT: AtomicU64 = AtomicU64::new(0);
 
 /// Notes what the command line says. Once, before anything is opened.
-pub(super) fn configure(allow_insecure: bool, probe_limit: Option<u64>) {
+pub(super) fn configure(allow_insecure: bool, load_limit: Option<u64>) {
     INSECURE.store(allow_insecure, Ordering::Relaxed);
-    PROBE_LIMIT.store(probe_limit.unwrap_or(0), Ordering::Relaxed);
+    LOAD_LIMIT.store(load_limit.unwrap_or(0), Ordering::Relaxed);
 }
 
-/// The options that a process which this one starts needs to find the same plugins.
-pub(super) fn arguments_of_children() -> Option<String> {
-    INSECURE.load(Ordering::Relaxed).then(|| ALLOW_INSECURE.to_owned())
+/// The options by which a process that this one starts finds and loads the same plugins.
+pub(super) fn arguments_of_children() -> Vec<String> {
+    let mut arguments = Vec::new();
+    if INSECURE.load(Ordering::Relaxed) {
+        arguments.push(ALLOW_INSECURE.to_owned());
+    }
+    if let Some(limit) = load_limit() {
+        arguments.extend([LIMIT.to_owned(), limit.as_secs().to_string()]);
+    }
+    arguments
+}
+
+fn load_limit() -> Option<Duration> {
+    match LOAD_LIMIT.load(Ordering::Relaxed) {
+        0 => None,
+        seconds => Some(Duration::from_secs(seconds)),
+    }
 }
 
 /// Who tries a plugin that this process has not met yet, before it is loaded here.
@@ -34,15 +49,14 @@ pub(super) enum Prober {
 
 /// As the command line allows.
 pub(super) fn options(prober: Prober) -> OpenOptions {
-    let options = OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed));
-    if prober == Prober::Nobody {
-        return options;
+    let mut options = OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed));
+    if let Some(limit) = load_limit() {
+        options = options.with_load_limit(limit);
     }
-    // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
-    let options = options.with_prober("/proc/self/exe");
-    match PROBE_LIMIT.load(Ordering::Relaxed) {
-        0 => options,
-        seconds => options.with_probe_limit(Duration::from_secs(seconds)),
+    match prober {
+        // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
+        Prober::ThisProgram => options.with_prober("/proc/self/exe"),
+        Prober::Nobody => options,
     }
 }
 
@@ -77,6 +91,17 @@ pub(super) fn reopen(address: &str) -> highwater::Result<Arc<dyn Backend>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_options_for_children_are_those_of_the_command_line() {
+        let line = ["highwater", ALLOW_INSECURE, LIMIT, "7"];
+        let arguments = super::super::args::parse_from(line).unwrap();
+        assert_eq!((arguments.allow_insecure_plugins, arguments.load_limit), (true, Some(7)));
+        configure(arguments.allow_insecure_plugins, arguments.load_limit);
+        assert_eq!(arguments_of_children(), line[1..]);
+        configure(false, None);
+        assert!(arguments_of_children().is_empty());
+    }
 
     #[test]
     fn what_was_opened_can_be_opened_again_by_its_address() {

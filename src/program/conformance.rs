@@ -77,7 +77,8 @@ fn launcher(arguments: &ConformanceArguments) -> Result<Launcher> {
         Some(file) => of("--plugin", file.as_os_str()),
         None => of("--backend", arguments.backend.as_ref()),
     };
-    Ok(executable.with_arguments(what.into_iter().chain(backends::arguments_of_children().map(OsString::from))))
+    Ok(executable
+        .with_arguments(what.into_iter().chain(backends::arguments_of_children().into_iter().map(OsString::from))))
 }
 
 /// Case, clauses and text of every case whose status gives a text.

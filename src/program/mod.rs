@@ -56,7 +56,7 @@ pub(crate) fn main() -> ExitCode {
         Err(refusal) => refusal.exit(),
     };
     warnings::show();
-    backends::configure(arguments.allow_insecure_plugins, arguments.probe_limit);
+    backends::configure(arguments.allow_insecure_plugins, arguments.load_limit);
     let json = arguments.json;
     let verdict = match &arguments.command {
         None => digits::command(&arguments.digits, json),

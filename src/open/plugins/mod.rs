@@ -35,7 +35,7 @@ use super::{OPERATION, OpenOptions};
 
 /// What touches plugins, which tests replace.
 pub(super) struct Means {
-    load: Box<dyn Fn(&Path) -> Result<Loaded, Failure>>,
+    load: Box<dyn Fn(&Path, Duration) -> Result<Loaded, Failure>>,
     probe: Box<dyn Fn(&Path, &Path, Duration) -> Probed>,
 }
 
@@ -283,20 +283,29 @@ impl<'a> Finder<'a> {
         let state = match found.state {
             Err(failure) => State::Broken(failure),
             Ok(ready) => {
-                let (means, probing, expected) = (self.means, self.probing.clone(), name.clone());
-                State::Ready(Box::new(move || open(means, &probing, &ready, &expected)))
+                let how = How { means: self.means, probing: self.probing.clone(), limit: self.options.load_limit };
+                let expected = name.clone();
+                State::Ready(Box::new(move || open(&how, &ready, &expected)))
             }
         };
         Contender { name, origin, given: false, real: None, state }
     }
 }
 
+/// By which means a plugin is opened.
+struct How<'a> {
+    means: &'a Means,
+    probing: Probing,
+    limit: Duration,
+}
+
 /// Probes a plugin where that is asked for, and opens it in this process.
-fn open(means: &Means, probing: &Probing, ready: &Ready, expected: &str) -> Result<Opening, Failure> {
+fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure> {
+    let How { means, probing, limit } = how;
     let mut notes = ready.notes.clone();
     let not_probed = match probing {
         Probing::Off => None,
-        Probing::By { prober, limit } => match (means.probe)(prober, &ready.library, *limit) {
+        Probing::By { prober } => match (means.probe)(prober, &ready.library, *limit) {
             Probed::Opens => None,
             Probed::Refused(mut failure) => {
                 failure.notes = notes;
@@ -307,7 +316,7 @@ fn open(means: &Means, probing: &Probing, ready: &Ready, expected: &str) -> Resu
         Probing::Impossible(why) => Some(why.clone()),
     };
     notes.extend(not_probed.map(|why| format!("it was not probed in a process of its own: {why}")));
-    let Loaded { name, version, warnings, backend } = (means.load)(&ready.library).map_err(|mut failure| {
+    let Loaded { name, version, warnings, backend } = (means.load)(&ready.library, *limit).map_err(|mut failure| {
         failure.notes.clone_from(&notes);
         failure
     })?;

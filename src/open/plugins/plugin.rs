@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use highwater_core::plugin::{self, LoadOptions, Refusal, Stage, TABLE_VERSIONS};
 use highwater_core::{Backend, Error, ErrorKind};
@@ -19,9 +20,10 @@ pub(super) struct Loaded {
     pub(super) backend: Arc<dyn Backend>,
 }
 
-/// Loads a plugin into this process and opens its backend.
-pub(super) fn load(file: &Path) -> Result<Loaded, Failure> {
-    let opened = plugin::load(file, &LoadOptions::new()).and_then(|plugin| Ok((plugin.open()?, plugin)));
+/// Loads a plugin into this process and opens its backend. The limit is for its constructors and its entry point.
+pub(super) fn load(file: &Path, limit: Duration) -> Result<Loaded, Failure> {
+    let opened =
+        plugin::load(file, &LoadOptions::new().with_limit(limit)).and_then(|plugin| Ok((plugin.open()?, plugin)));
     let (backend, plugin) = opened.map_err(|refusal| refused(&refusal))?;
     Ok(Loaded {
         name: plugin.name().to_owned(),

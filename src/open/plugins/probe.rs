@@ -38,6 +38,8 @@ use super::plugin::{failure, outcome_of, reason_of};
 const BEGINNING: &str = "{\"probe\":1,";
 /// Of what a child says, as much is kept.
 const MOST_OUTPUT: usize = 64 * 1024;
+/// As long as a probe may take for all that it cares: who started it has a limit, and kills it.
+const NO_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// How long a killed child may take to be gone.
 const END: Duration = Duration::from_secs(10);
 
@@ -48,7 +50,6 @@ pub(in super::super) enum Probing {
     Off,
     By {
         prober: PathBuf,
-        limit: Duration,
     },
     /// They should be probed, and cannot, because of this.
     Impossible(String),
@@ -60,7 +61,7 @@ impl Probing {
         if environment.get(PROBING).is_some() {
             return Self::Impossible("this process is a probe itself".into());
         }
-        let by = |prober| Self::By { prober, limit: options.probe_limit };
+        let by = |prober| Self::By { prober };
         if let Some(prober) = &options.prober {
             return by(prober.clone());
         }
@@ -286,7 +287,8 @@ fn read_answer(answer: &Value) -> Option<Probed> {
 }
 
 /// What a program that probes does: loads the plugin `file` into this process, with `open` opens its backend too, and writes one
-/// JSON object about it to `out`. The program then has to end, in the ordinary way: how it ends is a part of the answer.
+/// JSON object about it to `out`. The program then has to end, in the ordinary way: how it ends is a part of the answer. There is
+/// no limit of time here: whoever waits for the answer has one.
 ///
 /// The `highwater` program does it when it is called as `highwater probe [--open] FILE`. Another program can be its own prober
 /// ([`OpenOptions::with_prober`](crate::OpenOptions::with_prober)): it is started with the arguments `probe`, `--open`, `--parent`, the
@@ -314,7 +316,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
     };
     // Kept until the answer is written: to let go of it is for the end.
     let mut kept = None;
-    match plugin::load(file, &LoadOptions::new()) {
+    match plugin::load(file, &LoadOptions::new().with_limit(NO_LIMIT)) {
         Err(refusal) => refuse(&mut answer, &refusal),
         Ok(plugin) => {
             answer["name"] = plugin.name().into();
@@ -490,8 +492,7 @@ mod tests {
         assert!(why.contains("no program `highwater` beside"), "{why}");
         // A program of that name that others can change would be another user's code.
         let prober = folder.file("highwater", "");
-        let limit = super::super::super::options::PROBE_LIMIT;
-        assert_eq!(new(&options, &environment, true), Probing::By { prober: prober.clone(), limit });
+        assert_eq!(new(&options, &environment, true), Probing::By { prober: prober.clone() });
         chmod(&prober, 0o777);
         let Probing::Impossible(why) = new(&options, &environment, true) else { panic!() };
         assert!(why.contains("not safe") && why.contains("every user"), "{why}");
@@ -501,8 +502,8 @@ mod tests {
         // A program that is called `highwater` does not start itself.
         environment.executable = Some(prober);
         assert!(matches!(new(&options, &environment, true), Probing::Impossible(_)));
-        let given = OpenOptions::new().with_prober("/p").with_probe_limit(LONG);
-        assert_eq!(new(&given, &environment, false), Probing::By { prober: "/p".into(), limit: LONG });
+        let given = OpenOptions::new().with_prober("/p");
+        assert_eq!(new(&given, &environment, false), Probing::By { prober: "/p".into() });
         assert!(matches!(new(&given, &environment.with(PROBING, "1"), true), Probing::Impossible(_)));
     }
 

@@ -13,7 +13,7 @@ use super::testing::{Folder, manifest_of};
 use super::*;
 
 /// A plugin that calls itself by the text of its file, or else has no entry point.
-fn load(file: &Path) -> Result<Loaded, Failure> {
+fn load(file: &Path, _: Duration) -> Result<Loaded, Failure> {
     let name = fs::read_to_string(file).unwrap();
     if name.is_empty() {
         return Err(failure(Outcome::NoEntryPoint, "it has none", ""));
@@ -175,7 +175,7 @@ fn a_manifest_whose_name_is_not_utf_8_is_told_and_harms_nobody() {
 fn a_library_for_other_machines_or_of_other_versions_is_not_touched() {
     let folder = Folder::new();
     let mut world = World::of(&folder);
-    world.means.load = Box::new(|_| panic!("it was loaded"));
+    world.means.load = Box::new(|_, _| panic!("it was loaded"));
     folder.file("acme.toml", manifest_of("acme", "lib.so").replace(&manifest::platform(), "sparc64-linux"));
     let expected = format!("libraries for sparc64-linux, and none for {}", manifest::platform());
     assert_broken(&world.one(), Outcome::WrongPlatform, &expected);
@@ -315,8 +315,9 @@ fn a_probe_comes_before_loading_and_decides() {
     folder.file("lib.so", "acme");
     folder.manifest("acme.toml");
     let mut world = World::of(&folder);
-    world.probing = Probing::By { prober: "/prober".into(), limit: Duration::from_secs(1) };
-    world.means.load = Box::new(|_| panic!("it was loaded"));
+    world.probing = Probing::By { prober: "/prober".into() };
+    world.options = world.options.with_load_limit(Duration::from_secs(1));
+    world.means.load = Box::new(|_, _| panic!("it was loaded"));
     world.means.probe = Box::new(|prober, file, limit| {
         assert!(prober == Path::new("/prober") && file.ends_with("lib.so") && limit == Duration::from_secs(1));
         Probed::Refused(failure(Outcome::HungInProbe, "it hung", ""))
