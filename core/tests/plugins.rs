@@ -300,7 +300,8 @@ fn answers_that_cannot_be_are_errors_that_name_plugin_and_slot() {
         unsafe { backend.ipc_sharing().unwrap().export_memory(0, ptr, Transport::Descriptor) }.map(drop)
     };
     let host = |backend: &dyn Backend| backend.host_allocator().allocate(64, &HostOptions::new()).map(drop);
-    let expected: Vec<(&str, &str, &str, Box<dyn Fn(&dyn Backend) -> highwater_core::Result<()>>)> = vec![
+    type Boxed = Box<dyn Fn(&dyn Backend) -> highwater_core::Result<()>>;
+    let expected: Vec<(&str, &str, &str, Boxed)> = vec![
         ("ID_GENERATION_ZERO", "create_stream", "generation or tag of 0", Box::new(stream)),
         ("ID_TAG_OTHER", "create_stream", "expected are tag", Box::new(stream)),
         ("ID_DEVICE_OTHER", "create_stream", "a device below 1", Box::new(stream)),

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_char;
 use std::fmt;
+use std::mem::MaybeUninit;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -349,12 +350,13 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
             return Err((entered(message, "report it to the plugin's maker; restart the process to try again"), hangs));
         }
     };
+    let mut spare = MaybeUninit::uninit();
     // SAFETY: the entry point answers with null or a struct as large as it says (the contract of the header).
-    let plugin = unsafe { read_sized(plugin) }.map_err(|what| {
+    let plugin = unsafe { read_sized(plugin, &mut spare) }.map_err(|what| {
         let message = format!("{shown}: the entry point `{ENTRY_POINT}` answered with {what}");
         (entered(message, "report it to the plugin's maker"), false)
     })?;
-    Ok(plugin)
+    Ok(*plugin)
 }
 
 fn call_entry(file: &Path) -> Result<Entered, Refusal> {
