@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::num::NonZeroU32;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -15,6 +16,7 @@ use super::codes::{
 };
 use super::link::Link;
 use super::raw::*;
+use crate::DataType;
 use crate::error::ErrorKind;
 use crate::id::{BackendTag, IdParts, ObjectId};
 use crate::ipc::Descriptor;
@@ -457,8 +459,9 @@ macro_rules! structs_in {
             }
             #[inline]
             unsafe fn lift(abi: *const $raw, $tags: Tags) -> Result<Self, Wrong> {
+                let mut spare = MaybeUninit::uninit();
                 // SAFETY: the caller vouches.
-                let $read = unsafe { read_sized(abi) }?;
+                let $read = unsafe { read_sized(abi, &mut spare) }?;
                 let _ = $tags;
                 $lift
             }
@@ -551,7 +554,7 @@ structs_in! {
         |raw, tags| {
             let shape = lift_shape(&raw.shape)?;
             let (a, b, c) = (DevicePtr::new(raw.a), DevicePtr::new(raw.b), DevicePtr::new(raw.c));
-            Ok(Self::new(shape, a, b, c).with_scale(raw.alpha, raw.beta))
+            Ok(Self { shape, alpha: raw.alpha, beta: raw.beta, a, b, c })
         }
     Option<Workspace> as RawWorkspace:
         |workspace| RawWorkspace {
@@ -691,21 +694,42 @@ fn raw_shape(shape: &GemmShape) -> RawGemmShape {
     }
 }
 
-#[inline]
+/// The shape. All inside the caller, and without a `Result` of the whole: moving that about costs more than the rest of a call.
+#[inline(always)]
 fn lift_shape(raw: &RawGemmShape) -> Result<GemmShape, String> {
-    let transposed = |value, what| Ok::<_, String>(if flag(value, what)? { Transpose::Yes } else { Transpose::No });
-    let mut shape = GemmShape::new(choice(raw.data_type)?, raw.m as usize, raw.n as usize, raw.k as usize)
-        .with_output(choice(raw.output)?)
-        .with_leading_dimensions(raw.lda as usize, raw.ldb as usize, raw.ldc as usize);
-    shape.transpose_a = transposed(raw.transpose_a, "`transpose_a`")?;
-    shape.transpose_b = transposed(raw.transpose_b, "`transpose_b`")?;
-    shape.batch = flag(raw.has_batch, "`has_batch`")?.then_some(StridedBatch {
+    let flags = [raw.transpose_a, raw.transpose_b, raw.has_batch].iter().all(|flag| *flag <= 1);
+    let (true, Some(data_type), Some(output)) = (flags, DataType::of(raw.data_type), DataType::of(raw.output)) else {
+        return Err(wrong_shape(raw));
+    };
+    let transposed = |flag| if flag == 0 { Transpose::No } else { Transpose::Yes };
+    let batch = StridedBatch {
         count: raw.batch_count as usize,
         stride_a: raw.stride_a as usize,
         stride_b: raw.stride_b as usize,
         stride_c: raw.stride_c as usize,
-    });
-    Ok(shape)
+    };
+    Ok(GemmShape {
+        data_type,
+        output,
+        transpose_a: transposed(raw.transpose_a),
+        transpose_b: transposed(raw.transpose_b),
+        m: raw.m as usize,
+        n: raw.n as usize,
+        k: raw.k as usize,
+        lda: raw.lda as usize,
+        ldb: raw.ldb as usize,
+        ldc: raw.ldc as usize,
+        batch: (raw.has_batch == 1).then_some(batch),
+    })
+}
+
+/// What is wrong with a shape that is none.
+#[cold]
+fn wrong_shape(raw: &RawGemmShape) -> String {
+    let types = choice::<DataType>(raw.data_type).and(choice::<DataType>(raw.output)).map(drop);
+    let flags = flag(raw.transpose_a, "`transpose_a`").and(flag(raw.transpose_b, "`transpose_b`")).map(drop);
+    let batch = flag(raw.has_batch, "`has_batch`").map(drop);
+    types.and(flags).and(batch).err().unwrap_or_default()
 }
 
 fn raw_descriptor(descriptor: Option<&Descriptor>) -> i32 {

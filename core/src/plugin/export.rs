@@ -4,6 +4,7 @@
 //! their way through, and log lines are handed to the program.
 
 use std::ffi::CStr;
+use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -251,9 +252,10 @@ static TOLD: OnceLock<Told> = OnceLock::new();
 /// `host` is null or good for as many bytes as it says.
 pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const RawPlugin {
     let inside = || {
+        let mut spare = MaybeUninit::uninit();
         // SAFETY: the caller vouches.
-        if let Ok(RawHost { log: Some(log), .. }) = unsafe { read_sized(host) } {
-            logging::forward_to(log);
+        if let Ok(RawHost { log: Some(log), .. }) = unsafe { read_sized(host, &mut spare) } {
+            logging::forward_to(*log);
         }
         let told = TOLD.get_or_init(|| Told {
             export,
@@ -282,8 +284,9 @@ unsafe extern "C" fn table(version: u32) -> *const Table {
 /// The pointers are null or good for what the header says of them.
 unsafe extern "C" fn open(request: *const RawOpen, backend: *mut *mut RawBackend, error: *mut RawError) -> i32 {
     answering(error, || {
+        let mut spare = MaybeUninit::uninit();
         // SAFETY: the caller vouches.
-        let request = unsafe { read_sized(request) }.map_err(unanswered)?;
+        let request = unsafe { read_sized(request, &mut spare) }.map_err(unanswered)?;
         let (Some(told), Some(program)) = (TOLD.get(), BackendTag::from_number(request.tag)) else {
             return Err(unanswered("opened before the entry point was called, or with the tag 0".to_owned()));
         };

@@ -49,11 +49,11 @@ impl Imported {
         }
         let mut capabilities = Vec::with_capacity(count as usize);
         for device in 0..count {
-            let info = link.device_info(link.backend(), device)?;
+            let info = link.device_info(link.backend(), &device)?;
             if info.ordinal != device {
                 return Err(broken(&link, "device_info", &format!("the ordinal {} for device {device}", info.ordinal)));
             }
-            let claimed = link.capabilities(link.backend(), device)?;
+            let claimed = link.capabilities(link.backend(), &device)?;
             let held = hold_to(&link, claimed);
             if held != claimed && device == 0 {
                 warn(format!("claims abilities that its table has no slots for: {}", difference(&claimed, &held)));
@@ -129,7 +129,7 @@ unsafe impl Backend for Imported {
     }
 
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.link.device_info(self.link.backend(), device)
+        self.link.device_info(self.link.backend(), &device)
     }
 
     fn capabilities(&self, device: u32) -> Result<Capabilities> {
@@ -144,7 +144,7 @@ unsafe impl Backend for Imported {
     }
 
     fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.link.memory_info(self.link.backend(), device)
+        self.link.memory_info(self.link.backend(), &device)
     }
 
     fn live_objects(&self) -> LiveObjects {
@@ -156,116 +156,116 @@ unsafe impl Backend for Imported {
     }
 
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
-        self.link.create_stream(self.link.backend(), device, *options)
+        self.link.create_stream(self.link.backend(), &device, options)
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        self.link.destroy_stream(self.link.backend(), stream)
+        self.link.destroy_stream(self.link.backend(), &stream)
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.link.query_stream(self.link.backend(), stream)
+        self.link.query_stream(self.link.backend(), &stream)
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.link.synchronize_stream(self.link.backend(), stream)
+        self.link.synchronize_stream(self.link.backend(), &stream)
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
-        self.link.synchronize_device(self.link.backend(), device)
+        self.link.synchronize_device(self.link.backend(), &device)
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        self.link.stream_wait_event(self.link.backend(), stream, event)
+        self.link.stream_wait_event(self.link.backend(), &stream, &event)
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
-        self.link.raw_stream(self.link.backend(), stream)
+        self.link.raw_stream(self.link.backend(), &stream)
     }
 
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
-        self.link.stream_from_raw(self.link.backend(), device, raw)
+        self.link.stream_from_raw(self.link.backend(), &device, &raw)
     }
 
     fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
-        self.link.create_event(self.link.backend(), device, *options)
+        self.link.create_event(self.link.backend(), &device, options)
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.link.destroy_event(self.link.backend(), event)
+        self.link.destroy_event(self.link.backend(), &event)
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        self.link.record_event(self.link.backend(), event, stream)
+        self.link.record_event(self.link.backend(), &event, &stream)
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
-        self.link.query_event(self.link.backend(), event)
+        self.link.query_event(self.link.backend(), &event)
     }
 
     fn synchronize_event(&self, event: EventId) -> Result<()> {
-        self.link.synchronize_event(self.link.backend(), event)
+        self.link.synchronize_event(self.link.backend(), &event)
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
-        self.link.event_elapsed_ns(self.link.backend(), start, end)
+        self.link.event_elapsed_ns(self.link.backend(), &start, &end)
     }
 
     fn raw_event(&self, event: EventId) -> Result<u64> {
-        self.link.raw_event(self.link.backend(), event)
+        self.link.raw_event(self.link.backend(), &event)
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
-        self.link.event_from_raw(self.link.backend(), device, raw)
+        self.link.event_from_raw(self.link.backend(), &device, &raw)
     }
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        self.link.allocate(self.link.backend(), device, *options)
+        self.link.allocate(self.link.backend(), &device, options)
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        self.link.free(self.link.backend(), device, ptr, stream)
+        self.link.free(self.link.backend(), &device, &ptr, &stream)
     }
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        self.link.copy(self.link.backend(), *copy, stream)
+        self.link.copy(self.link.backend(), copy, &stream)
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        self.link.fill(self.link.backend(), *fill, stream)
+        self.link.fill(self.link.backend(), fill, &stream)
     }
 
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
-        self.link.begin_capture(self.link.backend(), stream, mode)
+        self.link.begin_capture(self.link.backend(), &stream, &mode)
     }
 
     unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
-        self.link.end_capture(self.link.backend(), stream)
+        self.link.end_capture(self.link.backend(), &stream)
     }
 
     fn is_capturing(&self, stream: StreamId) -> Result<bool> {
-        self.link.is_capturing(self.link.backend(), stream)
+        self.link.is_capturing(self.link.backend(), &stream)
     }
 
     fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
-        self.link.instantiate_graph(self.link.backend(), graph)
+        self.link.instantiate_graph(self.link.backend(), &graph)
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
-        self.link.launch_graph(self.link.backend(), graph, stream)
+        self.link.launch_graph(self.link.backend(), &graph, &stream)
     }
 
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {
-        self.link.destroy_graph(self.link.backend(), graph)
+        self.link.destroy_graph(self.link.backend(), &graph)
     }
 
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
-        self.link.destroy_graph_exec(self.link.backend(), graph)
+        self.link.destroy_graph_exec(self.link.backend(), &graph)
     }
 
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
         let link = &self.link;
-        let handle = link.create_handle(link.backend(), device, *options)?.0;
+        let handle = link.create_handle(link.backend(), &device, options)?.0;
         Ok(Box::new(ImportedHandle { link: Arc::clone(link), handle, kind: options.kind, device }))
     }
 
@@ -301,35 +301,35 @@ impl BlasHandle for ImportedHandle {
     }
 
     fn set_stream(&mut self, stream: StreamId) -> Result<()> {
-        self.link.handle_set_stream(self.handle.as_ptr(), stream)
+        self.link.handle_set_stream(self.handle.as_ptr(), &stream)
     }
 
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
-        self.link.handle_set_workspace(self.handle.as_ptr(), workspace)
+        self.link.handle_set_workspace(self.handle.as_ptr(), &workspace)
     }
 
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
-        self.link.handle_set_math_mode(self.handle.as_ptr(), mode)
+        self.link.handle_set_math_mode(self.handle.as_ptr(), &mode)
     }
 
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
-        self.link.handle_set_atomics_mode(self.handle.as_ptr(), mode)
+        self.link.handle_set_atomics_mode(self.handle.as_ptr(), &mode)
     }
 
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
-        self.link.handle_gemm(self.handle.as_ptr(), *gemm)
+        self.link.handle_gemm(self.handle.as_ptr(), gemm)
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
-        self.link.create_plan(self.handle.as_ptr(), *options)
+        self.link.create_plan(self.handle.as_ptr(), options)
     }
 
     unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
-        self.link.run_plan(self.handle.as_ptr(), plan, *arguments)
+        self.link.run_plan(self.handle.as_ptr(), &plan, arguments)
     }
 
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
-        self.link.destroy_plan(self.handle.as_ptr(), plan)
+        self.link.destroy_plan(self.handle.as_ptr(), &plan)
     }
 
     fn raw(&self) -> u64 {
@@ -362,23 +362,23 @@ struct ImportedHost {
 // SAFETY: as for `Imported`; that blocks are not null and aligned is checked.
 unsafe impl HostAllocator for ImportedHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
-        self.link.host_allocate(self.link.backend(), bytes, *options)
+        self.link.host_allocate(self.link.backend(), &bytes, options)
     }
 
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        self.link.host_free(self.link.backend(), ptr)
+        self.link.host_free(self.link.backend(), &ptr)
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
-        self.link.host_register(self.link.backend(), ptr, bytes, *options)
+        self.link.host_register(self.link.backend(), &ptr, &bytes, options)
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        self.link.host_unregister(self.link.backend(), ptr)
+        self.link.host_unregister(self.link.backend(), &ptr)
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        self.link.host_device_address(self.link.backend(), ptr, device)
+        self.link.host_device_address(self.link.backend(), &ptr, &device)
     }
 }
 
@@ -390,22 +390,22 @@ struct ImportedSharing {
 
 impl IpcSharing for ImportedSharing {
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
-        self.link.export_memory(self.link.backend(), device, ptr, transport)
+        self.link.export_memory(self.link.backend(), &device, &ptr, &transport)
     }
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
-        self.link.open_memory(self.link.backend(), device, handle.clone())
+        self.link.open_memory(self.link.backend(), &device, handle)
     }
 
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
-        self.link.close_memory(self.link.backend(), device, ptr)
+        self.link.close_memory(self.link.backend(), &device, &ptr)
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {
-        self.link.export_event(self.link.backend(), event)
+        self.link.export_event(self.link.backend(), &event)
     }
 
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
-        self.link.open_event(self.link.backend(), device, handle.clone())
+        self.link.open_event(self.link.backend(), &device, handle)
     }
 }

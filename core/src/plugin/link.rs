@@ -220,7 +220,7 @@ macro_rules! call {
     ($link:ident, $operation:literal, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*)) => {{
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
-        $(let $argument = <$type as Argument>::form(&$argument);)*
+        $(let $argument = <$type as Argument>::form($argument);)*
         let error = error_room();
         // SAFETY: the receiver is the backend's or a live handle of it, the arguments are as the header says, and what they
         // point to lives until the call returns. What the plugin makes of them is what whoever loaded it vouches for.
@@ -230,7 +230,7 @@ macro_rules! call {
     ($link:ident, $operation:literal, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*), $answer:ty) => {{
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
-        $(let $argument = <$type as Argument>::form(&$argument);)*
+        $(let $argument = <$type as Argument>::form($argument);)*
         let mut answer = <$answer as Answer>::empty();
         let error = error_room();
         // SAFETY: as above; there is room for the answer.
@@ -264,7 +264,7 @@ macro_rules! calls {
                 pub(super) fn $name(
                     self: &Arc<Self>,
                     $receiver: *mut receiver_type!($receiver)
-                    $(, $argument: $type)*
+                    $(, $argument: &$type)*
                 ) -> Result<answer_type!($($answer)?)> {
                     call!(self, $operation, $name, $receiver, ($($argument: $type),*) $(, $answer)?)
                 }
@@ -303,7 +303,7 @@ impl Drop for DescriptorRelease {
     fn drop(&mut self) {
         // In a process that exits or was forked there is nobody to tell.
         if self.link.enter("release_descriptor").is_ok()
-            && let Err(error) = self.link.release_descriptor(self.link.backend(), self.token)
+            && let Err(error) = self.link.release_descriptor(self.link.backend(), &self.token)
         {
             tracing::warn!("a descriptor could not be released: {error}");
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_char;
 use std::fmt;
-use std::io::Read as _;
+use std::mem::MaybeUninit;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::elf;
 use super::import::Imported;
 use super::link::{Link, Poison, error_room, failure};
 use super::logging;
@@ -309,35 +310,12 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     if !metadata.is_file() {
         return Err(other("it is no file"));
     }
-    let mut header = Vec::with_capacity(20);
     let opened = std::fs::File::open(&file).map_err(|error| unread(&error))?;
-    opened.take(20).read_to_end(&mut header).map_err(|error| unread(&error))?;
-    if let Some(what) = wrong_platform(&header) {
+    if let Some(what) = elf::wrong(&opened, metadata.len()).map_err(|error| unread(&error))? {
         return Err(other(&what));
     }
     let key = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec());
     Ok((file, key))
-}
-
-/// What is wrong with the first 20 bytes of a library for this machine, if anything is.
-fn wrong_platform(header: &[u8]) -> Option<String> {
-    /// `EM_X86_64` and `EM_AARCH64`.
-    const MACHINES: [(&str, u16); 2] = [("x86_64", 62), ("aarch64", 183)];
-    let [0x7f, b'E', b'L', b'F', class, order, _, _, _, _, _, _, _, _, _, _, kind, _, machine @ ..] = header else {
-        return Some("it is no library (it does not begin as an ELF file)".to_owned());
-    };
-    let (&[low, high], (2, 1)) = (machine, (*class, *order)) else {
-        return Some("it is a library for a machine of another word size or byte order".to_owned());
-    };
-    let machine = u16::from_le_bytes([low, high]);
-    let ours = std::env::consts::ARCH;
-    if !MACHINES.contains(&(ours, machine)) {
-        let theirs = MACHINES.iter().find(|(_, number)| *number == machine).map(|(name, _)| (*name).to_owned());
-        let theirs = theirs.unwrap_or_else(|| format!("machine {machine}"));
-        return Some(format!("it is a library for {theirs}, and this program is for {ours}"));
-    }
-    // `ET_DYN`.
-    (*kind != 3).then(|| format!("it is no shared library (an ELF file of type {kind})"))
 }
 
 /// What the entry point gave.
@@ -372,12 +350,13 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
             return Err((entered(message, "report it to the plugin's maker; restart the process to try again"), hangs));
         }
     };
+    let mut spare = MaybeUninit::uninit();
     // SAFETY: the entry point answers with null or a struct as large as it says (the contract of the header).
-    let plugin = unsafe { read_sized(plugin) }.map_err(|what| {
+    let plugin = unsafe { read_sized(plugin, &mut spare) }.map_err(|what| {
         let message = format!("{shown}: the entry point `{ENTRY_POINT}` answered with {what}");
         (entered(message, "report it to the plugin's maker"), false)
     })?;
-    Ok(plugin)
+    Ok(*plugin)
 }
 
 fn call_entry(file: &Path) -> Result<Entered, Refusal> {
@@ -522,28 +501,6 @@ unsafe fn read_table(pointer: *const Table) -> Result<Table, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn elf(class: u8, order: u8, kind: u8, machine: u16) -> Vec<u8> {
-        let mut header = vec![0x7f, b'E', b'L', b'F', class, order];
-        header.resize(16, 0);
-        header.extend([kind, 0]);
-        header.extend(machine.to_le_bytes());
-        header
-    }
-
-    #[test]
-    fn files_for_other_machines_are_told_apart() {
-        let ours = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
-        assert_eq!(wrong_platform(&elf(2, 1, 3, ours)), None);
-        let wrong = |header: &[u8]| wrong_platform(header).unwrap();
-        assert!(wrong(b"#!/bin/sh\necho no library").contains("no library"));
-        assert!(wrong(b"\x7fELF").contains("no library"));
-        assert!(wrong(&elf(1, 1, 3, 3)).contains("word size"));
-        assert!(wrong(&elf(2, 2, 3, ours)).contains("byte order"));
-        assert!(wrong(&elf(2, 1, 3, 62 + 183 - ours)).contains("this program is for"));
-        assert!(wrong(&elf(2, 1, 3, 8)).contains("machine 8"));
-        assert!(wrong(&elf(2, 1, 2, ours)).contains("no shared library"));
-    }
 
     #[test]
     fn what_is_no_file_is_refused_before_it_is_opened() {

@@ -36,11 +36,12 @@
 //!
 //! # Where what is
 //! - `table`: the list of operations, from which the rest is made; `raw`, `codes`: the structs and numbers that cross
-//! - `cross`: how each value crosses; `export`, `link`, `import`: the two ends; `load`: from the file to the table
+//! - `cross`: how each value crosses; `export`, `link`, `import`: the two ends; `elf`, `load`: from the file to the table
 //! - `header`: `highwater.h`; `logging`: log lines on their way to the program
 
 mod codes;
 mod cross;
+mod elf;
 mod export;
 mod header;
 mod import;

@@ -4,6 +4,7 @@
 //! the end. Each struct carries a description of itself, from which the header and the layout test are made.
 
 use std::ffi::{c_char, c_void};
+use std::mem::MaybeUninit;
 
 /// One field of a struct that crosses, as C sees it.
 #[derive(Debug, Clone)]
@@ -142,27 +143,29 @@ pub(super) unsafe trait Sized64: Copy {
 /// Far more than any struct will have.
 pub(super) const MOST_BYTES: u64 = 1 << 16;
 
-/// Reads a struct of whoever is on the other side. A shorter one means zeros for the rest; a longer one has to be zero where
-/// this side does not know it.
+/// Reads a struct of whoever is on the other side, where it lies. A shorter one means zeros for the rest; a longer one has to be
+/// zero where this side does not know it. One of another size is read into `spare`.
 ///
 /// # Errors
 /// What is wrong with it.
 ///
 /// # Safety
-/// `pointer` is null, or there are as many readable bytes as its first eight say, and at least these.
+/// `pointer` is null, or there are as many readable bytes as its first eight say, and at least these. Nobody writes them as long
+/// as the answer is used.
 #[inline]
-pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T) -> Result<T, String> {
+pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T, spare: &mut MaybeUninit<T>) -> Result<&T, String> {
     if pointer.is_null() || !pointer.is_aligned() {
         return Err(format!("a pointer to `{}` that is null or not aligned", T::NAME));
     }
     // SAFETY: the struct begins with its size, and the pointer is good for that (the caller vouches).
     let bytes = unsafe { pointer.cast::<u64>().read() };
     if bytes == size_of::<T>() as u64 {
-        // SAFETY: there are so many bytes, and any bytes are a value (`Sized64`).
-        return Ok(unsafe { pointer.read() });
+        // Not copied: wide loads of what was just stored in pieces would wait for those stores.
+        // SAFETY: there are so many bytes, any bytes are a value (`Sized64`), and nobody writes them (the caller vouches).
+        return Ok(unsafe { &*pointer });
     }
     // SAFETY: as above; `bytes` is what it says.
-    unsafe { read_other(pointer, bytes) }
+    unsafe { read_other(pointer, bytes, spare) }
 }
 
 /// [`read_sized`] for a struct of another version.
@@ -170,9 +173,10 @@ pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T) -> Result<T, Stri
 /// # Safety
 /// `pointer` is aligned, and there are `bytes` readable bytes, if no more than [`MOST_BYTES`].
 #[cold]
-unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64) -> Result<T, String> {
+unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64, spare: &mut MaybeUninit<T>) -> Result<&T, String> {
     if bytes < T::FIRST_BYTES as u64 || bytes > MOST_BYTES {
-        return Err(format!("a `{}` that says it has {bytes} bytes; expected are {} or more", T::NAME, T::FIRST_BYTES));
+        let (name, least) = (T::NAME, T::FIRST_BYTES);
+        return Err(format!("a `{name}` that says it has {bytes} bytes; expected are {least} or more"));
     }
     let (given, known) = (bytes as usize, size_of::<T>());
     // SAFETY: there are so many bytes, and nobody writes them during the call.
@@ -180,12 +184,12 @@ unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64) -> Result<T, Str
     if let Some(place) = given.iter().skip(known).position(|&byte| byte != 0) {
         return Err(format!("a `{}` that uses byte {}, which this side does not know", T::NAME, known + place));
     }
-    let mut value = std::mem::MaybeUninit::<T>::zeroed();
+    *spare = MaybeUninit::zeroed();
     let common = given.len().min(known);
-    // SAFETY: both have `common` bytes, and the value is this function's own.
-    unsafe { std::ptr::copy_nonoverlapping(given.as_ptr(), value.as_mut_ptr().cast::<u8>(), common) };
+    // SAFETY: both have `common` bytes, and they are apart.
+    unsafe { std::ptr::copy_nonoverlapping(given.as_ptr(), spare.as_mut_ptr().cast::<u8>(), common) };
     // SAFETY: all bytes are initialised, and any bytes are a value (`Sized64`).
-    Ok(unsafe { value.assume_init() })
+    Ok(unsafe { spare.assume_init_ref() })
 }
 
 /// Writes an answer into the struct of the caller, as far as that reaches; its size becomes what was written.
@@ -743,21 +747,19 @@ mod tests {
         }
         let known = RawStreamOptions { size: 24, priority: 2, reserved: 0 };
         let mut longer = Longer { known, more: 0 };
-        // SAFETY: the struct is as long as it says.
-        let read = unsafe { read_sized(std::ptr::from_ref(&longer).cast::<RawStreamOptions>()) }.unwrap();
-        assert_eq!(read.priority, 2);
+        let read = |options: *const RawStreamOptions| {
+            // SAFETY: the structs are null, as long as they say, or say a size that is refused before more is read.
+            unsafe { read_sized(options, &mut MaybeUninit::uninit()) }.map(|options| options.priority)
+        };
+        assert_eq!(read((&raw const longer).cast()).unwrap(), 2);
         longer.more = 1 << 8;
-        // SAFETY: as above.
-        let error = unsafe { read_sized(std::ptr::from_ref(&longer).cast::<RawStreamOptions>()) }.unwrap_err();
+        let error = read((&raw const longer).cast()).unwrap_err();
         assert!(error.contains("byte 17"), "{error}");
         for size in [0, 15, u64::MAX] {
-            let wrong = RawStreamOptions { size, ..known };
-            // SAFETY: nothing is read beyond the size of a struct that is refused.
-            let error = unsafe { read_sized(&raw const wrong) }.unwrap_err();
+            let error = read(&RawStreamOptions { size, ..known }).unwrap_err();
             assert!(error.contains(&size.to_string()) && error.contains("hw_stream_options"), "{error}");
         }
-        // SAFETY: null is allowed.
-        assert!(unsafe { read_sized(std::ptr::null::<RawStreamOptions>()) }.is_err());
+        assert!(read(std::ptr::null()).is_err());
     }
 
     #[test]
