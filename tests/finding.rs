@@ -54,9 +54,21 @@ impl Home {
     fn library(&self, name: &str, code: &str, arguments: &[&str]) {
         let source = self.0.join(format!("{name}.c"));
         fs::write(&source, code).unwrap();
+        self.build(name, &source, arguments);
+    }
+
+    /// A real plugin, which calls itself `test` and is wrong in this way, and a manifest for it.
+    fn plugin(&self, name: &str, wrong: &str) {
+        let core = concat!(env!("CARGO_MANIFEST_DIR"), "/core");
+        let header = format!("-DHEADER=\"{core}/include/highwater.h\"");
+        let source = format!("{core}/tests/plugin/plugin.c");
+        self.build(name, source.as_ref(), &[&header, &format!("-DWRONG={wrong}"), "-fvisibility=hidden"]);
+    }
+
+    fn build(&self, name: &str, source: &Path, arguments: &[&str]) {
         let library = self.plugins().join(format!("{name}.so"));
-        let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source).args(arguments);
+        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        compiler.args(["-std=gnu11", "-shared", "-fPIC", "-w", "-o"]).arg(&library).args(arguments).arg(source);
         let output = compiler.output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         fs::set_permissions(&library, Permissions::from_mode(0o755)).unwrap();
@@ -175,6 +187,7 @@ fn every_broken_plugin_is_told_with_its_reason_and_harms_nobody() {
     home.write("foreign.so", foreign_elf());
     home.manifest("foreign", "foreign.so");
     home.manifest("gone", "nowhere.so");
+    home.manifest("mock", "nowhere.so");
     home.library("plain", PLAIN, &[]);
     home.library("unresolved", "int nobody_has_this(void); int f(void) { return nobody_has_this(); }", &["-Wl,-z,now"]);
     home.library("crashes", "#include <stdlib.h>\n__attribute__((constructor)) void c(void) { abort(); }", &[]);
@@ -209,6 +222,9 @@ fn every_broken_plugin_is_told_with_its_reason_and_harms_nobody() {
     ] {
         assert_said(&object, &home, name, outcome, reason);
     }
+    // One that could never be meant stands behind all others.
+    let mocks = object["backends"].as_array().unwrap().iter().filter(|backend| backend["name"] == "mock");
+    assert_eq!(mocks.map(|mock| mock["origin"].as_str().unwrap()).next(), Some("built in"), "{object}");
     let table = home.run(&["doctor"], &[]);
     assert_eq!(table.code, Some(0), "{}", table.stderr);
     for words in ["wrong platform", "no entry point", "symbol missing", "invalid manifest", "not permitted", "hint: "] {
@@ -312,4 +328,64 @@ fn a_probe_answers_in_one_object_whatever_the_plugin_prints() {
         "{object}"
     );
     assert!(run.stderr.contains("hello"), "{}", run.stderr);
+}
+
+// ---------------------------------------------------------------- plugins that load
+
+#[test]
+fn a_plugin_that_works_is_usable_by_name_by_path_and_by_the_variable() {
+    let home = Home::new();
+    home.plugin("test", "NOTHING");
+    let run = home.run(&["doctor", "--json"], &[]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    let plugin = said(&object, &home, "test");
+    assert_eq!((&plugin["outcome"], &plugin["usable"]), (&"usable".into(), &true.into()), "{plugin}");
+    assert_eq!(plugin["devices"].as_array().unwrap().len(), 1, "{plugin}");
+    assert!(object["usable"].as_array().unwrap().contains(&"test".into()), "{object}");
+    let table = home.run(&["doctor"], &[]);
+    assert!(table.stdout.contains("test.toml") && table.stdout.contains("device 0: "), "{}", table.stdout);
+
+    // In this process too.
+    let folder = highwater::OpenOptions::new().with_search_folder(home.plugins());
+    for options in [folder.clone().with_name("test"), folder.with_path(home.plugins().join("test.so"))] {
+        let opened = options.open().unwrap();
+        assert_eq!(opened.backend.identity().name, "test");
+        let taken = opened.report.taken().unwrap();
+        assert_eq!((taken.name.as_str(), taken.origin.library()), ("test", Some(&*home.plugins().join("test.so"))));
+    }
+    // It has no hardware behind it, so nobody gets it without asking for it.
+    let best = home.run(&["--workers", "0"], &[]);
+    assert_eq!(best.code, Some(0), "{}", best.stderr);
+    assert!(best.stderr.contains("not test: usable: it opens, but is no real device"), "{}", best.stderr);
+    // Its device multiplies nothing, so the answer is wrong: it was this one that was used, and no other.
+    let path = home.plugins().join("test.so").display().to_string();
+    let by_name = home.run(&["--workers", "0", "--backend", "test"], &[]);
+    let by_path = home.run(&["--workers", "0"], &[("HIGHWATER_BACKEND", &path)]);
+    for (run, reason) in [(by_name, "`test` was asked for"), (by_path, "was asked for by HIGHWATER_BACKEND")] {
+        assert_eq!(run.code, Some(1), "{}", run.stderr);
+        assert!(run.stderr.contains("backend test: ") && run.stderr.contains(reason), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn a_plugin_that_breaks_the_rules_is_told_by_its_fault() {
+    let home = Home::new();
+    for (name, wrong) in [
+        ("refuses", "ENTRY_NULL"),
+        ("newer", "VERSIONS_ABOVE"),
+        ("lacking", "SLOT_CAPTURE_NULL"),
+        ("empty", "NO_DEVICE"),
+        ("other", "NOTHING"),
+        ("hanging", "ENTRY_HANGS"),
+    ] {
+        home.plugin(name, wrong);
+    }
+    let object = home.run(&["doctor", "--json", "--load-limit", "2"], &[]).object();
+    assert_said(&object, &home, "refuses", "failed", "refused");
+    assert_said(&object, &home, "newer", "version out of range", "2 to 9");
+    assert_said(&object, &home, "lacking", "bad table", "slot");
+    assert_said(&object, &home, "empty", "no device", "");
+    assert_said(&object, &home, "other", "invalid manifest", "calls itself `test`");
+    assert_said(&object, &home, "hanging", "hung in the probe", "within 2s");
 }

@@ -893,8 +893,8 @@ fn doctor_names_every_backend_and_what_was_tried() {
 fn doctor_counts_a_broken_mock_as_unusable() {
     let run = highwater_on("devices=none", &["doctor", "--json"]);
     let object = run.object();
-    let mock = object["backends"].as_array().unwrap().last().unwrap();
-    assert_eq!((&mock["name"], &mock["origin"]), (&"mock".into(), &"built in".into()));
+    let is_mock = |backend: &&Value| backend["name"] == "mock" && backend["origin"] == "built in";
+    let mock = object["backends"].as_array().unwrap().iter().find(is_mock).unwrap();
     assert_eq!((&mock["usable"], &mock["outcome"]), (&false.into(), &"failed".into()), "{mock}");
     assert!(mock["reason"].as_str().unwrap().contains("`devices` is `none`"), "{mock}");
     let nothing_usable = object["usable"].as_array().unwrap().is_empty();

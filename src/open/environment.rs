@@ -1,7 +1,9 @@
 //! What the process says about where to look: variables, the executable, and whose process it is.
 
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+#[cfg(feature = "plugins")]
+use std::path::Path;
+use std::path::PathBuf;
 
 /// The variables that count, in the order of the documentation.
 const VARIABLES: [&str; 6] = [BACKEND, PLUGIN_PATH, DATA_HOME, HOME, ALLOW_INSECURE, PROBING];
@@ -15,6 +17,7 @@ pub(super) const ALLOW_INSECURE: &str = "HIGHWATER_ALLOW_INSECURE_PLUGINS";
 pub(super) const PROBING: &str = "HIGHWATER_PROBING";
 
 #[derive(Debug, Clone, Default)]
+#[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "most of it concerns plugins"))]
 pub(super) struct Environment {
     variables: Vec<(&'static str, OsString)>,
     /// Whether the program has more rights than who started it, whose variables then do not count.
@@ -45,6 +48,7 @@ impl Environment {
     }
 
     /// The folder of the executable.
+    #[cfg(feature = "plugins")]
     pub(super) fn executable_folder(&self) -> Option<&Path> {
         self.executable.as_deref()?.parent()
     }

@@ -21,6 +21,7 @@ pub(super) const LOAD_LIMIT: Duration = Duration::from_secs(10);
 /// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
+#[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "most of it concerns plugins"))]
 pub struct OpenOptions {
     pub(super) name: Option<String>,
     pub(super) path: Option<PathBuf>,

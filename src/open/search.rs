@@ -120,7 +120,11 @@ impl<'a> Search<'a> {
         let (plugins, found) = self.finder(every).all();
         places.extend(found);
         let before = contenders.iter().position(|one| one.real == Some(false)).unwrap_or(contenders.len());
+        // Those that a built-in backend comes before are never tried, and stand last.
+        let (last, plugins): (Vec<_>, Vec<_>) =
+            plugins.into_iter().partition(|plugin| super::backends().contains(&plugin.name.as_str()));
         contenders.splice(before..before, plugins);
+        contenders.extend(last);
     }
 
     #[cfg(not(feature = "plugins"))]

@@ -33,10 +33,15 @@ use super::environment::Environment;
 use super::report::{Origin, Outcome, Place, PlaceKind};
 use super::{OPERATION, OpenOptions};
 
+/// Loads the plugin of a file, within a limit, and opens it.
+type Load = dyn Fn(&Path, Duration) -> Result<Loaded, Failure>;
+/// Has a program probe the plugin of a file, within a limit.
+type Probe = dyn Fn(&Path, &Path, Duration) -> Probed;
+
 /// What touches plugins, which tests replace.
 pub(super) struct Means {
-    load: Box<dyn Fn(&Path, Duration) -> Result<Loaded, Failure>>,
-    probe: Box<dyn Fn(&Path, &Path, Duration) -> Probed>,
+    load: Box<Load>,
+    probe: Box<Probe>,
 }
 
 impl Means {

@@ -61,9 +61,10 @@ impl World {
         candidate
     }
 
-    fn at(&self, path: &Path, name: Option<&str>) -> Result<Opened, Candidate> {
+    fn at(&self, path: &Path, name: Option<&str>) -> Result<Opened, Box<Candidate>> {
         let contender = [self.finder().at(path, name)];
-        choice::only(&contender, Vec::new(), 0, "asked").map_err(|mut error| error.report.candidates.remove(0))
+        choice::only(&contender, Vec::new(), 0, "asked")
+            .map_err(|mut error| Box::new(error.report.candidates.remove(0)))
     }
 }
 
