@@ -152,17 +152,26 @@ fn start(prober: &Path, file: &Path) -> io::Result<Running> {
     }
 }
 
+/// How a child ended.
+#[derive(Debug, Clone, Copy)]
+enum End {
+    Itself(ExitStatus),
+    /// Itself, and nobody knows how: the process ignores the ends of its children, or waits for all of them somewhere else.
+    Unknown,
+    /// It had to be killed.
+    Killed,
+}
+
 /// What was seen of a child.
 struct Seen {
-    /// How it ended; `None` where it had to be killed.
-    end: Option<ExitStatus>,
+    end: End,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
 }
 
 impl Running {
     fn watch(mut self, limit: Duration) -> io::Result<Seen> {
-        let mut seen = Seen { end: None, stdout: Vec::new(), stderr: Vec::new() };
+        let mut seen = Seen { end: End::Killed, stdout: Vec::new(), stderr: Vec::new() };
         let mut stdout = self.child.stdout.take();
         let mut stderr = self.child.stderr.take();
         for pipe in [stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)].into_iter().flatten() {
@@ -185,7 +194,9 @@ impl Running {
             }
         };
         let end = self.stop();
-        seen.end = end.filter(|_| has_ended);
+        if has_ended {
+            seen.end = end.map_or(End::Unknown, End::Itself);
+        }
         Ok(seen)
     }
 
@@ -247,22 +258,30 @@ impl Seen {
         let stdout = String::from_utf8_lossy(&self.stdout);
         let said = self.last_words();
         let Some(answer) = stdout.strip_prefix(BEGINNING) else {
-            let end = self.end.map_or_else(|| format!("nothing within {limit:?}"), |end| end.to_string());
+            let end = match self.end {
+                End::Itself(status) => status.to_string(),
+                End::Unknown => "it ended".to_owned(),
+                End::Killed => format!("nothing within {limit:?}"),
+            };
             return Probed::Impossible(format!("`{}` does not probe ({end}){said}", prober.display()));
         };
         let answer: Option<Value> = serde_json::from_str(&format!("{{{answer}")).ok();
         let refuse = |outcome, reason: String| Probed::Refused(failure(outcome, reason, ""));
         let while_ =
             if answer.is_some() { "when its process ended, after it had answered" } else { "while it was opened" };
+        let crashed = |how: &dyn std::fmt::Display| {
+            refuse(Outcome::CrashedInProbe, format!("its process ended with {how}, {while_}{said}"))
+        };
         match (self.end, answer) {
-            (None, _) => {
+            (End::Killed, _) => {
                 refuse(Outcome::HungInProbe, format!("it did not come to an end within {limit:?}, {while_}{said}"))
             }
-            (Some(end), Some(answer)) if end.success() => match read_answer(&answer) {
-                Some(probed) => probed,
-                None => Probed::Impossible(format!("`{}` answers in a way of another version", prober.display())),
-            },
-            (Some(end), _) => refuse(Outcome::CrashedInProbe, format!("its process ended with {end}, {while_}{said}")),
+            (End::Itself(status), Some(_)) if !status.success() => crashed(&status),
+            (_, Some(answer)) => read_answer(&answer).unwrap_or_else(|| {
+                Probed::Impossible(format!("`{}` answers in a way of another version", prober.display()))
+            }),
+            (End::Itself(status), None) => crashed(&status),
+            (End::Unknown, None) => crashed(&"no answer"),
         }
     }
 
@@ -517,9 +536,14 @@ mod tests {
         assert_eq!((&whole["probe"], &whole["opened"]), (&1.into(), &false.into()), "{whole}");
         assert_eq!(whole["file"], file.display().to_string());
         let end = std::os::unix::process::ExitStatusExt::from_raw(0);
-        let seen = Seen { end: Some(end), stdout: out, stderr: Vec::new() };
+        let mut seen = Seen { end: End::Itself(end), stdout: out, stderr: Vec::new() };
         let (outcome, message, hint) = refused(seen.judge(Path::new("/p"), LONG));
         assert_eq!(outcome, Outcome::WrongPlatform);
         assert!(!message.is_empty() && !hint.is_empty());
+        // The same where nobody knows how the child ended; without a whole answer it counts as a crash.
+        seen.end = End::Unknown;
+        assert_eq!(refused(seen.judge(Path::new("/p"), LONG)).0, Outcome::WrongPlatform);
+        seen.stdout.truncate(BEGINNING.len());
+        assert_eq!(refused(seen.judge(Path::new("/p"), LONG)).0, Outcome::CrashedInProbe);
     }
 }
