@@ -145,6 +145,23 @@ fn taking_a_pooled_handle_again_does_not_cross_the_table() {
     assert_eq!(count(), before);
 }
 
+#[test]
+fn a_forked_child_opens_nothing_of_its_parents_plugins() {
+    let plugin = loaded("NOTHING").unwrap();
+    // SAFETY: the child makes one call, which looks at a page and makes an error, and ends with `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let refused = plugin.open().is_err_and(|refusal| refusal.error.kind() == ErrorKind::Forked);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child made above.
+    unsafe { libc::waitpid(pid, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert!(plugin.open().is_ok());
+}
+
 // ------------------------------------------------------------------------------------------------------------- malformed
 
 #[test]
