@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use highwater_core::plugin::{self, LoadOptions, Plugin, Refusal, Stage, load};
@@ -31,24 +31,46 @@ fn compile(arguments: &[&str], output: &Path) {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
 }
 
-/// Builds the plugin that is wrong in this way, in a file of its own.
-fn build_against(header: &str, wrong: &str, name: &str) -> PathBuf {
-    let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.so", std::process::id()));
-    let (header, wrong) = (format!("-DHEADER=\"{header}\""), format!("-DWRONG={wrong}"));
-    let mut arguments = vec!["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-z,nodelete", &header, &wrong];
-    match name {
-        "unresolved" => arguments.push("-DWRONG_UNRESOLVED"),
-        "no_entry" => arguments.push("-DWRONG_NO_ENTRY"),
-        _ => {}
-    }
-    let source = format!("{FOLDER}/plugin.c");
-    arguments.extend(["-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-const-variable", &source]);
-    compile(&arguments, &output);
-    output
+/// A file of this run of the tests.
+fn scratch(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()))
 }
 
-fn build(wrong: &str) -> PathBuf {
-    build_against(HEADER, wrong, &wrong.to_lowercase())
+/// The bytes of the plugin, built against a header.
+fn compile_plugin(header: &str, more: &str) -> Vec<u8> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let output = Built(scratch(&format!("plugin-{}.so", NEXT.fetch_add(1, Ordering::Relaxed))));
+    let (header, source) = (format!("-DHEADER=\"{header}\""), format!("{FOLDER}/plugin.c"));
+    let mut arguments = vec!["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-z,nodelete", &header];
+    arguments.extend(["-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-const-variable", more, &source]);
+    arguments.retain(|argument| !argument.is_empty());
+    compile(&arguments, &output.0);
+    std::fs::read(&output.0).unwrap()
+}
+
+/// The number of a way to be wrong, which is its place in the list of the source.
+fn number_of(wrong: &str) -> u32 {
+    let source = std::fs::read_to_string(format!("{FOLDER}/plugin.c")).unwrap();
+    let list = source.split_once("enum {").unwrap().1.split_once("};").unwrap().0;
+    let without_comments = list.split("*/").map(|part| part.split("/*").next().unwrap()).collect::<String>();
+    let place = without_comments.split(',').position(|name| name.trim() == wrong);
+    u32::try_from(place.unwrap_or_else(|| panic!("there is no way to be wrong called {wrong}"))).unwrap()
+}
+
+/// A copy of the plugin that is wrong in this way, in a file of its own.
+fn copy_of(plugin: &[u8], wrong: &str, name: &str) -> Built {
+    const MARK: &[u8] = b"WRONG-->";
+    let mut bytes = plugin.to_vec();
+    let place = bytes.windows(MARK.len()).position(|window| window == MARK).unwrap() + MARK.len();
+    bytes[place..place + 4].copy_from_slice(&number_of(wrong).to_ne_bytes());
+    let file = Built(scratch(&format!("{name}.so")));
+    std::fs::write(&file.0, bytes).unwrap();
+    file
+}
+
+fn build(wrong: &str, name: &str) -> Built {
+    static PLUGIN: LazyLock<Vec<u8>> = LazyLock::new(|| compile_plugin(HEADER, ""));
+    copy_of(&PLUGIN, wrong, name)
 }
 
 /// A file for one test, which is gone when it is dropped.
@@ -61,7 +83,8 @@ impl Drop for Built {
 }
 
 fn loaded(wrong: &str) -> Result<Arc<Plugin>, Refusal> {
-    let built = Built(build(wrong));
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let built = build(wrong, &format!("{}-{}", wrong.to_lowercase(), NEXT.fetch_add(1, Ordering::Relaxed)));
     load(&built.0, &LoadOptions::new().with_limit(Duration::from_millis(400)))
 }
 
@@ -82,8 +105,7 @@ fn opened(wrong: &str) -> Arc<dyn Backend> {
 
 #[test]
 fn a_plugin_built_against_either_header_says_who_it_is_and_works() {
-    for (header, name) in [(HEADER, "good"), (FIRST_HEADER, "good-first")] {
-        let built = Built(build_against(header, "NOTHING", name));
+    for built in [build("NOTHING", "good"), copy_of(&compile_plugin(FIRST_HEADER, ""), "NOTHING", "good-first")] {
         let plugin = load(&built.0, &LoadOptions::new()).unwrap();
         assert_eq!((plugin.name(), plugin.version(), plugin.vendor()), ("test", "1.0", "Highwater"));
         assert_eq!((plugin.description(), plugin.table_version()), ("A device for tests", 1));
@@ -123,7 +145,7 @@ fn an_entry_point_within_the_limit_is_waited_for() {
 
 #[test]
 fn taking_a_pooled_handle_again_does_not_cross_the_table() {
-    let built = Built(build_against(HEADER, "NOTHING", "counting"));
+    let built = build("NOTHING", "counting");
     let plugin = load(&built.0, &LoadOptions::new()).unwrap();
     // SAFETY: the library is loaded already, and never unloaded.
     let library = unsafe { libloading::Library::new(&built.0) }.unwrap();
@@ -145,12 +167,28 @@ fn taking_a_pooled_handle_again_does_not_cross_the_table() {
     assert_eq!(count(), before);
 }
 
+#[test]
+fn a_forked_child_opens_nothing_of_its_parents_plugins() {
+    let plugin = loaded("NOTHING").unwrap();
+    // SAFETY: the child makes one call, which looks at a page and makes an error, and ends with `_exit`.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let refused = plugin.open().is_err_and(|refusal| refusal.error.kind() == ErrorKind::Forked);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child made above.
+    unsafe { libc::waitpid(pid, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert!(plugin.open().is_ok());
+}
+
 // ------------------------------------------------------------------------------------------------------------- malformed
 
 #[test]
 fn files_that_are_no_libraries_are_refused() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let good = std::fs::read(Built(build_against(HEADER, "NOTHING", "whole")).0.as_path()).unwrap();
+    let good = std::fs::read(&build("NOTHING", "whole").0).unwrap();
     let mut other = good.clone();
     other[18] ^= 0xff;
     let mut executable = good.clone();
@@ -164,7 +202,7 @@ fn files_that_are_no_libraries_are_refused() {
         ("executable", &executable, Stage::Platform),
     ];
     for (name, bytes, stage) in files {
-        let file = Built(folder.join(format!("{name}-{}.so", std::process::id())));
+        let file = Built(scratch(&format!("{name}.so")));
         std::fs::write(&file.0, bytes).unwrap();
         let refusal = load(&file.0, &LoadOptions::new()).unwrap_err();
         assert_eq!(refusal.stage, stage, "{name}: {refusal}");
@@ -174,11 +212,11 @@ fn files_that_are_no_libraries_are_refused() {
 
 #[test]
 fn libraries_that_are_no_plugins_are_refused() {
-    let unresolved = Built(build_against(HEADER, "UNRESOLVED", "unresolved"));
+    let unresolved = copy_of(&compile_plugin(HEADER, "-DWRONG_UNRESOLVED"), "NOTHING", "unresolved");
     let refusal = load(&unresolved.0, &LoadOptions::new()).unwrap_err();
     assert_eq!((refusal.stage, refusal.error.kind()), (Stage::Symbol, ErrorKind::SymbolMissing));
     assert!(refusal.to_string().contains("hw_test_no_such_function"), "the loader's own words: {refusal}");
-    let without = Built(build_against(HEADER, "NOTHING", "no_entry"));
+    let without = copy_of(&compile_plugin(HEADER, "-DWRONG_NO_ENTRY"), "NOTHING", "no-entry");
     let refusal = load(&without.0, &LoadOptions::new()).unwrap_err();
     assert_eq!(refusal.stage, Stage::EntryPoint);
     assert!(refusal.to_string().contains("highwater_plugin"), "{refusal}");
@@ -232,7 +270,7 @@ fn what_a_plugin_says_of_itself_is_checked_when_it_is_loaded() {
 
 #[test]
 fn an_entry_point_that_hangs_is_not_called_again() {
-    let built = Built(build_against(HEADER, "ENTRY_HANGS", "hangs-twice"));
+    let built = build("ENTRY_HANGS", "hangs-twice");
     let limit = LoadOptions::new().with_limit(Duration::from_millis(200));
     assert_eq!(load(&built.0, &limit).unwrap_err().stage, Stage::EntryPoint);
     let started = std::time::Instant::now();
@@ -515,10 +553,9 @@ fn a_c_compiler_lays_both_headers_out_in_the_same_way() {
             }
         }
         source += "int main(void) { return 0; }\n";
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let file = Built(folder.join(format!("{name}-{}.c", std::process::id())));
+        let file = Built(scratch(&format!("{name}.c")));
         std::fs::write(&file.0, source).unwrap();
-        let output = Built(folder.join(format!("{name}-{}", std::process::id())));
+        let output = Built(scratch(name));
         compile(&["-pedantic-errors", file.0.to_str().unwrap()], &output.0);
     }
 }

@@ -156,14 +156,7 @@ impl Link {
         if !self.guard.is_current() {
             return Generation::error(operation);
         }
-        self.poison.error(&self.plugin, operation).unwrap_or_else(|| {
-            Error::new(
-                ErrorKind::ShuttingDown,
-                operation,
-                "the process is exiting, and plugins are not called any more",
-            )
-            .with_hint("end the work on the device before `main` returns")
-        })
+        self.poison.error(&self.plugin, operation).unwrap_or_else(|| shutting_down(operation))
     }
 
     #[cold]
@@ -183,6 +176,13 @@ impl Link {
         let message = format!("the plugin `{}` answered in `{slot}` with {what}", self.plugin);
         Error::new(ErrorKind::Vendor, operation, message).with_hint(BROKEN)
     }
+}
+
+/// The error of a call that comes too late.
+#[cold]
+pub(super) fn shutting_down(operation: &'static str) -> Error {
+    Error::new(ErrorKind::ShuttingDown, operation, "the process is exiting, and plugins are not called any more")
+        .with_hint("end the work on the device before `main` returns")
 }
 
 /// What a call that answered another code than 0 has to say. `room` is this thread's.

@@ -15,12 +15,13 @@ use parking_lot::Mutex;
 
 use super::elf;
 use super::import::Imported;
-use super::link::{Link, Poison, error_room, failure};
+use super::link::{Link, Poison, error_room, failure, shutting_down};
 use super::logging;
 use super::raw::{MOST_BYTES, OpenCall, RawHost, RawOpen, RawPlugin, TableCall, read_sized};
 use super::table::{Group, TABLE_VERSIONS, Table};
 use crate::Backend;
 use crate::error::{Error, ErrorKind};
+use crate::fork::Generation;
 use crate::id::BackendTag;
 
 /// The symbol that a plugin exports.
@@ -148,6 +149,7 @@ pub struct Plugin {
     table: Table,
     open: OpenCall,
     poison: Arc<Poison>,
+    loaded_in: Generation,
     watched: Once,
     warnings: Mutex<Vec<String>>,
 }
@@ -204,9 +206,16 @@ impl Plugin {
     /// Opens its backend: another one each time.
     ///
     /// # Errors
-    /// What the plugin said, at [`Stage::Open`].
+    /// What the plugin said, at [`Stage::Open`]; `Forked` in a child of the process that loaded it, `ShuttingDown` once the process
+    /// exits, and `InvalidState` after a panic of the plugin.
     pub fn open(&self) -> Result<Arc<dyn Backend>, Refusal> {
         let refused = |error: Error| Refusal { stage: Stage::Open, slot: Some("open"), error };
+        if !self.loaded_in.is_current() {
+            return Err(refused(Generation::error("open")));
+        }
+        if crate::exit::has_begun() {
+            return Err(refused(shutting_down("open")));
+        }
         if let Some(error) = self.poison.error(&self.name, "open") {
             return Err(refused(error));
         }
@@ -454,6 +463,7 @@ fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
         table,
         open,
         poison: Arc::default(),
+        loaded_in: Generation::current(),
         watched: Once::new(),
         warnings: Mutex::default(),
     })

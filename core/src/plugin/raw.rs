@@ -748,8 +748,9 @@ mod tests {
         let known = RawStreamOptions { size: 24, priority: 2, reserved: 0 };
         let mut longer = Longer { known, more: 0 };
         let read = |options: *const RawStreamOptions| {
+            let mut spare = MaybeUninit::uninit();
             // SAFETY: the structs are null, as long as they say, or say a size that is refused before more is read.
-            unsafe { read_sized(options, &mut MaybeUninit::uninit()) }.map(|options| options.priority)
+            unsafe { read_sized(options, &mut spare) }.map(|options| options.priority)
         };
         assert_eq!(read((&raw const longer).cast()).unwrap(), 2);
         longer.more = 1 << 8;

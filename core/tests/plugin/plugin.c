@@ -1,7 +1,7 @@
-/* A plugin for tests: well-formed by default, and wrong in one way where WRONG names one.
+/* A plugin for tests: well-formed by default, and wrong in one way where the number behind the mark names one.
  *
  * It has one device and no memory behind its addresses: good for asking, not for computing. `hw_test_calls` counts the calls of
- * its table. */
+ * its table. The test builds it once, and makes a copy for each way to be wrong by writing its number behind the mark. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 
 #include HEADER
 
-/* WRONG is one of these. */
+/* The ways to be wrong. */
 enum {
     NOTHING,
     /* ---- met when it is loaded */
@@ -18,7 +18,7 @@ enum {
     NAME_NULL, NAME_EMPTY, NAME_ODD, NAME_ENDLESS, DESCRIPTION_NO_UTF8, VENDOR_NULL,
     VERSIONS_CROSSED, VERSIONS_ABOVE, VERSIONS_ZERO, OPEN_NULL, TABLE_CALL_NULL,
     TABLE_NULL, TABLE_MISALIGNED, TABLE_SIZE_ZERO, TABLE_SIZE_SMALL, TABLE_SIZE_HUGE, TABLE_SIZE_ODD,
-    TABLE_EMPTY, SLOT_REQUIRED_NULL, SLOT_CAPTURE_NULL, SLOT_BLAS_NULL, SLOT_HOST_NULL, UNRESOLVED,
+    TABLE_EMPTY, SLOT_REQUIRED_NULL, SLOT_CAPTURE_NULL, SLOT_BLAS_NULL, SLOT_HOST_NULL,
     CONSTRUCTOR_HANGS, CONSTRUCTOR_CRASHES, CONSTRUCTOR_EXITS,
     /* ---- met when its backend is opened */
     OPEN_UNKNOWN_CODE, OPEN_NO_BACKEND, OPEN_ENDLESS_TEXT, OPEN_PANICS, OPEN_NO_UTF8,
@@ -30,10 +30,8 @@ enum {
     CALL_PANICS, ERROR_SIZE_GARBAGE, CLOSE_FAILS, HANDLE_CLOSE_FAILS
 };
 
-#ifndef WRONG
-#define WRONG NOTHING
-#endif
-#define IS(wrong) (WRONG == (wrong))
+static const volatile struct { char mark[8]; uint32_t wrong; } chosen = {{'W', 'R', 'O', 'N', 'G', '-', '-', '>'}, NOTHING};
+#define IS(way) (chosen.wrong == (way))
 
 #define EXPORT __attribute__((visibility("default")))
 EXPORT uint64_t hw_test_calls = 0;

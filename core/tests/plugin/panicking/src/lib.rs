@@ -80,7 +80,7 @@ unsafe impl Backend for Panicking {
     }
 
     fn memory_info(&self, _: u32) -> Result<MemoryInfo> {
-        panic!("{}", "x".repeat(2000))
+        panic!("{}", "x".repeat(600))
     }
 
     fn live_objects(&self) -> LiveObjects {
