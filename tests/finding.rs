@@ -3,6 +3,8 @@
 #![cfg(feature = "program")]
 #![forbid(unsafe_code)]
 
+mod built;
+
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -60,9 +62,11 @@ impl Home {
     /// A real plugin, which calls itself `test` and is wrong in this way, and a manifest for it.
     fn plugin(&self, name: &str, wrong: &str) {
         let core = concat!(env!("CARGO_MANIFEST_DIR"), "/core");
+        let right = fs::read_to_string(format!("{core}/tests/plugin/plugin.c")).unwrap();
+        let code = right.replace("NOTHING};", &format!("{wrong}}};"));
+        assert_eq!(code == right, wrong == "NOTHING", "the source chooses what is wrong in another way");
         let header = format!("-DHEADER=\"{core}/include/highwater.h\"");
-        let source = format!("{core}/tests/plugin/plugin.c");
-        self.build(name, source.as_ref(), &[&header, &format!("-DWRONG={wrong}"), "-fvisibility=hidden"]);
+        self.library(name, &code, &[&header, "-fvisibility=hidden"]);
     }
 
     fn build(&self, name: &str, source: &Path, arguments: &[&str]) {
@@ -366,6 +370,23 @@ fn a_plugin_that_works_is_usable_by_name_by_path_and_by_the_variable() {
         assert_eq!(run.code, Some(1), "{}", run.stderr);
         assert!(run.stderr.contains("backend test: ") && run.stderr.contains(reason), "{}", run.stderr);
     }
+}
+
+#[test]
+fn workers_open_the_plugin_of_their_owner() {
+    let home = Home::new();
+    let library = home.plugins().join("mock.so");
+    fs::copy(built::plugin("mock"), &library).unwrap();
+    home.manifest("mock", "mock.so");
+    let manifest = home.plugins().join("mock.toml").display().to_string();
+    // Also where others could change it, which was allowed to the owner.
+    fs::set_permissions(home.plugins(), Permissions::from_mode(0o777)).unwrap();
+    let variables = [("HIGHWATER_BACKEND", manifest.as_str())];
+    home.run(&["--workers", "2"], &variables).assert_error(&["mode 0777"]);
+    let run = home.run(&["--workers", "2", "--json", "--allow-insecure-plugins"], &variables);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert!(run.stderr.contains("was asked for by HIGHWATER_BACKEND"), "{}", run.stderr);
+    assert_eq!(run.object()["processes"], 3, "{}", run.stdout);
 }
 
 #[test]
