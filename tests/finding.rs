@@ -21,7 +21,8 @@ impl Home {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("home-{}-{number}", std::process::id()));
+        // Not in the target's folder, which may be writable by a group, by the umask of who builds.
+        let folder = std::env::temp_dir().join(format!("highwater-home-{}-{number}", std::process::id()));
         fs::create_dir_all(folder.join("plugins")).unwrap();
         for folder in [&folder, &folder.join("plugins")] {
             fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
