@@ -206,7 +206,9 @@ fn every_broken_plugin_is_told_with_its_reason_and_harms_nobody() {
     fs::write(&invalid, fs::read_to_string(&invalid).unwrap().replace("vendor", "vendro")).unwrap();
     let open = home.manifest("open", "plain.so");
     fs::set_permissions(&open, Permissions::from_mode(0o666)).unwrap();
-    fs::create_dir(home.plugins().join("folder.toml")).unwrap();
+    let folder = home.plugins().join("folder.toml");
+    fs::create_dir(&folder).unwrap();
+    fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
 
     let run = home.run(&["doctor", "--json"], &[]);
     assert_eq!(run.code, Some(0), "{}", run.stderr);

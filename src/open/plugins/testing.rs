@@ -23,7 +23,7 @@ impl Folder {
     }
 
     /// Writes a file, with the folders that it needs.
-    pub(super) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+    pub(super) fn file(&self, name: impl AsRef<Path>, contents: impl AsRef<[u8]>) -> PathBuf {
         let path = self.0.join(name);
         for folder in path.ancestors().skip(1).take_while(|folder| *folder != self.0) {
             fs::create_dir_all(folder).unwrap();
@@ -31,6 +31,14 @@ impl Folder {
         }
         fs::write(&path, contents).unwrap();
         super::permission::tests::chmod(&path, 0o644);
+        path
+    }
+
+    /// Makes a folder.
+    pub(super) fn folder(&self, name: &str) -> PathBuf {
+        let path = self.0.join(name);
+        fs::create_dir(&path).unwrap();
+        super::permission::tests::chmod(&path, 0o755);
         path
     }
 

@@ -147,7 +147,7 @@ fn an_invalid_manifest_is_told_with_file_line_and_reason() {
         &format!("{at}:1: `name` is `acne`, and the file is named for `acme`"),
     );
     fs::remove_file(&path).unwrap();
-    fs::create_dir(&path).unwrap();
+    folder.folder("acme.toml");
     assert_broken(&World::of(&folder).one(), Outcome::InvalidManifest, &format!("{at}: it is a folder"));
     fs::remove_dir(&path).unwrap();
     symlink("acme.toml", &path).unwrap();
@@ -166,7 +166,7 @@ fn a_manifest_whose_name_is_not_utf_8_is_told_and_harms_nobody() {
     let folder = Folder::new();
     folder.file("lib.so", "acme");
     folder.manifest("acme.toml");
-    fs::write(folder.path().join(OsStr::from_bytes(b"\xff.toml")), manifest_of("x", "lib.so")).unwrap();
+    folder.file(OsStr::from_bytes(b"\xff.toml"), manifest_of("x", "lib.so"));
     let report = World::of(&folder).survey();
     assert_eq!(report.candidates[0].outcome, Outcome::Usable, "{report}");
     assert_broken(&report.candidates[1], Outcome::InvalidManifest, "the file is named for `\u{fffd}`");
@@ -186,7 +186,7 @@ fn a_library_for_other_machines_or_of_other_versions_is_not_touched() {
     assert_broken(&world.one(), Outcome::VersionOutOfRange, &format!("it offers versions {newer} to {newer}"));
     folder.manifest("acme.toml");
     assert_broken(&world.one(), Outcome::LibraryMissing, "lib.so`: No such file");
-    fs::create_dir(folder.path().join("lib.so")).unwrap();
+    folder.folder("lib.so");
     assert_broken(&world.one(), Outcome::WrongPlatform, "no regular file");
 }
 
@@ -195,7 +195,7 @@ fn the_library_lies_where_the_resolved_manifest_says() {
     let folder = Folder::new();
     let library = folder.file("vendor/lib/lib.so", "acme");
     folder.file("vendor/share/acme.toml", manifest_of("acme", "../lib/lib.so"));
-    fs::create_dir(folder.path().join("plugins")).unwrap();
+    folder.folder("plugins");
     symlink("../vendor/share/acme.toml", folder.path().join("plugins/acme.toml")).unwrap();
     let mut world = World::new();
     world.options = world.options.with_search_folder(folder.path().join("plugins"));
