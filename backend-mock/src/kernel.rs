@@ -363,7 +363,7 @@ impl Product {
         batches * self.stride_d + columns * self.ldd + self.shape.m
     }
 
-    fn strides(&self) -> StridedBatch {
+    pub(crate) fn strides(&self) -> StridedBatch {
         self.shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 })
     }
 

@@ -85,12 +85,15 @@ mod operation;
 mod options;
 mod peers;
 mod product;
+pub mod races;
+mod schedule;
 mod sealed_file;
 mod shared_event;
 #[cfg(feature = "simulated")]
 #[doc(hidden)]
 pub mod simulated;
 mod stream;
+mod uses;
 
 pub use checks::{POISON, Violation};
 pub use gpu::MockGpu;
