@@ -114,9 +114,10 @@ impl Device {
         let mut arena = self.arena.write();
         match arena.allocate(bytes as u64, owner) {
             Some(offset) => {
+                let reserved = arena.block(offset).map_or(bytes as u64, Block::reserved);
                 drop(arena);
                 self.look(operation, "were handed out", offset, bytes as u64);
-                self.forget(offset, bytes as u64);
+                self.forget(offset, reserved);
                 Ok(DevicePtr::new(self.memory.base() + offset))
             }
             None => {

@@ -555,6 +555,7 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::SynchronizeDevice;
         self.shared.calls.enter(operation)?;
         let device = self.shared.device(operation, device)?;
+        let clock = self.shared.engine.clock_of(device.ordinal);
         let streams = device.streams.lock().clone();
         let streams: Vec<_> = streams.iter().filter_map(std::sync::Weak::upgrade).collect();
         // Every capture is lost, not only the first that is met, and nothing is waited for then.
@@ -563,6 +564,7 @@ unsafe impl Backend for MockGpu {
         for stream in streams {
             stream.synchronize(operation)?;
         }
+        self.shared.engine.waited(clock);
         device.check_not_lost(operation)
     }
 

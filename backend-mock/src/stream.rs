@@ -216,6 +216,18 @@ impl Engine {
         progress
     }
 
+    /// What the host knows when it has waited for all streams of a device.
+    pub(crate) fn clock_of(&self, device: u32) -> Option<Clock> {
+        self.races.as_ref().map(|races| races.clock_of_device(device))
+    }
+
+    /// The host has waited for what a clock says.
+    pub(crate) fn waited(&self, clock: Option<Clock>) {
+        if let (Some(races), Some(clock)) = (&self.races, clock) {
+            races.host_waited(&clock);
+        }
+    }
+
     fn saw(&self, point: &Point) {
         if let Some(finder) = &self.races {
             finder.host_saw(point);
@@ -306,7 +318,7 @@ impl Stream {
             queue: Mutex::new(Queue::default()),
             arrived: Condvar::new(),
             passed: Condvar::new(),
-            lane: engine.races.as_ref().map(Finder::lane),
+            lane: engine.races.as_ref().map(|races| races.lane(ordinal)),
         });
         let mut streams = engine.devices[ordinal as usize].streams.lock();
         streams.retain(|other| other.strong_count() > 0);

@@ -55,6 +55,8 @@ struct Book {
     host: Clock,
     /// By lane; that of the host is not used.
     lanes: Vec<Clock>,
+    /// The device of each lane; of the host none.
+    devices: Vec<Option<u32>>,
     /// Lanes of streams that are gone.
     ended: Vec<usize>,
     /// What other processes may have waited for.
@@ -182,23 +184,25 @@ impl Drop for Lane {
 
 impl Finder {
     pub(crate) fn new(calls: Arc<Calls>) -> Arc<Self> {
-        let book = Book { lanes: vec![Clock::default()], ..Book::default() };
+        let book = Book { lanes: vec![Clock::default()], devices: vec![None], ..Book::default() };
         Arc::new(Self { calls, origins: AtomicU64::new(0), book: Mutex::new(book) })
     }
 
-    /// A lane for a new stream.
-    pub(crate) fn lane(self: &Arc<Self>) -> Lane {
+    /// A lane for a new stream of a device.
+    pub(crate) fn lane(self: &Arc<Self>, device: u32) -> Lane {
         let mut book = self.book.lock();
-        let Book { host, lanes, ended, .. } = &mut *book;
+        let Book { host, lanes, devices, ended, .. } = &mut *book;
         let free = ended.iter().position(|&lane| lanes[lane].get(lane) <= host.get(lane));
         let number = match free {
             Some(index) => ended.swap_remove(index),
             None => {
                 lanes.push(Clock::default());
+                devices.push(None);
                 lanes.len() - 1
             }
         };
         lanes[number].join(host);
+        devices[number] = Some(device);
         Lane { finder: Arc::clone(self), number }
     }
 
@@ -224,9 +228,18 @@ impl Finder {
         book.host.join(&clock);
     }
 
-    /// The host has waited for everything in a clock of [`Lane::clock`].
+    /// The host has waited for everything in a clock.
     pub(crate) fn host_waited(&self, clock: &Clock) {
         self.book.lock().host.join(clock);
+    }
+
+    /// What comes before the end of all that was called for a device so far, also on streams that are gone.
+    pub(crate) fn clock_of_device(&self, device: u32) -> Clock {
+        let book = self.book.lock();
+        let mut clock = Clock::default();
+        let of_device = book.lanes.iter().zip(&book.devices).filter(|(_, owner)| **owner == Some(device));
+        of_device.for_each(|(lane, _)| clock.join(lane));
+        clock
     }
 
     /// Memory is given back at once.
