@@ -558,7 +558,7 @@ mod tests {
              blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,ipc-transports=none,\
              register-piece-bytes=2MiB,\
              chance=fill:1000,chance=open_memory:5:permission-denied,seed=42,quarantine-bytes=1MiB,\
-             quarantine_frees=10,checks=on,",
+             quarantine_frees=10,checks=on,race-detector=on,schedule=99,",
         )
         .unwrap();
         assert_eq!((options.devices, options.memory_bytes, options.host_memory_bytes), (2, 64 << 20, 1 << 30));
@@ -570,7 +570,9 @@ mod tests {
         assert_eq!((capabilities.blas_workspace_bytes, capabilities.lt_workspace_bytes), (65536, 4096));
         assert_eq!((capabilities.workspace_alignment, capabilities.register_piece_bytes), (512, 2 << 20));
         assert!(capabilities.ipc_transports.is_empty());
-        assert!(options.checks);
+        assert!(options.checks && options.race_detector && options.schedule == Some(99));
+        assert!(!MockOptions::parse("race_detector=off").unwrap().race_detector);
+        assert!(!options.prints_races && MockOptions::from_variable("race_detector=on").unwrap().prints_races);
         assert_eq!((options.seed, options.quarantine), (42, Quarantine { bytes: Some(1 << 20), frees: Some(10) }));
         assert_eq!(
             options.check_chances().unwrap(),
@@ -604,6 +606,8 @@ mod tests {
             ("chance=fill:often", ["`chance`", "`fill:often`", "OPERATION:PER-MILLION"]),
             ("chance=fill:4294967296", ["`chance`", "`fill:4294967296`", "OPERATION:PER-MILLION"]),
             ("seed=x", ["`seed`", "`x`", "a number"]),
+            ("schedule=-1", ["`schedule`", "`-1`", "a number, the seed"]),
+            ("race-detector=yes", ["`race-detector`", "`yes`", "`on` or `off`"]),
             ("lt=maybe", ["`lt`", "`maybe`", "`on` or `off`"]),
             ("colour=red", ["`colour`", "`red`", "peer_copy"]),
             ("devices", ["`devices`", "no `=`", "key=value"]),

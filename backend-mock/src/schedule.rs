@@ -13,8 +13,8 @@
 //! itself; [`Schedule::unprompted`] counts what happened so. Records of events for other processes are executed by the call
 //! itself, as far as nothing holds them up.
 //!
-//! Code of the host (the simulated vendor libraries have it) is run by waits and queries only, because a thread that makes another
-//! call may hold a lock that the code takes.
+//! Code of the host (the simulated vendor libraries have it) is run by waits and queries only, and only where nothing else can
+//! go on, because a thread that makes a call may hold a lock that the code takes.
 //!
 //! Locks: the turn before a stream's queue before the list. Commands are executed under the turn.
 
@@ -106,7 +106,8 @@ impl Schedule {
 
     fn go(&self, portion: u64, host_code_too: bool) {
         for _ in 0..portion {
-            let _turn = self.turn.lock();
+            // While another thread executes, that is enough: it may run code that waits for a lock of this one.
+            let Some(_turn) = self.turn.try_lock() else { return };
             if !self.step(host_code_too) {
                 return;
             }
@@ -115,14 +116,12 @@ impl Schedule {
 
     /// Lets happen what it takes.
     pub(crate) fn wait(&self, is_done: impl Fn() -> bool) {
-        loop {
-            let turn = self.turn.lock();
-            if is_done() {
-                return;
-            }
-            let went_on = self.step(true);
+        while !is_done() {
+            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
+            // What was executed meanwhile may have been all.
+            let is_stuck = !is_done() && !self.step(true);
             drop(turn);
-            if !went_on {
+            if is_stuck {
                 std::thread::sleep(NAP);
             }
         }
@@ -144,8 +143,14 @@ impl Schedule {
     /// Executes one operation, if there is a stream that can go on. To be called in turn.
     fn step(&self, host_code_too: bool) -> bool {
         let streams = self.ready.lock().streams.clone();
-        let able = streams.iter().filter(|(stream, _)| stream.can_go_on(host_code_too));
-        let Some((stream, _)) = able.max_by_key(|(_, priority)| *priority) else { return false };
+        let best = |host_code_too: bool| {
+            let able = streams.iter().filter(|(stream, _)| stream.can_go_on(host_code_too));
+            able.max_by_key(|(_, priority)| *priority)
+        };
+        // Code of the host comes when nothing else can.
+        let Some((stream, _)) = best(false).or_else(|| if host_code_too { best(true) } else { None }) else {
+            return false;
+        };
         let mut ready = self.ready.lock();
         let draw = ready.draw();
         if draw.is_multiple_of(4)
@@ -165,16 +170,16 @@ impl Schedule {
     /// Starts the thread that lets work go on when nobody calls.
     pub(crate) fn watch(self: &Arc<Self>, name: String) -> std::io::Result<()> {
         let schedule = Arc::downgrade(self);
-        std::thread::Builder::new().name(name).spawn(move || watch(&schedule)).map(|_| ())
+        std::thread::Builder::new().name(name).spawn(move || watch(&schedule, PATIENCE)).map(|_| ())
     }
 }
 
-fn watch(schedule: &Weak<Schedule>) {
+fn watch(schedule: &Weak<Schedule>, patience: Duration) {
     let (mut calls, mut since) = (0, Instant::now());
     while let Some(schedule) = schedule.upgrade() {
         let mut over = schedule.over.lock();
         if !*over {
-            schedule.ended.wait_for(&mut over, PATIENCE / 10);
+            schedule.ended.wait_for(&mut over, patience / 10);
         }
         if *over {
             return;
@@ -183,16 +188,75 @@ fn watch(schedule: &Weak<Schedule>) {
         let now = schedule.calls.load(Ordering::Relaxed);
         if now != calls || schedule.ready.lock().streams.is_empty() {
             (calls, since) = (now, Instant::now());
-        } else if since.elapsed() >= PATIENCE {
+        } else if since.elapsed() >= patience {
             while schedule.calls.load(Ordering::Relaxed) == calls {
                 let _turn = schedule.turn.lock();
                 if !schedule.step(true) {
                     break;
                 }
                 if schedule.unprompted.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!("nobody called for {PATIENCE:?}, so work went on outside of the schedule");
+                    tracing::warn!("nobody called for {patience:?}, so work went on outside of the schedule");
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+    use crate::operation::Operation;
+    use crate::stream::{Command, Engine};
+
+    const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };
+
+    fn engine(schedule: &Arc<Schedule>) -> Arc<Engine> {
+        let devices = vec![Device::new(0, 1 << 20).unwrap()];
+        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), Some(Arc::clone(schedule)), None)
+    }
+
+    #[test]
+    fn work_goes_on_by_itself_when_nobody_calls_and_not_before() {
+        let schedule = Schedule::new(0);
+        let engine = engine(&schedule);
+        let stream = Stream::new(&engine, 0);
+        stream.enqueue(Operation::Fill, FILL).unwrap();
+        let watched = Arc::downgrade(&schedule);
+        let watcher = std::thread::spawn(move || watch(&watched, Duration::from_millis(20)));
+        let start = Instant::now();
+        while schedule.unprompted() == 0 {
+            assert!(start.elapsed() < Duration::from_secs(30), "the work stands still");
+            std::thread::yield_now();
+        }
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        assert!(schedule.ready.lock().streams.is_empty());
+        engine.stop();
+        watcher.join().unwrap();
+    }
+
+    #[test]
+    fn the_watcher_ends_with_a_schedule_that_was_never_used() {
+        let schedule = Schedule::new(0);
+        let watched = Arc::downgrade(&schedule);
+        let watcher = std::thread::spawn(move || watch(&watched, Duration::from_millis(20)));
+        drop(schedule);
+        watcher.join().unwrap();
+    }
+
+    #[test]
+    fn a_call_does_not_wait_for_a_thread_that_executes() {
+        let schedule = (0..).map(Schedule::new).find(|schedule| schedule.most == 8).unwrap();
+        let engine = engine(&schedule);
+        let stream = Stream::new(&engine, 0);
+        stream.enqueue(Operation::Fill, FILL).unwrap();
+        let turn = schedule.turn.lock();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..100).for_each(|_| schedule.call())).join().unwrap();
+        });
+        assert_eq!(schedule.ready.lock().streams.len(), 1);
+        drop(turn);
+        engine.stop();
+        assert!(schedule.ready.lock().streams.is_empty());
     }
 }

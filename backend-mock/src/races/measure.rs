@@ -101,7 +101,7 @@ mod tests {
         for Detail { example, races, .. } in &measured.details {
             let text = races[0].to_string();
             for place in [races[0].first(), races[0].second()] {
-                assert!(text.contains(&format!("`{}` (call {}", place.operation(), place.call())), "{text}");
+                assert!(text.contains(&format!("`{}` (call {})", place.operation(), place.call())), "{text}");
                 // The test programs are built with line tables.
                 let location = place.location().unwrap_or_default();
                 assert!(location.contains("races/examples/"), "{}: `{location}` in {text}", example.name);

@@ -62,12 +62,14 @@ pub struct Place {
     writes: bool,
     frees: bool,
     is_graph: bool,
+    is_workspace: bool,
 }
 
 impl Place {
     pub(crate) fn of(access: &Access, is_graph: bool) -> Self {
         let Access { range, writes, frees, .. } = *access;
-        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph }
+        let is_workspace = access.product.is_some();
+        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, is_workspace }
     }
 
     /// The call of the backend; for an operation of a graph the launch.
@@ -108,6 +110,12 @@ impl Place {
         self.range.into()
     }
 
+    /// Whether the bytes are the workspace of a product, bound or the handle's own.
+    #[must_use]
+    pub fn is_workspace(&self) -> bool {
+        self.is_workspace
+    }
+
     /// Name of the calling thread.
     #[must_use]
     pub fn thread(&self) -> &str {
@@ -137,9 +145,9 @@ impl Place {
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let origin = &self.site.origin;
-        write!(f, "`{}` (call {} of it", origin.operation, origin.call)?;
+        write!(f, "`{}` (call {})", origin.operation, origin.call)?;
         if let Some((operation, call)) = self.recorded() {
-            write!(f, "; of the graph the `{operation}` that call {call} of it recorded")?;
+            write!(f, ", where the `{operation}` of call {call}")?;
         }
         let verb = match (self.frees, self.writes) {
             (true, _) => "gives back",
@@ -147,9 +155,10 @@ impl fmt::Display for Place {
             _ => "reads",
         };
         if self.is_graph {
-            f.write_str(") executes the graph")?;
+            f.write_str(" executes the graph")?;
         } else {
-            write!(f, ") {verb} {}", self.bytes())?;
+            let what = if self.is_workspace { " (its workspace)" } else { "" };
+            write!(f, " {verb} {}{what}", self.bytes())?;
         }
         match &self.site.stream {
             Some(stream) if self.site.in_capture => write!(f, ", recorded on {stream}")?,

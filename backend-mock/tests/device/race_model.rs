@@ -3,25 +3,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use highwater_core::{Backend, Completion, DevicePtr, EventId, FillPattern, HostPtr, Location, StreamId};
+use highwater_core::{Backend, CaptureMode, Completion, DevicePtr, EventId, FillPattern, HostPtr, Location, StreamId};
 use highwater_mock::Operation;
 use highwater_mock::races::RaceKind;
 use proptest::prelude::*;
 
-use crate::rig::{Rig, at, small};
+use crate::rig::{Rig, at, end, small};
 
-/// Streams 0 and 1 are of device 0, stream 2 is of device 1.
+/// Streams 0 and 1 are of device 0, stream 2 may be of device 1.
 const STREAMS: usize = 3;
-/// Events 0 and 1 are of device 0, event 2 is of device 1.
+/// Events likewise.
 const EVENTS: usize = 3;
-/// Blocks 0 and 1 are of device 0, block 2 is of device 1, and block 3 is page-locked memory.
+/// Blocks likewise, and block 3 is page-locked memory.
 const BLOCKS: usize = 4;
 const HOST_BLOCK: usize = 3;
 const BYTES: usize = 16;
-
-fn device_of(index: usize) -> u32 {
-    u32::from(index == 2)
-}
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -139,6 +135,8 @@ impl Model {
 }
 
 struct Program {
+    /// Whether the last stream, event and block are of a second device.
+    two_devices: bool,
     rig: Rig,
     streams: [StreamId; STREAMS],
     events: [EventId; EVENTS],
@@ -147,14 +145,23 @@ struct Program {
     model: Model,
 }
 
+fn device_of(two_devices: bool, index: usize) -> u32 {
+    u32::from(two_devices && index == 2)
+}
+
 impl Program {
-    fn new(seed: u64) -> Self {
+    fn device_of(&self, index: usize) -> u32 {
+        device_of(self.two_devices, index)
+    }
+
+    fn new(seed: u64, two_devices: bool) -> Self {
+        let device_of = |index| device_of(two_devices, index);
         let rig = Rig::new(small().with_devices(2).with_checks().with_schedule(seed).with_race_detector(true));
         let streams = [0, 1, 2].map(|index| rig.stream(device_of(index)));
         let events = [0, 1, 2].map(|index| rig.event(device_of(index)));
         let blocks = [0, 1, 2].map(|index| rig.allocate(device_of(index), BYTES));
         let host_block = rig.pinned(BYTES);
-        Self { rig, streams, events, blocks, host_block, model: Model::default() }
+        Self { two_devices, rig, streams, events, blocks, host_block, model: Model::default() }
     }
 
     fn latest(&self, operation: Operation) -> Call {
@@ -167,11 +174,11 @@ impl Program {
             let address = unsafe { self.host_block.as_ptr().add(offset) };
             return Location::Host(HostPtr::new(std::ptr::NonNull::new(address).unwrap()));
         }
-        at(device_of(block), DevicePtr::new(self.blocks[block].get() + offset as u64))
+        at(self.device_of(block), DevicePtr::new(self.blocks[block].get() + offset as u64))
     }
 
     fn is_on(&self, stream: usize, block: usize) -> bool {
-        block != HOST_BLOCK && device_of(block) == device_of(stream)
+        block != HOST_BLOCK && self.device_of(block) == self.device_of(stream)
     }
 
     fn take(&mut self, step: Step) {
@@ -205,7 +212,7 @@ impl Program {
             }
             Step::Record { event, stream } => {
                 // An event is recorded on its own device.
-                let stream = if device_of(event) == device_of(stream) { stream } else { event };
+                let stream = if self.device_of(event) == self.device_of(stream) { stream } else { event };
                 gpu.record_event(self.events[event], self.streams[stream]).unwrap();
                 self.model.records[event] = Some(self.model.operation(stream, None));
             }
@@ -224,8 +231,9 @@ impl Program {
             }
             Step::SynchronizeDevice(device) => {
                 gpu.synchronize_device(device).unwrap();
-                let last = self.model.last;
-                self.model.call((0..STREAMS).filter(|&stream| device_of(stream) == device).map(|stream| last[stream]));
+                let (last, two_devices) = (self.model.last, self.two_devices);
+                let of_device = (0..STREAMS).filter(|&stream| device_of(two_devices, stream) == device);
+                self.model.call(of_device.map(|stream| last[stream]));
             }
             Step::QueryStream(stream) => {
                 let done = gpu.query_stream(self.streams[stream]).unwrap() == Completion::Complete;
@@ -242,8 +250,8 @@ impl Program {
                     self.host_block = self.rig.pinned(BYTES);
                     Operation::HostFree
                 } else {
-                    self.rig.free(device_of(block), self.blocks[block], None).unwrap();
-                    self.blocks[block] = self.rig.allocate(device_of(block), BYTES);
+                    self.rig.free(self.device_of(block), self.blocks[block], None).unwrap();
+                    self.blocks[block] = self.rig.allocate(self.device_of(block), BYTES);
                     Operation::Free
                 };
                 let node = self.model.call([]);
@@ -255,6 +263,22 @@ impl Program {
     }
 }
 
+/// Compares what was found with the model.
+fn compare(program: &Program) -> Result<(), TestCaseError> {
+    let races = program.rig.gpu.races();
+    prop_assert!(races.iter().all(|race| race.kind() == RaceKind::Unordered));
+    let found: Vec<(Call, Call)> = races
+        .iter()
+        .map(|race| [race.first(), race.second()].map(|place| (place.operation().name(), place.call())))
+        .map(|[first, second]| (first, second))
+        .collect();
+    let distinct: BTreeSet<_> = found.iter().copied().collect();
+    prop_assert_eq!(&distinct, &program.model.races);
+    prop_assert_eq!(distinct.len(), found.len(), "a pair is told once");
+    prop_assert_eq!(program.rig.gpu.race_count(), found.len() as u64);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
 
@@ -263,20 +287,35 @@ proptest! {
         steps in prop::collection::vec(step(), 1..60),
         seed in 0..1000u64,
     ) {
-        let mut program = Program::new(seed);
+        let mut program = Program::new(seed, true);
         for step in steps {
             program.take(step);
         }
-        let races = program.rig.gpu.races();
-        prop_assert!(races.iter().all(|race| race.kind() == RaceKind::Unordered));
-        let found: Vec<(Call, Call)> = races
-            .iter()
-            .map(|race| [race.first(), race.second()].map(|place| (place.operation().name(), place.call())))
-            .map(|[first, second]| (first, second))
-            .collect();
-        let distinct: BTreeSet<_> = found.iter().copied().collect();
-        prop_assert_eq!(&distinct, &program.model.races);
-        prop_assert_eq!(distinct.len(), found.len(), "a pair is told once");
-        prop_assert_eq!(program.rig.gpu.race_count(), found.len() as u64);
+        compare(&program)?;
+    }
+
+    #[test]
+    fn branches_of_a_capture_are_compared_as_streams_are(steps in prop::collection::vec(step(), 1..40)) {
+        let mut program = Program::new(0, false);
+        program.rig.gpu.begin_capture(program.streams[0], CaptureMode::Relaxed).unwrap();
+        // Every stream takes part, and every event is one of the capture.
+        (0..EVENTS).for_each(|event| program.take(Step::Record { event, stream: 0 }));
+        (0..STREAMS).for_each(|stream| program.take(Step::Wait { stream, event: 0 }));
+        for step in steps {
+            if let Step::Fill { .. } | Step::Copy { .. } | Step::Record { .. } | Step::Wait { .. } = step {
+                program.take(step);
+            }
+        }
+        compare(&program)?;
+        for stream in 1..STREAMS {
+            program.take(Step::Record { event: stream, stream });
+            program.take(Step::Wait { stream: 0, event: stream });
+        }
+        let graph = end(&program.rig.gpu, program.streams[0]).unwrap();
+        let graph = program.rig.gpu.instantiate_graph(graph).unwrap();
+        // A launch is one operation: what its branches do to each other was told before.
+        // SAFETY: everything stays allocated, and one operation is executed at a time.
+        unsafe { program.rig.gpu.launch_graph(graph, program.streams[0]).unwrap() };
+        compare(&program)?;
     }
 }

@@ -68,7 +68,7 @@ fn a_race_tells_both_calls_the_shared_bytes_and_the_way_out() {
     assert!(second.frames().iter().any(|frame| frame.to_string().contains("races.rs")), "{race}");
     let error = rig.gpu.check_races().unwrap_err();
     let text = error.to_string();
-    for part in ["1 races", "`fill` (call 2 of it) writes 4096 bytes", "`copy` (call 1 of it) reads 512 bytes", "hint:"] {
+    for part in ["1 races", "`fill` (call 2) writes 4096 bytes", "`copy` (call 1) reads 512 bytes", "hint:"] {
         assert!(text.contains(part), "`{part}` is missing in {text}");
     }
     rig.gpu.synchronize_device(0).unwrap();
@@ -146,7 +146,8 @@ fn products_on_one_stream_in_one_workspace_must_take_turns() {
     // The threads may miss each other on a busy machine.
     let races = (0..50).map(|_| run(false)).find(|races| !races.is_empty()).expect("no products met in 50 runs");
     assert!(races.iter().all(|race| race.kind() == RaceKind::Interleaved), "{races:?}");
-    assert!(races[0].to_string().contains("workspace"), "{}", races[0]);
+    assert!(races[0].first().is_workspace() && races[0].second().is_workspace(), "{}", races[0]);
+    assert!(races[0].to_string().contains("(its workspace)"), "{}", races[0]);
 }
 
 fn graph(rig: &Rig, block: DevicePtr) -> GraphExecId {
@@ -175,7 +176,8 @@ fn recording_is_no_use_and_a_launch_is_one_in_its_place() {
     let places: Vec<_> = races.iter().map(|race| (race.first().operation(), race.first().recorded())).collect();
     // The launch came after the fill on its stream and takes its place.
     assert_eq!(places, [(Operation::LaunchGraph, Some((Operation::Fill, 1)))]);
-    assert!(races[0].to_string().contains("recorded by"), "{}", races[0]);
+    let text = races[0].to_string();
+    assert!(text.contains("where the `fill` of call 1 writes") && text.contains("recorded by"), "{text}");
     rig.gpu.synchronize_device(0).unwrap();
 }
 
@@ -305,4 +307,29 @@ fn streams_that_come_and_go_are_told_apart() {
     // The n-th stream without a wait meets the n - 1 before it.
     assert_eq!(rig.gpu.race_count(), 50 * 49 / 2);
     rig.gpu.synchronize_device(0).unwrap();
+}
+
+#[test]
+fn a_mock_of_the_environment_tells_its_races_when_it_is_closed() {
+    const NAME: &str = "races::a_mock_of_the_environment_tells_its_races_when_it_is_closed";
+    const INSIDE: &str = "HW_TEST_TELLS_RACES";
+    if std::env::var_os(INSIDE).is_some() {
+        let rig = Rig::new(MockOptions::from_environment().unwrap());
+        let (block, other) = (rig.allocate(0, BYTES), rig.stream(0));
+        fill(&rig, block, rig.stream);
+        fill(&rig, block, other);
+        return;
+    }
+    let told = |mock: &str| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", NAME, "--nocapture"]).env(INSIDE, "1").env("HIGHWATER_MOCK", mock);
+        let output = command.output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let text = told("race_detector=on");
+    assert!(text.contains("highwater-mock: race: nothing orders `fill` and `fill`"), "{text}");
+    assert!(text.contains("highwater-mock: race detector: 1 races in 2 operations"), "{text}");
+    assert!(text.contains("tests/device/races.rs:"), "{text}");
+    assert!(!told("race_detector=off").contains("race"));
 }
