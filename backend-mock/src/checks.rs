@@ -14,8 +14,9 @@ use std::sync::Arc;
 use highwater_core::StreamId;
 use parking_lot::Mutex;
 
+use crate::engine::Engine;
 use crate::operation::Operation;
-use crate::stream::{Command, Engine};
+use crate::stream::Command;
 use crate::uses::{Range, Use, uses};
 
 /// What freed memory is filled with in test mode, in the machine's byte order: a NaN of 32 bits, and two of them one of

@@ -214,7 +214,8 @@ impl Device {
                 if let Some(mapping) = &mapping {
                     self.look(operation, "were closed", ptr.get() - self.memory.base(), mapping.bytes());
                     if let (Some((finder, _)), Some(touch)) = (&self.races, touch) {
-                        let range = Range { space: Space::Device(self.ordinal), address: ptr.get(), bytes: mapping.bytes() };
+                        let range =
+                            Range { space: Space::Device(self.ordinal), address: ptr.get(), bytes: mapping.bytes() };
                         finder.closed(operation, Touch::whole(touch.store, touch.start, range));
                     }
                     // Relaxed: see `retire`.

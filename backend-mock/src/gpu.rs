@@ -20,6 +20,7 @@ use crate::blas::MockBlas;
 use crate::capture::{self, Graph, OpenCaptures};
 use crate::checks::{Checks, Violation};
 use crate::device::{self, Device};
+use crate::engine::{Engine, nanoseconds};
 use crate::event::{Event, Progress};
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
@@ -27,12 +28,12 @@ use crate::ipc::{self, MockIpc};
 use crate::operation::{Calls, Operation};
 use crate::options::MockOptions;
 use crate::peers::Peers;
-use crate::races::finder::Finder;
 use crate::races::Race;
+use crate::races::finder::Finder;
 use crate::schedule::Schedule;
 use crate::sealed_file::{self, Exported};
 use crate::shared_event::SharedEvent;
-use crate::stream::{Command, Engine, Stream, nanoseconds};
+use crate::stream::{Command, Stream};
 
 /// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
 ///
@@ -650,7 +651,8 @@ unsafe impl Backend for MockGpu {
     fn query_event(&self, event: EventId) -> Result<Completion> {
         let operation = Operation::QueryEvent;
         self.shared.calls.enter(operation)?;
-        match self.shared.event(operation, event)?.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point)) {
+        match self.shared.event(operation, event)?.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point))
+        {
             None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
             Some(Progress::Ahead) => Ok(Completion::Pending),
             Some(Progress::Lost) => Err(device::lost(operation, event.device())),
@@ -661,7 +663,9 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::SynchronizeEvent;
         self.shared.calls.enter(operation)?;
         match self.shared.event(operation, event)?.reachable(operation)? {
-            Some(point) if self.shared.engine.wait_for(&point).is_none() => Err(device::lost(operation, event.device())),
+            Some(point) if self.shared.engine.wait_for(&point).is_none() => {
+                Err(device::lost(operation, event.device()))
+            }
             _ => Ok(()),
         }
     }

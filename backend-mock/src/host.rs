@@ -68,7 +68,15 @@ pub(crate) struct MockHost {
 
 impl MockHost {
     pub(crate) fn new(calls: Arc<Calls>, capabilities: Capabilities, devices: u32, limit_bytes: u64) -> Self {
-        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()), checks: None, races: None }
+        Self {
+            calls,
+            capabilities,
+            devices,
+            limit_bytes,
+            table: RwLock::new(Table::default()),
+            checks: None,
+            races: None,
+        }
     }
 
     /// The same in test mode, where `checks` are given.

@@ -58,7 +58,7 @@ pub(crate) fn panels(shape: &GemmShape, capacity: usize) -> impl Iterator<Item =
 /// A workspace that belongs to a handle. Products that use it keep it; the last one to go gives it back.
 #[derive(Debug)]
 pub(crate) struct OwnWorkspace {
-    pub(crate) engine: Arc<crate::stream::Engine>,
+    pub(crate) engine: Arc<crate::engine::Engine>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: usize,

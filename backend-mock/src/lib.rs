@@ -46,7 +46,7 @@
 //! - `gpu`: the `Backend`; `blas`: the handles; `host`: page-locked memory
 //! - `device`, `arena`, `device_memory`, `mapping`: a device, which parts of its memory are taken, and the bytes
 //! - `ipc`, `imports`, `shared_event`, `sealed_file`, `peers`: memory and events of other processes, and whether those live
-//! - `stream`, `event`: queues and workers, points in streams
+//! - `stream`, `event`, `engine`: queues, points in streams, and the workers
 //! - `product`, `kernel`: the commands of a product, and what they compute
 //! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
 //! - `checks`: test mode; [`races`]: the race finder; `uses`: what commands read and write, for both
@@ -75,6 +75,7 @@ mod capture;
 mod checks;
 mod device;
 mod device_memory;
+mod engine;
 mod event;
 mod foreign;
 mod gpu;

@@ -206,8 +206,9 @@ fn watch(schedule: &Weak<Schedule>, patience: Duration) {
 mod tests {
     use super::*;
     use crate::device::Device;
+    use crate::engine::Engine;
     use crate::operation::Operation;
-    use crate::stream::{Command, Engine};
+    use crate::stream::Command;
 
     const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };
 

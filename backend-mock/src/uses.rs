@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use highwater_core::{DevicePtr, Transpose};
 
+use crate::engine::Engine;
 use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
-use crate::stream::{Command, Engine};
+use crate::stream::Command;
 
 /// Whose addresses a range is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,7 +102,10 @@ impl Layout {
 pub(crate) enum Role {
     Operand,
     /// Room for the intermediate results of the product with this mark.
-    Workspace { product: usize, of_handle: bool },
+    Workspace {
+        product: usize,
+        of_handle: bool,
+    },
 }
 
 /// What one command does to one range.

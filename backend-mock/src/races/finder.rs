@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::engine::Engine;
 use crate::event::Point;
 use crate::operation::{Calls, Operation};
 use crate::races::clock::Clock;
@@ -33,7 +34,7 @@ use crate::races::report::{Place, Race, RaceKind};
 use crate::races::shadow::{Access, Shadow, Store};
 use crate::races::site::{OnStream, Origin, Site};
 use crate::shared_event;
-use crate::stream::{Command, Engine};
+use crate::stream::Command;
 use crate::uses::{Range, Role, Space, Use, uses};
 
 /// Races that are kept in full; all are counted.
@@ -143,7 +144,9 @@ impl Now<'_> {
 
     fn conflict(&self, earlier: &Access, access: &Access) -> Option<RaceKind> {
         if earlier.frees {
-            return Some(RaceKind::AfterFree);
+            // Elsewhere, addresses of host memory come back without an allocation that is seen here.
+            let is_known = access.range.space != Space::Host || self.site.recorded.is_some();
+            return is_known.then_some(RaceKind::AfterFree);
         }
         if earlier.lane == self.lane {
             // Between the halves of a product, nobody else's intermediate results are written where its own are.

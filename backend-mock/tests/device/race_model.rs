@@ -21,10 +21,28 @@ const BYTES: usize = 16;
 
 #[derive(Debug, Clone)]
 enum Step {
-    Fill { stream: usize, block: usize, from: usize, bytes: usize },
-    Copy { stream: usize, to: usize, to_offset: usize, from: usize, from_offset: usize, bytes: usize },
-    Record { event: usize, stream: usize },
-    Wait { stream: usize, event: usize },
+    Fill {
+        stream: usize,
+        block: usize,
+        from: usize,
+        bytes: usize,
+    },
+    Copy {
+        stream: usize,
+        to: usize,
+        to_offset: usize,
+        from: usize,
+        from_offset: usize,
+        bytes: usize,
+    },
+    Record {
+        event: usize,
+        stream: usize,
+    },
+    Wait {
+        stream: usize,
+        event: usize,
+    },
     SynchronizeStream(usize),
     SynchronizeEvent(usize),
     SynchronizeDevice(u32),
