@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
+use highwater_core::fork::Generation;
 use highwater_core::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
@@ -286,9 +287,12 @@ impl MockGpu {
     /// For the end of a test: whether no races were found.
     ///
     /// # Errors
-    /// `InvalidState` with every race in full, and when the finder is off.
+    /// `InvalidState` with every race in full, and when the finder is off; `Forked` in a forked child.
     pub fn check_races(&self) -> Result<()> {
         const OPERATION: &str = "check_races";
+        if !self.shared.calls.is_own_process() {
+            return Err(Generation::error(OPERATION));
+        }
         if self.shared.races.is_none() {
             return Err(Error::new(ErrorKind::InvalidState, OPERATION, "no races are looked for")
                 .with_hint("open the mock with `MockOptions::with_race_detector(true)`"));

@@ -10,6 +10,7 @@ mod peer;
 mod precision;
 mod products;
 mod race_model;
+mod race_operands;
 mod races;
 mod reference;
 mod rig;

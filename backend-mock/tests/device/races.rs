@@ -257,6 +257,33 @@ fn who_waits_for_another_process_that_waited_for_this_one_is_not_blamed() {
 }
 
 #[test]
+fn blocks_of_other_sizes_in_the_same_place_met_what_was_freed_there() {
+    let rig = Rig::new(watched());
+    for bytes in [300, 10, 600, 1, 257] {
+        let block = rig.allocate(0, bytes);
+        rig.fill(block, FillPattern::U8(1), bytes, rig.stream).unwrap();
+        rig.gpu.synchronize_stream(rig.stream).unwrap();
+        rig.free(0, block, None).unwrap();
+    }
+    assert_none(&rig);
+}
+
+#[test]
+fn a_wait_for_the_device_did_not_count_for_streams_that_were_gone() {
+    let rig = Rig::new(watched());
+    for _ in 0..20 {
+        let (stream, block) = (rig.stream(0), rig.allocate(0, BYTES));
+        fill(&rig, block, stream);
+        rig.gpu.destroy_stream(stream).unwrap();
+        // Long enough for the worker to end, most times.
+        std::thread::sleep(millis(2));
+        rig.gpu.synchronize_device(0).unwrap();
+        rig.free(0, block, None).unwrap();
+    }
+    assert_none(&rig);
+}
+
+#[test]
 fn what_one_thread_waited_for_counts_for_all() {
     let rig = Rig::new(watched());
     let (block, other) = (rig.allocate(0, BYTES), rig.stream(0));
