@@ -61,8 +61,12 @@ mod matrix;
 mod peer;
 mod random;
 mod run;
+mod saboteurs;
 
 pub use case::{Case, Need};
 pub use cases::cases;
 pub use peer::{Launcher, serve_peer};
 pub use run::{CaseReport, Expectation, Options, Progress, Report, Status, run, run_observed};
+pub use saboteurs::{
+    Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
+};

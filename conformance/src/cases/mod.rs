@@ -19,6 +19,8 @@ mod streams;
 
 use crate::case::Case;
 
+pub(crate) use ids::forge;
+
 /// The groups in the order of a run: what later ones lean on comes first.
 const GROUPS: &[&[Case]] = &[
     identity::CASES,
