@@ -1,5 +1,6 @@
 //! The cases, one file for each part of the traits.
 
+mod arithmetic;
 mod blas;
 mod capture;
 mod concurrency;
@@ -32,6 +33,7 @@ const GROUPS: &[&[Case]] = &[
     streams::CASES,
     events::CASES,
     gemm::CASES,
+    arithmetic::CASES,
     blas::CASES,
     plans::CASES,
     capture::CASES,

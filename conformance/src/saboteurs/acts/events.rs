@@ -114,17 +114,16 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("events-always-complete", "event.query", "Says that an event is complete without looking.", |h| {
         h.backend.query_event(|honest, event| honest.query_event(event).map(|_| Completion::Complete));
     }),
-    Saboteur::new("events-stay-pending", "event.query", "Says that an event is pending until it is waited for.", |h| {
+    Saboteur::new("events-pending-anew", "event.query", "Says that an event is pending every second time, once it is reached.", |h| {
         let recorded = recorded_events(h);
-        let waited = recorded.clone();
+        let asked = Note::<HashSet<EventId>>::default();
         h.backend.query_event(move |honest, event| {
             let completion = honest.query_event(event)?;
-            let known = recorded.with(|recorded| recorded.contains_key(&event));
-            Ok(if known { Completion::Pending } else { completion })
-        });
-        h.backend.synchronize_event(move |honest, event| {
-            waited.with(|waited| waited.remove(&event));
-            honest.synchronize_event(event)
+            if completion == Completion::Pending || !recorded.with(|recorded| recorded.contains_key(&event)) {
+                return Ok(completion);
+            }
+            let again = asked.with(|asked| !asked.remove(&event) && asked.insert(event));
+            Ok(if again { Completion::Complete } else { Completion::Pending })
         });
     }),
     Saboteur::new(

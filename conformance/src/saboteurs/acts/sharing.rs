@@ -39,6 +39,8 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     .by_two_processes(),
     Saboteur::new("first-export-for-all", "ipc.shared-bytes", "Exports the block that was exported first, whichever is asked for.", |h| {
         let first = Note::<Option<MemoryHandle>>::default();
+        let kept = first.clone();
+        h.count(move |live| live.descriptors -= kept.with(|kept| u64::from(kept.is_some())));
         h.sharing.export_memory(move |sharing, device, ptr, transport| {
             let handle = sharing.export_memory(device, ptr, transport)?;
             Ok(first.with(|first| match first {

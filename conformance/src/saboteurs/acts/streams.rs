@@ -183,10 +183,33 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             Ok(if busy { Completion::Pending } else { completion })
         });
     }),
-    Saboteur::new("streams-not-waited-for", "stream.synchronize", "Returns at once where a stream is to be waited for.", |h| {
-        h.settles = true;
-        h.backend.synchronize_stream(|honest, stream| honest.query_stream(stream).map(drop));
-    }),
+    Saboteur::new(
+        "short-copies-not-waited-for",
+        "stream.synchronize",
+        "Returns at once where the last that a stream was given is a copy to the host of less than a mebibyte.",
+        |h| {
+            h.settles = true;
+            let short = Note::<HashSet<StreamId>>::default();
+            let (given, last) = (short.clone(), short.clone());
+            h.before(move |_, method, stream| {
+                if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "synchronize_stream")) {
+                    given.with(|given| given.remove(&stream));
+                }
+                Ok(())
+            });
+            h.backend.copy(move |honest, copy, stream| {
+                honest.copy(copy, stream)?;
+                if Way::of(copy) == Way::ToHost && copy.bytes < 1 << 20 {
+                    last.with(|last| last.insert(stream));
+                }
+                Ok(())
+            });
+            h.backend.synchronize_stream(move |honest, stream| match short.with(|short| short.contains(&stream)) {
+                true => honest.query_stream(stream).map(drop),
+                false => honest.synchronize_stream(stream),
+            });
+        },
+    ),
     Saboteur::new("streams-waited-for-briefly", "stream.synchronize", "Waits for a stream for 3 milliseconds at most.", |h| {
         h.settles = true;
         h.backend.synchronize_stream(|honest, stream| {
