@@ -62,3 +62,31 @@ fn every_saboteur_is_caught() {
     assert!(score.is_success(), "{score}");
     assert_eq!(score.saboteurs(), saboteurs().count(), "{score}");
 }
+
+/// The table of all saboteurs, as it stands in the documentation.
+fn table() -> String {
+    let mut table = String::from("| name | clause | what it does wrong |\n| --- | --- | --- |\n");
+    for saboteur in saboteurs() {
+        let (name, clause, what) = (saboteur.name, saboteur.clause, saboteur.what);
+        let known = saboteur.survives.map_or(String::new(), |reason| format!(" *Survives: {reason}.*"));
+        table.push_str(&format!("| `{name}` | `{clause}` | {what}{known} |\n"));
+    }
+    table.push_str(&format!("\n{} saboteurs.\n", saboteurs().count()));
+    table
+}
+
+#[test]
+fn the_table_in_the_documentation_is_the_list() {
+    const BEGIN: &str = "<!-- saboteurs: begin -->\n";
+    const END: &str = "<!-- saboteurs: end -->";
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/conformance.md");
+    let page = std::fs::read_to_string(path).unwrap();
+    let (before, rest) = page.split_once(BEGIN).expect("the page has a mark where the table begins");
+    let (old, after) = rest.split_once(END).expect("the page has a mark where the table ends");
+    let new = table();
+    if std::env::var_os("HIGHWATER_WRITE_DOCS").is_some() {
+        std::fs::write(path, [before, BEGIN, &new, END, after].concat()).unwrap();
+        return;
+    }
+    assert!(old == new, "docs/conformance.md has another table; run this test with HIGHWATER_WRITE_DOCS=1");
+}

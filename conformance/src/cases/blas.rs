@@ -165,13 +165,22 @@ fn products_larger_than_the_workspace_are_right(backend: &dyn Backend) -> CaseRe
 
 fn handles_on_two_streams_keep_to_their_workspaces(backend: &dyn Backend) -> CaseResult {
     let bytes = workspace_bytes(backend)?;
-    let (left_memory, right_memory) = (Block::new(backend, bytes)?, Block::new(backend, bytes)?);
+    let (left_memory, right_memory) = (Block::filled(backend, bytes, 0)?, Block::filled(backend, bytes, 0)?);
     let (left_stream, right_stream) = (Stream::new(backend)?, Stream::new(backend)?);
     let mut left = Handle::new(backend, BlasKind::Blas, &left_stream)?;
     let mut right = Handle::new(backend, BlasKind::Blas, &right_stream)?;
     left.set_workspace(&left_memory, 0..bytes)?;
     right.set_workspace(&right_memory, 0..bytes)?;
     let product = |seed| Product::new(GemmShape::new(DataType::F32, 61, 53, 70), seed);
+    // One after the other: neither touches the workspace of the other one.
+    for (handle, stream, other) in [(&mut left, &left_stream, &right_memory), (&mut right, &right_stream, &left_memory)] {
+        stream.set(other.all(), 0x4e)?;
+        for (seed, shape) in shapes().enumerate() {
+            Product::new(shape, seed as u64).prove(backend, handle, stream)?;
+        }
+        let untouched = other.read()?.iter().all(|&byte| byte == 0x4e);
+        check!(untouched, "products wrote to the workspace of another handle than theirs");
+    }
     let products: Vec<_> = (0..8).map(product).collect();
     let placed = products.iter().map(|product| product.place(backend)).collect::<Result<Vec<_>, _>>()?;
     for _ in 0..5 {

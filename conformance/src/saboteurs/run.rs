@@ -280,7 +280,7 @@ pub fn run_saboteurs(
 }
 
 /// One saboteur before the suite.
-struct Trial<'o> {
+pub(super) struct Trial<'o> {
     saboteur: &'static Saboteur,
     backend: Arc<dyn Backend>,
     stopped: Arc<AtomicBool>,
@@ -289,7 +289,7 @@ struct Trial<'o> {
 }
 
 impl<'o> Trial<'o> {
-    fn new(saboteur: &'static Saboteur, backend: Arc<dyn Backend>, options: &'o SaboteurOptions) -> Self {
+    pub(super) fn new(saboteur: &'static Saboteur, backend: Arc<dyn Backend>, options: &'o SaboteurOptions) -> Self {
         let stopped = Arc::<AtomicBool>::default();
         let backend = saboteur.wrap_until(backend, Arc::clone(&stopped));
         let launcher = options.launcher.clone().map(|launcher| launcher.with_environment(VARIABLE, saboteur.name));
@@ -324,7 +324,7 @@ impl<'o> Trial<'o> {
     }
 
     /// Runs one case in a thread of its own, and waits for it no longer than the limit.
-    fn run_case(&self, case: &'static Case) -> Status {
+    pub(super) fn run_case(&self, case: &'static Case) -> Status {
         let mut options = Options::new().with_filter(case.name);
         options.launcher = self.launcher.clone();
         let backend = Arc::clone(&self.backend);

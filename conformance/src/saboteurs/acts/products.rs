@@ -207,8 +207,12 @@ fn edited(h: &mut Hooks, change: fn([u8; 4]) -> [u8; 4]) {
             return Ok(());
         }
         handle.backend.wait_for(stream)?;
+        let (m, ldc) = (gemm.shape.m, gemm.shape.ldc);
         handle.backend.edit(handle.device(), gemm.c, elements * 4, |bytes| {
-            bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|element| *element = change(*element));
+            // The gaps between the columns stay as they are.
+            let columns = bytes.as_chunks_mut::<4>().0.chunks_mut(ldc);
+            let elements = columns.flat_map(|column| column.iter_mut().take(m));
+            elements.for_each(|element| *element = change(*element));
         })
     });
 }
