@@ -173,7 +173,8 @@ fn handles_on_two_streams_keep_to_their_workspaces(backend: &dyn Backend) -> Cas
     right.set_workspace(&right_memory, 0..bytes)?;
     let product = |seed| Product::new(GemmShape::new(DataType::F32, 61, 53, 70), seed);
     // One after the other: neither touches the workspace of the other one.
-    for (handle, stream, other) in [(&mut left, &left_stream, &right_memory), (&mut right, &right_stream, &left_memory)] {
+    for (handle, stream, other) in [(&mut left, &left_stream, &right_memory), (&mut right, &right_stream, &left_memory)]
+    {
         stream.set(other.all(), 0x4e)?;
         for (seed, shape) in shapes().enumerate() {
             Product::new(shape, seed as u64).prove(backend, handle, stream)?;

@@ -240,7 +240,10 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
     // Nor does one that is recorded meanwhile by a stream that takes no part.
     apart.record(&outside)?;
     beside.wait(&outside)?;
-    check!(!backend.is_capturing(beside.id())?, "a stream joined a capture by an event that was recorded outside of it");
+    check!(
+        !backend.is_capturing(beside.id())?,
+        "a stream joined a capture by an event that was recorded outside of it"
+    );
     stream.record(&fork)?;
     joined.wait(&fork)?;
     check!(backend.is_capturing(joined.id())?, "a stream that waits for an event of a capture does not take part");
@@ -285,7 +288,10 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     stream.synchronize()?;
     check!(stream.query()?.is_complete(), "a stream that takes no part is pending after it was synchronised");
     event.synchronize()?;
-    check!(event.query()?.is_complete(), "an event of a stream that takes no part is pending after it was synchronised");
+    check!(
+        event.query()?.is_complete(),
+        "an event of a stream that takes no part is pending after it was synchronised"
+    );
     share(backend)
 }
 

@@ -103,8 +103,7 @@ impl Honest {
     /// Lets one stream wait for all that is enqueued on the other by now.
     pub(super) fn let_wait(&self, stream: StreamId, other: StreamId) -> Result<()> {
         let event = self.0.create_event(other.device(), &EventOptions::new())?;
-        let waits =
-            self.0.record_event(event, other).and_then(|()| self.0.stream_wait_event(stream, event));
+        let waits = self.0.record_event(event, other).and_then(|()| self.0.stream_wait_event(stream, event));
         self.0.destroy_event(event)?;
         waits
     }
@@ -121,11 +120,12 @@ impl Honest {
         let host = HonestHost::new(self.clone(), 0);
         let pinned = host.allocate(bytes, &HostOptions::new())?;
         let (here, there) = (Location::Host(pinned), Location::Device { device, ptr });
-        let done = self.aside(device, |stream| self.copy(&MemoryCopy::new(here, there, bytes), stream)).and_then(|()| {
-            // SAFETY: the block is that long, the copy into it is done, and nobody else knows it.
-            change(unsafe { std::slice::from_raw_parts_mut(pinned.as_ptr(), bytes) });
-            self.aside(device, |stream| self.copy(&MemoryCopy::new(there, here, bytes), stream))
-        });
+        let done =
+            self.aside(device, |stream| self.copy(&MemoryCopy::new(here, there, bytes), stream)).and_then(|()| {
+                // SAFETY: the block is that long, the copy into it is done, and nobody else knows it.
+                change(unsafe { std::slice::from_raw_parts_mut(pinned.as_ptr(), bytes) });
+                self.aside(device, |stream| self.copy(&MemoryCopy::new(there, here, bytes), stream))
+            });
         host.free(pinned)?;
         done
     }
@@ -307,7 +307,9 @@ pub(super) enum Way {
 impl Way {
     pub(super) fn of(copy: &MemoryCopy) -> Self {
         match (copy.dst, copy.src) {
-            (Location::Device { device: to, .. }, Location::Device { device: from, .. }) if to == from => Self::OnDevice,
+            (Location::Device { device: to, .. }, Location::Device { device: from, .. }) if to == from => {
+                Self::OnDevice
+            }
             (Location::Device { .. }, Location::Device { .. }) => Self::BetweenDevices,
             (Location::Device { .. }, Location::Host(_)) => Self::ToDevice,
             (Location::Host(_), _) => Self::ToHost,

@@ -96,7 +96,10 @@ fn a_backend_that_queues_few_copies_passes() {
                 return Ok(());
             }
             let over: Vec<EventId> = waited.with(|queued| {
-                queued.extract_if(|on, _| stream.is_none_or(|stream| stream == *on)).flat_map(|(_, queue)| queue).collect()
+                queued
+                    .extract_if(|on, _| stream.is_none_or(|stream| stream == *on))
+                    .flat_map(|(_, queue)| queue)
+                    .collect()
             });
             over.into_iter().try_for_each(|event| honest.destroy_event(event))
         });
@@ -197,9 +200,8 @@ fn a_sample_is_one_of_so_many_and_an_observer_sees_each() {
     let all: Vec<_> = saboteurs().filter(|saboteur| saboteur.clause == "fill.exact").collect();
     assert_eq!(score.verdicts().len(), all.len().div_ceil(2));
     let total = score.verdicts().len();
-    let expected: Vec<_> = (0..total)
-        .flat_map(|index| [false, true].map(|over| (all[index * 2].name, index, total, over)))
-        .collect();
+    let expected: Vec<_> =
+        (0..total).flat_map(|index| [false, true].map(|over| (all[index * 2].name, index, total, over))).collect();
     assert_eq!(seen, expected);
     assert!(score.is_success() && score.caught() == score.caught_by_their_clause(), "{score}");
 }

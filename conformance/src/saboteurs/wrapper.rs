@@ -157,8 +157,7 @@ impl Wrapper {
     pub(super) fn new(backend: Arc<dyn Backend>, hooks: Hooks, stopped: Arc<AtomicBool>) -> Self {
         let other_identity = hooks.identity.map(|change| change(backend.identity()));
         let honest = Honest::new(backend);
-        let core =
-            Core { honest: honest.clone(), hooks, other_identity, stopped, allocators: AtomicU64::new(0) };
+        let core = Core { honest: honest.clone(), hooks, other_identity, stopped, allocators: AtomicU64::new(0) };
         Self { core: Arc::new(core), honest }
     }
 

@@ -7,9 +7,14 @@ use super::super::honest::{Honest, Way, wrong};
 use super::super::hooks::Hooks;
 
 pub(super) const SABOTEURS: &[Saboteur] = &[
-    Saboteur::new("copies-to-the-device-short", "copy.exact", "Leaves out the last byte of copies to the device.", |h| {
-        altered(h, |copy| copy.bytes -= usize::from(Way::of(copy) == Way::ToDevice && copy.bytes > 1));
-    }),
+    Saboteur::new(
+        "copies-to-the-device-short",
+        "copy.exact",
+        "Leaves out the last byte of copies to the device.",
+        |h| {
+            altered(h, |copy| copy.bytes -= usize::from(Way::of(copy) == Way::ToDevice && copy.bytes > 1));
+        },
+    ),
     Saboteur::new("copies-to-the-host-shifted", "copy.exact", "Reads one byte too far in copies to the host.", |h| {
         altered(h, |copy| {
             if Way::of(copy) == Way::ToHost && copy.bytes > 1 {

@@ -18,29 +18,39 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             false => looked_at(honest, stream, event),
         });
     }),
-    Saboteur::new("waits-across-devices-forgotten", "event.wait-orders", "Forgets waits for events of another device.", |h| {
-        h.backend.stream_wait_event(|honest, stream, event| match stream.device() == event.device() {
-            true => honest.stream_wait_event(stream, event),
-            false => looked_at(honest, stream, event),
-        });
-    }),
-    Saboteur::new("last-wait-counts", "event.wait-orders", "Makes the last of several waits in a row, and none of the others.", |h| {
-        let held = Held::default();
-        let waits = held.clone();
-        h.backend.stream_wait_event(move |honest, stream, event| {
-            if honest.records(stream) {
-                return honest.stream_wait_event(stream, event);
-            }
-            looked_at(honest, stream, event)?;
-            waits.forget(stream);
-            waits.hold(stream, move |honest| honest.stream_wait_event(stream, event));
-            Ok(())
-        });
-        h.before(move |honest, method, stream| match method {
-            "stream_wait_event" => Ok(()),
-            _ => held.let_go(honest, stream),
-        });
-    }),
+    Saboteur::new(
+        "waits-across-devices-forgotten",
+        "event.wait-orders",
+        "Forgets waits for events of another device.",
+        |h| {
+            h.backend.stream_wait_event(|honest, stream, event| match stream.device() == event.device() {
+                true => honest.stream_wait_event(stream, event),
+                false => looked_at(honest, stream, event),
+            });
+        },
+    ),
+    Saboteur::new(
+        "last-wait-counts",
+        "event.wait-orders",
+        "Makes the last of several waits in a row, and none of the others.",
+        |h| {
+            let held = Held::default();
+            let waits = held.clone();
+            h.backend.stream_wait_event(move |honest, stream, event| {
+                if honest.records(stream) {
+                    return honest.stream_wait_event(stream, event);
+                }
+                looked_at(honest, stream, event)?;
+                waits.forget(stream);
+                waits.hold(stream, move |honest| honest.stream_wait_event(stream, event));
+                Ok(())
+            });
+            h.before(move |honest, method, stream| match method {
+                "stream_wait_event" => Ok(()),
+                _ => held.let_go(honest, stream),
+            });
+        },
+    ),
     Saboteur::new(
         "waits-of-default-streams-forgotten",
         "event.wait-orders",
@@ -114,18 +124,23 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("events-always-complete", "event.query", "Says that an event is complete without looking.", |h| {
         h.backend.query_event(|honest, event| honest.query_event(event).map(|_| Completion::Complete));
     }),
-    Saboteur::new("events-pending-anew", "event.query", "Says that an event is pending every second time, once it is reached.", |h| {
-        let recorded = recorded_events(h);
-        let asked = Note::<HashSet<EventId>>::default();
-        h.backend.query_event(move |honest, event| {
-            let completion = honest.query_event(event)?;
-            if completion == Completion::Pending || !recorded.with(|recorded| recorded.contains_key(&event)) {
-                return Ok(completion);
-            }
-            let again = asked.with(|asked| !asked.remove(&event) && asked.insert(event));
-            Ok(if again { Completion::Complete } else { Completion::Pending })
-        });
-    }),
+    Saboteur::new(
+        "events-pending-anew",
+        "event.query",
+        "Says that an event is pending every second time, once it is reached.",
+        |h| {
+            let recorded = recorded_events(h);
+            let asked = Note::<HashSet<EventId>>::default();
+            h.backend.query_event(move |honest, event| {
+                let completion = honest.query_event(event)?;
+                if completion == Completion::Pending || !recorded.with(|recorded| recorded.contains_key(&event)) {
+                    return Ok(completion);
+                }
+                let again = asked.with(|asked| !asked.remove(&event) && asked.insert(event));
+                Ok(if again { Completion::Complete } else { Completion::Pending })
+            });
+        },
+    ),
     Saboteur::new(
         "events-of-whole-streams",
         "event.query",
@@ -143,7 +158,11 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         let recorded = Note::<HashSet<EventId>>::default();
         h.backend.record_event(move |honest, event, stream| {
             let first = recorded.with(|recorded| recorded.insert(event));
-            if first || honest.records(stream) { honest.record_event(event, stream) } else { looked_at(honest, stream, event) }
+            if first || honest.records(stream) {
+                honest.record_event(event, stream)
+            } else {
+                looked_at(honest, stream, event)
+            }
         });
     }),
     Saboteur::new(
@@ -171,36 +190,46 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("events-take-waits-along", "event.destroy-pending", "Destroys an event together with the waits for it.", |h| {
-        let held = Held::default();
-        let waits = held.clone();
-        let by_event = Note::<HashMap<EventId, StreamId>>::default();
-        let waiting = by_event.clone();
-        let gone = held.clone();
-        h.backend.stream_wait_event(move |honest, stream, event| {
-            if honest.records(stream) {
-                return honest.stream_wait_event(stream, event);
-            }
-            looked_at(honest, stream, event)?;
-            waiting.with(|waiting| waiting.insert(event, stream));
-            waits.hold(stream, move |honest| honest.stream_wait_event(stream, event));
-            Ok(())
-        });
-        h.backend.destroy_event(move |honest, event| {
-            if let Some(stream) = by_event.with(|by_event| by_event.remove(&event)) {
-                gone.forget(stream);
-            }
-            honest.destroy_event(event)
-        });
-        h.before(move |honest, method, stream| match method {
-            "stream_wait_event" | "destroy_event" => Ok(()),
-            _ => held.let_go(honest, stream),
-        });
-    }),
-    Saboteur::new("events-not-waited-for", "event.synchronize", "Returns at once where an event is to be waited for.", |h| {
-        h.settles = true;
-        h.backend.synchronize_event(|honest, event| honest.query_event(event).map(drop));
-    }),
+    Saboteur::new(
+        "events-take-waits-along",
+        "event.destroy-pending",
+        "Destroys an event together with the waits for it.",
+        |h| {
+            let held = Held::default();
+            let waits = held.clone();
+            let by_event = Note::<HashMap<EventId, StreamId>>::default();
+            let waiting = by_event.clone();
+            let gone = held.clone();
+            h.backend.stream_wait_event(move |honest, stream, event| {
+                if honest.records(stream) {
+                    return honest.stream_wait_event(stream, event);
+                }
+                looked_at(honest, stream, event)?;
+                waiting.with(|waiting| waiting.insert(event, stream));
+                waits.hold(stream, move |honest| honest.stream_wait_event(stream, event));
+                Ok(())
+            });
+            h.backend.destroy_event(move |honest, event| {
+                if let Some(stream) = by_event.with(|by_event| by_event.remove(&event)) {
+                    gone.forget(stream);
+                }
+                honest.destroy_event(event)
+            });
+            h.before(move |honest, method, stream| match method {
+                "stream_wait_event" | "destroy_event" => Ok(()),
+                _ => held.let_go(honest, stream),
+            });
+        },
+    ),
+    Saboteur::new(
+        "events-not-waited-for",
+        "event.synchronize",
+        "Returns at once where an event is to be waited for.",
+        |h| {
+            h.settles = true;
+            h.backend.synchronize_event(|honest, event| honest.query_event(event).map(drop));
+        },
+    ),
     Saboteur::new(
         "whole-streams-waited-for",
         "event.synchronize",
@@ -225,22 +254,27 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("times-with-the-call", "event.elapsed", "Adds the time that a call may take to every time.", |h| {
         h.backend.event_elapsed_ns(|honest, start, end| Ok(honest.event_elapsed_ns(start, end)? + 30_000_000));
     }),
-    Saboteur::new("untimed-events-timed", "event.elapsed-invalid", "Tells no time between events without timing, as 0.", |h| {
-        let untimed = Note::<HashSet<EventId>>::default();
-        let made = untimed.clone();
-        h.backend.create_event(move |honest, device, options| {
-            let event = honest.create_event(device, options)?;
-            if !options.timing {
-                made.with(|untimed| untimed.insert(event));
-            }
-            Ok(event)
-        });
-        h.backend.event_elapsed_ns(move |honest, start, end| {
-            let elapsed = honest.event_elapsed_ns(start, end);
-            let without = untimed.with(|untimed| untimed.contains(&start) || untimed.contains(&end));
-            if without && is(&elapsed, ErrorKind::InvalidArgument) { Ok(0) } else { elapsed }
-        });
-    }),
+    Saboteur::new(
+        "untimed-events-timed",
+        "event.elapsed-invalid",
+        "Tells no time between events without timing, as 0.",
+        |h| {
+            let untimed = Note::<HashSet<EventId>>::default();
+            let made = untimed.clone();
+            h.backend.create_event(move |honest, device, options| {
+                let event = honest.create_event(device, options)?;
+                if !options.timing {
+                    made.with(|untimed| untimed.insert(event));
+                }
+                Ok(event)
+            });
+            h.backend.event_elapsed_ns(move |honest, start, end| {
+                let elapsed = honest.event_elapsed_ns(start, end);
+                let without = untimed.with(|untimed| untimed.contains(&start) || untimed.contains(&end));
+                if without && is(&elapsed, ErrorKind::InvalidArgument) { Ok(0) } else { elapsed }
+            });
+        },
+    ),
     Saboteur::new(
         "unrecorded-events-timed",
         "event.elapsed-invalid",
@@ -334,8 +368,9 @@ fn look_when_there(h: &mut Hooks) {
         let taken: Vec<Late> = joined.with(|lates| {
             lates.extract_if(|on, _| stream.is_none_or(|stream| stream == *on)).map(|(_, late)| late).collect()
         });
-        taken.into_iter().flat_map(|late| late.copies).try_for_each(|copy| {
-            copy.join().unwrap_or_else(|_| Err(wrong(ErrorKind::InvalidState, "copy")))
-        })
+        taken
+            .into_iter()
+            .flat_map(|late| late.copies)
+            .try_for_each(|copy| copy.join().unwrap_or_else(|_| Err(wrong(ErrorKind::InvalidState, "copy"))))
     });
 }

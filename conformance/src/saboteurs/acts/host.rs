@@ -17,12 +17,17 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             host.allocate(if bytes % 4096 > 1 { bytes - 1 } else { bytes }, options)
         });
     }),
-    Saboteur::new("host-memory-of-one-device", "host.usable", "Copies page-locked memory to the first device only.", |h| {
-        h.backend.copy(|honest, copy, stream| match Way::of(copy) == Way::ToDevice && stream.device() > 0 {
-            true => honest.query_stream(stream).map(drop),
-            false => honest.copy(copy, stream),
-        });
-    }),
+    Saboteur::new(
+        "host-memory-of-one-device",
+        "host.usable",
+        "Copies page-locked memory to the first device only.",
+        |h| {
+            h.backend.copy(|honest, copy, stream| match Way::of(copy) == Way::ToDevice && stream.device() > 0 {
+                true => honest.query_stream(stream).map(drop),
+                false => honest.copy(copy, stream),
+            });
+        },
+    ),
     Saboteur::new("host-addresses-off", "host.aligned", "Gives addresses that are no multiple of 64.", |h| {
         shift(h, 32, HostMemoryKind::Default);
     }),
@@ -48,22 +53,32 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("refused-host-blocks-counted", "host.exhausted", "Counts page-locked blocks that it could not give.", |h| {
-        let refused = Note::new(0_u64);
-        let seen = refused.clone();
-        h.host.allocate(move |host, bytes, options| {
-            let allocated = host.allocate(bytes, options);
-            seen.set(seen.get() + u64::from(is(&allocated, ErrorKind::OutOfMemory)));
-            allocated
-        });
-        h.count(move |live| live.host_allocations += refused.get());
-    }),
+    Saboteur::new(
+        "refused-host-blocks-counted",
+        "host.exhausted",
+        "Counts page-locked blocks that it could not give.",
+        |h| {
+            let refused = Note::new(0_u64);
+            let seen = refused.clone();
+            h.host.allocate(move |host, bytes, options| {
+                let allocated = host.allocate(bytes, options);
+                seen.set(seen.get() + u64::from(is(&allocated, ErrorKind::OutOfMemory)));
+                allocated
+            });
+            h.count(move |live| live.host_allocations += refused.get());
+        },
+    ),
     Saboteur::new("host-blocks-kept", "host.free-counts", "Keeps page-locked memory that is freed.", |h| {
         h.host.free(|_, _| Ok(()));
     }),
-    Saboteur::new("one-page-registered", "host.register-copies", "Registers the first page of memory and none of the rest.", |h| {
-        h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes.min(4096), options));
-    }),
+    Saboteur::new(
+        "one-page-registered",
+        "host.register-copies",
+        "Registers the first page of memory and none of the rest.",
+        |h| {
+            h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes.min(4096), options));
+        },
+    ),
     Saboteur::new("registered-short", "host.register-copies", "Leaves the last byte out of a registration.", |h| {
         h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes - usize::from(bytes > 1), options));
     }),
@@ -107,9 +122,14 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("device-addresses-off", "host.device-address", "Gives the address of the next byte to devices.", |h| {
-        h.host.device_address(|host, ptr, device| Ok(host.device_address(ptr, device)?.offset(1)));
-    }),
+    Saboteur::new(
+        "device-addresses-off",
+        "host.device-address",
+        "Gives the address of the next byte to devices.",
+        |h| {
+            h.host.device_address(|host, ptr, device| Ok(host.device_address(ptr, device)?.offset(1)));
+        },
+    ),
     Saboteur::new(
         "device-addresses-in-a-window",
         "host.device-address",

@@ -91,19 +91,14 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             Ok(info)
         });
     }),
-    Saboteur::new(
-        "uuid-of-the-process",
-        "devices.uuid",
-        "Gives a device another UUID in each process.",
-        |h| {
-            h.backend.device_info(|honest, device| {
-                let mut info = honest.device_info(device)?;
-                let process = std::process::id().to_le_bytes();
-                info.uuid.iter_mut().zip(process).for_each(|(byte, of)| *byte ^= of);
-                Ok(info)
-            });
-        },
-    )
+    Saboteur::new("uuid-of-the-process", "devices.uuid", "Gives a device another UUID in each process.", |h| {
+        h.backend.device_info(|honest, device| {
+            let mut info = honest.device_info(device)?;
+            let process = std::process::id().to_le_bytes();
+            info.uuid.iter_mut().zip(process).for_each(|(byte, of)| *byte ^= of);
+            Ok(info)
+        });
+    })
     .by_two_processes(),
     Saboteur::new(
         "capabilities-change",
@@ -194,10 +189,15 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("blocks-counted-twice", "backend.live-objects", "Counts each block of device memory twice.", |h| {
         h.count(|live| live.allocations *= 2);
     }),
-    Saboteur::new("executables-not-counted", "backend.live-objects", "Leaves executable graphs out of its counts.", |h| {
-        let alive = not_counted(h);
-        h.count(move |live| live.graphs -= alive.get());
-    }),
+    Saboteur::new(
+        "executables-not-counted",
+        "backend.live-objects",
+        "Leaves executable graphs out of its counts.",
+        |h| {
+            let alive = not_counted(h);
+            h.count(move |live| live.graphs -= alive.get());
+        },
+    ),
     Saboteur::new(
         "registrations-not-counted",
         "backend.live-objects",

@@ -53,9 +53,14 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             forge(IdParts { device: device.unwrap_or(event.device()), ..event.parts() })
         });
     }),
-    Saboteur::new("is-capturing-of-anything", CLAUSE, "Says of streams that are not there that they record nothing.", |h| {
-        h.backend.is_capturing(|honest, stream| forgiven(honest.is_capturing(stream), false));
-    }),
+    Saboteur::new(
+        "is-capturing-of-anything",
+        CLAUSE,
+        "Says of streams that are not there that they record nothing.",
+        |h| {
+            h.backend.is_capturing(|honest, stream| forgiven(honest.is_capturing(stream), false));
+        },
+    ),
     Saboteur::new("raw-of-anything", CLAUSE, "Has a vendor's handle for streams that are not there.", |h| {
         h.backend.raw_stream(|honest, stream| forgiven(honest.raw_stream(stream), 0));
     }),
@@ -90,12 +95,22 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             done
         });
     }),
-    Saboteur::new("handles-take-any-stream", CLAUSE, "Lets a handle stay with its stream where the new one is not there.", |h| {
-        h.handle.set_stream(|handle, stream| forgiven(handle.set_stream(stream), ()));
-    }),
-    Saboteur::new("launches-of-nothing", CLAUSE, "Launches executable graphs that are not there as graphs of nothing.", |h| {
-        h.backend.launch_graph(|honest, graph, stream| forgiven(honest.launch_graph(graph, stream), ()));
-    }),
+    Saboteur::new(
+        "handles-take-any-stream",
+        CLAUSE,
+        "Lets a handle stay with its stream where the new one is not there.",
+        |h| {
+            h.handle.set_stream(|handle, stream| forgiven(handle.set_stream(stream), ()));
+        },
+    ),
+    Saboteur::new(
+        "launches-of-nothing",
+        CLAUSE,
+        "Launches executable graphs that are not there as graphs of nothing.",
+        |h| {
+            h.backend.launch_graph(|honest, graph, stream| forgiven(honest.launch_graph(graph, stream), ()));
+        },
+    ),
     Saboteur::new("graphs-destroyed-twice", CLAUSE, "Destroys graphs as often as asked.", |h| {
         h.backend.destroy_graph(|honest, graph| forgiven(honest.destroy_graph(graph), ()));
     }),
@@ -134,15 +149,20 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("child-closes", "backend.forked", "Lets a forked child close memory.", |h| {
         h.sharing.close_memory(|sharing, device, ptr| in_child(sharing.close_memory(device, ptr), ()));
     }),
-    Saboteur::new("child-waits", "backend.forked", "Makes a forked child wait for a while before it is refused.", |h| {
-        h.backend.synchronize_event(|honest, event| {
-            let waited = honest.synchronize_event(event);
-            if is(&waited, ErrorKind::Forked) {
-                std::thread::sleep(std::time::Duration::from_secs(6));
-            }
-            waited
-        });
-    }),
+    Saboteur::new(
+        "child-waits",
+        "backend.forked",
+        "Makes a forked child wait for a while before it is refused.",
+        |h| {
+            h.backend.synchronize_event(|honest, event| {
+                let waited = honest.synchronize_event(event);
+                if is(&waited, ErrorKind::Forked) {
+                    std::thread::sleep(std::time::Duration::from_secs(6));
+                }
+                waited
+            });
+        },
+    ),
 ];
 
 /// Forgives an id that is not there.

@@ -63,7 +63,9 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
             if last { honest.free(device, ptr, stream) } else { Ok(()) }
         });
-        h.count(move |live| live.allocations += shared.with(|shared| shared.values().map(|(_, users)| users - 1).sum::<u64>()));
+        h.count(move |live| {
+            live.allocations += shared.with(|shared| shared.values().map(|(_, users)| users - 1).sum::<u64>())
+        });
     }),
     Saboteur::new("stream-ordered-freed-early", "memory.disjoint", "Frees stream-ordered memory at once.", |h| {
         h.backend.free(|honest, device, ptr, stream| match stream {
@@ -80,12 +82,19 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             honest.allocate(device, &AllocateOptions::new(options.bytes.max(1)).with_kind(options.kind))
         });
     }),
-    Saboteur::new("exhausted-as-invalid", "memory.exhausted", "Calls more bytes than there are an invalid argument.", |h| {
-        h.backend.allocate(|honest, device, options| match honest.allocate(device, options) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => Err(wrong(ErrorKind::InvalidArgument, "allocate")),
-            allocated => allocated,
-        });
-    }),
+    Saboteur::new(
+        "exhausted-as-invalid",
+        "memory.exhausted",
+        "Calls more bytes than there are an invalid argument.",
+        |h| {
+            h.backend.allocate(|honest, device, options| match honest.allocate(device, options) {
+                Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                    Err(wrong(ErrorKind::InvalidArgument, "allocate"))
+                }
+                allocated => allocated,
+            });
+        },
+    ),
     Saboteur::new("less-than-asked-for", "memory.exhausted", "Gives what there is where more is asked for.", |h| {
         h.backend.allocate(|honest, device, options| match honest.allocate(device, options) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
@@ -116,21 +125,31 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         });
         h.count(move |live| live.allocations -= kept.get());
     }),
-    Saboteur::new("stream-ordered-blocks-kept", "memory.free-returns", "Keeps stream-ordered memory that is freed.", |h| {
-        let kept = Note::new(0_u64);
-        let freed = kept.clone();
-        h.backend.free(move |honest, device, ptr, stream| {
-            let Some(stream) = stream else { return honest.free(device, ptr, None) };
-            honest.query_stream(stream)?;
-            freed.set(freed.get() + 1);
-            Ok(())
-        });
-        h.count(move |live| live.allocations -= kept.get());
-    }),
-    Saboteur::new("stream-ordered-frees-wait", "memory.free-returns", "Waits for the stream that memory is freed on.", |h| {
-        h.backend.free(|honest, device, ptr, stream| {
-            stream.map_or(Ok(()), |stream| honest.wait_for(stream))?;
-            honest.free(device, ptr, stream)
-        });
-    }),
+    Saboteur::new(
+        "stream-ordered-blocks-kept",
+        "memory.free-returns",
+        "Keeps stream-ordered memory that is freed.",
+        |h| {
+            let kept = Note::new(0_u64);
+            let freed = kept.clone();
+            h.backend.free(move |honest, device, ptr, stream| {
+                let Some(stream) = stream else { return honest.free(device, ptr, None) };
+                honest.query_stream(stream)?;
+                freed.set(freed.get() + 1);
+                Ok(())
+            });
+            h.count(move |live| live.allocations -= kept.get());
+        },
+    ),
+    Saboteur::new(
+        "stream-ordered-frees-wait",
+        "memory.free-returns",
+        "Waits for the stream that memory is freed on.",
+        |h| {
+            h.backend.free(|honest, device, ptr, stream| {
+                stream.map_or(Ok(()), |stream| honest.wait_for(stream))?;
+                honest.free(device, ptr, stream)
+            });
+        },
+    ),
 ];

@@ -10,10 +10,17 @@ use super::super::hooks::Hooks;
 use super::super::note::Note;
 
 pub(super) const SABOTEURS: &[Saboteur] = &[
-    Saboteur::new("plans-ignore-beta", "plan.value", "Runs plans with beta 0.", |h| run(h, |arguments| arguments.beta = 0.0)),
-    Saboteur::new("plans-write-to-c", "plan.value", "Writes the result of a plan to C where D is another matrix.", |h| {
-        run(h, |arguments| arguments.d = arguments.c);
+    Saboteur::new("plans-ignore-beta", "plan.value", "Runs plans with beta 0.", |h| {
+        run(h, |arguments| arguments.beta = 0.0)
     }),
+    Saboteur::new(
+        "plans-write-to-c",
+        "plan.value",
+        "Writes the result of a plan to C where D is another matrix.",
+        |h| {
+            run(h, |arguments| arguments.d = arguments.c);
+        },
+    ),
     Saboteur::new("plans-read-d", "plan.value", "Adds the old D where C is another matrix.", |h| {
         run(h, |arguments| arguments.c = arguments.d);
     }),
@@ -54,17 +61,27 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         });
     }),
     Saboteur::new("bias-left-out", "plan.epilogue", "Adds no bias where nothing follows it.", |h| {
-        planned(h, |options| options.epilogue = if options.epilogue == Epilogue::Bias { Epilogue::None } else { options.epilogue });
+        planned(h, |options| {
+            options.epilogue = if options.epilogue == Epilogue::Bias { Epilogue::None } else { options.epilogue }
+        });
         h.handle.run_plan(|handle, plan, arguments| {
             let mut without = *arguments;
             without.bias = None;
             handle.run_plan(plan, arguments).or_else(|_| handle.run_plan(plan, &without))
         });
     }),
-    Saboteur::new("bias-not-clamped", "plan.epilogue", "Adds a bias and clamps nothing.", |h| exchange(h, Epilogue::BiasRelu, Epilogue::Bias)),
-    Saboteur::new("clamp-left-out", "plan.epilogue", "Clamps nothing where there is no bias.", |h| exchange(h, Epilogue::Relu, Epilogue::None)),
-    Saboteur::new("gelu-as-clamp", "plan.epilogue", "Clamps where GELU is asked for.", |h| exchange(h, Epilogue::Gelu, Epilogue::Relu)),
-    Saboteur::new("gelu-of-a-bias-left-out", "plan.epilogue", "Adds a bias and applies no GELU.", |h| exchange(h, Epilogue::BiasGelu, Epilogue::Bias)),
+    Saboteur::new("bias-not-clamped", "plan.epilogue", "Adds a bias and clamps nothing.", |h| {
+        exchange(h, Epilogue::BiasRelu, Epilogue::Bias)
+    }),
+    Saboteur::new("clamp-left-out", "plan.epilogue", "Clamps nothing where there is no bias.", |h| {
+        exchange(h, Epilogue::Relu, Epilogue::None)
+    }),
+    Saboteur::new("gelu-as-clamp", "plan.epilogue", "Clamps where GELU is asked for.", |h| {
+        exchange(h, Epilogue::Gelu, Epilogue::Relu)
+    }),
+    Saboteur::new("gelu-of-a-bias-left-out", "plan.epilogue", "Adds a bias and applies no GELU.", |h| {
+        exchange(h, Epilogue::BiasGelu, Epilogue::Bias)
+    }),
     Saboteur::new("bias-of-the-row-before", "plan.epilogue", "Adds the bias of the row before.", |h| {
         h.handle.run_plan(|handle, plan, arguments| {
             let mut off = *arguments;
@@ -75,12 +92,17 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("plans-ignore-the-output", "plan.mixed", "Makes plans for results of the factors' type.", |h| {
         planned(h, |options| options.shape.output = options.shape.data_type);
     }),
-    Saboteur::new("plans-between-elements", "plan.mixed", "Writes D where the next element begins, if it is between two.", |h| {
-        run(h, |arguments| {
-            arguments.d = DevicePtr::new(arguments.d.get().next_multiple_of(4));
-            arguments.c = DevicePtr::new(arguments.c.get().next_multiple_of(4));
-        });
-    }),
+    Saboteur::new(
+        "plans-between-elements",
+        "plan.mixed",
+        "Writes D where the next element begins, if it is between two.",
+        |h| {
+            run(h, |arguments| {
+                arguments.d = DevicePtr::new(arguments.d.get().next_multiple_of(4));
+                arguments.c = DevicePtr::new(arguments.c.get().next_multiple_of(4));
+            });
+        },
+    ),
     Saboteur::new("destroyed-plans-run", "plan.stale", "Keeps plans that are destroyed.", |h| {
         let gone = Note::<Vec<PlanId>>::default();
         h.handle.destroy_plan(move |handle, plan| {
@@ -104,17 +126,27 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             if is(&gone, ErrorKind::InvalidHandle) { Ok(()) } else { gone }
         });
     }),
-    Saboteur::new("any-alignment", "plan.alignment", "Takes operands that are aligned to their elements and to no more.", |h| {
-        planned(h, |options| options.alignment = options.shape.data_type.bytes());
-    }),
-    Saboteur::new("misaligned-as-unknown", "plan.alignment", "Calls operands that are not aligned an unknown plan.", |h| {
-        h.handle.run_plan(|handle, plan, arguments| match handle.run_plan(plan, arguments) {
-            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
-                Err(wrong(ErrorKind::InvalidHandle, "run_plan"))
-            }
-            done => done,
-        });
-    }),
+    Saboteur::new(
+        "any-alignment",
+        "plan.alignment",
+        "Takes operands that are aligned to their elements and to no more.",
+        |h| {
+            planned(h, |options| options.alignment = options.shape.data_type.bytes());
+        },
+    ),
+    Saboteur::new(
+        "misaligned-as-unknown",
+        "plan.alignment",
+        "Calls operands that are not aligned an unknown plan.",
+        |h| {
+            h.handle.run_plan(|handle, plan, arguments| match handle.run_plan(plan, arguments) {
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                    Err(wrong(ErrorKind::InvalidHandle, "run_plan"))
+                }
+                done => done,
+            });
+        },
+    ),
 ];
 
 fn run(h: &mut Hooks, change: fn(&mut PlanArguments)) {

@@ -35,12 +35,17 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("nan-as-zero", "gemm.value", "Stores 0 in results of 32 bits that are no number.", |h| {
         edited(h, |element| if f32::from_le_bytes(element).is_nan() { [0; 4] } else { element });
     }),
-    Saboteur::new("infinity-as-the-largest", "gemm.value", "Stores the largest number in results of 32 bits that are infinite.", |h| {
-        edited(h, |element| {
-            let value = f32::from_le_bytes(element);
-            if value.is_infinite() { f32::MAX.copysign(value).to_le_bytes() } else { element }
-        });
-    }),
+    Saboteur::new(
+        "infinity-as-the-largest",
+        "gemm.value",
+        "Stores the largest number in results of 32 bits that are infinite.",
+        |h| {
+            edited(h, |element| {
+                let value = f32::from_le_bytes(element);
+                if value.is_infinite() { f32::MAX.copysign(value).to_le_bytes() } else { element }
+            });
+        },
+    ),
     Saboteur::new("square-a-as-it-is", "gemm.transpose", "Does not transpose A where it is square.", |h| {
         altered(h, |gemm| {
             if gemm.shape.m == gemm.shape.k {
@@ -48,26 +53,36 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             }
         });
     }),
-    Saboteur::new("square-b-as-it-is", "gemm.transpose", "Does not transpose B where it is square and A is transposed too.", |h| {
-        altered(h, |gemm| {
-            if gemm.shape.n == gemm.shape.k && gemm.shape.transpose_a == Transpose::Yes {
-                gemm.shape.transpose_b = Transpose::No;
-            }
-        });
-    }),
-    Saboteur::new("gaps-overwritten", "gemm.leading-dimension", "Writes to the gap below the first column of C.", |h| {
-        h.handle.gemm(|handle, gemm| {
-            handle.gemm(gemm)?;
-            if let (Some(stream), false) = (handle.stream, gemm.shape.is_empty()) {
-                let (m, bytes) = (gemm.shape.m, gemm.shape.output.bytes());
-                let gap = (gemm.shape.ldc - m) * bytes;
-                if gap > 0 && gemm.shape.n > 1 {
-                    handle.backend.smear(handle.device(), gemm.c.offset(m * bytes), gap, stream);
+    Saboteur::new(
+        "square-b-as-it-is",
+        "gemm.transpose",
+        "Does not transpose B where it is square and A is transposed too.",
+        |h| {
+            altered(h, |gemm| {
+                if gemm.shape.n == gemm.shape.k && gemm.shape.transpose_a == Transpose::Yes {
+                    gemm.shape.transpose_b = Transpose::No;
                 }
-            }
-            Ok(())
-        });
-    }),
+            });
+        },
+    ),
+    Saboteur::new(
+        "gaps-overwritten",
+        "gemm.leading-dimension",
+        "Writes to the gap below the first column of C.",
+        |h| {
+            h.handle.gemm(|handle, gemm| {
+                handle.gemm(gemm)?;
+                if let (Some(stream), false) = (handle.stream, gemm.shape.is_empty()) {
+                    let (m, bytes) = (gemm.shape.m, gemm.shape.output.bytes());
+                    let gap = (gemm.shape.ldc - m) * bytes;
+                    if gap > 0 && gemm.shape.n > 1 {
+                        handle.backend.smear(handle.device(), gemm.c.offset(m * bytes), gap, stream);
+                    }
+                }
+                Ok(())
+            });
+        },
+    ),
     Saboteur::new("c-packed", "gemm.leading-dimension", "Writes C without gaps.", |h| {
         altered(h, |gemm| {
             if gemm.shape.batch.is_none() {
@@ -83,13 +98,18 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("beta-by-its-sign", "gemm.beta", "Adds the old C, or takes it off, and does not scale it.", |h| {
         altered(h, |gemm| gemm.beta = if gemm.beta == 0.0 { 0.0 } else { gemm.beta.signum() });
     }),
-    Saboteur::new("old-c-read", "gemm.beta-zero", "Reads the old C with beta 0, and multiplies it with next to nothing.", |h| {
-        altered(h, |gemm| {
-            if gemm.beta == 0.0 {
-                gemm.beta = f64::MIN_POSITIVE;
-            }
-        });
-    }),
+    Saboteur::new(
+        "old-c-read",
+        "gemm.beta-zero",
+        "Reads the old C with beta 0, and multiplies it with next to nothing.",
+        |h| {
+            altered(h, |gemm| {
+                if gemm.beta == 0.0 {
+                    gemm.beta = f64::MIN_POSITIVE;
+                }
+            });
+        },
+    ),
     Saboteur::new(
         "old-c-of-halves-read",
         "gemm.beta-zero",
@@ -102,13 +122,18 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("factors-read", "gemm.alpha-zero", "Reads A and B with alpha 0, and multiplies them with next to nothing.", |h| {
-        altered(h, |gemm| {
-            if gemm.alpha == 0.0 {
-                gemm.alpha = f64::MIN_POSITIVE;
-            }
-        });
-    }),
+    Saboteur::new(
+        "factors-read",
+        "gemm.alpha-zero",
+        "Reads A and B with alpha 0, and multiplies them with next to nothing.",
+        |h| {
+            altered(h, |gemm| {
+                if gemm.alpha == 0.0 {
+                    gemm.alpha = f64::MIN_POSITIVE;
+                }
+            });
+        },
+    ),
     Saboteur::new("nothing-without-k", "gemm.alpha-zero", "Leaves C as it is where k is 0.", |h| {
         h.handle.gemm(|handle, gemm| if gemm.shape.k == 0 { Ok(()) } else { handle.gemm(gemm) });
     }),
@@ -140,41 +165,63 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             }
         });
     }),
-    Saboteur::new("batches-packed", "gemm.strided-batch", "Reads the As of a batch as if they followed one another.", |h| {
-        altered(h, |gemm| {
-            let one = gemm.shape.lda * gemm.shape.columns_a().saturating_sub(1) + gemm.shape.rows_a();
-            if let Some(batch) = &mut gemm.shape.batch {
-                batch.stride_a = batch.stride_a.min(one);
-            }
-        });
-    }),
-    Saboteur::new("shared-factors-alone", "gemm.strided-batch", "Multiplies the first of a batch whose products share B.", |h| {
-        altered(h, |gemm| {
-            if let Some(batch) = &mut gemm.shape.batch
-                && batch.stride_b == 0
-            {
-                batch.count = batch.count.min(1);
-            }
-        });
-    }),
+    Saboteur::new(
+        "batches-packed",
+        "gemm.strided-batch",
+        "Reads the As of a batch as if they followed one another.",
+        |h| {
+            altered(h, |gemm| {
+                let one = gemm.shape.lda * gemm.shape.columns_a().saturating_sub(1) + gemm.shape.rows_a();
+                if let Some(batch) = &mut gemm.shape.batch {
+                    batch.stride_a = batch.stride_a.min(one);
+                }
+            });
+        },
+    ),
+    Saboteur::new(
+        "shared-factors-alone",
+        "gemm.strided-batch",
+        "Multiplies the first of a batch whose products share B.",
+        |h| {
+            altered(h, |gemm| {
+                if let Some(batch) = &mut gemm.shape.batch
+                    && batch.stride_b == 0
+                {
+                    batch.count = batch.count.min(1);
+                }
+            });
+        },
+    ),
     Saboteur::new("output-ignored", "gemm.mixed", "Writes results of the factors' type whatever is asked for.", |h| {
         altered(h, |gemm| gemm.shape.output = gemm.shape.data_type);
     }),
-    Saboteur::new("other-pairs-taken", "gemm.mixed-pairs", "Takes products of pairs of types that nobody has, and does nothing.", |h| {
-        h.handle.gemm(|handle, gemm| {
-            let done = handle.gemm(gemm);
-            if gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
-        });
-    }),
-    Saboteur::new("other-pairs-written", "gemm.mixed-pairs", "Refuses products of pairs of types that nobody has, and writes to C.", |h| {
-        h.handle.gemm(|handle, gemm| {
-            let done = handle.gemm(gemm);
-            if let (true, Some(stream)) = (gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported), handle.stream) {
-                handle.backend.smear(handle.device(), gemm.c, gemm.shape.output.bytes(), stream);
-            }
-            done
-        });
-    }),
+    Saboteur::new(
+        "other-pairs-taken",
+        "gemm.mixed-pairs",
+        "Takes products of pairs of types that nobody has, and does nothing.",
+        |h| {
+            h.handle.gemm(|handle, gemm| {
+                let done = handle.gemm(gemm);
+                if gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
+            });
+        },
+    ),
+    Saboteur::new(
+        "other-pairs-written",
+        "gemm.mixed-pairs",
+        "Refuses products of pairs of types that nobody has, and writes to C.",
+        |h| {
+            h.handle.gemm(|handle, gemm| {
+                let done = handle.gemm(gemm);
+                if let (true, Some(stream)) =
+                    (gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported), handle.stream)
+                {
+                    handle.backend.smear(handle.device(), gemm.c, gemm.shape.output.bytes(), stream);
+                }
+                done
+            });
+        },
+    ),
     Saboteur::new("products-wait", "gemm.asynchronous", "Returns from a product when it is done.", |h| {
         h.handle.gemm(|handle, gemm| {
             handle.gemm(gemm)?;

@@ -32,32 +32,51 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             swap(h, move |stream| urgent.with(|urgent| urgent.contains(&stream)));
         },
     ),
-    Saboteur::new("long-queues-lose", "stream.order", "Loses the thousandth fill of a stream that is not waited for.", |h| {
-        let filled = Note::new(0_usize);
-        let fresh = filled.clone();
-        h.backend.synchronize_stream(move |honest, stream| {
-            fresh.set(0);
-            honest.synchronize_stream(stream)
-        });
-        h.backend.fill(move |honest, fill, stream| {
-            filled.set(filled.get() + 1);
-            if filled.get() % 1000 == 0 { honest.is_capturing(stream).map(drop) } else { honest.fill(fill, stream) }
-        });
-    }),
-    Saboteur::new("copies-to-the-host-wait", "stream.asynchronous", "Returns from a copy to the host when it is done.", |h| {
-        h.backend.copy(|honest, copy, stream| {
-            honest.copy(copy, stream)?;
-            if Way::of(copy) == Way::ToHost { honest.wait_for(stream) } else { Ok(()) }
-        });
-    }),
-    Saboteur::new("copies-on-the-device-wait", "stream.asynchronous", "Waits for the stream before a copy within a device.", |h| {
-        h.backend.copy(|honest, copy, stream| {
-            if Way::of(copy) == Way::OnDevice {
-                honest.wait_for(stream)?;
-            }
-            honest.copy(copy, stream)
-        });
-    }),
+    Saboteur::new(
+        "long-queues-lose",
+        "stream.order",
+        "Loses the thousandth fill of a stream that is not waited for.",
+        |h| {
+            let filled = Note::new(0_usize);
+            let fresh = filled.clone();
+            h.backend.synchronize_stream(move |honest, stream| {
+                fresh.set(0);
+                honest.synchronize_stream(stream)
+            });
+            h.backend.fill(move |honest, fill, stream| {
+                filled.set(filled.get() + 1);
+                if filled.get().is_multiple_of(1000) {
+                    honest.is_capturing(stream).map(drop)
+                } else {
+                    honest.fill(fill, stream)
+                }
+            });
+        },
+    ),
+    Saboteur::new(
+        "copies-to-the-host-wait",
+        "stream.asynchronous",
+        "Returns from a copy to the host when it is done.",
+        |h| {
+            h.backend.copy(|honest, copy, stream| {
+                honest.copy(copy, stream)?;
+                if Way::of(copy) == Way::ToHost { honest.wait_for(stream) } else { Ok(()) }
+            });
+        },
+    ),
+    Saboteur::new(
+        "copies-on-the-device-wait",
+        "stream.asynchronous",
+        "Waits for the stream before a copy within a device.",
+        |h| {
+            h.backend.copy(|honest, copy, stream| {
+                if Way::of(copy) == Way::OnDevice {
+                    honest.wait_for(stream)?;
+                }
+                honest.copy(copy, stream)
+            });
+        },
+    ),
     Saboteur::new("fills-wait", "stream.asynchronous", "Returns from a fill when it is done.", |h| {
         h.backend.fill(|honest, fill, stream| {
             honest.fill(fill, stream)?;
@@ -70,13 +89,18 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             honest.record_event(event, stream)
         });
     }),
-    Saboteur::new("waits-wait", "stream.asynchronous", "Waits for the event in the call that tells a stream to.", |h| {
-        h.backend.stream_wait_event(|honest, stream, event| {
-            honest.stream_wait_event(stream, event)?;
-            // An event of a capture is waited for by nobody.
-            if !honest.records(stream) { honest.synchronize_event(event) } else { Ok(()) }
-        });
-    }),
+    Saboteur::new(
+        "waits-wait",
+        "stream.asynchronous",
+        "Waits for the event in the call that tells a stream to.",
+        |h| {
+            h.backend.stream_wait_event(|honest, stream, event| {
+                honest.stream_wait_event(stream, event)?;
+                // An event of a capture is waited for by nobody.
+                if !honest.records(stream) { honest.synchronize_event(event) } else { Ok(()) }
+            });
+        },
+    ),
     Saboteur::new("launches-wait", "stream.asynchronous", "Returns from a launch when the graph was executed.", |h| {
         h.backend.launch_graph(|honest, graph, stream| {
             honest.launch_graph(graph, stream)?;
@@ -89,20 +113,29 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             handle.wait()
         });
     }),
-    Saboteur::new("fills-wait-for-other-streams", "stream.independent", "Lets each fill wait for every other stream.", |h| {
-        let streams = living_streams(h);
-        h.backend.fill(move |honest, fill, stream| {
-            let others: Vec<StreamId> = streams.with(|streams| {
-                streams.iter().copied().filter(|&other| other != stream && other.device() == stream.device()).collect()
-            });
-            for other in others {
-                if !honest.records(stream) && honest.is_busy(other) {
-                    honest.let_wait(stream, other)?;
+    Saboteur::new(
+        "fills-wait-for-other-streams",
+        "stream.independent",
+        "Lets each fill wait for every other stream.",
+        |h| {
+            let streams = living_streams(h);
+            h.backend.fill(move |honest, fill, stream| {
+                let others: Vec<StreamId> = streams.with(|streams| {
+                    streams
+                        .iter()
+                        .copied()
+                        .filter(|&other| other != stream && other.device() == stream.device())
+                        .collect()
+                });
+                for other in others {
+                    if !honest.records(stream) && honest.is_busy(other) {
+                        honest.let_wait(stream, other)?;
+                    }
                 }
-            }
-            honest.fill(fill, stream)
-        });
-    }),
+                honest.fill(fill, stream)
+            });
+        },
+    ),
     Saboteur::new(
         "waits-for-the-whole-device",
         "stream.independent",
@@ -125,55 +158,65 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("streams-take-their-work-along", "stream.destroy-pending", "Destroys pending work with its stream.", |h| {
-        let held = Held::default();
-        let (filled, recorded, gone, going) = (held.clone(), held.clone(), held.clone(), held.clone());
-        h.backend.fill(move |honest, fill, stream| {
-            if !filled.has(stream) && !honest.is_busy(stream) {
-                return honest.fill(fill, stream);
-            }
-            let fill = *fill;
-            filled.hold(stream, move |honest| honest.fill(&fill, stream));
-            Ok(())
-        });
-        h.backend.record_event(move |honest, event, stream| {
-            if !recorded.has(stream) {
-                return honest.record_event(event, stream);
-            }
-            recorded.hold(stream, move |honest| honest.record_event(event, stream));
-            Ok(())
-        });
-        h.backend.destroy_stream(move |honest, stream| {
-            gone.forget(stream);
-            honest.destroy_stream(stream)
-        });
-        h.before(move |honest, method, _| match method {
-            "fill" | "record_event" | "destroy_stream" => Ok(()),
-            "query_stream" => Ok(()),
-            _ => going.let_go(honest, None),
-        });
-        h.backend.query_stream(move |honest, stream| match held.has(stream) {
-            true => Ok(Completion::Pending),
-            false => honest.query_stream(stream),
-        });
-    }),
+    Saboteur::new(
+        "streams-take-their-work-along",
+        "stream.destroy-pending",
+        "Destroys pending work with its stream.",
+        |h| {
+            let held = Held::default();
+            let (filled, recorded, gone, going) = (held.clone(), held.clone(), held.clone(), held.clone());
+            h.backend.fill(move |honest, fill, stream| {
+                if !filled.has(stream) && !honest.is_busy(stream) {
+                    return honest.fill(fill, stream);
+                }
+                let fill = *fill;
+                filled.hold(stream, move |honest| honest.fill(&fill, stream));
+                Ok(())
+            });
+            h.backend.record_event(move |honest, event, stream| {
+                if !recorded.has(stream) {
+                    return honest.record_event(event, stream);
+                }
+                recorded.hold(stream, move |honest| honest.record_event(event, stream));
+                Ok(())
+            });
+            h.backend.destroy_stream(move |honest, stream| {
+                gone.forget(stream);
+                honest.destroy_stream(stream)
+            });
+            h.before(move |honest, method, _| match method {
+                "fill" | "record_event" | "destroy_stream" => Ok(()),
+                "query_stream" => Ok(()),
+                _ => going.let_go(honest, None),
+            });
+            h.backend.query_stream(move |honest, stream| match held.has(stream) {
+                true => Ok(Completion::Pending),
+                false => honest.query_stream(stream),
+            });
+        },
+    ),
     Saboteur::new("always-complete", "stream.query", "Says that a stream is complete without looking.", |h| {
         h.backend.query_stream(|honest, stream| honest.query_stream(stream).map(|_| Completion::Complete));
     }),
-    Saboteur::new("fresh-streams-pending", "stream.query", "Says that a stream is pending before it was ever used.", |h| {
-        let used = Note::<HashSet<StreamId>>::default();
-        let seen = used.clone();
-        h.before(move |_, method, stream| {
-            if let Some(stream) = stream.filter(|_| method != "query_stream") {
-                used.with(|used| used.insert(stream));
-            }
-            Ok(())
-        });
-        h.backend.query_stream(move |honest, stream| {
-            let completion = honest.query_stream(stream)?;
-            Ok(if seen.with(|seen| seen.contains(&stream)) { completion } else { Completion::Pending })
-        });
-    }),
+    Saboteur::new(
+        "fresh-streams-pending",
+        "stream.query",
+        "Says that a stream is pending before it was ever used.",
+        |h| {
+            let used = Note::<HashSet<StreamId>>::default();
+            let seen = used.clone();
+            h.before(move |_, method, stream| {
+                if let Some(stream) = stream.filter(|_| method != "query_stream") {
+                    used.with(|used| used.insert(stream));
+                }
+                Ok(())
+            });
+            h.backend.query_stream(move |honest, stream| {
+                let completion = honest.query_stream(stream)?;
+                Ok(if seen.with(|seen| seen.contains(&stream)) { completion } else { Completion::Pending })
+            });
+        },
+    ),
     Saboteur::new("pending-for-others", "stream.query", "Says that a stream is pending while any other is.", |h| {
         let streams = living_streams(h);
         h.backend.query_stream(move |honest, stream| {
@@ -210,20 +253,31 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("streams-waited-for-briefly", "stream.synchronize", "Waits for a stream for 3 milliseconds at most.", |h| {
-        h.settles = true;
-        h.backend.synchronize_stream(|honest, stream| {
-            let begun = Instant::now();
-            while honest.query_stream(stream)? == Completion::Pending && begun.elapsed() < Duration::from_millis(3) {
-                std::thread::yield_now();
-            }
-            Ok(())
-        });
-    }),
-    Saboteur::new("devices-not-waited-for", "devices.synchronize", "Returns at once where a device is to be waited for.", |h| {
-        h.settles = true;
-        h.backend.synchronize_device(|honest, device| honest.device_info(device).map(drop));
-    }),
+    Saboteur::new(
+        "streams-waited-for-briefly",
+        "stream.synchronize",
+        "Waits for a stream for 3 milliseconds at most.",
+        |h| {
+            h.settles = true;
+            h.backend.synchronize_stream(|honest, stream| {
+                let begun = Instant::now();
+                while honest.query_stream(stream)? == Completion::Pending && begun.elapsed() < Duration::from_millis(3)
+                {
+                    std::thread::yield_now();
+                }
+                Ok(())
+            });
+        },
+    ),
+    Saboteur::new(
+        "devices-not-waited-for",
+        "devices.synchronize",
+        "Returns at once where a device is to be waited for.",
+        |h| {
+            h.settles = true;
+            h.backend.synchronize_device(|honest, device| honest.device_info(device).map(drop));
+        },
+    ),
     Saboteur::new("one-stream-of-the-device", "devices.synchronize", "Waits for the oldest stream of a device.", |h| {
         h.settles = true;
         let streams = living_streams(h);
