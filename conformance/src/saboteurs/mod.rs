@@ -13,8 +13,8 @@
 //! # Adding a saboteur
 //! Write an entry in the list of its part under `acts/`: a name, the clause that it breaks, a sentence that says what it
 //! does, and a function that sets its hooks. No two break the same method in the same way. What would corrupt the
-//! memory of the process is broken in a way that a backend which checks its arguments survives. A table of all in
-//! `docs/conformance.md` is held against the list by a test.
+//! memory of the process is broken in a way that a backend which checks its arguments survives, as simulated devices do.
+//! A table of all in `docs/conformance.md` is held against the list by a test.
 
 mod acts;
 mod honest;
@@ -69,9 +69,14 @@ impl Saboteur {
         self
     }
 
-    /// The backend with this saboteur before it. Made for the suite: nobody else may trust what it answers.
+    /// The backend with this saboteur before it.
+    ///
+    /// # Safety
+    /// The result does not keep what [`Backend`] has to keep, so no [`Runtime`](highwater_core::Runtime) may be made
+    /// of it, and no other code that trusts a backend: it is for the suite. `backend` checks ids and ranges, as the mock
+    /// does; a saboteur may hand it a range that reaches out of its block.
     #[must_use]
-    pub fn wrap(&self, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
+    pub unsafe fn wrap(&self, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
         self.wrap_until(backend, Arc::default())
     }
 
@@ -101,7 +106,7 @@ const VARIABLE: &str = "HIGHWATER_CONFORMANCE_SABOTEUR";
 pub(crate) fn as_in_the_first_process(backend: Arc<dyn Backend>) -> Result<Arc<dyn Backend>> {
     let Some(name) = std::env::var_os(VARIABLE) else { return Ok(backend) };
     match saboteurs().find(|saboteur| *saboteur.name == *name) {
-        Some(saboteur) => Ok(saboteur.wrap(backend)),
+        Some(saboteur) => Ok(saboteur.wrap_until(backend, Arc::default())),
         None => Err(Error::new(
             ErrorKind::InvalidArgument,
             "serve_peer",

@@ -249,11 +249,16 @@ impl fmt::Display for Score {
     }
 }
 
+/// Why saboteurs are kept from hardware.
+const REAL_DEVICE: &str =
+    "a real device does not check every range that a saboteur may hand to it; use a simulated one";
+
 /// Gives the saboteurs that `options` selects to the suite, one after the other, each around a backend that `open` makes,
 /// and tells `observer` how far it is.
 ///
 /// Cases that need a second process run where a launcher is given; saboteurs that need one are skipped elsewhere, and so
-/// are those whose clause says nothing about this backend. A case runs in a thread of its own. Where it takes longer
+/// are those whose clause says nothing about this backend. All are where the device is real
+/// ([`Identity::real_device`](highwater_core::Identity)): it does not check what a saboteur may hand to it. A case runs in a thread of its own. Where it takes longer
 /// than the limit, the wrapper is stopped, so that the case ends with its next call; a thread that waits for something
 /// which never comes stays, with its backend, until the process ends.
 #[must_use]
@@ -269,6 +274,7 @@ pub fn run_saboteurs(
         observer(SaboteurProgress::Started { saboteur, index, total });
         let begun = Instant::now();
         let outcome = match open() {
+            Ok(backend) if backend.identity().real_device => Outcome::Skipped(REAL_DEVICE.to_owned()),
             Ok(backend) => Trial::new(saboteur, backend, options).run(),
             Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
         };

@@ -24,8 +24,11 @@ fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
     Wrapper::new(mock(options), hooks, Arc::default())
 }
 
-fn named(name: &str) -> &'static Saboteur {
-    saboteurs().find(|saboteur| saboteur.name == name).unwrap()
+/// The mock with the saboteur of this name before it.
+fn sabotaged(name: &str) -> Arc<dyn Backend> {
+    let saboteur = saboteurs().find(|saboteur| saboteur.name == name).unwrap();
+    // SAFETY: these tests give it to the suite; the mock checks ids and ranges.
+    unsafe { saboteur.wrap(mock(MockOptions::new())) }
 }
 
 #[test]
@@ -111,7 +114,7 @@ fn a_backend_that_queues_few_copies_passes() {
 #[test]
 fn a_mistake_that_a_promise_allows_is_not_held_against_a_backend() {
     // Beta 0 is what it does, so that it may.
-    let backend = named("beta-ignored").wrap(mock(MockOptions::new()));
+    let backend = sabotaged("beta-ignored");
     let report = run(&*backend, &Options::new().with_filter("gemm.ignores_the_old_c_with_beta_zero"));
     assert!(report.is_success() && report.passed() == 6, "{report}");
     // The tolerance is that of rounding: the wrong numbers are seen, whatever the type.
@@ -122,10 +125,10 @@ fn a_mistake_that_a_promise_allows_is_not_held_against_a_backend() {
 #[test]
 fn a_failure_says_what_was_seen_and_what_was_expected() {
     let case = "events.waits_ignore_later_records_of_pending_streams";
-    let backend = named("waits-look-when-there").wrap(mock(MockOptions::new()));
+    let backend = sabotaged("waits-look-when-there");
     let text = run(&*backend, &Options::new().with_filter(case)).to_string();
     assert!(text.contains("the stream was not at its wait") && text.contains("and went on when"), "{text}");
-    let backend = named("tiles-only").wrap(mock(MockOptions::new()));
+    let backend = sabotaged("tiles-only");
     let text = run(&*backend, &Options::new().with_filter("arithmetic.random_products_are_right_f64")).to_string();
     assert!(text.contains("expected") && text.contains("HIGHWATER_CONFORMANCE_SEED="), "{text}");
 }
@@ -182,6 +185,21 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
     let open = || Ok(mock(MockOptions::new()));
     let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
     assert!(score.verdicts().iter().all(|verdict| matches!(verdict.outcome, Outcome::Skipped(_))), "{score}");
+    // Real devices are spared.
+    let real = || -> Result<Arc<dyn Backend>> {
+        let backend = wrapped(MockOptions::new(), |h| {
+            h.identity = Some(|identity| {
+                let mut real = identity.clone();
+                real.real_device = true;
+                real
+            });
+        });
+        // It says so while a stream is alive.
+        backend.create_stream(0, &StreamOptions::new())?;
+        Ok(Arc::new(backend))
+    };
+    let score = run_saboteurs(real, &SaboteurOptions::new().with_filter("fill.exact"), &mut |_| {});
+    assert_eq!((score.saboteurs(), score.skipped()), (0, score.verdicts().len()), "{score}");
     // Nor is one caught whose backend does not open.
     let open = || Err(Error::new(ErrorKind::DeviceMissing, "open", "none"));
     let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("memory.zero"), &mut |_| {});

@@ -111,18 +111,6 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         },
     ),
     Saboteur::new(
-        "old-c-of-halves-read",
-        "gemm.beta-zero",
-        "Reads the old C with beta 0 in products of halves.",
-        |h| {
-            altered(h, |gemm| {
-                if gemm.beta == 0.0 && gemm.shape.data_type == DataType::F16 {
-                    gemm.beta = f64::MIN_POSITIVE;
-                }
-            });
-        },
-    ),
-    Saboteur::new(
         "factors-read",
         "gemm.alpha-zero",
         "Reads A and B with alpha 0, and multiplies them with next to nothing.",
