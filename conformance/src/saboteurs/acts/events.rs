@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use highwater_core::{Completion, ErrorKind, EventId, MemoryCopy, Result, StreamId};
 
 use super::super::Saboteur;
-use super::super::honest::{Honest, is, wrong};
+use super::super::honest::{Honest, Way, is, wrong};
 use super::super::hooks::Hooks;
 use super::super::note::{Held, Note};
 
@@ -230,6 +230,24 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             h.backend.synchronize_event(|honest, event| honest.query_event(event).map(drop));
         },
     ),
+    Saboteur::new("records-early", "event.synchronize", "Records an event before the last copy to the host.", |h| {
+        let held = Held::default();
+        let copies = held.clone();
+        h.backend.copy(move |honest, copy, stream| {
+            if Way::of(copy) != Way::ToHost || honest.records(stream) {
+                return honest.copy(copy, stream);
+            }
+            // Refused here if at all.
+            honest.query_stream(stream)?;
+            let copy = *copy;
+            copies.hold(stream, move |honest| honest.copy(&copy, stream));
+            Ok(())
+        });
+        h.before(move |honest, method, stream| match method {
+            "record_event" | "query_event" | "synchronize_event" => Ok(()),
+            _ => held.let_go(honest, stream),
+        });
+    }),
     Saboteur::new(
         "whole-streams-waited-for",
         "event.synchronize",

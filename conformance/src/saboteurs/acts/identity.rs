@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use highwater_core::{BackendTag, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports};
+use highwater_core::{
+    BackendTag, DevicePtr, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports,
+};
 
 use super::super::Saboteur;
 use super::super::honest::{is, wrong};
@@ -222,6 +224,30 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         h.count(|live| live.mappings = 0);
     })
     .by_two_processes(),
+    Saboteur::new("mappings-leaked", "backend.live-objects", "Keeps memory mapped that was closed.", |h| {
+        let opened = Note::<HashMap<DevicePtr, u64>>::default();
+        let known = opened.clone();
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let ptr = sharing.open_memory(device, handle)?;
+            opened.with(|opened| *opened.entry(ptr).or_default() += 1);
+            Ok(ptr)
+        });
+        h.sharing.close_memory(move |sharing, device, ptr| {
+            let open = known.with(|known| known.get_mut(&ptr).filter(|count| **count > 0).map(|count| *count -= 1));
+            if open.is_some() { Ok(()) } else { sharing.close_memory(device, ptr) }
+        });
+    })
+    .by_two_processes(),
+    Saboteur::new("destroyed-events-counted", "backend.live-objects", "Counts events that were destroyed.", |h| {
+        let destroyed = Note::new(0_u64);
+        let gone = destroyed.clone();
+        h.backend.destroy_event(move |honest, event| {
+            honest.destroy_event(event)?;
+            gone.set(gone.get() + 1);
+            Ok(())
+        });
+        h.count(move |live| live.events += destroyed.get());
+    }),
     Saboteur::new("descriptors-not-counted", "backend.live-objects", "Leaves descriptors out of its counts.", |h| {
         h.count(|live| live.descriptors = 0);
     })
