@@ -46,10 +46,26 @@
 //!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
 //!   for one that hangs.
 //!
+//! # Whether the suite notices
+//! [`saboteurs`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_saboteurs`] gives
+//! them to the suite and says which were caught, by which case. Every clause has one at least.
+//!
+//! ```
+//! use highwater_conformance::{SaboteurOptions, run_saboteurs};
+//! # use highwater_mock::{MockGpu, MockOptions};
+//!
+//! # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<dyn highwater_core::Backend>> {
+//! #     Ok(MockGpu::open(MockOptions::new())?)
+//! # }
+//! let options = SaboteurOptions::new().with_filter("memory.zero");
+//! let score = run_saboteurs(open_my_backend, &options, &mut |_| {});
+//! assert!(score.is_success(), "{score}");
+//! ```
+//!
 //! # Adding a case
 //! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
-//! each that it has. What a new case is good for shows in `tests/wrong_backends.rs`. Objects are made through guards, so that a case that fails leaves nothing behind.
+//! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through guards, so that a case that fails leaves nothing behind.
 
 mod attempts;
 mod busy;
@@ -61,8 +77,12 @@ mod matrix;
 mod peer;
 mod random;
 mod run;
+mod saboteurs;
 
 pub use case::{Case, Need};
 pub use cases::cases;
 pub use peer::{Launcher, serve_peer};
 pub use run::{CaseReport, Expectation, Options, Progress, Report, Status, run, run_observed};
+pub use saboteurs::{
+    Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
+};
