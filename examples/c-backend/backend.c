@@ -263,7 +263,7 @@ static int32_t enqueue(hw_backend *b, hw_id id, const struct work *work, int som
 
 /* ---- group required: the device */
 static int32_t identity(hw_backend *b, hw_identity *answer, hw_error *e) {
-    hw_identity value = {.name = "c-backend", .description = "The CPU, in C", .versions = "c-backend\t0.1.0"};
+    hw_identity value = {.name = "c", .description = "The CPU, in C", .versions = "c\t0.1.0"};
     return give(answer, &value, sizeof value);
 }
 static int32_t device_count(hw_backend *b, uint32_t *answer, hw_error *e) {
@@ -591,7 +591,7 @@ static const hw_table *table_of(uint32_t version) {
 const hw_plugin *highwater_plugin(const hw_host *host) {
     static const hw_plugin plugin = {
         .size = sizeof plugin, .version_min = TABLE_VERSION, .version_max = TABLE_VERSION,
-        .name = "c-backend", .description = "The CPU, in C", .vendor = "Highwater's examples", .version = "0.1.0",
+        .name = "c", .description = "The CPU, in C", .vendor = "Highwater's examples", .version = "0.1.0",
         .open = open_backend, .table = table_of,
     };
     log_line = host->log;
