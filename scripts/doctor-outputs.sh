@@ -25,7 +25,7 @@ manifest() { # name, library, first version of the table
 }
 manifest c libhighwater_c.so 1 >"$scratch/good/c.toml"
 # Cut off, no plugin, of another version of the table, crashing when it is loaded, and with a misspelt key.
-head -c 3000 "$scratch/good/libhighwater_c.so" >"$scratch/broken/libcut.so"
+head -c 40 "$scratch/good/libhighwater_c.so" >"$scratch/broken/libcut.so"
 manifest cut libcut.so 1 >"$scratch/broken/cut.toml"
 echo 'int nothing;' | cc -shared -fPIC -x c - -o "$scratch/broken/libother.so"
 manifest other libother.so 1 >"$scratch/broken/other.toml"
@@ -60,11 +60,11 @@ case ${1:-} in
   '') outputs ;;
   *)
     {
-      sed "/^$begin\$/q" "$page"
+      sed "\|^$begin\$|q" "$page"
       echo
       outputs
       echo
-      sed -n "/^$end\$/,\$p" "$page"
+      sed -n "\|^$end\$|,\$p" "$page"
     } >"$scratch/page.md"
     if [ "$1" = --write ]; then
       cp "$scratch/page.md" "$page"
