@@ -39,6 +39,9 @@ const ENOUGH_WHEN_QUIET: usize = 6;
 /// No attempt begins when so much time has passed, so that a backend that is wrong everywhere is told so in bounded time.
 const LIMIT: Duration = Duration::from_secs(3);
 
+/// The same where the machine was busy in every attempt, so that none of them says anything about the backend.
+const LIMIT_WHEN_BUSY: Duration = Duration::from_secs(10);
+
 /// Makes the attempt with growing helpings of work until one is in time.
 ///
 /// `waits` says what the backend seems to do if none is: work that is over each time means that a call waited for it.
@@ -85,7 +88,8 @@ fn until_in_time(
         futile.attempts += 1;
         futile.on_a_busy_machine += usize::from(machine_is_busy());
         let quiet = futile.attempts - futile.on_a_busy_machine;
-        if quiet >= ENOUGH_WHEN_QUIET || begun.elapsed() >= LIMIT {
+        let limit = if quiet == 0 { LIMIT_WHEN_BUSY } else { LIMIT };
+        if quiet >= ENOUGH_WHEN_QUIET || begun.elapsed() >= limit {
             break;
         }
     }
