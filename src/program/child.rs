@@ -120,10 +120,16 @@ impl Drop for Child {
 
 /// Waits until a descriptor is readable; false when it is not within `limit`.
 pub(super) fn wait_readable(descriptor: BorrowedFd<'_>, limit: Duration) -> io::Result<bool> {
+    wait_any(&[descriptor], limit)
+}
+
+/// Waits until one of the descriptors is readable; false when none is within `limit`.
+pub(super) fn wait_any(descriptors: &[BorrowedFd<'_>], limit: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + limit;
+    let polled = |&descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN);
+    let mut descriptors: Vec<_> = descriptors.iter().map(polled).collect();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut descriptors = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
         match poll(&mut descriptors, Some(&timespec(left))) {
             Err(Errno::INTR) => {}
             ready => return Ok(ready? > 0),
