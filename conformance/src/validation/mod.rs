@@ -21,6 +21,8 @@ mod host;
 mod ledger;
 mod origin;
 mod sharing;
+#[cfg(test)]
+mod tests;
 
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
