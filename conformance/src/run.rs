@@ -55,18 +55,15 @@ impl<'b> InProcess<'b> {
         if let Some(reason) = case.unmet(&capabilities, backend.device_count()) {
             return Err(Status::Skipped(reason));
         }
-        let watched = Watched::new(backend, gate);
-        let body = || -> CaseResult {
-            match (case.run, &self.launcher) {
-                (Run::Alone(case), _) => case(&watched),
-                (Run::WithPeer(case), Some(launcher)) => case(&watched, launcher),
-                (Run::WithPeer(_), None) => Ok(()),
+        let body = match (case.run, &self.launcher) {
+            (Run::Alone(body), _) => {
+                Box::new(move |backend: &dyn Backend| body(backend)) as Box<dyn Fn(&dyn Backend) -> CaseResult>
             }
+            (Run::WithPeer(body), Some(launcher)) => Box::new(move |backend: &dyn Backend| body(backend, launcher)),
+            (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
-        if case.needs_launcher() && self.launcher.is_none() {
-            return Err(Status::Skipped(NO_LAUNCHER.to_owned()));
-        }
-        let status = match catch_unwind(AssertUnwindSafe(body)) {
+        let watched = Watched::new(backend, gate);
+        let status = match catch_unwind(AssertUnwindSafe(|| body(&watched))) {
             Ok(Ok(())) => Status::Passed,
             Ok(Err(failure)) => Status::Failed(failure.to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),

@@ -23,19 +23,19 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let mut retried = 0;
     // The groups whose objects differ. The program sweeps them all, and each call.
     for (group, sample) in [
-        ("memory.", 31),
-        ("host.", 31),
-        ("event.wait-orders", 101),
+        ("memory.", 61),
+        ("host.", 61),
+        ("event.wait-orders", 211),
         ("blas.stream-bound", 51),
-        ("capture.", 101),
-        ("sharing.", 61),
+        ("capture.", 307),
+        ("sharing.", 211),
     ] {
         let options = Options::new().with_launcher(launcher.clone()).with_filter(group);
         let report = sweep(&*backend, &options, sample);
         assert!(report.is_success(), "{report}");
         retried += report.retried;
     }
-    assert!(retried > 10, "only {retried} releases were refused");
+    assert!(retried > 5, "only {retried} releases were refused");
 }
 
 #[test]

@@ -27,18 +27,15 @@ unsafe impl Backend for Watched<'_> {
     }
 
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.watch.enter("device_info")?;
-        self.inner.device_info(device)
+        self.watch.on_device("device_info", device, || self.inner.device_info(device))
     }
 
     fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.watch.enter("capabilities")?;
-        self.inner.capabilities(device)
+        self.watch.on_device("capabilities", device, || self.inner.capabilities(device))
     }
 
     fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.watch.enter("memory_info")?;
-        self.inner.memory_info(device)
+        self.watch.on_device("memory_info", device, || self.inner.memory_info(device))
     }
 
     fn live_objects(&self) -> LiveObjects {
@@ -73,8 +70,7 @@ unsafe impl Backend for Watched<'_> {
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
-        self.watch.enter("synchronize_device")?;
-        self.inner.synchronize_device(device)
+        self.watch.on_device("synchronize_device", device, || self.inner.synchronize_device(device))
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {

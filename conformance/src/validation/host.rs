@@ -60,7 +60,6 @@ unsafe impl HostAllocator for WatchedAllocator {
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        self.watch.enter("device_address")?;
-        self.inner.device_address(ptr, device)
+        self.watch.on_device("device_address", device, || self.inner.device_address(ptr, device))
     }
 }

@@ -148,6 +148,14 @@ impl Ledger {
         }
     }
 
+    /// Notes a call that was accepted for a device that is not there.
+    pub(super) fn check_device(&mut self, operation: &'static str, device: u32) {
+        if device >= self.devices {
+            let devices = self.devices;
+            self.found(format!("wrong device: `{operation}` accepted device {device}, and there are {devices}"));
+        }
+    }
+
     /// The note of a new object.
     pub(super) fn made(&mut self, operation: &'static str, at: Option<&'static Location<'static>>) -> Made {
         self.made += 1;
@@ -186,6 +194,7 @@ impl Ledger {
             AnyId::Executable(id) => (self.executables.alive.insert(id, entry), id.parts(), format!("{id:?}")),
         };
         let operation = made.operation;
+        self.check_device(operation, device);
         if let Some(old) = old {
             self.found(format!("`{operation}` issued {text}, which is alive ({})", old.made.of("object")));
         }

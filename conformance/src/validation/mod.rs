@@ -86,6 +86,16 @@ impl Watch {
         self.gate.as_ref().map_or(Ok(()), |gate| gate.enter(operation))
     }
 
+    /// Makes a call about a device, which has to be one.
+    fn on_device<T>(&self, operation: &'static str, device: u32, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.enter(operation)?;
+        let answer = call();
+        if answer.is_ok() {
+            self.ledger().check_device(operation, device);
+        }
+        answer
+    }
+
     fn found(&self, text: String) {
         self.ledger().found(text);
     }
@@ -164,6 +174,9 @@ impl Watch {
         at: Option<&'static Location<'static>>,
     ) {
         let mut ledger = self.ledger();
+        if let Space::Device(device) = space {
+            ledger.check_device(operation, device);
+        }
         if let (Holding::Mapped { .. }, Some(range)) = (holding, ledger.book.get_mut(space, start))
             && let Holding::Mapped { opens } = &mut range.holding
         {

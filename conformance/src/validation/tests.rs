@@ -152,6 +152,8 @@ fn objects_of_another_device() {
         backend.destroy_stream(stream).unwrap();
     });
     assert_says(&said, &["wrong device", "`record_event` recorded"]);
+    let said = finding(&credulous(&[0]), |backend| backend.synchronize_device(2).unwrap());
+    assert_says(&said, &["wrong device: `synchronize_device` accepted device 2, and there are 2"]);
     let said = finding(&credulous(&[0x1000]), |backend| {
         let x = block(backend, 0, DeviceMemoryKind::Plain);
         free(backend, 1, x, None);
