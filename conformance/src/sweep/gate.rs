@@ -1,6 +1,7 @@
 //! Counts the fallible calls of a case, and keeps one of them from the backend.
 
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -37,10 +38,18 @@ pub struct Calls {
     pub count: u32,
 }
 
+/// So many calls of one operation by one thread are all refused in turn.
+const EACH: u32 = 64;
+
+/// Beyond them it is a loop of the case that makes them, and every so many are refused.
+const OF_A_LOOP: usize = 8;
+
 impl Calls {
-    /// Each of them as the one to be refused.
+    /// The ones to be refused: each of the first 64, and then every 8th.
     pub fn faults(&self) -> impl Iterator<Item = Fault> {
-        (1..=self.count).map(|index| Fault { thread: self.thread, operation: self.operation.clone(), index })
+        let (each, of_a_loop) = (1..=self.count.min(EACH), (EACH + 1..=self.count).step_by(OF_A_LOOP));
+        let fault = |index| Fault { thread: self.thread, operation: self.operation.clone(), index };
+        each.chain(of_a_loop).map(fault)
     }
 }
 
@@ -58,6 +67,33 @@ pub(crate) fn insist(mut release: impl FnMut() -> Result<()>) -> Result<()> {
         Err(error) if is_injected(&error) => release(),
         answer => answer,
     }
+}
+
+/// Whether the calls of this thread are one piece of work to the gate, see [`as_one`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Piece {
+    None,
+    Begins,
+    GoesOn,
+}
+
+thread_local! {
+    static PIECE: Cell<Piece> = const { Cell::new(Piece::None) };
+}
+
+/// Makes equal calls of which the gate counts, and may refuse, the first only: for work whose amount depends on how quick
+/// the machine is, and of which one call is as good as another.
+pub(crate) fn as_one<T>(calls: impl FnOnce() -> T) -> T {
+    /// Ends the piece, also where the calls panic.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            PIECE.set(Piece::None);
+        }
+    }
+    PIECE.set(Piece::Begins);
+    let _end = End;
+    calls()
 }
 
 /// What every fallible call of a case passes.
@@ -90,6 +126,11 @@ impl Gate {
 
     /// Counts a call; an error where it is the one to be kept back.
     pub(crate) fn enter(&self, operation: &'static str) -> Result<()> {
+        match PIECE.get() {
+            Piece::None => {}
+            Piece::Begins => PIECE.set(Piece::GoesOn),
+            Piece::GoesOn => return Ok(()),
+        }
         let mut state = self.state();
         let State { threads, counts, order, injected } = &mut *state;
         let next = threads.len() as u32;
@@ -145,6 +186,27 @@ mod tests {
         let calls = gate.calls();
         assert_eq!(calls.iter().map(|calls| calls.count).collect::<Vec<_>>(), [3, 1]);
         assert!(calls[0].faults().any(|counted| counted == fault), "{calls:?}");
+    }
+
+    #[test]
+    fn a_piece_of_work_is_one_call() {
+        let gate = Gate::new(None);
+        let piece = || (0..9).try_for_each(|_| gate.enter("copy"));
+        assert!(as_one(piece).is_ok() && gate.enter("copy").is_ok() && as_one(piece).is_ok());
+        assert_eq!(gate.calls()[0].count, 3);
+        let gate = Gate::new(Some(Fault { thread: 0, operation: "copy".into(), index: 1 }));
+        assert!(as_one(|| gate.enter("copy")).is_err());
+    }
+
+    #[test]
+    fn of_a_long_loop_some_are_refused() {
+        let indices = |count| {
+            let calls = Calls { thread: 0, operation: "copy".into(), count };
+            calls.faults().map(|fault| fault.index).collect::<Vec<_>>()
+        };
+        assert_eq!((indices(0), indices(3)), (vec![], vec![1, 2, 3]));
+        assert_eq!(indices(64).len(), 64);
+        assert_eq!(indices(90)[62..], [63, 64, 65, 73, 81, 89]);
     }
 
     #[test]

@@ -6,6 +6,9 @@
 //! books of the validation layer. A release that the fault itself refused is made again, by the guard that made it or,
 //! where the case made it by a call of its own, by the layer. In the end the case passes without a fault, as before.
 //!
+//! Of what a thread calls in a loop, each of the first calls is refused and then some, and work that only keeps a stream busy
+//! counts as one call: how much of it there is depends on the machine.
+//!
 //! Calls are counted by thread and operation, so that which call is refused does not depend on how threads are scheduled. A
 //! case that is tried again until it proves something (`attempts`) may make fewer calls the next time; a fault that was not
 //! reached for that reason is counted apart.
@@ -21,7 +24,7 @@ use std::thread;
 use std::time::Instant;
 
 pub use self::gate::{Calls, Fault};
-pub(crate) use self::gate::{Gate, insist, is_injected};
+pub(crate) use self::gate::{Gate, as_one, insist, is_injected};
 pub use self::report::{Faulted, Points, SweepFailure, SweepProgress, SweepReport};
 
 use highwater_core::Backend;
@@ -31,7 +34,8 @@ use crate::options::Options;
 use crate::report::Status;
 use crate::run::{Executor, InProcess};
 
-/// Sweeps the cases that `options` selects on a backend, refusing every `sample`-th call; 1 refuses each, 0 is 1.
+/// Sweeps the cases that `options` selects on a backend, refusing every `sample`-th of the calls that [`Calls::faults`] names;
+/// 1 refuses each, 0 is 1.
 ///
 /// Nobody else may use the backend meanwhile. A backend that hangs makes the sweep hang; see [`sweep_on`].
 #[must_use]
