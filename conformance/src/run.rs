@@ -68,6 +68,7 @@ impl<'b> InProcess<'b> {
             Ok(Err(failure)) => Status::Failed(failure.to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),
         };
+        watched.release_refused();
         let findings = watched.findings();
         Ok((status, findings, watched))
     }

@@ -7,7 +7,7 @@ use std::panic::Location;
 
 use highwater_core::{BackendTag, EventId, GraphExecId, GraphId, LiveObjects, ObjectId, StreamId};
 
-use super::book::{Book, Holding};
+use super::book::{Book, Holding, Space};
 
 /// The call that made an object.
 #[derive(Debug, Clone, Copy)]
@@ -225,6 +225,19 @@ impl Ledger {
             AnyId::Graph(id) => self.graphs.alive.get_mut(&id),
             AnyId::Executable(id) => self.executables.alive.get_mut(&id),
         }
+    }
+
+    /// What is left only because an injected fault refused its release.
+    pub(super) fn refused(&self) -> (Vec<AnyId>, Vec<(Space, u64, Holding)>) {
+        fn of<I: Copy>(ids: &Ids<I>, any: fn(I) -> AnyId) -> impl Iterator<Item = AnyId> {
+            ids.alive.iter().filter(|(_, entry)| entry.refused).map(move |(id, _)| any(*id))
+        }
+        let ids = of(&self.executables, AnyId::Executable)
+            .chain(of(&self.graphs, AnyId::Graph))
+            .chain(of(&self.events, AnyId::Event))
+            .chain(of(&self.streams, AnyId::Stream));
+        let memory = self.book.alive.iter().filter(|(_, range)| range.refused);
+        (ids.collect(), memory.map(|((space, start), range)| (*space, *start, range.holding)).collect())
     }
 
     /// Ends the case: what was found, what is left over, and whether the backend's counts agree.

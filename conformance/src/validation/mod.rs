@@ -8,8 +8,9 @@
 //!
 //! - `ledger`: what is alive and what was found; `book`: memory by address; `origin`: where a case made an object
 //! - `backend`, `blas`, `host`, `sharing`: the four traits, handed through
+//! - `retry`: releases that a fault refused
 //!
-//! The layer makes no call of its own, and holds no lock while the backend is called. An answer is judged by what was known
+//! The layer makes no call of its own (`retry` apart, when a case has ended), and holds no lock while the backend is called. An answer is judged by what was known
 //! *before* the call began, so that two threads that use and destroy one object at the same time are not misjudged.
 //!
 //! It is also where the fault sweep sits: every fallible call passes the [`Gate`] first, if there is one.
@@ -20,6 +21,7 @@ mod book;
 mod host;
 mod ledger;
 mod origin;
+mod retry;
 mod sharing;
 #[cfg(test)]
 mod tests;
@@ -118,11 +120,11 @@ impl Watch {
     fn judge<T>(&self, operation: &'static str, ids: &[AnyId], unsound: Option<Unsound>, answer: &Result<T>) {
         match (unsound, answer) {
             (Some(id), Ok(_)) => self.found(format!("use after destroy: `{operation}` accepted {id}")),
-            (None, Err(error)) if error.kind() == ErrorKind::InvalidHandle => {
-                // Another thread may have destroyed it meanwhile.
-                if !ids.is_empty() && self.unsound(ids).is_none() {
-                    self.found(format!("`{operation}` refused ids that are alive: {error}"));
-                }
+            // Another thread may have destroyed one meanwhile.
+            (None, Err(error))
+                if error.kind() == ErrorKind::InvalidHandle && !ids.is_empty() && self.unsound(ids).is_none() =>
+            {
+                self.found(format!("`{operation}` refused ids that are alive: {error}"));
             }
             _ => {}
         }
