@@ -140,7 +140,7 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "N", default_value = "1", requires = "fault_sweep", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
-    /// Processes that sweep at the same time [default: one for each processor]
+    /// Processes that sweep at the same time [default: one on a real device, else one for each processor]
     #[arg(long, value_name = "N", requires = "fault_sweep", allow_negative_numbers = true, value_parser = jobs)]
     pub(super) jobs: Option<usize>,
 }

@@ -128,7 +128,8 @@ fn every_conformance_case_passes_with_the_libraries_of_cuda_12() {
 
 #[test]
 fn a_sample_of_refused_calls_leaves_nothing_behind() {
-    let output = CUDA.run("", &[], &["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "499", "--json"]);
+    let arguments = ["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "499", "--jobs", "2", "--json"];
+    let output = CUDA.run("", &[], &arguments);
     let object = super::object(&output);
-    assert!(output.status.success() && object["calls_swept"].as_u64().unwrap() > 100, "{object}");
+    assert!(output.status.success() && object["calls_swept"].as_u64().unwrap() > 50, "{object}");
 }

@@ -25,9 +25,14 @@ pub(super) fn command(
     options: &Options,
     json: bool,
 ) -> Result<Verdict> {
-    let jobs = arguments.jobs.unwrap_or_else(|| available_parallelism().map_or(1, NonZero::get).min(MOST_JOBS));
-    let progress = Progress::new("cases", options.round(0).len() as u64, json);
     let limit = Duration::from_secs(arguments.limit);
+    let jobs = match arguments.jobs {
+        Some(jobs) => jobs,
+        // Cases that use up a device's memory would take it from each other.
+        None if Workers::start(choice, limit)?.about().real_device => 1,
+        None => available_parallelism().map_or(1, NonZero::get).min(MOST_JOBS),
+    };
+    let progress = Progress::new("cases", options.round(0).len() as u64, json);
     let report = sweep_on(jobs, &|| Workers::start(choice, limit), options, arguments.sample, &|step| {
         progress.now(step.case.name);
         for SweepFailure { case, fault, message, .. } in step.failures {

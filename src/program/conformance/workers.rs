@@ -122,6 +122,8 @@ fn misfit(notice: &Notice) -> String {
 struct Worker {
     child: Child,
     inbox: Inbox,
+    /// The case that it ran last.
+    last: Option<&'static str>,
 }
 
 impl Worker {
@@ -131,7 +133,7 @@ impl Worker {
             let hint = "the limits on processes and open files (`ulimit -a`) say what this user may have";
             Failure::new(ErrorKind::OperatingSystem, "no process can be started for the cases", hint).because_of(error)
         })?;
-        let mut worker = Self { child, inbox: Inbox::default() };
+        let mut worker = Self { child, inbox: Inbox::default(), last: None };
         match worker.hear(limit.max(OPENING)) {
             Ok(Notice::Ready(about)) => Ok((worker, about)),
             Ok(Notice::Failed { kind, message, hint }) => Err(Failure::of_worker(kind, message, hint).into()),
@@ -145,6 +147,10 @@ impl Worker {
     }
 
     fn ask(&mut self, order: &Order, limit: Duration) -> Result<Notice, String> {
+        let last = self.last.replace(order.case().name).unwrap_or("its start");
+        if let Ok(Some(status)) = self.child.ended() {
+            return Err(format!("its process had ended before it began, after {last}: {status}"));
+        }
         if order.send(self.child.socket()).is_err() {
             // It is dead, and its pidfd says how.
             return self.hear(Duration::ZERO);
