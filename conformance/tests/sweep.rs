@@ -25,7 +25,7 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     for (group, sample) in [
         ("memory.", 61),
         ("host.", 61),
-        ("event.wait-orders", 211),
+        ("destroy", 31),
         ("blas.stream-bound", 51),
         ("capture.", 307),
         ("sharing.", 211),

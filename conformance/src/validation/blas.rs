@@ -40,10 +40,10 @@ impl WatchedHandle {
         kind: BlasKind,
         at: Option<&'static Location<'static>>,
     ) -> Self {
+        let seen = (inner.device(), inner.kind());
         let mut ledger = watch.ledger();
         let made = ledger.made("create_blas_handle", at);
         ledger.handles.insert(made.number, made);
-        let seen = (inner.device(), inner.kind());
         if seen != (device, kind) {
             let (seen_device, seen_kind) = seen;
             ledger.found(format!(

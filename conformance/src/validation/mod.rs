@@ -10,8 +10,9 @@
 //! - `backend`, `blas`, `host`, `sharing`: the four traits, handed through
 //! - `retry`: releases that a fault refused
 //!
-//! The layer makes no call of its own (`retry` apart, when a case has ended), and holds no lock while the backend is called. An answer is judged by what was known
-//! *before* the call began, so that two threads that use and destroy one object at the same time are not misjudged.
+//! The layer makes no call of its own (`retry` apart, when a case has ended), and holds no lock while the backend is
+//! called. An answer is judged by what was known *before* the call began, so that two threads that use and destroy one
+//! object at the same time are not misjudged.
 //!
 //! It is also where the fault sweep sits: every fallible call passes the [`Gate`] first, if there is one.
 
