@@ -24,8 +24,12 @@ none_of backend-mock/simulated/engine "$(dependencies highwater-simulated-engine
 none_of backend-mock/simulated/cuda "$(dependencies highwater-simulated-cuda)" "$simulated"
 none_of conformance "$(dependencies highwater-conformance)" "$vendors|highwater|highwater-(cuda|rocm|mock)"
 
-program='clap|clap_derive|indicatif|comfy-table|anyhow|serde_json|safetensors|highwater-conformance|highwater-mock'
-none_of "a library user with the feature cuda" "$(dependencies highwater --no-default-features --features cuda)" "$program|highwater-rocm"
+program='clap|clap_derive|indicatif|comfy-table|anyhow|safetensors|highwater-conformance|highwater-mock'
+plugins='toml|toml_parser|toml_datetime|serde_spanned|winnow|serde_json'
+none_of "a library user with the feature cuda" "$(dependencies highwater --no-default-features --features cuda)" \
+  "$program|$plugins|highwater-rocm"
+none_of "a library user with the feature plugins" "$(dependencies highwater --no-default-features --features plugins)" \
+  "$program|highwater-(cuda|rocm)"
 
 # Comments and strings may speak of it; code may not have it.
 if grep -rnE '\bunsafe +(\{|fn|impl|extern|trait)' src examples --include='*.rs'; then fail "unsafe code in src/ or examples/"; fi

@@ -2,8 +2,9 @@
 //! device memory of other processes, over CUDA, ROCm or a mock device.
 //!
 //! This crate is the front door. It re-exports everything of `highwater-core` and opens a backend: [`open`] takes one by
-//! name and never another in its place, [`open_auto`] takes the best that works here, and [`survey`] only looks. Each
-//! answers with a [`LoadReport`] that says of every backend why it was or was not taken.
+//! name and never another in its place, [`open_auto`] takes the best that works here, and [`survey`] only looks;
+//! [`OpenOptions`] does the same with everything that can be chosen. Each answers with a [`LoadReport`] that says of every backend
+//! why it was or was not taken.
 //!
 //! # Three ways of use
 //! **In a program.** Choose backends by feature (`mock`, `cuda`, `rocm`; all add up, and all build where there is no GPU
@@ -28,6 +29,11 @@
 //! **Below it all.** A vendor or a laboratory implements the four traits [`Backend`], [`BlasHandle`], [`HostAllocator`]
 //! and [`IpcSharing`] over a device of its own; each method lists the promises that it makes.
 //!
+//! # Backends that are found at run time
+//! With the feature `plugins`, a backend may also be a plugin: a library that is found by its manifest `NAME.toml` in one of a few
+//! folders, and opened by its name or by its path. A built-in backend comes before a plugin of the same name. Plugins are code, so files
+//! that other users could change are refused. `docs/plugins.md` has the folders, the format and the rules.
+//!
 //! # What this version drives
 //! The mock, NVIDIA's GPUs, and AMD's; the last only over AMD's libraries without a device and over simulated ones so far, for
 //! lack of an AMD GPU.
@@ -44,7 +50,12 @@ pub use highwater_mock as mock;
 #[cfg(feature = "rocm")]
 pub use highwater_rocm as rocm;
 
-pub use open::{Candidate, LoadReport, OpenError, Opened, Outcome, backends, open, open_auto, survey};
+#[cfg(feature = "plugins")]
+pub use open::serve_probe;
+pub use open::{
+    Candidate, LoadReport, OpenError, OpenOptions, Opened, Origin, Outcome, Place, PlaceKind, backends, open,
+    open_auto, survey,
+};
 
 /// The examples of the README, compiled and run with the other doc tests.
 #[cfg(all(doctest, feature = "mock"))]

@@ -11,158 +11,104 @@ use hip_sys::{hipblas, hiprt as old};
 use crate::calls::{HipCalls, blas_symbol, runtime_symbol};
 use crate::{codes, devices, quirks};
 
-#[test]
-fn the_runtimes_calls_are_those_of_its_header() {
-    let pairs = witness_pairs! { Calls, c new,
-        required {
-            stream_query = hipStreamQuery(_);
-            stream_synchronize = hipStreamSynchronize(_);
-            stream_create = hipStreamCreateWithPriority(_, _, _);
-            stream_destroy = hipStreamDestroy(_);
-            stream_wait_event = hipStreamWaitEvent(_, _, _);
-            priority_range = hipDeviceGetStreamPriorityRange(_, _);
-            event_create = hipEventCreateWithFlags(_, _);
-            event_destroy = hipEventDestroy(_);
-            event_record = hipEventRecord(_, _);
-            event_query = hipEventQuery(_);
-            event_synchronize = hipEventSynchronize(_);
-            event_elapsed = hipEventElapsedTime(_, _, _);
-            device_synchronize = hipDeviceSynchronize();
-            allocate = hipMalloc(_, _);
-            free = hipFree(_);
-            memory_info = hipMemGetInfo(_, _);
-            copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
-            copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
-            copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
-            fill_8 = hipMemsetD8Async(_, _, _, _);
-            fill_16 = hipMemsetD16Async(_, _, _, _);
-            fill_32 = hipMemsetD32Async(_, _, _, _);
-            host_allocate = hipHostMalloc(_, _, _);
-            host_free = hipHostFree(_);
-            host_register = hipHostRegister(_, _, _);
-            host_unregister = hipHostUnregister(_);
-            host_device_address = hipHostGetDevicePointer(_, _, _);
-        }
-        optional {
-            allocate_async = hipMallocAsync(_, _, _);
-            free_async = hipFreeAsync(_, _);
-            default_pool = hipDeviceGetDefaultMemPool(_, _);
-            pool_set = hipMemPoolSetAttribute(_, _, _);
-            pool_trim = hipMemPoolTrimTo(_, _);
-            capture_begin = hipStreamBeginCapture(_, _);
-            capture_end = hipStreamEndCapture(_, _);
-            capture_state = hipStreamIsCapturing(_, _);
-            capture_mode = hipThreadExchangeStreamCaptureMode(_);
-            graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
-            graph_launch = hipGraphLaunch(_, _);
-            graph_destroy = hipGraphDestroy(_);
-            graph_exec_destroy = hipGraphExecDestroy(_);
-            ipc_export = hipIpcGetMemHandle(_, _);
-            ipc_open = hipIpcOpenMemHandle(_, _, _);
-            ipc_close = hipIpcCloseMemHandle(_);
-            address_range = hipMemGetAddressRange(_, _, _);
-            ipc_export_event = hipIpcGetEventHandle(_, _);
-            ipc_open_event = hipIpcOpenEventHandle(_, _);
+/// Holds the calls that every vendor has against a header.
+macro_rules! calls {
+    ($witness:ident, $header:ident) => {
+        $witness! { Calls, c $header,
+            required {
+                stream_query = hipStreamQuery(_);
+                stream_synchronize = hipStreamSynchronize(_);
+                stream_create = hipStreamCreateWithPriority(_, _, _);
+                stream_destroy = hipStreamDestroy(_);
+                stream_wait_event = hipStreamWaitEvent(_, _, _);
+                priority_range = hipDeviceGetStreamPriorityRange(_, _);
+                event_create = hipEventCreateWithFlags(_, _);
+                event_destroy = hipEventDestroy(_);
+                event_record = hipEventRecord(_, _);
+                event_query = hipEventQuery(_);
+                event_synchronize = hipEventSynchronize(_);
+                event_elapsed = hipEventElapsedTime(_, _, _);
+                device_synchronize = hipDeviceSynchronize();
+                allocate = hipMalloc(_, _);
+                free = hipFree(_);
+                memory_info = hipMemGetInfo(_, _);
+                copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
+                copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
+                copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
+                fill_8 = hipMemsetD8Async(_, _, _, _);
+                fill_16 = hipMemsetD16Async(_, _, _, _);
+                fill_32 = hipMemsetD32Async(_, _, _, _);
+                host_allocate = hipHostMalloc(_, _, _);
+                host_free = hipHostFree(_);
+                host_register = hipHostRegister(_, _, _);
+                host_unregister = hipHostUnregister(_);
+                host_device_address = hipHostGetDevicePointer(_, _, _);
+            }
+            optional {
+                allocate_async = hipMallocAsync(_, _, _);
+                free_async = hipFreeAsync(_, _);
+                default_pool = hipDeviceGetDefaultMemPool(_, _);
+                pool_set = hipMemPoolSetAttribute(_, _, _);
+                pool_trim = hipMemPoolTrimTo(_, _);
+                capture_begin = hipStreamBeginCapture(_, _);
+                capture_end = hipStreamEndCapture(_, _);
+                capture_state = hipStreamIsCapturing(_, _);
+                capture_mode = hipThreadExchangeStreamCaptureMode(_);
+                graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
+                graph_launch = hipGraphLaunch(_, _);
+                graph_destroy = hipGraphDestroy(_);
+                graph_exec_destroy = hipGraphExecDestroy(_);
+                ipc_export = hipIpcGetMemHandle(_, _);
+                ipc_open = hipIpcOpenMemHandle(_, _, _);
+                ipc_close = hipIpcCloseMemHandle(_);
+                address_range = hipMemGetAddressRange(_, _, _);
+                ipc_export_event = hipIpcGetEventHandle(_, _);
+                ipc_open_event = hipIpcOpenEventHandle(_, _);
+            }
         }
     };
-    check(Calls::NAMES, runtime_symbol, &pairs, &[]);
-    let pairs = witness_pairs! { HipCalls, c new,
-        required {
-            init = hipInit(_);
-            runtime_version = hipRuntimeGetVersion(_);
-            driver_version = hipDriverGetVersion(_);
-            device_count = hipGetDeviceCount(_);
-            device_set = hipSetDevice(_);
-            device_get = hipGetDevice(_);
-            device_name = hipDeviceGetName(_, _, _);
-            device_uuid = hipDeviceGetUuid(_, _);
-            device_memory = hipDeviceTotalMem(_, _);
-            device_pci_address = hipDeviceGetPCIBusId(_, _, _);
-            device_attribute = hipDeviceGetAttribute(_, _, _);
-            device_properties = hipGetDevicePropertiesR0600(_, _);
-            device_reaches = hipDeviceCanAccessPeer(_, _, _);
-            device_enable_peer = hipDeviceEnablePeerAccess(_, _);
-            stream_device = hipStreamGetDevice(_, _);
-            copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+}
+
+/// Holds those that only HIP has against a header, and more that not every header has.
+macro_rules! hip_calls {
+    ($witness:ident, $header:ident $(, $($more:tt)*)?) => {
+        $witness! { HipCalls, c $header,
+            required {
+                init = hipInit(_);
+                runtime_version = hipRuntimeGetVersion(_);
+                driver_version = hipDriverGetVersion(_);
+                device_count = hipGetDeviceCount(_);
+                device_set = hipSetDevice(_);
+                device_get = hipGetDevice(_);
+                device_name = hipDeviceGetName(_, _, _);
+                device_uuid = hipDeviceGetUuid(_, _);
+                device_memory = hipDeviceTotalMem(_, _);
+                device_pci_address = hipDeviceGetPCIBusId(_, _, _);
+                device_attribute = hipDeviceGetAttribute(_, _, _);
+                device_reaches = hipDeviceCanAccessPeer(_, _, _);
+                device_enable_peer = hipDeviceEnablePeerAccess(_, _);
+                copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+                $($($more)*)?
+            }
+            optional {}
         }
-        optional {}
+    };
+}
+
+#[test]
+fn the_runtimes_calls_are_those_of_its_header() {
+    let pairs = calls! { witness_pairs, new };
+    check(Calls::NAMES, runtime_symbol, &pairs, &[]);
+    let pairs = hip_calls! { witness_pairs, new,
+        device_properties = hipGetDevicePropertiesR0600(_, _);
+        stream_device = hipStreamGetDevice(_, _);
     };
     check(HipCalls::NAMES, runtime_symbol, &pairs, &[]);
 }
 
 // What has been the same since HIP 5.
-witness_sizes! { Calls, c old,
-    required {
-        stream_query = hipStreamQuery(_);
-        stream_synchronize = hipStreamSynchronize(_);
-        stream_create = hipStreamCreateWithPriority(_, _, _);
-        stream_destroy = hipStreamDestroy(_);
-        stream_wait_event = hipStreamWaitEvent(_, _, _);
-        priority_range = hipDeviceGetStreamPriorityRange(_, _);
-        event_create = hipEventCreateWithFlags(_, _);
-        event_destroy = hipEventDestroy(_);
-        event_record = hipEventRecord(_, _);
-        event_query = hipEventQuery(_);
-        event_synchronize = hipEventSynchronize(_);
-        event_elapsed = hipEventElapsedTime(_, _, _);
-        device_synchronize = hipDeviceSynchronize();
-        allocate = hipMalloc(_, _);
-        free = hipFree(_);
-        memory_info = hipMemGetInfo(_, _);
-        copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
-        copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
-        copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
-        fill_8 = hipMemsetD8Async(_, _, _, _);
-        fill_16 = hipMemsetD16Async(_, _, _, _);
-        fill_32 = hipMemsetD32Async(_, _, _, _);
-        host_allocate = hipHostMalloc(_, _, _);
-        host_free = hipHostFree(_);
-        host_register = hipHostRegister(_, _, _);
-        host_unregister = hipHostUnregister(_);
-        host_device_address = hipHostGetDevicePointer(_, _, _);
-    }
-    optional {
-        allocate_async = hipMallocAsync(_, _, _);
-        free_async = hipFreeAsync(_, _);
-        default_pool = hipDeviceGetDefaultMemPool(_, _);
-        pool_set = hipMemPoolSetAttribute(_, _, _);
-        pool_trim = hipMemPoolTrimTo(_, _);
-        capture_begin = hipStreamBeginCapture(_, _);
-        capture_end = hipStreamEndCapture(_, _);
-        capture_state = hipStreamIsCapturing(_, _);
-        capture_mode = hipThreadExchangeStreamCaptureMode(_);
-        graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
-        graph_launch = hipGraphLaunch(_, _);
-        graph_destroy = hipGraphDestroy(_);
-        graph_exec_destroy = hipGraphExecDestroy(_);
-        ipc_export = hipIpcGetMemHandle(_, _);
-        ipc_open = hipIpcOpenMemHandle(_, _, _);
-        ipc_close = hipIpcCloseMemHandle(_);
-        address_range = hipMemGetAddressRange(_, _, _);
-        ipc_export_event = hipIpcGetEventHandle(_, _);
-        ipc_open_event = hipIpcOpenEventHandle(_, _);
-    }
-}
-
-witness_sizes! { HipCalls, c old,
-    required {
-        init = hipInit(_);
-        runtime_version = hipRuntimeGetVersion(_);
-        driver_version = hipDriverGetVersion(_);
-        device_count = hipGetDeviceCount(_);
-        device_set = hipSetDevice(_);
-        device_get = hipGetDevice(_);
-        device_name = hipDeviceGetName(_, _, _);
-        device_uuid = hipDeviceGetUuid(_, _);
-        device_memory = hipDeviceTotalMem(_, _);
-        device_pci_address = hipDeviceGetPCIBusId(_, _, _);
-        device_attribute = hipDeviceGetAttribute(_, _, _);
-        device_reaches = hipDeviceCanAccessPeer(_, _, _);
-        device_enable_peer = hipDeviceEnablePeerAccess(_, _);
-        copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
-    }
-    optional {}
-}
+calls! { witness_sizes, old }
+hip_calls! { witness_sizes, old }
 
 witness_sizes! { BlasCalls, c hipblas,
     required {

@@ -31,6 +31,11 @@ impl BackendTag {
         Self(NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN))
     }
 
+    /// The tag with this number, which is one that [`BackendTag::next`] gave in this process or in a plugin.
+    pub(crate) fn from_number(number: u32) -> Option<Self> {
+        NonZeroU32::new(number).map(Self)
+    }
+
     /// The tag as a number, for logs and for the C table.
     #[must_use]
     pub const fn get(self) -> u32 {
@@ -135,9 +140,9 @@ object_id!(
 );
 
 /// Slots from here on are not table slots but named constants.
-const FIRST_NAMED_SLOT: u32 = u32::MAX - 15;
-const LEGACY_SLOT: u32 = u32::MAX - 1;
-const PER_THREAD_SLOT: u32 = u32::MAX - 2;
+pub(crate) const FIRST_NAMED_SLOT: u32 = u32::MAX - 15;
+pub(crate) const LEGACY_SLOT: u32 = u32::MAX - 1;
+pub(crate) const PER_THREAD_SLOT: u32 = u32::MAX - 2;
 
 impl StreamId {
     /// The vendor's legacy default stream of `device`.

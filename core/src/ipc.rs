@@ -23,24 +23,37 @@ pub enum Transport {
 
 /// An operating system's object that travels beside a handle, closed when the last copy is dropped.
 #[derive(Debug, Clone)]
-pub struct Descriptor(Arc<OwnedFd>);
+pub struct Descriptor(Arc<SharedDescriptor>);
+
+/// What the copies of a [`Descriptor`] share.
+#[derive(Debug)]
+pub(crate) struct SharedDescriptor {
+    descriptor: OwnedFd,
+    /// Dropped after the descriptor was closed.
+    _released: Option<crate::plugin::DescriptorRelease>,
+}
 
 impl Descriptor {
     /// Takes over a descriptor.
     #[must_use]
     pub fn new(descriptor: OwnedFd) -> Self {
-        Self(Arc::new(descriptor))
+        Self(Arc::new(SharedDescriptor { descriptor, _released: None }))
+    }
+
+    /// Takes over a descriptor of a plugin, which hears when the last copy was closed.
+    pub(crate) fn released_by(descriptor: OwnedFd, release: Option<crate::plugin::DescriptorRelease>) -> Self {
+        Self(Arc::new(SharedDescriptor { descriptor, _released: release }))
     }
 
     /// Whether copies are alive can be asked of this.
-    pub(crate) fn downgrade(&self) -> std::sync::Weak<OwnedFd> {
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<SharedDescriptor> {
         Arc::downgrade(&self.0)
     }
 }
 
 impl AsRef<OwnedFd> for Descriptor {
     fn as_ref(&self) -> &OwnedFd {
-        &self.0
+        &self.0.descriptor
     }
 }
 

@@ -41,11 +41,13 @@ pub mod numerics;
 #[cfg(test)]
 mod numerics_tests;
 mod pinned;
+pub mod plugin;
 mod pool;
 mod primitive;
 mod product;
 mod runtime;
 mod scalar;
+mod secure;
 mod sharing;
 mod stream;
 #[cfg(test)]
@@ -73,5 +75,6 @@ pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey};
 pub use runtime::{Runtime, RuntimeOptions, Statistics};
 pub use scalar::{Element, Scalar};
+pub use secure::secure_execution;
 pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};

@@ -16,6 +16,12 @@ const MOST_THREADS: usize = 1024;
 pub(super) const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:
+  HIGHWATER_BACKEND
+                  the backend to use where none is named: a name, or the path of a plugin
+  HIGHWATER_PLUGIN_PATH
+                  folders with plugins, with colons between, searched before those of the user and the system
+  HIGHWATER_ALLOW_INSECURE_PLUGINS
+                  1: load plugins that other users could change, too
   HIGHWATER_MOCK  describes the mock device, as key=value pairs with commas between: memory=64MiB for its size,
                   latency=1ms, devices=2, fail=run_plan:5 to let the fifth such call fail, and more
 
@@ -43,6 +49,14 @@ pub(super) struct Arguments {
     /// Print one JSON object on standard output and nothing else
     #[arg(long, global = true)]
     pub(super) json: bool,
+
+    /// Load plugins that other users could change, too
+    #[arg(long, global = true)]
+    pub(super) allow_insecure_plugins: bool,
+
+    /// Seconds that a plugin may take to open [default: 10]
+    #[arg(long, value_name = "S", global = true, allow_negative_numbers = true, value_parser = seconds)]
+    pub(super) load_limit: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -56,6 +70,9 @@ pub(super) enum Command {
     /// The process that `conformance` runs its cases in, started by it
     #[command(hide = true)]
     ConformanceWorker(ConformanceWorkerArguments),
+    /// Load a plugin, and say as JSON how that went; started by whoever is going to load it
+    #[command(hide = true)]
+    Probe(ProbeArguments),
     /// A worker of the main job, started by it
     #[command(hide = true)]
     Worker(ChildArguments),
@@ -69,7 +86,7 @@ pub(super) enum Command {
 
 #[derive(Debug, Default, Args)]
 pub(super) struct DigitsArguments {
-    /// Backend to use, and no other in its place [default: a usable real device, else the mock]
+    /// Backend to use, built in or a plugin, and no other in its place [default: a usable real device, else the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 
@@ -105,6 +122,10 @@ pub(super) struct BackendArguments {
     /// Backend to test
     #[arg(long, value_name = "NAME", default_value = "mock")]
     pub(super) backend: String,
+
+    /// Plugin to test, by its file, instead of a backend that is built in
+    #[arg(long, value_name = "FILE", conflicts_with = "backend")]
+    pub(super) plugin: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -192,6 +213,20 @@ pub(super) struct ChildArguments {
 }
 
 #[derive(Debug, Args)]
+pub(super) struct ProbeArguments {
+    /// Library of the plugin
+    pub(super) file: PathBuf,
+
+    /// Open its backend too
+    #[arg(long)]
+    pub(super) open: bool,
+
+    /// Process that started this one, with which it ends
+    #[arg(long)]
+    pub(super) parent: Option<u32>,
+}
+
+#[derive(Debug, Args)]
 pub(super) struct ConsumerArguments {
     #[command(flatten)]
     pub(super) child: ChildArguments,
@@ -223,10 +258,6 @@ fn rounds(text: &str) -> Result<u32, String> {
     Ok(number(text, "rounds", 1..=1_000_000)? as u32)
 }
 
-fn seconds(text: &str) -> Result<u64, String> {
-    Ok(number(text, "seconds", 1..=86_400)? as u64)
-}
-
 fn sample(text: &str) -> Result<u32, String> {
     Ok(number(text, "calls", 1..=1_000_000)? as u32)
 }
@@ -243,6 +274,10 @@ fn consumers(text: &str) -> Result<usize, String> {
     number(text, "consumers", 1..=32)
 }
 
+fn seconds(text: &str) -> Result<u64, String> {
+    Ok(number(text, "seconds", 1..=3600)? as u64)
+}
+
 fn die_at(text: &str) -> Result<DieAt, String> {
     match text {
         "ticket" => Ok(DieAt::Ticket),
@@ -255,7 +290,7 @@ pub(super) fn parse() -> Result<Arguments, clap::Error> {
     parse_from(std::env::args_os())
 }
 
-fn parse_from<T: Into<std::ffi::OsString> + Clone>(
+pub(super) fn parse_from<T: Into<std::ffi::OsString> + Clone>(
     arguments: impl IntoIterator<Item = T>,
 ) -> Result<Arguments, clap::Error> {
     let mut command = Arguments::command();
@@ -316,7 +351,7 @@ mod tests {
         assert_eq!((workers("0"), workers("64")), (Ok(0), Ok(64)));
         assert!(parsed("highwater --workers 65").unwrap_err().contains("number of workers from 0 to 64"));
         assert!(parsed("highwater conformance --repeat 0").unwrap_err().contains("number of rounds from 1"));
-        assert!(parsed("highwater conformance --limit 0").unwrap_err().contains("number of seconds from 1 to 86400"));
+        assert!(parsed("highwater conformance --limit 0").unwrap_err().contains("number of seconds from 1 to 3600"));
         assert!(
             parsed("highwater conformance --fault-sweep --sample -3").unwrap_err().contains("number of calls from 1")
         );

@@ -7,7 +7,7 @@
 //! to notice, the kernel kills it. That signal alone is not enough: it is not sent where the parent has died before it was
 //! asked for. So the child asks first, and then looks whether its parent is still the one that it was told.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -38,7 +38,7 @@ impl Child {
     /// Starts this program once more, with these arguments and `--parent`.
     ///
     /// The parent of the child is the calling *thread*: the child dies with it.
-    pub(super) fn start(arguments: &[String]) -> io::Result<Self> {
+    pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
         let child = Command::new("/proc/self/exe")
@@ -142,14 +142,20 @@ pub(super) fn timespec(duration: Duration) -> Timespec {
     Timespec::try_from(duration).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
-/// In a child: ties it to `parent` and gives its end of the socket.
-pub(super) fn serve(parent: u32, name: &CStr) -> io::Result<UnixStream> {
+/// In a child: it ends when `parent` does.
+pub(super) fn end_with(parent: u32, name: &CStr) -> io::Result<()> {
     // For `ps`; nothing depends on it.
     let _ = rustix::thread::set_name(name);
     set_parent_process_death_signal(Some(Signal::KILL))?;
     if getppid().is_none_or(|now| now.as_raw_pid().cast_unsigned() != parent) {
         die();
     }
+    Ok(())
+}
+
+/// In a child: ties it to `parent` and gives its end of the socket.
+pub(super) fn serve(parent: u32, name: &CStr) -> io::Result<UnixStream> {
+    end_with(parent, name)?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     socket.peer_addr().map_err(|error| io::Error::new(error.kind(), "the standard input is no socket"))?;
     Ok(socket)

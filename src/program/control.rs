@@ -26,7 +26,7 @@ pub(super) enum DieAt {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Order {
     Setup {
-        /// Name of the backend to open.
+        /// Name of the backend to open, or path of the plugin.
         backend: String,
         threads: u64,
         die_at: Option<DieAt>,

@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::{Backend, ErrorKind, Opened, Runtime};
+use highwater::{ErrorKind, Opened, Runtime};
 
 use super::args::DigitsArguments;
+use super::backends::{self, Prober};
 use super::classifier::{self, Batch, Next, Work};
 use super::failure::Failure;
 use super::owner::{self, Spread};
@@ -27,7 +28,9 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     let passes = arguments.repeat.unwrap_or(if arguments.scale { scale::PASSES } else { 1 });
     let task = Task::load(arguments.data.as_deref(), passes)?;
     check_die_at(arguments, &task)?;
-    let (backend, reason) = open(arguments.backend.as_deref())?;
+    let (opened, reason) = open(arguments.backend.as_deref())?;
+    let address = backends::address(&opened);
+    let backend = opened.backend;
     let runtime = Runtime::new(Arc::clone(&backend))?;
     let mut shareable = false;
     for ordinal in 0..runtime.device_count() {
@@ -38,7 +41,7 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     let device = runtime.device(first.unwrap_or(0))?.info().name.clone();
     let place = Place { backend: runtime.identity().name.clone(), reason, device };
     let threads = arguments.threads;
-    let spread = |workers| Spread { workers, threads, die_at: arguments.die_at };
+    let spread = |workers| Spread { backend: &address, workers, threads, die_at: arguments.die_at };
     if arguments.scale {
         drop(runtime);
         if !shareable {
@@ -73,17 +76,21 @@ fn finish(result: impl std::fmt::Display, faults: Vec<String>) -> Result<Verdict
 }
 
 /// Opens the backend of that name, or the best, and says why that one.
-fn open(name: Option<&str>) -> Result<(Arc<dyn Backend>, String)> {
-    let opened = name.map_or_else(|| highwater::open_auto(true), highwater::open);
-    let Opened { backend, report, .. } = opened.map_err(highwater::Error::from)?;
-    let reason = report.taken().map_or_else(String::new, |taken| taken.reason.clone());
-    output::line(format_args!("backend {}: {reason}", backend.identity().name));
+fn open(name: Option<&str>) -> Result<(Opened, String)> {
+    let by_name = |name| backends::open_by(name, Prober::ThisProgram);
+    let opened = name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?;
+    let taken = opened.report.taken();
+    let reason = taken.map_or_else(String::new, |taken| taken.reason.clone());
+    output::line(format_args!("backend {}: {reason}", opened.backend.identity().name));
+    for note in taken.iter().flat_map(|taken| &taken.notes) {
+        output::line(format_args!("note: {note}"));
+    }
     if name.is_none() {
-        for other in report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
+        for other in opened.report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
             output::line(format_args!("not {}: {}: {}", other.name, other.outcome, other.reason));
         }
     }
-    Ok((backend, reason))
+    Ok((opened, reason))
 }
 
 fn cannot_share(place: &Place) -> Failure {
@@ -106,7 +113,7 @@ fn check_die_at(arguments: &DigitsArguments, task: &Task) -> Result<()> {
 }
 
 /// Classifies, then closes the runtime, whatever became of it.
-fn run(runtime: Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
+fn run(runtime: Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -> Result<Outcome> {
     let classified = match spread.workers {
         0 => classify_here(&runtime, task, spread.threads, progress),
         _ => owner::classify(&runtime, task, spread, progress),
@@ -225,7 +232,7 @@ mod tests {
     }
 
     fn run_here(gpu: Arc<MockGpu>, task: &Task, threads: usize) -> Result<Outcome> {
-        run(Runtime::new(gpu)?, task, Spread { workers: 0, threads, die_at: None }, &quiet(task))
+        run(Runtime::new(gpu)?, task, Spread { backend: "mock", workers: 0, threads, die_at: None }, &quiet(task))
     }
 
     #[test]

@@ -1,23 +1,29 @@
 //! `highwater doctor`: which backends can be used here, and of each other one exactly why not.
 
+use std::path::Path;
+
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
-use highwater::{Candidate, Identity, Outcome, Runtime};
+use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime};
 use serde_json::{Value, json};
 
+use super::backends::{self, Prober};
 use super::{Verdict, output};
 
 /// Columns of the table's text; terminals that are narrower break the lines themselves.
 const WIDTH: u16 = 110;
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
-    let findings: Vec<Finding> = highwater::survey().candidates.into_iter().map(Finding::new).collect();
-    let usable: Vec<&str> = findings.iter().filter(|finding| finding.is_usable()).map(|f| f.candidate.name).collect();
+    let report = backends::options(Prober::ThisProgram).survey();
+    let findings: Vec<Finding> = report.candidates.iter().cloned().map(Finding::new).collect();
+    let usable = findings.iter().filter(|finding| finding.is_usable());
+    let usable: Vec<&str> = usable.map(|finding| finding.candidate.name.as_str()).collect();
     if json {
         let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
-        output::result(json!({ "usable": usable, "backends": backends }))?;
+        let places: Vec<Value> = report.places.iter().map(place_to_json).collect();
+        output::result(json!({ "usable": usable, "backends": backends, "places": places }))?;
     } else {
-        print(&findings)?;
+        print(&findings, &report)?;
     }
     if usable.is_empty() {
         output::line("error: no backend can be used here, not even the mock");
@@ -41,7 +47,7 @@ struct Details {
 
 impl Finding {
     fn new(candidate: Candidate) -> Self {
-        let details = (candidate.outcome == Outcome::Usable).then(|| Details::of(candidate.name));
+        let details = (candidate.outcome == Outcome::Usable).then(|| Details::of(&candidate));
         Self { candidate, details }
     }
 
@@ -73,8 +79,13 @@ impl Finding {
             Some(Ok(details)) => (details.devices_to_json(), details.versions_to_json()),
             _ => (json!([]), json!({})),
         };
+        let path = |path: Option<&Path>| path.map(|path| path.display().to_string());
         json!({
             "name": self.candidate.name,
+            "origin": if self.candidate.origin == Origin::BuiltIn { "built in" } else { "plugin" },
+            "manifest": path(self.candidate.origin.manifest()),
+            "library": path(self.candidate.origin.library()),
+            "notes": self.candidate.notes,
             "usable": self.is_usable(),
             "outcome": self.outcome(),
             "reason": reason,
@@ -87,8 +98,13 @@ impl Finding {
 }
 
 impl Details {
-    fn of(name: &str) -> Result<Self, highwater::Error> {
-        let runtime = Runtime::new(highwater::open(name)?.backend)?;
+    fn of(candidate: &Candidate) -> Result<Self, highwater::Error> {
+        let options = backends::options(Prober::ThisProgram).with_name(&candidate.name);
+        let options = match candidate.origin.library() {
+            Some(library) => options.with_path(library),
+            None => options,
+        };
+        let runtime = Runtime::new(options.open()?.backend)?;
         let devices = (0..runtime.device_count())
             .map(|ordinal| runtime.device(ordinal).map(|device| device.info().clone()))
             .collect::<highwater::Result<_>>()?;
@@ -118,13 +134,23 @@ pub(super) fn device_to_json(device: &highwater::DeviceInfo) -> Value {
     })
 }
 
-fn print(findings: &[Finding]) -> Result<()> {
+fn place_to_json(place: &Place) -> Value {
+    json!({
+        "kind": place.kind.as_str(),
+        "path": place.path.as_ref().map(|path| path.display().to_string()),
+        "outcome": place.outcome.as_str(),
+        "reason": place.reason,
+        "hint": place.hint,
+    })
+}
+
+fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL).set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     table.set_header(["backend", "usable", "outcome", "why"]);
     for finding in findings {
         let usable = if finding.is_usable() { "yes" } else { "no" };
-        table.add_row([finding.candidate.name, usable, finding.outcome(), &why(finding)]);
+        table.add_row([&finding.candidate.name, usable, finding.outcome(), &why(finding)]);
     }
     output::result(table)?;
     for Finding { candidate, .. } in findings.iter().filter(|finding| !finding.candidate.tried.is_empty()) {
@@ -132,6 +158,15 @@ fn print(findings: &[Finding]) -> Result<()> {
         for failure in &candidate.tried {
             output::result(format_args!("  {failure}"))?;
         }
+    }
+    for place in report.broken_places() {
+        output::result(format_args!("\n{}: {place}: {}", place.kind, place.reason))?;
+        if !place.hint.is_empty() {
+            output::result(format_args!("hint: {}", place.hint))?;
+        }
+    }
+    if let Some(places) = report.quiet_places() {
+        output::result(format_args!("\n{places}"))?;
     }
     Ok(())
 }
@@ -142,6 +177,12 @@ fn why(finding: &Finding) -> String {
     if !hint.is_empty() {
         why += "\nhint: ";
         why += hint;
+    }
+    if finding.candidate.origin != Origin::BuiltIn {
+        why += &format!("\nfrom {}", finding.candidate.origin);
+    }
+    for note in &finding.candidate.notes {
+        why += &format!("\nnote: {note}");
     }
     if let Some(Ok(details)) = &finding.details {
         for highwater::DeviceInfo { ordinal, name, memory_bytes, architecture, .. } in &details.devices {

@@ -6,7 +6,8 @@
 //! - `owner`, `worker`: the main job in several processes, over `control` (what they say to each other), `frame` (how) and
 //!   `child` (a process that is started, watched and stopped)
 //! - `soak`: sharing under random kills
-//! - `doctor`: which backends can be used here; `conformance`: the suite against one of them, in a process of its own
+//! - `doctor`: which backends can be used here; `conformance`: the suite against one of them, in a
+//!   process of its own; `backends`: how all open one; `probe`: a plugin, tried in a process of its own
 //! - `args`: the command line; `output`: the two output streams; `progress`: a bar or plain lines; `failure`: errors with
 //!   a hint; `warnings`: what the library warns about
 //!
@@ -15,6 +16,7 @@
 //! a worker died.
 
 mod args;
+mod backends;
 mod child;
 mod classifier;
 mod conformance;
@@ -26,6 +28,7 @@ mod frame;
 mod model;
 mod output;
 mod owner;
+mod probe;
 mod progress;
 mod report;
 mod scale;
@@ -53,6 +56,7 @@ pub(crate) fn main() -> ExitCode {
         Err(refusal) => refusal.exit(),
     };
     warnings::show();
+    backends::configure(arguments.allow_insecure_plugins, arguments.load_limit);
     let json = arguments.json;
     let verdict = match &arguments.command {
         None => digits::command(&arguments.digits, json),
@@ -62,6 +66,7 @@ pub(crate) fn main() -> ExitCode {
             Soak::Ipc(arguments) => soak::command(arguments, json),
         },
         Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
+        Some(Command::Probe(arguments)) => probe::command(arguments),
         Some(Command::Worker(arguments)) => worker::command(arguments),
         Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),
         Some(Command::SoakHeir) => soak::heir::command(),

@@ -24,6 +24,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::args::MOST_WORKERS;
+use super::backends;
 use super::child::{Child, timespec};
 use super::classifier::LANES;
 use super::control::{DieAt, Notice, Order, WorkerReport};
@@ -43,7 +44,9 @@ const MOST_RANGES: usize = 8;
 
 /// How the job is spread over processes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Spread {
+pub(super) struct Spread<'a> {
+    /// By which a worker opens the same backend.
+    pub(super) backend: &'a str,
     pub(super) workers: usize,
     /// Of each worker.
     pub(super) threads: usize,
@@ -51,14 +54,14 @@ pub(super) struct Spread {
 }
 
 /// Everything that this makes on the device is dropped when it returns, and every process that it starts is gone.
-pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread, progress: &Progress) -> Result<Outcome> {
+pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -> Result<Outcome> {
     let ordinals = weights::devices_for_workers(runtime)?;
     if ordinals.is_empty() {
         return Err(highwater::Error::lacks("digits", "gemm_f32").into());
     }
     let place = |ordinal| Place::prepare(runtime, task, ordinal);
     let places = ordinals.into_iter().take(spread.workers).map(place).collect::<Result<Vec<_>>>()?;
-    let mut job = Job::start(runtime, task, spread, progress, &places)?;
+    let mut job = Job::start(task, spread, progress, &places)?;
     job.deal_and_gather()?;
     let mut outcome = job.finish()?;
     outcome.holdings += runtime.statistics().into();
@@ -98,13 +101,7 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     /// Starts the workers and waits until all are ready.
-    fn start(
-        runtime: &Runtime,
-        task: &'a Task,
-        spread: Spread,
-        progress: &'a Progress,
-        places: &[Place],
-    ) -> Result<Self> {
+    fn start(task: &'a Task, spread: Spread<'_>, progress: &'a Progress, places: &[Place]) -> Result<Self> {
         let crew = Crew { members: Vec::new(), events: VecDeque::new(), threads: spread.threads };
         let unused =
             |place: &Place| DeviceUse { ordinal: place.ordinal, name: place.name.clone(), workers: 0, images: 0 };
@@ -115,7 +112,9 @@ impl<'a> Job<'a> {
         };
         let mut job = Self { task, progress, crew, next_batch: 0, answered: 0, outcome };
         for number in 1..=spread.workers {
-            let child = Child::start(&["worker".to_owned()]).map_err(|error| {
+            let arguments: Vec<String> =
+                std::iter::once("worker".to_owned()).chain(backends::arguments_of_children()).collect();
+            let child = Child::start(&arguments).map_err(|error| {
                 let what = format!("worker {number} of {} could not be started", spread.workers);
                 let hint =
                     "use fewer `--workers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
@@ -124,7 +123,7 @@ impl<'a> Job<'a> {
             let place = (number - 1) % places.len();
             job.outcome.devices[place].workers += 1;
             let setup = Order::Setup {
-                backend: runtime.identity().name.clone(),
+                backend: spread.backend.to_owned(),
                 threads: spread.threads as u64,
                 die_at: spread.die_at,
                 ticket: places[place].ticket.to_bytes(),

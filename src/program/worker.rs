@@ -12,9 +12,7 @@ use std::thread;
 use anyhow::Result;
 use highwater::{ErrorKind, Runtime, Ticket};
 
-use super::Verdict;
 use super::args::ChildArguments;
-use super::child;
 use super::classifier::{self, Batch, Next, Work};
 use super::control::{DieAt, Notice, Order, WorkerReport};
 use super::digits::with_advice;
@@ -22,6 +20,7 @@ use super::failure::{Explanation, Failure};
 use super::frame::Inbox;
 use super::model::PIXELS;
 use super::weights::Weights;
+use super::{Verdict, backends, child};
 
 /// Runs until the owner says that there is no more to do. What goes wrong is told to the owner, who prints it.
 pub(super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
@@ -45,6 +44,7 @@ pub(super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
 
 /// What the owner asks for at first.
 struct Setup {
+    /// What the owner uses, as `backends::address` gives it.
     backend: String,
     threads: usize,
     die_at: Option<DieAt>,
@@ -58,7 +58,7 @@ fn work(socket: &UnixStream) -> Result<WorkerReport> {
     thread::Builder::new().name("listener".into()).spawn(move || listener.listen())?;
     let Setup { backend, threads, die_at, ticket } = setup.recv()?;
 
-    let runtime = Runtime::new(highwater::open(&backend).map_err(highwater::Error::from)?.backend)?;
+    let runtime = Runtime::new(backends::reopen(&backend)?)?;
     let classify = || -> Result<_> {
         if die_at == Some(DieAt::Ticket) {
             child::die();

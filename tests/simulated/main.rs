@@ -6,6 +6,8 @@
 #![cfg(all(feature = "program", any(feature = "cuda", feature = "rocm")))]
 #![forbid(unsafe_code)]
 
+#[path = "../built/mod.rs"]
+mod built;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "rocm")]
@@ -116,11 +118,32 @@ impl Simulated {
     /// Runs the suite and checks that no case fails, and that no more are skipped than `most_skipped`.
     #[track_caller]
     fn conforms(self, variant: &str, settings: &[(&str, &str)], most_skipped: u64) {
-        let output = self.run(variant, settings, &["conformance", "--backend", self.backend, "--json"]);
-        let object = object(&output);
+        let object = self.conformance(variant, settings, &["--backend", self.backend]);
         let count = |key: &str| object[key].as_u64().unwrap();
-        assert!(output.status.success() && count("failed") == 0, "{}", String::from_utf8_lossy(&output.stderr));
         assert!(count("passed") > 200 && count("skipped") <= most_skipped, "{object}");
+    }
+
+    /// The same, and that the suite says of the backend's plugin what it says of the backend.
+    #[track_caller]
+    fn conforms_as_plugin_too(self, most_skipped: u64) {
+        let plugin = built::plugin(self.backend);
+        let built_in = self.conformance("", &[], &["--backend", self.backend]);
+        // Who builds with files that are writable by a group, by their umask, has such plugins too.
+        let through = self.conformance("", &[], &["--plugin", plugin.to_str().unwrap(), "--allow-insecure-plugins"]);
+        for count in ["backend", "cases", "passed", "skipped", "expected_failures"] {
+            assert_eq!(through[count], built_in[count], "{count}");
+        }
+        let count = |key: &str| built_in[key].as_u64().unwrap();
+        assert!(count("passed") > 200 && count("skipped") <= most_skipped, "{built_in}");
+    }
+
+    /// Runs the suite, of which no case may fail.
+    #[track_caller]
+    fn conformance(self, variant: &str, settings: &[(&str, &str)], which: &[&str]) -> Value {
+        let output = self.run(variant, settings, &[&["conformance", "--json"], which].concat());
+        let object = object(&output);
+        assert!(output.status.success() && object["failed"] == 0, "{}", String::from_utf8_lossy(&output.stderr));
+        object
     }
 }
 

@@ -50,8 +50,8 @@ fn the_main_job_runs_on_two_devices_with_the_weights_in_the_memory_of_each() {
 }
 
 #[test]
-fn every_conformance_case_passes_on_rocm_7() {
-    ROCM_7.conforms("", &[], 70);
+fn every_conformance_case_passes_on_rocm_7_built_in_and_as_plugin() {
+    ROCM_7.conforms_as_plugin_too(70);
 }
 
 #[test]
@@ -60,6 +60,6 @@ fn every_conformance_case_passes_on_two_devices_of_rocm_7() {
 }
 
 #[test]
-fn every_conformance_case_passes_on_rocm_6() {
-    ROCM_6.conforms("", &[], 75);
+fn every_conformance_case_passes_on_rocm_6_built_in_and_as_plugin() {
+    ROCM_6.conforms_as_plugin_too(75);
 }

@@ -96,7 +96,7 @@ pub struct Room<P: Platform> {
     pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
     pub(super) mapped_changed: Condvar,
     /// Descriptors that exported handles carry, weakly: who drops the last copy of one tells nobody.
-    pub(super) exported: Mutex<Vec<std::sync::Weak<std::os::fd::OwnedFd>>>,
+    pub(super) exported: Mutex<Vec<std::sync::Weak<crate::ipc::SharedDescriptor>>>,
     handles: AtomicU64,
     /// Captures of this backend that are open anywhere.
     captures: AtomicU32,

@@ -9,6 +9,7 @@ use highwater::{Backend, ErrorKind};
 use highwater_conformance::{Executor as _, InProcess};
 
 use super::super::args::ConformanceWorkerArguments;
+use super::super::backends::Prober;
 use super::super::failure::{Explanation, Failure};
 use super::super::frame::Inbox;
 use super::super::{Verdict, child, doctor};
@@ -32,7 +33,7 @@ pub(in super::super) fn command(arguments: &ConformanceWorkerArguments) -> Resul
 }
 
 fn serve(socket: &UnixStream, choice: &Choice) -> Result<()> {
-    let backend = choice.open()?;
+    let backend = choice.open(Prober::ThisProgram)?;
     let mut executor = InProcess::new(&*backend, Some(choice.launcher()?));
     Notice::Ready(about(&*backend)?).send(socket)?;
     let mut inbox = Inbox::default();

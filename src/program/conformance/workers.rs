@@ -14,7 +14,7 @@ use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
 use super::super::child::{Child, wait_any, wait_readable};
 use super::super::failure::Failure;
 use super::super::frame::Inbox;
-use super::super::output;
+use super::super::{backends, output};
 use super::choice::Choice;
 use super::protocol::{About, Notice, Order};
 
@@ -128,13 +128,14 @@ struct Worker {
 
 impl Worker {
     fn start(choice: &Choice, limit: Duration) -> Result<(Self, About)> {
-        let arguments = [vec!["conformance-worker".to_owned()], choice.arguments()].concat();
+        let arguments = [vec!["conformance-worker".into()], choice.arguments()].concat();
         let child = Child::start(&arguments).map_err(|error| {
             let hint = "the limits on processes and open files (`ulimit -a`) say what this user may have";
             Failure::new(ErrorKind::OperatingSystem, "no process can be started for the cases", hint).because_of(error)
         })?;
         let mut worker = Self { child, inbox: Inbox::default(), last: None };
-        match worker.hear(limit.max(OPENING)) {
+        let loading = backends::load_limit().unwrap_or_default();
+        match worker.hear(limit.max(OPENING + loading)) {
             Ok(Notice::Ready(about)) => Ok((worker, about)),
             Ok(Notice::Failed { kind, message, hint }) => Err(Failure::of_worker(kind, message, hint).into()),
             other => {

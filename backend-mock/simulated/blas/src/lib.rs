@@ -4,8 +4,10 @@
 //! `libamdhip64.so` exports for everybody. Only the kernels are reached through a private [`table`], which the simulated
 //! driver exports as `highwater_simulated_blas`.
 //!
+//! - `border`: exported functions, and what they write for their callers
 //! - `table`: the private table, and a product as it crosses it
 //! - `driver`: NVIDIA's driver's functions, and which context is current
+//! - `product`: the arguments of a product, as far as they are alike with every vendor
 //! - `signature`: what of a function the ABI sees, for tests
 //! - `slots`: what the libraries' handles and descriptors lie in
 //! - `status`: the codes of NVIDIA's libraries, their names and texts
@@ -13,7 +15,9 @@
 
 use std::sync::OnceLock;
 
+pub mod border;
 pub mod driver;
+pub mod product;
 pub mod signature;
 pub mod slots;
 pub mod status;
@@ -42,8 +46,7 @@ pub fn version_part(part: u32) -> Option<i32> {
     i32::try_from(part).ok()
 }
 
-/// Runs the body of an exported function. A panic does not cross into foreign code, it is an internal error.
-pub fn guarded(body: impl FnOnce() -> u32) -> u32 {
-    // Unwind safety: what a panic leaves behind is the state of a slot, whose lock says that it was poisoned.
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(status::INTERNAL_ERROR)
+/// Runs a call of cuBLAS or cuBLASLt, whatever its name.
+pub fn call(_function: &str, body: impl FnOnce() -> Result<(), u32>) -> u32 {
+    border::guarded(status::INTERNAL_ERROR, body)
 }

@@ -74,12 +74,21 @@ impl Compute {
     }
 }
 
+/// Alpha or beta as a product has it: the bits of its value, which is read at once, or its address where it lies on the device.
+///
+/// # Safety
+/// `place` points to an element of the type, unless it lies on the device.
+#[must_use]
+pub unsafe fn scale(place: *const std::ffi::c_void, data_type: u32, on_device: bool) -> u64 {
+    // SAFETY: the caller's promise.
+    if on_device { place as u64 } else { unsafe { read_scale(place, data_type) }.to_bits() }
+}
+
 /// The value of a scale in host memory.
 ///
 /// # Safety
 /// `value` points to an element of the type.
-#[must_use]
-pub unsafe fn read_scale(value: *const std::ffi::c_void, data_type: u32) -> f64 {
+unsafe fn read_scale(value: *const std::ffi::c_void, data_type: u32) -> f64 {
     // SAFETY: the caller's promise. Foreign code may have put the element anywhere.
     unsafe {
         match data_type {

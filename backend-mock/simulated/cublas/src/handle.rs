@@ -1,6 +1,7 @@
 //! Handles: what is bound to them, and their modes.
 
 use highwater_simulated_blas::driver::{Driver, Home};
+use highwater_simulated_blas::product::Bound;
 use highwater_simulated_blas::slots::Slots;
 use highwater_simulated_blas::status;
 
@@ -31,7 +32,7 @@ pub(crate) enum Workspace {
 /// What a handle is.
 #[derive(Debug)]
 pub(crate) struct State {
-    pub(crate) home: Home,
+    home: Home,
     /// Device memory of its own; 0 where it has none.
     own: u64,
     /// The bound `CUstream`.
@@ -79,6 +80,17 @@ impl State {
         Ok(())
     }
 
+    /// What its products take from it.
+    pub(crate) fn bound(&self) -> Bound {
+        Bound {
+            device: self.home.device,
+            stream: self.stream,
+            allows_tf32: self.allows_tf32(),
+            atomics_mode: self.atomics_mode,
+            pointer_mode: self.pointer_mode,
+        }
+    }
+
     /// What the kernels of a product pass their intermediate results through.
     pub(crate) fn workspace(&self) -> Workspace {
         match self.workspace {
@@ -99,18 +111,9 @@ impl State {
     }
 
     /// Whether factors of 32 bits may be rounded to TF32.
-    pub(crate) fn allows_tf32(&self) -> bool {
+    fn allows_tf32(&self) -> bool {
         self.math_mode & 15 == 3
     }
-}
-
-/// Sets a mode that is 0 or 1.
-pub(crate) fn set_switch(switch: &mut u32, value: u32) -> Result<(), u32> {
-    if value > 1 {
-        return Err(status::INVALID_VALUE);
-    }
-    *switch = value;
-    Ok(())
 }
 
 /// The sum of `:KiB:COUNT` pairs; what cannot be read counts as unset.

@@ -24,45 +24,14 @@ mod witness;
 
 use std::ffi::{c_char, c_void};
 
-use highwater_simulated_blas::status::{self, INVALID_VALUE, SUCCESS};
+use highwater_simulated_blas::border::{put, set_switch};
+use highwater_simulated_blas::product::{Batch, Matrix};
+use highwater_simulated_blas::status::{self, INVALID_VALUE};
 use highwater_simulated_blas::types::{R_32F, R_64F};
-use highwater_simulated_blas::{guarded, version, version_part};
+use highwater_simulated_blas::{call, export, export_gemm, version, version_part};
 
-use crate::gemm::{Batch, Call, Matrix};
+use crate::gemm::{of_one_type, run};
 use crate::handle::State;
-
-macro_rules! export {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes, and handles are null
-            /// or were given by `cublasCreate_v2`.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-                guarded(move || {
-                    let body = move || -> Result<(), u32> { $body };
-                    body().err().unwrap_or(SUCCESS)
-                })
-            }
-        )*
-    };
-}
-
-/// Writes an answer.
-///
-/// # Safety
-/// `place` is null or valid for a write.
-unsafe fn put<T>(place: *mut T, value: T) -> Result<(), u32> {
-    if place.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    unsafe { place.write(value) };
-    Ok(())
-}
 
 /// Runs `body` on the state of a handle.
 ///
@@ -74,13 +43,16 @@ unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R
 }
 
 export! {
+    /// Handles are null or were given by `cublasCreate_v2`.
+    call -> u32;
+
     fn cublasCreate_v2(handle: *mut *mut c_void) {
         if handle.is_null() {
             return Err(INVALID_VALUE);
         }
         let state = State::new()?;
         // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, handle::HANDLES.insert(state)) }
+        unsafe { put(handle, handle::HANDLES.insert(state), INVALID_VALUE) }
     }
 
     /// Waits for the device.
@@ -92,12 +64,12 @@ export! {
     /// Needs no handle.
     fn cublasGetVersion_v2(_handle: *mut c_void, version: *mut i32) {
         // SAFETY: the caller gives a place for a number, or null.
-        unsafe { put(version, self::version() as i32) }
+        unsafe { put(version, self::version() as i32, INVALID_VALUE) }
     }
 
     fn cublasGetProperty(part: u32, value: *mut i32) {
         // SAFETY: the caller gives a place for a number, or null.
-        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number) })
+        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number, INVALID_VALUE) })
     }
 
     /// The handle is back on its own workspace, also when the stream is the same.
@@ -108,7 +80,7 @@ export! {
 
     fn cublasGetStream_v2(handle: *mut c_void, stream: *mut *mut c_void) {
         // SAFETY: as above, and the caller gives a place for a stream, or null.
-        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void) }
+        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void, INVALID_VALUE) }
     }
 
     /// 0 bytes forbid any workspace.
@@ -124,27 +96,27 @@ export! {
 
     fn cublasGetMathMode(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.math_mode))?) }
+        unsafe { put(mode, with(handle, |state| Ok(state.math_mode))?, INVALID_VALUE) }
     }
 
     fn cublasSetAtomicsMode(handle: *mut c_void, mode: u32) {
         // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| handle::set_switch(&mut state.atomics_mode, mode)) }
+        unsafe { with(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_VALUE)) }
     }
 
     fn cublasGetAtomicsMode(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?) }
+        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?, INVALID_VALUE) }
     }
 
     fn cublasSetPointerMode_v2(handle: *mut c_void, mode: u32) {
         // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| handle::set_switch(&mut state.pointer_mode, mode)) }
+        unsafe { with(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_VALUE)) }
     }
 
     fn cublasGetPointerMode_v2(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?) }
+        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
     }
 
     fn cublasSgemm_v2(
@@ -152,11 +124,11 @@ export! {
         alpha: *const f32, a: *const f32, lda: i32, b: *const f32, ldb: i32,
         beta: *const f32, c: *mut f32, ldc: i32,
     ) {
-        let call = Call::of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
+        let call = of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
         // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
+        unsafe { run(&call, handle) }
     }
 
     fn cublasDgemm_v2(
@@ -164,11 +136,11 @@ export! {
         alpha: *const f64, a: *const f64, lda: i32, b: *const f64, ldb: i32,
         beta: *const f64, c: *mut f64, ldc: i32,
     ) {
-        let call = Call::of_one_type(R_64F, 70, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
+        let call = of_one_type(R_64F, 70, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
         // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
+        unsafe { run(&call, handle) }
     }
 
     fn cublasSgemmStridedBatched(
@@ -176,73 +148,21 @@ export! {
         alpha: *const f32, a: *const f32, lda: i32, stride_a: i64, b: *const f32, ldb: i32, stride_b: i64,
         beta: *const f32, c: *mut f32, ldc: i32, stride_c: i64, batch_count: i32,
     ) {
-        let mut call = Call::of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
+        let mut call = of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, stride_a), Matrix::new(b.cast(), ldb, stride_b), Matrix::new(c.cast(), ldc, stride_c),
         ]);
         call.batch = Batch::Of(i64::from(batch_count));
         // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
+        unsafe { run(&call, handle) }
     }
+}
 
-    fn cublasGemmEx(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, b: *const c_void, b_type: u32, ldb: i32,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, compute_type: u32, algo: i32,
-    ) {
-        let call = Call {
-            transpose: [transa, transb], sizes: [m, n, k].map(i64::from), types: [a_type, b_type, c_type],
-            compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn cublasGemmEx_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, b: *const c_void, b_type: u32, ldb: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, compute_type: u32, algo: i32,
-    ) {
-        let call = Call {
-            transpose: [transa, transb], sizes: [m, n, k], types: [a_type, b_type, c_type],
-            compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn cublasGemmStridedBatchedEx(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i32, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, stride_c: i64,
-        batch_count: i32, compute_type: u32, algo: i32,
-    ) {
-        let call = Call {
-            transpose: [transa, transb], sizes: [m, n, k].map(i64::from), types: [a_type, b_type, c_type],
-            compute_type, algo, alpha, beta, batch: Batch::Of(i64::from(batch_count)),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn cublasGemmStridedBatchedEx_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i64, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, stride_c: i64,
-        batch_count: i64, compute_type: u32, algo: i32,
-    ) {
-        let call = Call {
-            transpose: [transa, transb], sizes: [m, n, k], types: [a_type, b_type, c_type],
-            compute_type, algo, alpha, beta, batch: Batch::Of(batch_count),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
+export_gemm! {
+    /// Handles are null or were given by `cublasCreate_v2`.
+    call -> u32;
+    run, algorithms are i32;
+    cublasGemmEx, cublasGemmStridedBatchedEx: i32;
+    cublasGemmEx_64, cublasGemmStridedBatchedEx_64: i64;
 }
 
 /// The vendor's `cublasGetStatusName`.

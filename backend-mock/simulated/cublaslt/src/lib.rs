@@ -19,10 +19,11 @@ mod witness;
 
 use std::ffi::{c_char, c_void};
 
+use highwater_simulated_blas::border::put;
 use highwater_simulated_blas::driver::{Driver, Home};
 use highwater_simulated_blas::slots::Slots;
-use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED, SUCCESS};
-use highwater_simulated_blas::{guarded, version, version_part};
+use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED};
+use highwater_simulated_blas::{call, export, version, version_part};
 
 use crate::algorithm::{Algorithm, HeuristicResult};
 use crate::attributes::{Description, Layout, Preference};
@@ -32,39 +33,6 @@ static HANDLES: Slots<Home> = Slots::new(*b"LtHandle");
 static DESCRIPTIONS: Slots<Description> = Slots::new(*b"LtMatmul");
 static LAYOUTS: Slots<Layout> = Slots::new(*b"LtLayout");
 static PREFERENCES: Slots<Preference> = Slots::new(*b"LtPrefer");
-
-macro_rules! export {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes, and handles and
-            /// descriptors are null or were given by the function that makes them.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-                guarded(move || {
-                    let body = move || -> Result<(), u32> { $body };
-                    body().err().unwrap_or(SUCCESS)
-                })
-            }
-        )*
-    };
-}
-
-/// Writes an answer.
-///
-/// # Safety
-/// `place` is null or valid for a write.
-unsafe fn put<T>(place: *mut T, value: T) -> Result<(), u32> {
-    if place.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    unsafe { place.write(value) };
-    Ok(())
-}
 
 /// A copy of what a handle or descriptor stands for.
 ///
@@ -88,13 +56,16 @@ unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> R
 }
 
 export! {
+    /// Handles and descriptors are null or were given by the function that makes them.
+    call -> u32;
+
     fn cublasLtCreate(handle: *mut *mut c_void) {
         if handle.is_null() {
             return Err(INVALID_VALUE);
         }
         let home = Driver::get()?.home()?;
         // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, HANDLES.insert(home)) }
+        unsafe { put(handle, HANDLES.insert(home), INVALID_VALUE) }
     }
 
     fn cublasLtDestroy(handle: *mut c_void) {
@@ -104,7 +75,7 @@ export! {
 
     fn cublasLtGetProperty(part: u32, value: *mut i32) {
         // SAFETY: the caller gives a place for a number, or null.
-        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number) })
+        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number, INVALID_VALUE) })
     }
 
     fn cublasLtMatmulDescCreate(description: *mut *mut c_void, compute_type: u32, scale_type: u32) {
@@ -112,7 +83,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(description, DESCRIPTIONS.insert(Description::new(compute_type, scale_type))) }
+        unsafe { put(description, DESCRIPTIONS.insert(Description::new(compute_type, scale_type)), INVALID_VALUE) }
     }
 
     fn cublasLtMatmulDescDestroy(description: *mut c_void) {
@@ -139,7 +110,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(layout, LAYOUTS.insert(Layout::new(data_type, rows, columns, ld))) }
+        unsafe { put(layout, LAYOUTS.insert(Layout::new(data_type, rows, columns, ld)), INVALID_VALUE) }
     }
 
     fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) {
@@ -157,7 +128,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(preference, PREFERENCES.insert(Preference::default())) }
+        unsafe { put(preference, PREFERENCES.insert(Preference::default()), INVALID_VALUE) }
     }
 
     fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) {
@@ -185,7 +156,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller gives a place for the number, or null.
-        unsafe { put(found, 0) }?;
+        unsafe { put(found, 0, INVALID_VALUE) }?;
         // SAFETY: the descriptors are null or were given by their functions.
         let (problem, preference) =
             unsafe { (problem(description, [a, b, c, d])?, copy(&PREFERENCES, preference, INVALID_VALUE)?) };

@@ -4,9 +4,10 @@ use std::ffi::c_void;
 use std::hash::{Hash, Hasher};
 
 use highwater_simulated_blas::driver::{Driver, Home};
+use highwater_simulated_blas::product::is_transposed;
 use highwater_simulated_blas::status::{INVALID_VALUE, NOT_SUPPORTED};
 use highwater_simulated_blas::table::Product;
-use highwater_simulated_blas::types::{Compute, R_32F, R_64F, read_scale};
+use highwater_simulated_blas::types::{Compute, R_32F, R_64F, scale};
 
 use crate::algorithm::Algorithm;
 use crate::attributes::{Description, Layout};
@@ -37,23 +38,14 @@ pub(crate) struct Operands {
     pub(crate) stream: *mut c_void,
 }
 
-fn is_transposed(operation: u32) -> Result<bool, u32> {
-    match operation {
-        0 => Ok(false),
-        // Elements are real, so that conjugating changes nothing.
-        1 | 2 => Ok(true),
-        _ => Err(INVALID_VALUE),
-    }
-}
-
 impl Problem {
     /// # Errors
     /// `INVALID_VALUE` for what does not fit together, `NOT_SUPPORTED` for what the kernels cannot do.
     pub(crate) fn new(description: &Description, layouts: [Layout; 4]) -> Result<Self, u32> {
         let [a, b, c, d] = layouts;
         let compute = Compute::new(description.compute_type)?;
-        let (transpose_a, transpose_b) =
-            (is_transposed(description.transpose_a)?, is_transposed(description.transpose_b)?);
+        let transposed = |operation| is_transposed(operation, 0).ok_or(INVALID_VALUE);
+        let (transpose_a, transpose_b) = (transposed(description.transpose_a)?, transposed(description.transpose_b)?);
         let op = |layout: &Layout, transposed| {
             if transposed { (layout.columns, layout.rows) } else { (layout.rows, layout.columns) }
         };
@@ -156,15 +148,10 @@ impl Problem {
             return Err(INVALID_VALUE);
         }
         let mut product = self.product;
-        let scale = |scale: *const c_void| {
-            if product.device_scales != 0 {
-                return scale as u64;
-            }
-            // SAFETY: the caller says that alpha and beta are valid; in this mode they are read during the call.
-            unsafe { read_scale(scale, product.scale_type) }.to_bits()
-        };
-        let (alpha, beta) = (scale(alpha), scale(beta));
-        let reads_c = product.device_scales != 0 || f64::from_bits(beta) != 0.0;
+        let on_device = product.device_scales != 0;
+        // SAFETY: the caller says that alpha and beta are valid.
+        let [alpha, beta] = [alpha, beta].map(|place| unsafe { scale(place, product.scale_type, on_device) });
+        let reads_c = on_device || f64::from_bits(beta) != 0.0;
         let in_place = c == d && (product.ldc, product.stride_c) != (product.ldd, product.stride_d);
         if (reads_c && (c == 0 || in_place)) || d == 0 || a == 0 || b == 0 || !algorithm.takes([a, b, c, d]) {
             return Err(INVALID_VALUE);

@@ -2,17 +2,8 @@
 
 use std::ffi::c_void;
 
+pub use highwater_simulated_engine::border::{IpcHandle, Uuid};
 use highwater_simulated_engine::vmm::Properties;
-
-/// `CUuuid`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct Uuid(pub [u8; 16]);
-
-/// `CUipcMemHandle` and `CUipcEventHandle`, which are passed by value.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct IpcHandle(pub [u8; 64]);
 
 /// `CUmemAllocationProp`.
 #[derive(Debug, Clone, Copy)]

@@ -7,15 +7,17 @@
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
 
-use std::ffi::{CStr, c_char, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::{c_char, c_void};
 
 use highwater_simulated_engine::blas::{self, BlasTable};
+use highwater_simulated_engine::border::{
+    self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
+    put_new, put_text,
+};
 use highwater_simulated_engine::copies::{self, Direction};
-use highwater_simulated_engine::memory::{self, Attribute};
 use highwater_simulated_engine::vmm::{self, Properties};
 use highwater_simulated_engine::{
-    Answer, Code, captures, contexts, current, devices, events, host, ipc, process, streams,
+    Answer, Code, captures, contexts, current, devices, events, host, ipc, memory, process, streams,
 };
 
 pub(crate) mod layout;
@@ -23,106 +25,9 @@ mod symbols;
 
 use layout::{AccessDescription, AllocationProperties, IpcHandle, Uuid};
 
-/// Runs a call. A panic becomes a code, because none may pass the border.
+/// Runs a call.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
-    // Unwind safety: what a panicking call leaves half done is behind locks and atomics of the engine.
-    let answer = catch_unwind(AssertUnwindSafe(|| match process::injected(function) {
-        Some(code) => Err(code),
-        None => body(),
-    }));
-    match answer {
-        Ok(Ok(())) => 0,
-        Ok(Err(code)) => code.0,
-        Err(_) => Code::UNKNOWN.0,
-    }
-}
-
-/// Writes an answer.
-///
-/// # Safety
-/// `place` is null or valid for a write.
-unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
-    if place.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    unsafe { place.write(value) };
-    Ok(())
-}
-
-/// Writes a text with its zero byte, cut to the room that there is.
-///
-/// # Safety
-/// `place` is null or valid for `room` bytes.
-unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> {
-    let room = usize::try_from(room).ok().filter(|&room| room > 0 && !place.is_null()).ok_or(Code::INVALID_VALUE)?;
-    let length = text.len().min(room - 1);
-    // SAFETY: the caller says that there is room for so many bytes, and the text is as long.
-    unsafe {
-        std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast(), length);
-        place.add(length).write(0);
-    }
-    Ok(())
-}
-
-/// Writes an attribute, as wide as it is.
-///
-/// # Safety
-/// `place` is null or valid for a write of the attribute.
-unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> {
-    // SAFETY: the caller says so.
-    unsafe {
-        match value {
-            Attribute::Narrow(value) => put(place.cast(), value),
-            Attribute::Wide(value) => put(place.cast(), value),
-        }
-    }
-}
-
-/// Reads an argument that is given by its address.
-///
-/// # Safety
-/// `place` is null or valid for a read.
-unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
-    if place.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    Ok(unsafe { place.read() })
-}
-
-/// Handles, which are numbers to the engine, are pointers in the vendor's headers.
-type Handle = *mut c_void;
-
-fn number(handle: Handle) -> u64 {
-    handle.addr() as u64
-}
-
-fn handle(number: u64) -> Handle {
-    std::ptr::without_provenance_mut(number as usize)
-}
-
-fn address<T>(pointer: *const T) -> u64 {
-    pointer.expose_provenance() as u64
-}
-
-/// A function of the host.
-type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
-
-macro_rules! export {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-                call(stringify!($name), move || $body)
-            }
-        )*
-    };
+    border::guarded(|| border::unless_injected(function, body))
 }
 
 /// The table that the look-alikes of the BLAS libraries call.
@@ -132,6 +37,9 @@ pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
 }
 
 export! {
+    /// Handles may be any numbers.
+    call -> u32;
+
     fn cuInit(flags: u32) {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -202,12 +110,8 @@ export! {
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: i32) {
-        if context.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(contexts::retain(devices::get(device)?)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(context, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(context, || contexts::retain(devices::get(device)?).map(handle)) }
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
@@ -239,11 +143,9 @@ export! {
 
     fn cuCtxPopCurrent_v2(context: *mut Handle) {
         let answer = handle(current::pop()?);
-        if context.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(context, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_if_wanted(context, answer) };
+        Ok(())
     }
 
     fn cuCtxGetDevice(device: *mut i32) {
@@ -261,31 +163,22 @@ export! {
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
         process::with_context()?;
-        for (place, value) in [(least, streams::PRIORITIES.0), (greatest, streams::PRIORITIES.1)] {
-            if !place.is_null() {
-                // SAFETY: the caller gives places for the answers, or null.
-                unsafe { put(place, value) }?;
-            }
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            put_if_wanted(least, streams::PRIORITIES.0);
+            put_if_wanted(greatest, streams::PRIORITIES.1);
         }
         Ok(())
     }
 
     fn cuStreamCreate(stream: *mut Handle, flags: u32) {
-        if stream.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(streams::create(flags, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
     }
 
     fn cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        if stream.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(streams::create(flags, priority)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
     }
 
     fn cuStreamDestroy_v2(stream: Handle) {
@@ -333,9 +226,7 @@ export! {
     }
 
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
-        if graph.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(graph)?;
         // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
         unsafe { put(graph, handle(0)) }?;
         let answer = handle(captures::end(number(stream))?);
@@ -358,12 +249,8 @@ export! {
     }
 
     fn cuGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        if executable.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(captures::instantiate(number(graph), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(executable, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn cuGraphLaunch(executable: Handle, stream: Handle) {
@@ -380,19 +267,8 @@ export! {
 
     fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
         let found = captures::nodes(number(graph))?;
-        if nodes.is_null() {
-            // SAFETY: the caller gives a place for the count, or null.
-            return unsafe { put(count, found.len()) };
-        }
-        // SAFETY: the caller says for how many nodes there is room.
-        let room = unsafe { get(count) }?;
-        for index in 0..room {
-            let node = found.get(index).map_or(std::ptr::null_mut(), |&node| handle(node));
-            // SAFETY: the caller gives room for so many.
-            unsafe { nodes.add(index).write(node) };
-        }
-        // SAFETY: the place was not null.
-        unsafe { put(count, found.len().min(room)) }
+        // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
+        unsafe { border::put_handles(nodes, count, &found) }
     }
 
     fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
@@ -407,12 +283,8 @@ export! {
     }
 
     fn cuEventCreate(event: *mut Handle, flags: u32) {
-        if event.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(events::create(flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(flags).map(handle)) }
     }
 
     fn cuEventDestroy_v2(event: Handle) {
@@ -444,12 +316,8 @@ export! {
     }
 
     fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) {
-        if ptr.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = memory::allocate(bytes)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || memory::allocate(bytes)) }
     }
 
     fn cuMemFree_v2(ptr: u64) {
@@ -469,23 +337,15 @@ export! {
         let (start, length) = memory::address_range(ptr)?;
         // SAFETY: the caller gives places for the answers; the vendor lets either be null.
         unsafe {
-            if !base.is_null() {
-                put(base, start)?;
-            }
-            if !bytes.is_null() {
-                put(bytes, length as usize)?;
-            }
+            put_if_wanted(base, start);
+            put_if_wanted(bytes, length as usize);
         }
         Ok(())
     }
 
     fn cuMemAllocAsync(ptr: *mut u64, bytes: usize, stream: Handle) {
-        if ptr.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = memory::allocate_ordered(bytes, number(stream))?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || memory::allocate_ordered(bytes, number(stream))) }
     }
 
     fn cuMemFreeAsync(ptr: u64, stream: Handle) {
@@ -499,13 +359,8 @@ export! {
     }
 
     fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
-        let value = if memory::pool_attribute_is_wide(attribute)? {
-            // SAFETY: the caller gives the attribute, which has 64 bits, or null.
-            Attribute::Wide(unsafe { get(value.cast()) }?)
-        } else {
-            // SAFETY: the caller gives the attribute, which has 32 bits, or null.
-            Attribute::Narrow(unsafe { get(value.cast()) }?)
-        };
+        // SAFETY: the caller gives a value as wide as the attribute is, or null.
+        let value = unsafe { border::get_pool_attribute(attribute, value) }?;
         memory::set_pool_attribute(number(pool), attribute, value)
     }
 
@@ -532,9 +387,7 @@ export! {
     }
 
     fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: u32) {
-        if ptr.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(ptr)?;
         let answer = std::ptr::with_exposed_provenance_mut(host::allocate(bytes, flags)? as usize);
         // SAFETY: the caller gives a place for the answer.
         unsafe { put(ptr, answer) }
@@ -626,12 +479,8 @@ export! {
     }
 
     fn cuIpcOpenMemHandle_v2(ptr: *mut u64, handle: IpcHandle, flags: u32) {
-        if ptr.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = ipc::open_memory(&handle.0, flags)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || ipc::open_memory(&handle.0, flags)) }
     }
 
     fn cuIpcCloseMemHandle(ptr: u64) {
@@ -645,18 +494,12 @@ export! {
     }
 
     fn cuIpcOpenEventHandle(event: *mut Handle, exported: IpcHandle) {
-        if event.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(ipc::open_event(&exported.0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || ipc::open_event(&exported.0).map(handle)) }
     }
 
     fn cuMemCreate(allocation: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) {
-        if allocation.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(allocation)?;
         // SAFETY: the caller gives properties, or null.
         let properties = Properties::from(unsafe { get(properties) }?);
         let answer = vmm::create(bytes, &properties, flags)?;
@@ -675,12 +518,8 @@ export! {
     }
 
     fn cuMemAddressReserve(ptr: *mut u64, bytes: usize, alignment: usize, _hint: u64, flags: u64) {
-        if ptr.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = vmm::reserve(bytes, alignment, flags)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(ptr, || vmm::reserve(bytes, alignment, flags)) }
     }
 
     fn cuMemAddressFree(ptr: u64, bytes: usize) {
@@ -705,21 +544,15 @@ export! {
     }
 
     fn cuMemExportToShareableHandle(exported: *mut c_void, allocation: u64, kind: u32, flags: u64) {
-        if exported.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(exported)?;
         let answer = vmm::export(allocation, kind, flags)?;
         // SAFETY: the caller gives a place for a descriptor, which is an `int`.
         unsafe { put(exported.cast(), answer) }
     }
 
     fn cuMemImportFromShareableHandle(allocation: *mut u64, exported: *mut c_void, kind: u32) {
-        if allocation.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(allocation, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(allocation, || vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)) }
     }
 
     fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: u32) {
@@ -752,19 +585,7 @@ export! {
     }
 
     fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, _version: i32, _flags: u64, status: *mut u32) {
-        if symbol.is_null() || function.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a text with its zero byte.
-        let name = unsafe { CStr::from_ptr(symbol) };
-        let found = symbols::find(name);
-        // SAFETY: the caller gives places for the answers; the status may be null.
-        unsafe {
-            put(function, found.unwrap_or(std::ptr::null_mut()))?;
-            if !status.is_null() {
-                put(status, if found.is_some() { 0 } else { 1 })?;
-            }
-        }
-        found.map(|_| ()).ok_or(Code::NOT_FOUND)
+        // SAFETY: the caller gives a text and places for the answers, or null.
+        unsafe { border::put_function(symbol, function, status, symbols::find) }
     }
 }

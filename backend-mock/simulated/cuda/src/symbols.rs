@@ -2,26 +2,18 @@
 
 use std::ffi::{CStr, c_void};
 
+use highwater_simulated_engine::border::Function;
+use highwater_simulated_engine::functions;
+
 /// The address of a function, by its symbol or by the symbol without `_v2`.
 pub(crate) fn find(name: &CStr) -> Option<*mut c_void> {
     let name = name.to_str().ok()?;
-    let exact = FUNCTIONS.iter().find(|(symbol, _)| *symbol == name);
-    let versioned = || FUNCTIONS.iter().find(|(symbol, _)| symbol.strip_suffix("_v2") == Some(name));
-    exact.or_else(versioned).map(|(_, function)| function.0)
+    let exact = FUNCTIONS.iter().find(|function| function.symbol() == name);
+    let versioned = || FUNCTIONS.iter().find(|function| function.symbol().strip_suffix("_v2") == Some(name));
+    exact.or_else(versioned).map(Function::address)
 }
 
-struct Function(*mut c_void);
-
-// SAFETY: the address of a function, which nobody writes to.
-unsafe impl Sync for Function {}
-
-macro_rules! functions {
-    ($($name:ident)*) => {
-        static FUNCTIONS: &[(&str, Function)] = &[$((stringify!($name), Function(super::$name as *mut c_void)),)*];
-    };
-}
-
-functions! {
+static FUNCTIONS: &[Function] = functions! {
     cuInit
     cuDriverGetVersion
     cuDeviceGetCount
@@ -118,4 +110,4 @@ functions! {
     cuGetErrorName
     cuGetErrorString
     cuGetProcAddress_v2
-}
+};

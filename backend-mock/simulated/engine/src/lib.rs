@@ -8,6 +8,7 @@
 //! functions' words say so, or they stand in [`hip`].
 //!
 //! # Where what is
+//! - [`border`]: what the libraries' exported functions take and give
 //! - [`process`]: the one simulation of the process, from `cuInit` to exit; [`variants`]: what can be set from outside;
 //!   `visible`: which devices there are
 //! - [`current`], [`contexts`]: which context is current in a thread, and primary contexts
@@ -37,6 +38,7 @@
 //! touch memory of nobody (seen with cuBLAS, of the first product of a process).
 
 pub mod blas;
+pub mod border;
 pub mod captures;
 pub mod code;
 pub mod contexts;

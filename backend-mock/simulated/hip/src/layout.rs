@@ -2,18 +2,9 @@
 
 use std::ffi::c_void;
 
+pub use highwater_simulated_engine::border::{IpcHandle, Uuid};
 use highwater_simulated_engine::hip::{Pointer, Properties};
 use highwater_simulated_engine::{Answer, Code};
-
-/// `hipUUID`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct Uuid(pub [u8; 16]);
-
-/// `hipIpcMemHandle_t` and `hipIpcEventHandle_t`, which are passed by value.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct IpcHandle(pub [u8; 64]);
 
 /// `hipPointerAttribute_t`.
 #[derive(Debug, Clone, Copy)]

@@ -8,14 +8,17 @@
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
 
-use std::ffi::{CStr, c_char, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::{c_char, c_void};
+use std::panic::catch_unwind;
 
 use highwater_simulated_engine::blas::{self, BlasTable};
+use highwater_simulated_engine::border::{
+    self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
+    put_new, put_text,
+};
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
-use highwater_simulated_engine::memory::{self, Attribute};
-use highwater_simulated_engine::{Answer, Code, captures, devices, events, ipc, process, streams};
+use highwater_simulated_engine::{Answer, Code, captures, devices, events, ipc, memory, process, streams};
 
 pub(crate) mod layout;
 mod symbols;
@@ -23,116 +26,19 @@ mod texts;
 
 use layout::{IpcHandle, PointerAttributes, PropertiesLayout, Uuid};
 
-/// Runs a call of a thread that has a device, and notes how it ended. A panic becomes a code, because none may pass the
-/// border.
+/// Runs a call of a thread that has a device, and notes how it ended.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
     noted(|| {
         hip::enter()?;
-        match process::injected(function) {
-            Some(code) => Err(code),
-            None => body(),
-        }
+        border::unless_injected(function, body)
     })
 }
 
 /// Runs a call and notes how it ended.
 fn noted(body: impl FnOnce() -> Answer<()>) -> i32 {
-    // Unwind safety: what a panicking call leaves half done is behind locks and atomics of the engine.
-    let code = match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => 0,
-        Ok(Err(code)) => code.0,
-        Err(_) => Code::UNKNOWN.0,
-    };
+    let code = border::guarded(body);
     hip::note(code);
     code as i32
-}
-
-/// Writes an answer.
-///
-/// # Safety
-/// `place` is null or valid for a write.
-unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
-    if place.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    unsafe { place.write(value) };
-    Ok(())
-}
-
-/// Writes a text with its zero byte, cut to the room that there is.
-///
-/// # Safety
-/// `place` is null or valid for `room` bytes.
-unsafe fn put_text(place: *mut c_char, room: i32, text: &str) -> Answer<()> {
-    let room = usize::try_from(room).ok().filter(|&room| room > 0 && !place.is_null()).ok_or(Code::INVALID_VALUE)?;
-    let length = text.len().min(room - 1);
-    // SAFETY: the caller says that there is room for so many bytes, and the text is as long.
-    unsafe {
-        std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast(), length);
-        place.add(length).write(0);
-    }
-    Ok(())
-}
-
-/// Writes an attribute, as wide as it is.
-///
-/// # Safety
-/// `place` is null or valid for a write of the attribute.
-unsafe fn put_attribute(place: *mut c_void, value: Attribute) -> Answer<()> {
-    // SAFETY: the caller says so.
-    unsafe {
-        match value {
-            Attribute::Narrow(value) => put(place.cast(), value),
-            Attribute::Wide(value) => put(place.cast(), value),
-        }
-    }
-}
-
-/// Reads an argument that is given by its address.
-///
-/// # Safety
-/// `place` is null or valid for a read.
-unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
-    if place.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    Ok(unsafe { place.read() })
-}
-
-/// Handles, which are numbers to the engine, are pointers in the vendor's headers.
-type Handle = *mut c_void;
-
-fn number(handle: Handle) -> u64 {
-    handle.addr() as u64
-}
-
-fn handle(number: u64) -> Handle {
-    std::ptr::without_provenance_mut(number as usize)
-}
-
-fn address<T>(pointer: *const T) -> u64 {
-    pointer.expose_provenance() as u64
-}
-
-/// A function of the host.
-type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
-
-macro_rules! export {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> i32 {
-                call(stringify!($name), move || $body)
-            }
-        )*
-    };
 }
 
 /// The table that the look-alike of hipBLAS calls.
@@ -198,10 +104,7 @@ pub unsafe extern "C" fn hipDriverGetVersion(version: *mut i32) -> i32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hipGetDeviceCount(count: *mut i32) -> i32 {
     noted(|| {
-        let answer = hip::enter().and_then(|()| match process::injected("hipGetDeviceCount") {
-            Some(code) => Err(code),
-            None => devices::count(),
-        });
+        let answer = hip::enter().and_then(|()| border::unless_injected("hipGetDeviceCount", devices::count));
         let found = match answer {
             Ok(devices) => devices,
             Err(Code::NO_DEVICE) => 0,
@@ -242,36 +145,17 @@ pub extern "C" fn hipGetErrorString(code: i32) -> *const c_char {
 /// # Safety
 /// `properties` is null or has room for the layout.
 unsafe fn put_properties(properties: *mut c_void, layout: PropertiesLayout, device: i32) -> Answer<()> {
-    if properties.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
+    expect_place(properties)?;
     let bytes = layout.fill(&Properties::of(device)?)?;
     // SAFETY: the caller gives room for the whole structure.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), properties.cast(), bytes.len()) };
     Ok(())
 }
 
-/// Finds a function by its name for a caller that asked the runtime.
-///
-/// # Safety
-/// The pointers are null or valid: the name for a read up to its zero byte, the places for a write.
-unsafe fn find_function(name: *const c_char, function: *mut Handle, status: *mut u32) -> Answer<()> {
-    if name.is_null() || function.is_null() {
-        return Err(Code::INVALID_VALUE);
-    }
-    // SAFETY: the caller gives a text.
-    let found = symbols::find(unsafe { CStr::from_ptr(name) });
-    // SAFETY: the caller gives places for the answers; the status may be null.
-    unsafe {
-        put(function, found.unwrap_or(std::ptr::null_mut()))?;
-        if !status.is_null() {
-            put(status, u32::from(found.is_none()))?;
-        }
-    }
-    found.map(drop).ok_or(Code::NOT_FOUND)
-}
-
 export! {
+    /// Handles may be any numbers.
+    call -> i32;
+
     fn hipSetDevice(device: i32) {
         hip::set_device(device)
     }
@@ -356,40 +240,27 @@ export! {
     }
 
     fn hipDeviceGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        for (place, value) in [(least, streams::HIP_PRIORITIES.0), (greatest, streams::HIP_PRIORITIES.1)] {
-            if !place.is_null() {
-                // SAFETY: the caller gives places for the answers, or null.
-                unsafe { put(place, value) }?;
-            }
+        // SAFETY: the caller gives places for the answers, or null.
+        unsafe {
+            put_if_wanted(least, streams::HIP_PRIORITIES.0);
+            put_if_wanted(greatest, streams::HIP_PRIORITIES.1);
         }
         Ok(())
     }
 
     fn hipStreamCreate(stream: *mut Handle) {
-        if stream.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(streams::create(0, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(0, 0).map(handle)) }
     }
 
     fn hipStreamCreateWithFlags(stream: *mut Handle, flags: u32) {
-        if stream.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(streams::create(flags, 0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
     }
 
     fn hipStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        if stream.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(streams::create(flags, priority)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(stream, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
     }
 
     fn hipStreamDestroy(stream: Handle) {
@@ -442,9 +313,7 @@ export! {
     }
 
     fn hipStreamEndCapture(stream: Handle, graph: *mut Handle) {
-        if graph.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(graph)?;
         // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
         unsafe { put(graph, handle(0)) }?;
         let answer = handle(captures::end(number(stream))?);
@@ -463,8 +332,9 @@ export! {
         // SAFETY: the caller gives places for the answers; that of the number may be null.
         unsafe {
             put(status, found)?;
-            if id.is_null() { Ok(()) } else { put(id, capture) }
+            put_if_wanted(id, capture);
         }
+        Ok(())
     }
 
     fn hipThreadExchangeStreamCaptureMode(mode: *mut u32) {
@@ -479,29 +349,21 @@ export! {
     }
 
     fn hipGraphInstantiate(executable: *mut Handle, graph: Handle, node: *mut Handle, log: *mut c_char, room: usize) {
-        if executable.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
+        expect_place(executable)?;
         let answer = handle(captures::instantiate(number(graph), 0)?);
         // SAFETY: the caller gives a place for the answer, and for what failed where it wants to know: nothing did.
         unsafe {
-            if !node.is_null() {
-                put(node, handle(0))?;
-            }
-            if !log.is_null() && room > 0 {
-                put(log, 0)?;
+            put_if_wanted(node, handle(0));
+            if room > 0 {
+                put_if_wanted(log, 0);
             }
             put(executable, answer)
         }
     }
 
     fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        if executable.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(captures::instantiate(number(graph), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(executable, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn hipGraphLaunch(executable: Handle, stream: Handle) {
@@ -518,19 +380,8 @@ export! {
 
     fn hipGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
         let found = captures::nodes(number(graph))?;
-        if nodes.is_null() {
-            // SAFETY: the caller gives a place for the count, or null.
-            return unsafe { put(count, found.len()) };
-        }
-        // SAFETY: the caller says for how many nodes there is room.
-        let room = unsafe { get(count) }?;
-        for index in 0..room {
-            let node = found.get(index).map_or(std::ptr::null_mut(), |&node| handle(node));
-            // SAFETY: the caller gives room for so many.
-            unsafe { nodes.add(index).write(node) };
-        }
-        // SAFETY: the place was not null.
-        unsafe { put(count, found.len().min(room)) }
+        // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
+        unsafe { border::put_handles(nodes, count, &found) }
     }
 
     fn hipGraphNodeGetType(node: Handle, kind: *mut u32) {
@@ -540,21 +391,13 @@ export! {
     }
 
     fn hipEventCreate(event: *mut Handle) {
-        if event.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(events::create(0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(0).map(handle)) }
     }
 
     fn hipEventCreateWithFlags(event: *mut Handle, flags: u32) {
-        if event.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(events::create(flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || events::create(flags).map(handle)) }
     }
 
     fn hipEventDestroy(event: Handle) {
@@ -589,12 +432,8 @@ export! {
     }
 
     fn hipMalloc(memory: *mut Handle, bytes: usize) {
-        if memory.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(hip::allocate(bytes)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || hip::allocate(bytes).map(handle)) }
     }
 
     fn hipFree(memory: *mut c_void) {
@@ -602,12 +441,8 @@ export! {
     }
 
     fn hipMallocAsync(memory: *mut Handle, bytes: usize, stream: Handle) {
-        if memory.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(memory::allocate_ordered(bytes, number(stream))?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || memory::allocate_ordered(bytes, number(stream)).map(handle)) }
     }
 
     fn hipFreeAsync(memory: *mut c_void, stream: Handle) {
@@ -684,31 +519,20 @@ export! {
         let (start, length) = memory::address_range(address(pointer))?;
         // SAFETY: the caller gives places for the answers, or null.
         unsafe {
-            if !base.is_null() {
-                put(base, handle(start))?;
-            }
-            if bytes.is_null() { Ok(()) } else { put(bytes, length as usize) }
+            put_if_wanted(base, handle(start));
+            put_if_wanted(bytes, length as usize);
         }
+        Ok(())
     }
 
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
-        if pool.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(memory::default_pool(devices::get(device)?)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(pool, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(pool, || memory::default_pool(devices::get(device)?).map(handle)) }
     }
 
     fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
         // SAFETY: the caller gives a value as wide as the attribute is, or null.
-        let value = unsafe {
-            if memory::pool_attribute_is_wide(attribute)? {
-                Attribute::Wide(get(value.cast::<u64>())?)
-            } else {
-                Attribute::Narrow(get(value.cast::<u32>())?)
-            }
-        };
+        let value = unsafe { border::get_pool_attribute(attribute, value) }?;
         memory::set_pool_attribute(number(pool), attribute, value)
     }
 
@@ -723,12 +547,8 @@ export! {
     }
 
     fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
-        if memory.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(hip::allocate_host(bytes, flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || hip::allocate_host(bytes, flags).map(handle)) }
     }
 
     fn hipHostFree(memory: *mut c_void) {
@@ -750,12 +570,8 @@ export! {
     }
 
     fn hipHostGetDevicePointer(device: *mut Handle, memory: *mut c_void, flags: u32) {
-        if device.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(hip::device_address(address(memory), flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(device, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(device, || hip::device_address(address(memory), flags).map(handle)) }
     }
 
     fn hipIpcGetMemHandle(handle: *mut IpcHandle, memory: *mut c_void) {
@@ -765,12 +581,8 @@ export! {
     }
 
     fn hipIpcOpenMemHandle(memory: *mut Handle, given: IpcHandle, flags: u32) {
-        if memory.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(ipc::open_memory(&given.0, flags)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(memory, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(memory, || ipc::open_memory(&given.0, flags).map(handle)) }
     }
 
     fn hipIpcCloseMemHandle(memory: *mut c_void) {
@@ -784,21 +596,17 @@ export! {
     }
 
     fn hipIpcOpenEventHandle(event: *mut Handle, given: IpcHandle) {
-        if event.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let answer = handle(ipc::open_event(&given.0)?);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(event, answer) }
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put_new(event, || ipc::open_event(&given.0).map(handle)) }
     }
 
     fn hipGetProcAddress(name: *const c_char, function: *mut Handle, _version: i32, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
-        unsafe { find_function(name, function, status) }
+        unsafe { border::put_function(name, function, status, symbols::find) }
     }
 
     fn hipGetDriverEntryPoint(name: *const c_char, function: *mut Handle, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
-        unsafe { find_function(name, function, status) }
+        unsafe { border::put_function(name, function, status, symbols::find) }
     }
 }

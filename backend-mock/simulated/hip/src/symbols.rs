@@ -2,7 +2,8 @@
 
 use std::ffi::{CStr, c_void};
 
-use highwater_simulated_engine::hip;
+use highwater_simulated_engine::border::Function;
+use highwater_simulated_engine::{functions, hip};
 
 /// The functions that came with HIP 7.
 const SINCE_7: [&str; 2] = ["hipStreamGetId", "hipGetDriverEntryPoint"];
@@ -13,21 +14,10 @@ pub(crate) fn find(name: &CStr) -> Option<*mut c_void> {
     if SINCE_7.contains(&name) && hip::settings().is_ok_and(|settings| settings.version.0 < 7) {
         return None;
     }
-    FUNCTIONS.iter().find(|(symbol, _)| *symbol == name).map(|(_, function)| function.0)
+    FUNCTIONS.iter().find(|function| function.symbol() == name).map(Function::address)
 }
 
-struct Function(*mut c_void);
-
-// SAFETY: the address of a function, which nobody writes to.
-unsafe impl Sync for Function {}
-
-macro_rules! functions {
-    ($($name:ident)*) => {
-        static FUNCTIONS: &[(&str, Function)] = &[$((stringify!($name), Function(super::$name as *mut c_void)),)*];
-    };
-}
-
-functions! {
+static FUNCTIONS: &[Function] = functions! {
     hipInit
     hipRuntimeGetVersion
     hipDriverGetVersion
@@ -118,4 +108,4 @@ functions! {
     hipIpcOpenEventHandle
     hipGetProcAddress
     hipGetDriverEntryPoint
-}
+};

@@ -2,32 +2,12 @@
 
 use std::ffi::c_void;
 
+use highwater_simulated_blas::product::Call;
 use highwater_simulated_blas::table::Product;
-use highwater_simulated_blas::types::{Compute, R_16BF, R_16F, R_32F, R_64F, read_scale};
+use highwater_simulated_blas::types::{Compute, R_16BF, R_16F, R_32F, R_64F};
 
 use crate::runtime::Runtime;
 use crate::status::{INVALID_ENUM, INVALID_VALUE, NOT_SUPPORTED};
-
-/// One matrix, or the first of a batch.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix {
-    address: u64,
-    ld: i64,
-    stride: i64,
-}
-
-impl Matrix {
-    pub(crate) fn new(address: *const c_void, ld: impl Into<i64>, stride: i64) -> Self {
-        Self { address: address as u64, ld: ld.into(), stride }
-    }
-}
-
-/// How many products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Batch {
-    One,
-    Of(i64),
-}
 
 /// Which symbol was called, and so which numbers stand for the types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,26 +16,6 @@ pub(crate) enum Symbol {
     Plain,
     /// With `_v2`: `hipDataType` and `hipblasComputeType_t`.
     V2,
-}
-
-/// The arguments of a call.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Call {
-    pub(crate) symbol: Symbol,
-    /// `hipblasOperation_t` of A and B.
-    pub(crate) transpose: [u32; 2],
-    /// m, n, k.
-    pub(crate) sizes: [i64; 3],
-    /// The types of A, B, C.
-    pub(crate) types: [u32; 3],
-    pub(crate) compute_type: u32,
-    /// `hipblasGemmAlgo_t`; there is one.
-    pub(crate) algo: u32,
-    pub(crate) alpha: *const c_void,
-    pub(crate) beta: *const c_void,
-    /// A, B, C.
-    pub(crate) matrices: [Matrix; 3],
-    pub(crate) batch: Batch,
 }
 
 /// The numbers of hipBLAS before version 3, `hipblasDatatype_t`, for elements and for the computation.
@@ -102,108 +62,41 @@ fn meaning(symbol: Symbol, major: u32, types: [u32; 3], compute_type: u32) -> Re
     Ok(([a?, b?, c?], compute))
 }
 
-fn not_negative(value: i64) -> Result<u64, u32> {
-    u64::try_from(value).map_err(|_| INVALID_VALUE)
-}
-
-impl Call {
-    /// Checks the call and enqueues the product.
-    ///
-    /// # Safety
-    /// `handle` is null or was given by `hipblasCreate`; alpha and beta are null or valid, on the host or the device as
-    /// the handle's pointer mode says; the bound stream is one of the runtime.
-    pub(crate) unsafe fn run(&self, handle: *mut c_void) -> Result<(), u32> {
-        // The handle is copied out: the real library takes no lock over a call either, so two threads that share a handle
-        // meet in its workspace.
-        let (home, stream, (workspace, workspace_bytes), atomics_mode, pointer_mode) = {
-            // SAFETY: the caller's promise.
-            unsafe {
-                crate::with(handle, |state| {
-                    Ok((state.home, state.stream, state.workspace(), state.atomics_mode, state.pointer_mode))
-                })
-            }?
-        };
-        let runtime = Runtime::get()?;
-        let [transpose_a, transpose_b] = self.transpose.map(|operation| match operation {
-            111 => Ok(false),
-            // Elements are real, so that conjugating changes nothing.
-            112 | 113 => Ok(true),
-            _ => Err(INVALID_ENUM),
-        });
-        let (transpose_a, transpose_b) = (transpose_a?, transpose_b?);
-        let ([a_type, b_type, c_type], compute_type) =
-            meaning(self.symbol, runtime.major, self.types, self.compute_type)?;
-        if self.algo != 160 {
-            return Err(INVALID_ENUM);
-        }
-        let [m, n, k] = self.sizes.map(not_negative);
-        let (m, n, k) = (m?, n?, k?);
-        let (count, batched) = match self.batch {
-            Batch::One => (1, false),
-            Batch::Of(count) => (not_negative(count)?, true),
-        };
-        let [a, b, c] = self.matrices;
-        let rows = [if transpose_a { k } else { m }, if transpose_b { n } else { k }, m];
-        for (matrix, rows) in [a, b, c].iter().zip(rows) {
-            if not_negative(matrix.ld)? < rows.max(1) || matrix.stride < 0 {
-                return Err(INVALID_VALUE);
-            }
-        }
-        let compute = Compute::new(compute_type).map_err(|_| NOT_SUPPORTED)?;
-        compute.check(compute_type, a_type, b_type, c_type).map_err(|_| NOT_SUPPORTED)?;
-        if compute.tf32 && !runtime.has_tf32() {
-            return Err(NOT_SUPPORTED);
-        }
-        if m == 0 || n == 0 || count == 0 {
-            return Ok(());
-        }
-        if self.alpha.is_null() || self.beta.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        let on_device = pointer_mode == 1;
-        let scale = |scale: *const c_void| {
-            // SAFETY: the caller says that alpha and beta are valid; in this mode they are read during the call.
-            if on_device { scale as u64 } else { unsafe { read_scale(scale, compute.scale) }.to_bits() }
-        };
-        let product = Product {
-            device: home.device,
-            input: a_type,
-            output: c_type,
-            bias_type: c_type,
-            scale_type: compute.scale,
-            epilogue: 1,
-            transpose_a: transpose_a.into(),
-            transpose_b: transpose_b.into(),
-            tf32: compute.tf32.into(),
-            atomics: atomics_mode,
-            device_scales: on_device.into(),
-            batched: batched.into(),
-            stream: stream as *mut c_void,
-            m,
-            n,
-            k,
-            lda: not_negative(a.ld)?,
-            ldb: not_negative(b.ld)?,
-            ldc: not_negative(c.ld)?,
-            ldd: not_negative(c.ld)?,
-            batch: count,
-            stride_a: not_negative(a.stride)?,
-            stride_b: not_negative(b.stride)?,
-            stride_c: not_negative(c.stride)?,
-            stride_d: not_negative(c.stride)?,
-            a: a.address,
-            b: b.address,
-            c: c.address,
-            d: c.address,
-            bias: 0,
-            alpha: scale(self.alpha),
-            beta: scale(self.beta),
-            workspace,
-            workspace_bytes,
-        };
-        // SAFETY: the caller's promise.
-        unsafe { runtime.launch(&product) }
+/// Checks a call and enqueues the product.
+///
+/// # Safety
+/// `handle` is null or was given by `hipblasCreate`; alpha and beta are null or valid, on the host or the device as
+/// the handle's pointer mode says; the bound stream is one of the runtime.
+pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Result<(), u32> {
+    // The handle is copied out: the real library takes no lock over a call either, so two threads that share a handle
+    // meet in its workspace.
+    // SAFETY: the caller's promise.
+    let (bound, (workspace, workspace_bytes)) =
+        unsafe { crate::with(handle, |state| Ok((state.bound(), state.workspace()))) }?;
+    let runtime = Runtime::get()?;
+    // `hipblasOperation_t` counts from 111.
+    let transpose = call.transposes(111).ok_or(INVALID_ENUM)?;
+    let ([a, b, c], compute_type) = meaning(symbol, runtime.major, call.types, call.compute_type)?;
+    // `hipblasGemmAlgo_t`; there is one.
+    if call.algo != 160 {
+        return Err(INVALID_ENUM);
     }
+    let shape = call.shape(transpose).ok_or(INVALID_VALUE)?;
+    let compute = Compute::new(compute_type).map_err(|_| NOT_SUPPORTED)?;
+    compute.check(compute_type, a, b, c).map_err(|_| NOT_SUPPORTED)?;
+    if compute.tf32 && !runtime.has_tf32() {
+        return Err(NOT_SUPPORTED);
+    }
+    if shape.is_empty() {
+        return Ok(());
+    }
+    if call.alpha.is_null() || call.beta.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller says that alpha and beta are valid; on the host they are read during the call.
+    let product = unsafe { call.product(&shape, [a, c], compute, &bound) };
+    // SAFETY: the caller's promise.
+    unsafe { runtime.launch(&Product { workspace, workspace_bytes, ..product }) }
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Handles: what is bound to them, and their modes.
 
+use highwater_simulated_blas::product::Bound;
 use highwater_simulated_blas::slots::Slots;
 
 use crate::runtime::{Home, Runtime};
@@ -20,7 +21,7 @@ const LEAST_WORKSPACE: usize = 16 << 10;
 /// What a handle is.
 #[derive(Debug)]
 pub(crate) struct State {
-    pub(crate) home: Home,
+    home: Home,
     /// Address and bytes of its own device memory.
     own: (u64, u64),
     /// The bound `hipStream_t`.
@@ -60,6 +61,17 @@ impl State {
         Ok(())
     }
 
+    /// What its products take from it.
+    pub(crate) fn bound(&self) -> Bound {
+        Bound {
+            device: self.home.device,
+            stream: self.stream,
+            allows_tf32: false,
+            atomics_mode: self.atomics_mode,
+            pointer_mode: self.pointer_mode,
+        }
+    }
+
     /// Address and bytes of what the kernels of a product pass their intermediate results through; 0 bytes are none.
     pub(crate) fn workspace(&self) -> (u64, u64) {
         match self.workspace {
@@ -68,13 +80,4 @@ impl State {
             Some(bound) => bound,
         }
     }
-}
-
-/// Sets a mode that is 0 or 1.
-pub(crate) fn set_switch(switch: &mut u32, value: u32) -> Result<(), u32> {
-    if value > 1 {
-        return Err(status::INVALID_ENUM);
-    }
-    *switch = value;
-    Ok(())
 }

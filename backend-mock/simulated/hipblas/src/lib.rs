@@ -26,46 +26,17 @@ mod status;
 mod witness;
 
 use std::ffi::{c_char, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::gemm::{Batch, Call, Matrix, Symbol};
+use highwater_simulated_blas::border::{guarded, put, set_switch};
+use highwater_simulated_blas::{export, export_gemm};
+
+use crate::gemm::{Symbol, run};
 use crate::handle::State;
-use crate::status::{HANDLE_IS_NULLPTR, INTERNAL_ERROR, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED, SUCCESS};
+use crate::status::{HANDLE_IS_NULLPTR, INTERNAL_ERROR, INVALID_ENUM, INVALID_VALUE, NOT_INITIALIZED, NOT_SUPPORTED};
 
-macro_rules! export {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            #[doc = concat!("The vendor's `", stringify!($name), "`.")]
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes, and handles are null
-            /// or were given by `hipblasCreate`.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-                let body = move || -> Result<(), u32> { $body };
-                // A panic does not cross into foreign code. Unwind safety: what it leaves behind is the state of a slot, whose
-                // lock says that it was poisoned.
-                match catch_unwind(AssertUnwindSafe(body)) {
-                    Ok(answer) => answer.err().unwrap_or(SUCCESS),
-                    Err(_) => INTERNAL_ERROR,
-                }
-            }
-        )*
-    };
-}
-
-/// Writes an answer.
-///
-/// # Safety
-/// `place` is null or valid for a write.
-unsafe fn put<T>(place: *mut T, value: T) -> Result<(), u32> {
-    if place.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the caller says that the place is valid when it is not null.
-    unsafe { place.write(value) };
-    Ok(())
+/// Runs a call, whatever its name.
+fn call(_function: &str, body: impl FnOnce() -> Result<(), u32>) -> u32 {
+    guarded(INTERNAL_ERROR, body)
 }
 
 /// Runs `body` on the state of a handle.
@@ -78,13 +49,16 @@ unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R
 }
 
 export! {
+    /// Handles are null or were given by `hipblasCreate`.
+    call -> u32;
+
     fn hipblasCreate(handle: *mut *mut c_void) {
         if handle.is_null() {
             return Err(HANDLE_IS_NULLPTR);
         }
         let state = State::new()?;
         // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, handle::HANDLES.insert(state)) }
+        unsafe { put(handle, handle::HANDLES.insert(state), INVALID_VALUE) }
     }
 
     /// Waits for the device.
@@ -101,7 +75,7 @@ export! {
 
     fn hipblasGetStream(handle: *mut c_void, stream: *mut *mut c_void) {
         // SAFETY: as above, and the caller gives a place for a stream, or null.
-        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void) }
+        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void, INVALID_VALUE) }
     }
 
     /// Since hipBLAS 3.
@@ -118,148 +92,38 @@ export! {
 
     fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |_| Ok(0))?) }
+        unsafe { put(mode, with(handle, |_| Ok(0))?, INVALID_VALUE) }
     }
 
     fn hipblasSetAtomicsMode(handle: *mut c_void, mode: u32) {
         // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| handle::set_switch(&mut state.atomics_mode, mode)) }
+        unsafe { with(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM)) }
     }
 
     fn hipblasGetAtomicsMode(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?) }
+        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?, INVALID_VALUE) }
     }
 
     fn hipblasSetPointerMode(handle: *mut c_void, mode: u32) {
         // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| handle::set_switch(&mut state.pointer_mode, mode)) }
+        unsafe { with(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_ENUM)) }
     }
 
     fn hipblasGetPointerMode(handle: *mut c_void, mode: *mut u32) {
         // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?) }
+        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
     }
+}
 
-    fn hipblasGemmEx(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, b: *const c_void, b_type: u32, ldb: i32,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::Plain, transpose: [transa, transb], sizes: [m, n, k].map(i64::from),
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmEx_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, b: *const c_void, b_type: u32, ldb: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::Plain, transpose: [transa, transb], sizes: [m, n, k],
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmEx_v2(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, b: *const c_void, b_type: u32, ldb: i32,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::V2, transpose: [transa, transb], sizes: [m, n, k].map(i64::from),
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmEx_v2_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, b: *const c_void, b_type: u32, ldb: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::V2, transpose: [transa, transb], sizes: [m, n, k],
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::One,
-            matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmStridedBatchedEx(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i32, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, stride_c: i64,
-        batch_count: i32, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::Plain, transpose: [transa, transb], sizes: [m, n, k].map(i64::from),
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::Of(i64::from(batch_count)),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmStridedBatchedEx_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i64, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, stride_c: i64,
-        batch_count: i64, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::Plain, transpose: [transa, transb], sizes: [m, n, k],
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::Of(batch_count),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmStridedBatchedEx_v2(
-        handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i32, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i32, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i32, stride_c: i64,
-        batch_count: i32, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::V2, transpose: [transa, transb], sizes: [m, n, k].map(i64::from),
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::Of(i64::from(batch_count)),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
-
-    fn hipblasGemmStridedBatchedEx_v2_64(
-        handle: *mut c_void, transa: u32, transb: u32, m: i64, n: i64, k: i64,
-        alpha: *const c_void, a: *const c_void, a_type: u32, lda: i64, stride_a: i64,
-        b: *const c_void, b_type: u32, ldb: i64, stride_b: i64,
-        beta: *const c_void, c: *mut c_void, c_type: u32, ldc: i64, stride_c: i64,
-        batch_count: i64, compute_type: u32, algo: u32,
-    ) {
-        let call = Call {
-            symbol: Symbol::V2, transpose: [transa, transb], sizes: [m, n, k],
-            types: [a_type, b_type, c_type], compute_type, algo, alpha, beta, batch: Batch::Of(batch_count),
-            matrices: [Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c)],
-        };
-        // SAFETY: the caller's promises are the ones that are asked for.
-        unsafe { call.run(handle) }
-    }
+export_gemm! {
+    /// Handles are null or were given by `hipblasCreate`.
+    call -> u32;
+    run, algorithms are u32;
+    hipblasGemmEx, hipblasGemmStridedBatchedEx: i32, Symbol::Plain;
+    hipblasGemmEx_64, hipblasGemmStridedBatchedEx_64: i64, Symbol::Plain;
+    hipblasGemmEx_v2, hipblasGemmStridedBatchedEx_v2: i32, Symbol::V2;
+    hipblasGemmEx_v2_64, hipblasGemmStridedBatchedEx_v2_64: i64, Symbol::V2;
 }
 
 /// The vendor's `hipblasStatusToString`.

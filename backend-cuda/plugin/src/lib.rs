@@ -1,0 +1,9 @@
+//! Highwater's backend for NVIDIA GPUs, as a plugin.
+
+highwater_core::export_backend! {
+    name: "cuda",
+    description: "NVIDIA CUDA",
+    vendor: "Highwater",
+    version: env!("CARGO_PKG_VERSION"),
+    open: backend::open,
+}

@@ -1,0 +1,9 @@
+//! Highwater's backend for AMD GPUs, as a plugin.
+
+highwater_core::export_backend! {
+    name: "rocm",
+    description: "AMD ROCm",
+    vendor: "Highwater",
+    version: env!("CARGO_PKG_VERSION"),
+    open: backend::open,
+}

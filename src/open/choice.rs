@@ -1,0 +1,502 @@
+//! Which of several backends is opened, and what the report says of each.
+//!
+//! A backend that was asked for by name is opened or refused, and never replaced by another: a run that was meant for a GPU must
+//! not pass on the mock. Of several with one name the first counts, whatever becomes of it: a built-in one before plugins, and
+//! plugins in the order of their places.
+
+use std::sync::Arc;
+
+use highwater_core::driver::OpenFailure;
+use highwater_core::{Backend, Error, ErrorKind};
+
+use super::OPERATION;
+use super::built_in::{KNOWN, backends};
+use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
+
+/// A backend that could be opened.
+pub(super) struct Contender<'a> {
+    pub(super) name: String,
+    pub(super) origin: Origin,
+    /// Whether its path was given: then its name does not matter to others, nor theirs to it.
+    pub(super) given: bool,
+    /// Whether there is hardware behind it; `None` where only the opened backend can tell.
+    pub(super) real: Option<bool>,
+    pub(super) state: State<'a>,
+}
+
+pub(super) enum State<'a> {
+    /// It would be built in with its feature.
+    Off,
+    /// What was found cannot be opened.
+    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "what is built in is never broken"))]
+    Broken(Failure),
+    Ready(Box<dyn Fn() -> Result<Opening, Failure> + 'a>),
+}
+
+/// A backend, opened.
+pub(super) struct Opening {
+    pub(super) backend: Arc<dyn Backend>,
+    /// What it calls itself, where only it could tell.
+    pub(super) name: Option<String>,
+    pub(super) notes: Vec<String>,
+}
+
+/// Why a backend cannot be opened.
+#[derive(Debug, Clone)]
+pub(super) struct Failure {
+    pub(super) outcome: Outcome,
+    pub(super) error: Error,
+    pub(super) tried: Vec<OpenFailure>,
+    pub(super) notes: Vec<String>,
+}
+
+impl Failure {
+    pub(super) fn candidate(&self, name: &str, origin: &Origin) -> Candidate {
+        Candidate {
+            name: name.to_owned(),
+            origin: origin.clone(),
+            outcome: self.outcome,
+            reason: self.error.message().to_owned(),
+            hint: self.error.hint().to_owned(),
+            tried: self.tried.clone(),
+            notes: self.notes.clone(),
+        }
+    }
+}
+
+impl Contender<'_> {
+    fn is_built_in(&self) -> bool {
+        self.origin == Origin::BuiltIn
+    }
+
+    fn candidate(&self, outcome: Outcome, reason: impl Into<String>) -> Candidate {
+        Candidate {
+            name: self.name.clone(),
+            origin: self.origin.clone(),
+            outcome,
+            reason: reason.into(),
+            hint: String::new(),
+            tried: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// A candidate that was left alone: because its feature is off, or what was found is broken, or else for `reason`.
+    fn not_tried(&self, reason: &str) -> Candidate {
+        match &self.state {
+            State::Off => {
+                let mut candidate = self.candidate(Outcome::NotTried, "it is not built in");
+                candidate.hint = format!("build with the feature `{}`", self.name);
+                candidate
+            }
+            State::Broken(failure) => failure.candidate(&self.name, &self.origin),
+            State::Ready(_) => self.candidate(Outcome::NotTried, reason),
+        }
+    }
+
+    /// A candidate that was opened.
+    fn opened(
+        &self,
+        outcome: Outcome,
+        reason: impl Into<String>,
+        name: Option<String>,
+        notes: Vec<String>,
+    ) -> Candidate {
+        let mut candidate = self.candidate(outcome, reason);
+        candidate.notes = notes;
+        candidate.name = name.unwrap_or(candidate.name);
+        candidate
+    }
+
+    /// The error of this one alone, which names its file.
+    fn error(&self, error: Error) -> Error {
+        let file = self.origin.to_string();
+        let library = self.origin.library().map(|library| library.display().to_string());
+        let names = |file: &str| error.message().contains(file);
+        if self.is_built_in() || names(&file) || library.is_some_and(|library| names(&library)) {
+            return error;
+        }
+        let what = format!("plugin {file}: {}", error.message());
+        let named = Error::new(error.kind(), error.operation(), what).with_hint(error.hint());
+        error.code().map_or(named.clone(), |code| named.with_code(code))
+    }
+
+    fn failed(&self, failure: &Failure) -> Candidate {
+        failure.candidate(&self.name, &self.origin)
+    }
+}
+
+/// The contender that the name means: a built-in one, else the first.
+fn meant<'c, 'a>(contenders: &'c [Contender<'a>], name: &str) -> Option<&'c Contender<'a>> {
+    let mut namesakes =
+        contenders.iter().filter(|one| one.name == name && !one.given && !matches!(one.state, State::Off));
+    let built_in = namesakes.clone().find(|one| one.is_built_in());
+    built_in.or_else(|| namesakes.next())
+}
+
+/// The candidate for a contender that another of its name comes before.
+fn shadowed(contenders: &[Contender<'_>], one: &Contender<'_>) -> Option<Candidate> {
+    let first = meant(contenders, &one.name).filter(|&first| !std::ptr::eq(first, one))?;
+    if one.given || matches!(one.state, State::Off) {
+        return None;
+    }
+    let reason = if first.is_built_in() {
+        format!("the built-in backend `{}` comes first", first.name)
+    } else {
+        format!("`{}` comes first", first.origin)
+    };
+    let mut candidate = one.not_tried(&reason);
+    if candidate.outcome == Outcome::NotTried {
+        candidate.hint = "to open this one, give its path".into();
+    }
+    Some(candidate)
+}
+
+/// Opens the backend `name`, and no other in its place.
+pub(super) fn by_name(contenders: &[Contender<'_>], places: Vec<Place>, name: &str) -> Result<Opened, OpenError> {
+    let others = format!("`{name}` was asked for");
+    let Some(asked) = meant(contenders, name) else {
+        let candidates = contenders.iter().map(|one| one.not_tried(&others)).collect();
+        let error = unknown(contenders, &places, name);
+        return Err(OpenError { error, report: LoadReport { places, candidates } });
+    };
+    let asked = contenders.iter().position(|one| std::ptr::eq(one, asked)).unwrap_or_default();
+    only(contenders, places, asked, &others)
+}
+
+/// Opens the contender at `asked`, and no other in its place.
+pub(super) fn only(
+    contenders: &[Contender<'_>],
+    places: Vec<Place>,
+    asked: usize,
+    reason: &str,
+) -> Result<Opened, OpenError> {
+    let report = |candidate: Candidate| {
+        let rest = |one| shadowed(contenders, one).unwrap_or_else(|| one.not_tried(reason));
+        let mut candidates: Vec<Candidate> = contenders.iter().map(rest).collect();
+        candidates[asked] = candidate;
+        LoadReport { places, candidates }
+    };
+    let asked = &contenders[asked];
+    let opened = match &asked.state {
+        State::Ready(open) => open(),
+        State::Broken(failure) => Err(failure.clone()),
+        State::Off => Err(Failure {
+            outcome: Outcome::NotTried,
+            error: unknown(contenders, &[], &asked.name),
+            tried: Vec::new(),
+            notes: Vec::new(),
+        }),
+    };
+    match opened {
+        Ok(Opening { backend, name, notes }) => {
+            let candidate = asked.opened(Outcome::Taken, reason, name, notes);
+            Ok(Opened { backend, report: report(candidate) })
+        }
+        Err(failure) => {
+            let candidate = asked.failed(&failure);
+            Err(OpenError { error: asked.error(failure.error), report: report(candidate) })
+        }
+    }
+}
+
+/// What was taken, or could be.
+struct Found {
+    index: usize,
+    opening: Opening,
+}
+
+/// Opens the best with real hardware that works here; where there is none and `allow_mock` is set, one without.
+pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock: bool) -> Result<Opened, OpenError> {
+    let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| shadowed(contenders, one)).collect();
+    let mut taken = None;
+    let mut reason = "the first real device that works, in order of preference";
+    // Plugins that turned out to have no hardware behind them.
+    let mut unreal = Vec::new();
+    for (index, one) in contenders.iter().enumerate() {
+        let State::Ready(open) = &one.state else { continue };
+        if candidates[index].is_some() || one.real == Some(false) {
+            continue;
+        }
+        match open() {
+            Ok(opening) if one.real == Some(true) || opening.backend.identity().real_device => {
+                taken = Some(Found { index, opening });
+                break;
+            }
+            Ok(opening) => unreal.push(Found { index, opening }),
+            Err(failure) => candidates[index] = Some(one.failed(&failure)),
+        }
+    }
+    let mut mock_failure = None;
+    if taken.is_none() && allow_mock {
+        reason = "no real device works here, and the mock was allowed";
+        for (index, one) in contenders.iter().enumerate() {
+            let State::Ready(open) = &one.state else { continue };
+            if candidates[index].is_some() || one.real != Some(false) {
+                continue;
+            }
+            match open() {
+                Ok(opening) => {
+                    taken = Some(Found { index, opening });
+                    break;
+                }
+                Err(failure) => {
+                    candidates[index] = Some(one.failed(&failure));
+                    mock_failure = Some(failure.error);
+                }
+            }
+        }
+        if taken.is_none() && !unreal.is_empty() {
+            taken = Some(unreal.remove(0));
+        }
+    }
+    let better = taken.as_ref().map(|found| contenders[found.index].name.as_str());
+    let why_not = better.map_or_else(
+        || "it is no real device, and was not allowed".to_owned(),
+        |better| format!("`{better}` was taken"),
+    );
+    for Found { index, opening } in unreal {
+        let reason = format!("it opens, but is no real device: {why_not}");
+        candidates[index] = Some(contenders[index].opened(Outcome::Usable, reason, opening.name, opening.notes));
+    }
+    let backend = taken.map(|Found { index, opening }| {
+        candidates[index] = Some(contenders[index].opened(Outcome::Taken, reason, opening.name, opening.notes));
+        opening.backend
+    });
+    let rest = contenders.iter().zip(candidates);
+    let candidates = rest.map(|(one, candidate)| candidate.unwrap_or_else(|| one.not_tried(&why_not))).collect();
+    let report = LoadReport { places, candidates };
+    match backend {
+        Some(backend) => Ok(Opened { backend, report }),
+        None => Err(OpenError { error: nothing_usable(&report, mock_failure.as_ref()), report }),
+    }
+}
+
+/// Tries every one and keeps none.
+pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadReport {
+    let look = |one: &Contender<'_>| {
+        if let Some(candidate) = shadowed(contenders, one) {
+            return candidate;
+        }
+        let State::Ready(open) = &one.state else { return one.not_tried("") };
+        match open() {
+            Ok(Opening { backend, name, notes }) => {
+                let devices = match backend.device_count() {
+                    1 => "1 device".to_owned(),
+                    count => format!("{count} devices"),
+                };
+                let reason = format!("{}, {devices}", backend.identity().description);
+                one.opened(Outcome::Usable, reason, name, notes)
+            }
+            Err(failure) => one.failed(&failure),
+        }
+    };
+    LoadReport { candidates: contenders.iter().map(look).collect(), places }
+}
+
+fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str) -> Error {
+    let known: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+    let off: Vec<String> =
+        KNOWN.iter().filter(|known| known.open.is_none()).map(|known| format!("`{}`", known.name)).collect();
+    let built_in = if backends().is_empty() { "none".to_owned() } else { backends().join(", ") };
+    let is_off = known.contains(&name);
+    let mut message = if is_off {
+        format!("`{name}` is not built in: its feature is off")
+    } else {
+        format!("no backend is named `{name}`")
+    };
+    message += &format!("; known are {}; built in: {built_in}", known.join(", "));
+    if !off.is_empty() {
+        message += &format!("; features that are off: {}", off.join(", "));
+    }
+    let plugins: Vec<&str> = contenders.iter().filter(|one| !one.is_built_in()).map(|one| one.name.as_str()).collect();
+    if !plugins.is_empty() {
+        message += &format!("; plugins: {}", plugins.join(", "));
+    }
+    let folders = places.iter().filter(|place| place.kind != PlaceKind::BackendVariable);
+    let places: Vec<String> = folders.map(ToString::to_string).collect();
+    if !places.is_empty() {
+        message += &format!("; plugins looked for in: {}", places.join(", "));
+    }
+    let hint = match (is_off, places.is_empty()) {
+        (true, true) => format!("build with the feature `{name}`, or open one that is built in"),
+        (true, false) => {
+            format!("build with the feature `{name}`, or put a plugin `{name}.toml` into one of these folders")
+        }
+        (false, true) => "open one of the names that are built in".to_owned(),
+        (false, false) => {
+            format!("open one of the names that are built in, or put a plugin `{name}.toml` into one of these folders")
+        }
+    };
+    Error::new(ErrorKind::UnknownBackend, OPERATION, message).with_hint(hint)
+}
+
+fn nothing_usable(report: &LoadReport, mock_failure: Option<&Error>) -> Error {
+    let each: Vec<String> =
+        report.candidates.iter().map(|c| format!("{}: {}: {}", c.name, c.outcome, c.reason)).collect();
+    let message = format!("no backend could be taken ({})", each.join(" | "));
+    let (kind, hint) = match mock_failure {
+        // It works anywhere, so what it lacks is the quickest to put right.
+        Some(error) => (error.kind(), error.hint()),
+        None if backends().contains(&"mock") => {
+            (ErrorKind::DeviceMissing, "allow the mock, or ask for it by name, to compute on the CPU")
+        }
+        None => (ErrorKind::DeviceMissing, "build with the feature `mock` and allow it, to compute on the CPU"),
+    };
+    Error::new(kind, OPERATION, message).with_hint(hint)
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_core::{BackendTag, Identity, MockBackend};
+
+    use super::*;
+
+    fn opens(real: bool) -> State<'static> {
+        State::Ready(Box::new(move || {
+            let mut backend = MockBackend::new();
+            let mut identity = Identity::new("fake", "a fake", BackendTag::next());
+            identity.real_device = real;
+            backend.expect_identity().return_const(identity);
+            backend.expect_device_count().return_const(2_u32);
+            Ok(Opening { backend: Arc::new(backend), name: None, notes: vec!["a note".into()] })
+        }))
+    }
+
+    fn failure(outcome: Outcome) -> Failure {
+        let error = Error::new(ErrorKind::Vendor, OPERATION, format!("it is {outcome}")).with_hint("mend it");
+        Failure { outcome, error, tried: Vec::new(), notes: Vec::new() }
+    }
+
+    fn fails() -> State<'static> {
+        State::Ready(Box::new(|| Err(failure(Outcome::LibraryMissing))))
+    }
+
+    /// A state that must not be opened.
+    fn untouched() -> State<'static> {
+        State::Ready(Box::new(|| panic!("it was opened")))
+    }
+
+    fn built_in(name: &str, real: bool, state: State<'static>) -> Contender<'static> {
+        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, real: Some(real), state }
+    }
+
+    fn plugin(name: &str, file: &str, state: State<'static>) -> Contender<'static> {
+        let origin = Origin::Plugin { manifest: Some(file.into()), library: None };
+        Contender { name: name.into(), origin, given: false, real: None, state }
+    }
+
+    fn outcomes(report: &LoadReport) -> Vec<(&str, Outcome)> {
+        report.candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.outcome)).collect()
+    }
+
+    #[test]
+    fn a_built_in_backend_comes_before_a_plugin_of_its_name_wherever_it_stands() {
+        let all = [plugin("mock", "/p/mock.toml", untouched()), built_in("mock", false, opens(false))];
+        let report = by_name(&all, Vec::new(), "mock").unwrap().report;
+        assert_eq!(outcomes(&report), [("mock", Outcome::NotTried), ("mock", Outcome::Taken)]);
+        assert!(report.candidates[0].reason.contains("built-in backend `mock` comes first"), "{report}");
+        assert!(report.candidates[0].hint.contains("give its path"), "{report}");
+        assert_eq!(report.taken().unwrap().notes, ["a note"]);
+        // The same for who tries all, and for who takes the best.
+        assert_eq!(outcomes(&survey(&all, Vec::new())), [("mock", Outcome::NotTried), ("mock", Outcome::Usable)]);
+        let report = auto(&all, Vec::new(), true).unwrap().report;
+        assert_eq!(outcomes(&report), [("mock", Outcome::NotTried), ("mock", Outcome::Taken)]);
+    }
+
+    #[test]
+    fn a_plugin_counts_where_the_feature_of_its_name_is_off() {
+        let all = [built_in("rocm", true, State::Off), plugin("rocm", "/p/rocm.toml", opens(true))];
+        let report = by_name(&all, Vec::new(), "rocm").unwrap().report;
+        assert_eq!(outcomes(&report), [("rocm", Outcome::NotTried), ("rocm", Outcome::Taken)]);
+        assert!(report.candidates[0].reason.contains("not built in"), "{report}");
+    }
+
+    #[test]
+    fn the_first_plugin_of_a_name_decides_also_where_it_is_broken() {
+        let broken = State::Broken(failure(Outcome::InvalidManifest));
+        let all = [plugin("acme", "/a/acme.toml", broken), plugin("acme", "/b/acme.toml", untouched())];
+        let OpenError { error, report } = by_name(&all, Vec::new(), "acme").unwrap_err();
+        assert_eq!((error.message(), error.hint()), ("plugin /a/acme.toml: it is invalid manifest", "mend it"));
+        assert_eq!(outcomes(&report), [("acme", Outcome::InvalidManifest), ("acme", Outcome::NotTried)]);
+        assert!(report.candidates[1].reason.contains("`/a/acme.toml` comes first"), "{report}");
+        assert_eq!(outcomes(&survey(&all, Vec::new())), outcomes(&report));
+    }
+
+    #[test]
+    fn a_plugin_that_was_given_by_its_path_is_tried_whatever_its_name() {
+        let mut given = plugin("mock", "/p/mock.toml", opens(false));
+        given.given = true;
+        let all = [given, built_in("mock", false, opens(false))];
+        assert_eq!(outcomes(&survey(&all, Vec::new())), [("mock", Outcome::Usable), ("mock", Outcome::Usable)]);
+    }
+
+    #[test]
+    fn auto_takes_a_plugin_with_a_real_device_after_the_built_in_ones_and_before_the_mock() {
+        let all = [
+            built_in("cuda", true, fails()),
+            plugin("cpu", "/a", opens(false)),
+            plugin("acme", "/b", opens(true)),
+            plugin("late", "/c", untouched()),
+            built_in("mock", false, untouched()),
+        ];
+        let report = auto(&all, Vec::new(), true).unwrap().report;
+        let expected = [
+            ("cuda", Outcome::LibraryMissing),
+            ("cpu", Outcome::Usable),
+            ("acme", Outcome::Taken),
+            ("late", Outcome::NotTried),
+            ("mock", Outcome::NotTried),
+        ];
+        assert_eq!(outcomes(&report), expected);
+        assert!(report.candidates[1].reason.contains("no real device: `acme` was taken"), "{report}");
+        let first = [built_in("cuda", true, opens(true)), plugin("acme", "/b", untouched())];
+        assert_eq!(auto(&first, Vec::new(), false).unwrap().report.taken().unwrap().name, "cuda");
+    }
+
+    #[test]
+    fn auto_takes_a_plugin_without_hardware_only_where_that_was_allowed_and_after_the_mock() {
+        let cpu = || plugin("cpu", "/a", opens(false));
+        let refused = auto(&[cpu()], Vec::new(), false).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::DeviceMissing);
+        assert_eq!(outcomes(&refused.report), [("cpu", Outcome::Usable)]);
+        let report = auto(&[cpu(), built_in("mock", false, opens(false))], Vec::new(), true).unwrap().report;
+        assert_eq!(outcomes(&report), [("cpu", Outcome::Usable), ("mock", Outcome::Taken)]);
+        let report = auto(&[cpu(), built_in("mock", false, fails())], Vec::new(), true).unwrap().report;
+        assert_eq!(outcomes(&report), [("cpu", Outcome::Taken), ("mock", Outcome::LibraryMissing)]);
+    }
+
+    #[test]
+    fn where_the_mock_was_allowed_and_failed_its_kind_and_hint_are_given() {
+        let failing = State::Ready(Box::new(|| {
+            let error = Error::new(ErrorKind::InvalidArgument, "mock_options", "no").with_hint("expected bytes");
+            Err(Failure { outcome: Outcome::of(&error), error, tried: Vec::new(), notes: Vec::new() })
+        }));
+        let all = [built_in("cuda", true, fails()), built_in("mock", false, failing)];
+        let error = auto(&all, Vec::new(), true).unwrap_err().error;
+        assert_eq!((error.kind(), error.hint()), (ErrorKind::InvalidArgument, "expected bytes"));
+        let expected = "cuda: library missing: it is library missing | mock: failed: no";
+        assert!(error.message().contains(expected), "{error}");
+    }
+
+    #[test]
+    fn an_unknown_name_is_answered_with_plugins_and_places() {
+        let all = [plugin("acme", "/a", untouched())];
+        let places = vec![Place::new(PlaceKind::SystemFolder, Some("/s".into()), Outcome::Absent, "")];
+        let OpenError { error, report } = by_name(&all, places, "acne").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnknownBackend);
+        for part in ["`acne`", "plugins: acme", "/s (absent)"] {
+            assert!(error.message().contains(part), "{error}");
+        }
+        assert!(error.hint().contains("`acne.toml`"), "{error}");
+        assert_eq!(outcomes(&report), [("acme", Outcome::NotTried)]);
+    }
+
+    #[test]
+    fn a_survey_counts_the_devices_and_keeps_the_notes() {
+        let report = survey(&[plugin("acme", "/a", opens(true))], Vec::new());
+        let candidate = &report.candidates[0];
+        assert_eq!((candidate.outcome, candidate.reason.as_str()), (Outcome::Usable, "a fake, 2 devices"));
+        assert_eq!(candidate.notes, ["a note"]);
+    }
+}

@@ -1,0 +1,355 @@
+//! Backends that are found and loaded at run time.
+//!
+//! What is found becomes a contender like those that are built in: ready to be opened, or broken for a reason that is known
+//! without loading it. Nothing is loaded before it is chosen.
+
+mod manifest;
+mod permission;
+mod places;
+mod plugin;
+mod probe;
+#[cfg(test)]
+mod testing;
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use highwater_core::plugin::TABLE_VERSIONS;
+use highwater_core::{Error, ErrorKind};
+
+use self::manifest::{Fault, Manifest};
+use self::permission::{Complaint, Trust, text_of};
+use self::places::Entry;
+use self::plugin::{Loaded, failure};
+use self::probe::Probed;
+pub(super) use self::probe::Probing;
+pub use self::probe::serve_probe;
+use super::choice::{Contender, Failure, Opening, State};
+use super::environment::Environment;
+use super::report::{Origin, Outcome, Place, PlaceKind};
+use super::{OPERATION, OpenOptions};
+
+/// Loads the plugin of a file, within a limit, and opens it.
+type Load = dyn Fn(&Path, Duration) -> Result<Loaded, Failure>;
+/// Has a program probe the plugin of a file, within a limit.
+type Probe = dyn Fn(&Path, &Path, Duration) -> Probed;
+
+/// What touches plugins, which tests replace.
+pub(super) struct Means {
+    load: Box<Load>,
+    probe: Box<Probe>,
+}
+
+impl Means {
+    pub(super) fn real() -> Self {
+        Self { load: Box::new(plugin::load), probe: Box::new(probe::probe) }
+    }
+}
+
+/// Looks for plugins.
+pub(super) struct Finder<'a> {
+    options: &'a OpenOptions,
+    environment: &'a Environment,
+    means: &'a Means,
+    probing: Probing,
+    trust: Trust,
+}
+
+/// Where the name of a plugin comes from, which it has to bear out.
+#[derive(Debug, Clone)]
+enum Named {
+    Manifest { path: PathBuf, version: String },
+    File,
+    Caller,
+    Nobody,
+}
+
+/// A plugin that may be loaded.
+struct Ready {
+    library: PathBuf,
+    named: Named,
+    notes: Vec<String>,
+}
+
+/// How far the search for a plugin got.
+struct Found {
+    library: Option<PathBuf>,
+    state: Result<Ready, Failure>,
+}
+
+impl From<Failure> for Found {
+    fn from(failure: Failure) -> Self {
+        Self { library: None, state: Err(failure) }
+    }
+}
+
+impl<'a> Finder<'a> {
+    pub(super) fn new(
+        options: &'a OpenOptions,
+        environment: &'a Environment,
+        means: &'a Means,
+        probing: Probing,
+    ) -> Self {
+        let trust = Trust::new(options.allow_insecure, environment);
+        Self { options, environment, means, probing, trust }
+    }
+
+    /// Every plugin of every place, and what became of the places.
+    pub(super) fn all(&self) -> (Vec<Contender<'a>>, Vec<Place>) {
+        let mut contenders = Vec::new();
+        let mut places = places::all(self.options, self.environment);
+        let mut seen = HashSet::new();
+        for place in &mut places {
+            if place.outcome == Outcome::Searched {
+                self.search(place, &mut seen, &mut contenders);
+            }
+        }
+        (contenders, places)
+    }
+
+    /// Looks into one folder.
+    fn search(&self, place: &mut Place, seen: &mut HashSet<(u64, u64)>, contenders: &mut Vec<Contender<'a>>) {
+        let Some(folder) = place.path.clone() else { return };
+        let looked = fs::canonicalize(&folder).and_then(|folder| Ok((fs::metadata(&folder)?, folder)));
+        let (metadata, folder) = match looked {
+            Ok(found) => found,
+            Err(error) => return places::note_failure(place, &error),
+        };
+        if !seen.insert((metadata.dev(), metadata.ino())) {
+            (place.outcome, place.reason) = (Outcome::NotTried, "it is the same folder as one above".into());
+            return;
+        }
+        let beside = place.kind == PlaceKind::Executable;
+        let entries = match places::list(&folder, beside) {
+            Ok(entries) => entries,
+            Err(error) => return places::note_failure(place, &error),
+        };
+        let before = contenders.len();
+        let unsafe_folder = self.trust.check(&folder).err();
+        for entry in entries {
+            // Programs keep TOML files of their own beside themselves.
+            if beside && entry.is_manifest && !manifest::read(&entry.path).is_ok_and(|text| manifest::is_meant(&text)) {
+                continue;
+            }
+            let contender = self.contender(&entry, unsafe_folder.as_ref());
+            let library = contender.origin.library();
+            // A library with a manifest beside it is found twice.
+            let twice = !entry.is_manifest
+                && library.is_some()
+                && contenders[before..].iter().any(|other| other.origin.library() == library);
+            if !twice {
+                contenders.push(contender);
+            }
+        }
+        if contenders.len() == before {
+            (place.outcome, place.reason) = (Outcome::Absent, "there is no plugin in it".into());
+        }
+    }
+
+    /// The plugin of a path that was given: a manifest or a library.
+    pub(super) fn at(&self, path: &Path, name: Option<&str>) -> Contender<'a> {
+        Contender { given: true, ..self.find(path, name) }
+    }
+
+    fn find(&self, path: &Path, name: Option<&str>) -> Contender<'a> {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        if path.extension() == Some(OsStr::new("toml")) {
+            let stem = path.file_stem().unwrap_or_default().display().to_string();
+            let found = match name {
+                Some(name) if name != stem => {
+                    let what = format!("`{name}` was asked for, and `{}` is the manifest of `{stem}`", path.display());
+                    failure(Outcome::Failed, what, "ask for the name or for the file").into()
+                }
+                _ => self.by_manifest(&path, &stem, None),
+            };
+            return self.finish(stem, Some(path), found);
+        }
+        let (name, named) = match name {
+            Some(name) => (name.to_owned(), Named::Caller),
+            None => (places::library_name(&path), Named::Nobody),
+        };
+        let found = self.library(&path, named, Vec::new());
+        self.finish(name, None, found)
+    }
+
+    fn contender(&self, entry: &Entry, unsafe_folder: Option<&Complaint>) -> Contender<'a> {
+        let Entry { path, name, is_manifest } = entry;
+        if *is_manifest {
+            let found = self.by_manifest(path, name, unsafe_folder);
+            return self.finish(name.clone(), Some(path.clone()), found);
+        }
+        let found = match self.allow(unsafe_folder) {
+            Ok(notes) => self.library(path, Named::File, notes),
+            Err(failure) => Found { library: Some(path.clone()), state: Err(failure) },
+        };
+        self.finish(name.clone(), None, found)
+    }
+
+    /// Lets a complaint pass as a note where that was allowed.
+    fn allow(&self, complaint: Option<&Complaint>) -> Result<Vec<String>, Failure> {
+        match complaint {
+            None => Ok(Vec::new()),
+            Some(complaint) if self.trust.insecure => Ok(vec![format!("not safe, and allowed: {complaint}")]),
+            Some(complaint) => Err(failure(Outcome::NotPermitted, complaint.to_string(), &complaint.hint)),
+        }
+    }
+
+    /// Follows a manifest to its library.
+    fn by_manifest(&self, path: &Path, name: &str, unsafe_folder: Option<&Complaint>) -> Found {
+        let invalid = |line: Option<usize>, what: &str, hint: &str| {
+            let line = line.map_or_else(String::new, |line| format!(":{line}"));
+            Found::from(failure(Outcome::InvalidManifest, format!("{}{line}: {what}", path.display()), hint))
+        };
+        let mut notes = match self.allow(unsafe_folder) {
+            Ok(notes) => notes,
+            Err(failure) => return failure.into(),
+        };
+        // The manifest may be a link, and its library lies beside what it leads to.
+        let file = match fs::canonicalize(path) {
+            Ok(file) => file,
+            Err(error) => return invalid(None, &text_of(&error), "look where its links lead, or remove it"),
+        };
+        match self.allow(self.trust.check(&file).err().as_ref()) {
+            Ok(more) => notes.extend(more.into_iter().filter(|note| !notes.contains(note)).collect::<Vec<_>>()),
+            Err(failure) => return failure.into(),
+        }
+        let text = match manifest::read(&file) {
+            Ok(text) => text,
+            Err(Fault { line, what, hint }) => return invalid(line, &what, &hint),
+        };
+        let manifest = match Manifest::parse(&text) {
+            Ok(manifest) => manifest,
+            Err(Fault { line, what, hint }) => return invalid(line, &what, &hint),
+        };
+        if manifest.name != name {
+            let line = text.lines().position(|line| line.trim_start().starts_with("name")).map(|index| index + 1);
+            let what = format!("`name` is `{}`, and the file is named for `{name}`", manifest.name);
+            return invalid(line, &what, &format!("name the file `{}.toml`", manifest.name));
+        }
+        let platform = manifest::platform();
+        let Some(library) = manifest.libraries.get(&platform) else {
+            let others: Vec<&str> = manifest.libraries.keys().map(String::as_str).collect();
+            let what = format!("it has libraries for {}, and none for {platform}", others.join(", "));
+            return failure(Outcome::WrongPlatform, what, "").into();
+        };
+        let offered = &manifest.table_versions;
+        if offered.start() > TABLE_VERSIONS.end() || offered.end() < TABLE_VERSIONS.start() {
+            let range = |range: &std::ops::RangeInclusive<u32>| format!("{} to {}", range.start(), range.end());
+            let what = format!(
+                "it offers versions {} of the table, and this program understands {}",
+                range(offered),
+                range(&TABLE_VERSIONS)
+            );
+            return failure(Outcome::VersionOutOfRange, what, "").into();
+        }
+        let library = file.parent().unwrap_or(Path::new("/")).join(library);
+        let named = Named::Manifest { path: path.to_owned(), version: manifest.version };
+        self.library(&library, named, notes)
+    }
+
+    /// Looks at a library, without loading it.
+    fn library(&self, path: &Path, named: Named, mut notes: Vec<String>) -> Found {
+        let file = match fs::canonicalize(path) {
+            Ok(file) => file,
+            Err(error) => {
+                let named_by = match &named {
+                    Named::Manifest { .. } => "the manifest names ",
+                    _ => "",
+                };
+                let what = format!("{named_by}`{}`: {}", path.display(), text_of(&error));
+                let hint = match named {
+                    Named::Manifest { .. } => "install the plugin again, or correct `[library]` of its manifest",
+                    _ => "give the path of a library or of a manifest",
+                };
+                return failure(Outcome::LibraryMissing, what, hint).into();
+            }
+        };
+        let state = match self.allow(self.trust.check(&file).err().as_ref()) {
+            Err(failure) => Err(failure),
+            // Not for the loader, which waits at a pipe.
+            Ok(_) if !file.is_file() => {
+                let what = format!("`{}` is no regular file", file.display());
+                Err(failure(Outcome::WrongPlatform, what, "give the path of a library or of a manifest"))
+            }
+            Ok(more) => {
+                notes.extend(more.into_iter().filter(|note| !notes.contains(note)).collect::<Vec<_>>());
+                Ok(Ready { library: file.clone(), named, notes })
+            }
+        };
+        Found { library: Some(file), state }
+    }
+
+    fn finish(&self, name: String, manifest: Option<PathBuf>, found: Found) -> Contender<'a> {
+        let origin = Origin::Plugin { manifest, library: found.library };
+        let state = match found.state {
+            Err(failure) => State::Broken(failure),
+            Ok(ready) => {
+                let how = How { means: self.means, probing: self.probing.clone(), limit: self.options.load_limit };
+                let expected = name.clone();
+                State::Ready(Box::new(move || open(&how, &ready, &expected)))
+            }
+        };
+        Contender { name, origin, given: false, real: None, state }
+    }
+}
+
+/// By which means a plugin is opened.
+struct How<'a> {
+    means: &'a Means,
+    probing: Probing,
+    limit: Duration,
+}
+
+/// Probes a plugin where that is asked for, and opens it in this process.
+fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure> {
+    let How { means, probing, limit } = how;
+    let mut notes = ready.notes.clone();
+    let not_probed = match probing {
+        Probing::Off => None,
+        Probing::By { prober } => match (means.probe)(prober, &ready.library, *limit) {
+            Probed::Opens => None,
+            Probed::Refused(mut failure) => {
+                failure.notes = notes;
+                return Err(failure);
+            }
+            Probed::Impossible(why) => Some(why),
+        },
+        Probing::Impossible(why) => Some(why.clone()),
+    };
+    notes.extend(not_probed.map(|why| format!("it was not probed in a process of its own: {why}")));
+    let Loaded { name, version, warnings, backend } = (means.load)(&ready.library, *limit).map_err(|mut failure| {
+        failure.notes.clone_from(&notes);
+        failure
+    })?;
+    notes.extend(warnings);
+    let library = ready.library.display();
+    match &ready.named {
+        Named::Manifest { path, .. } if name != expected => {
+            let what = format!("{}: `name` is `{expected}`, and `{library}` calls itself `{name}`", path.display());
+            return Err(failure(Outcome::InvalidManifest, what, "correct the manifest, or the library that it names"));
+        }
+        Named::File if name != expected => {
+            let what = format!("`{library}` is named for `{expected}`, and calls itself `{name}`");
+            let hint = format!("name the file `libhighwater_{name}.so`, or give it a manifest `{name}.toml`");
+            return Err(failure(Outcome::Failed, what, &hint));
+        }
+        Named::Caller if name != expected => {
+            let what = format!("`{expected}` was asked for, and `{library}` is `{name}`");
+            let error =
+                Error::new(ErrorKind::UnknownBackend, OPERATION, what).with_hint("ask for the name or for the file");
+            return Err(Failure { outcome: Outcome::Failed, error, tried: Vec::new(), notes });
+        }
+        Named::Manifest { path, version: said } if *said != version => {
+            notes.push(format!("{} says version {said}, and the library says {version}", path.display()));
+        }
+        _ => {}
+    }
+    Ok(Opening { backend, name: Some(name), notes })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,218 @@
+//! One search: what was asked for, in this environment.
+
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use highwater_core::{Error, ErrorKind};
+
+use super::built_in::KNOWN;
+use super::environment::{BACKEND, Environment};
+#[cfg(feature = "plugins")]
+use super::plugins::{Finder, Means, Probing};
+use super::report::{LoadReport, OpenError, Opened, Outcome, Place, PlaceKind};
+use super::{OPERATION, OpenOptions, choice};
+use choice::Contender;
+
+pub(super) struct Search<'a> {
+    options: &'a OpenOptions,
+    environment: Environment,
+    #[cfg(feature = "plugins")]
+    means: Means,
+}
+
+/// What is to be opened.
+#[derive(Debug, PartialEq, Eq)]
+enum Wanted {
+    Path(PathBuf),
+    Name(String),
+    Best,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn of_process(options: &'a OpenOptions) -> Self {
+        Self {
+            options,
+            environment: Environment::of_process(),
+            #[cfg(feature = "plugins")]
+            means: Means::real(),
+        }
+    }
+
+    pub(super) fn open(&self) -> Result<Opened, OpenError> {
+        let (wanted, mut places) = self.wanted().map_err(|error| {
+            let report = LoadReport::default();
+            OpenError { error, report }
+        })?;
+        match wanted {
+            Wanted::Path(path) => self.at_path(&path, places),
+            Wanted::Name(name) => {
+                let mut contenders = self.built_in();
+                // What is built in comes first, so there is nothing to look for.
+                if !super::backends().contains(&name.as_str()) {
+                    self.add_plugins(&mut contenders, &mut places, false);
+                }
+                choice::by_name(&contenders, places, &name)
+            }
+            Wanted::Best => {
+                let mut contenders = self.built_in();
+                self.add_plugins(&mut contenders, &mut places, true);
+                choice::auto(&contenders, places, self.options.allow_mock)
+            }
+        }
+    }
+
+    pub(super) fn survey(&self) -> LoadReport {
+        let mut contenders = self.built_in();
+        // What cannot be understood is told where it is to be opened.
+        let (wanted, mut places) = self.wanted().unwrap_or((Wanted::Best, Vec::new()));
+        self.add_given(&mut contenders, &wanted);
+        self.add_plugins(&mut contenders, &mut places, true);
+        choice::survey(&contenders, places)
+    }
+
+    /// What the options say, or else the environment; and what became of these places.
+    fn wanted(&self) -> Result<(Wanted, Vec<Place>), Error> {
+        if let Some(path) = &self.options.path {
+            let place = Place::new(PlaceKind::Path, Some(path.clone()), Outcome::Searched, "");
+            return Ok((Wanted::Path(path.clone()), vec![place]));
+        }
+        if let Some(name) = &self.options.name {
+            return Ok((Wanted::Name(name.clone()), Vec::new()));
+        }
+        let place = |path, outcome, reason: &str| Place::new(PlaceKind::BackendVariable, path, outcome, reason);
+        let Some(value) = self.environment.get(BACKEND) else {
+            let place = if self.environment.secure {
+                let reason = "the program has more rights than who started it, so the environment does not count";
+                place(None, Outcome::NotTried, reason)
+            } else {
+                place(None, Outcome::NotSet, "")
+            };
+            return Ok((Wanted::Best, vec![place]));
+        };
+        if value.as_bytes().contains(&b'/') {
+            let path = PathBuf::from(value);
+            return Ok((Wanted::Path(path.clone()), vec![place(Some(path), Outcome::Searched, "")]));
+        }
+        let name = value.to_str().ok_or_else(|| {
+            let what = format!("{BACKEND} is `{}`, which is no name", value.display());
+            Error::new(ErrorKind::UnknownBackend, OPERATION, what)
+                .with_hint("set it to the name of a backend, or to the path of a plugin, with a `/` in it")
+        })?;
+        Ok((Wanted::Name(name.to_owned()), vec![place(Some(name.into()), Outcome::Searched, "")]))
+    }
+
+    fn built_in(&self) -> Vec<Contender<'_>> {
+        KNOWN.iter().map(Contender::from).collect()
+    }
+
+    #[cfg(feature = "plugins")]
+    fn finder(&self, every: bool) -> Finder<'_> {
+        let probing = Probing::new(self.options, &self.environment, every);
+        Finder::new(self.options, &self.environment, &self.means, probing)
+    }
+
+    /// Adds the plugins, in front of what has no hardware behind it, and their places. With `every`, each may be opened.
+    #[cfg(feature = "plugins")]
+    fn add_plugins<'s>(&'s self, contenders: &mut Vec<Contender<'s>>, places: &mut Vec<Place>, every: bool) {
+        if !self.options.plugins {
+            return;
+        }
+        let (plugins, found) = self.finder(every).all();
+        places.extend(found);
+        let before = contenders.iter().position(|one| one.real == Some(false)).unwrap_or(contenders.len());
+        // Those that a built-in backend comes before are never tried, and stand last.
+        let (last, plugins): (Vec<_>, Vec<_>) =
+            plugins.into_iter().partition(|plugin| super::backends().contains(&plugin.name.as_str()));
+        contenders.splice(before..before, plugins);
+        contenders.extend(last);
+    }
+
+    #[cfg(not(feature = "plugins"))]
+    fn add_plugins<'s>(&'s self, _: &mut Vec<Contender<'s>>, _: &mut Vec<Place>, _: bool) {}
+
+    /// Adds the plugin whose path was given, in front of all others.
+    #[cfg(feature = "plugins")]
+    fn add_given<'s>(&'s self, contenders: &mut Vec<Contender<'s>>, wanted: &Wanted) {
+        if let Wanted::Path(path) = wanted {
+            contenders.insert(0, self.finder(true).at(path, self.options.name.as_deref()));
+        }
+    }
+
+    #[cfg(not(feature = "plugins"))]
+    fn add_given<'s>(&'s self, _: &mut Vec<Contender<'s>>, _: &Wanted) {}
+
+    #[cfg(feature = "plugins")]
+    fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
+        let by = if self.options.path.is_some() { String::new() } else { format!(" by {BACKEND}") };
+        let reason = format!("`{}` was asked for{by}", path.display());
+        let mut contenders = vec![self.finder(false).at(path, self.options.name.as_deref())];
+        contenders.extend(self.built_in());
+        choice::only(&contenders, places, 0, &reason)
+    }
+
+    #[cfg(not(feature = "plugins"))]
+    fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
+        let what = format!("{BACKEND} is the path `{}`, and this program loads no plugins", path.display());
+        let error = Error::new(ErrorKind::Unsupported, OPERATION, what)
+            .with_hint("build with the feature `plugins`, or set it to the name of a backend that is built in");
+        Err(OpenError { error, report: LoadReport { places, candidates: Vec::new() } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use super::*;
+
+    fn wanted(options: &OpenOptions, environment: Environment) -> Result<(Wanted, Vec<Place>), Error> {
+        let search = Search { environment, ..Search::of_process(options) };
+        search.wanted()
+    }
+
+    fn variable(value: &str) -> Environment {
+        Environment::default().with(BACKEND, value)
+    }
+
+    #[test]
+    fn the_variable_counts_where_the_caller_left_the_choice_open() {
+        let open = OpenOptions::new();
+        let name = || Wanted::Name("mock".into());
+        assert_eq!(wanted(&open, variable("mock")).unwrap().0, name());
+        let (path, places) = wanted(&open, variable("./libx.so")).unwrap();
+        assert_eq!(path, Wanted::Path("./libx.so".into()));
+        assert_eq!(places[0].to_string(), "HIGHWATER_BACKEND=./libx.so");
+        let (best, places) = wanted(&open, variable("")).unwrap();
+        assert_eq!((best, places[0].outcome), (Wanted::Best, Outcome::NotSet));
+        assert_eq!(wanted(&OpenOptions::new().with_name("mock"), variable("cuda")).unwrap().0, name());
+    }
+
+    #[test]
+    fn in_a_program_with_more_rights_the_variable_does_not_count() {
+        let mut environment = Environment::default();
+        environment.secure = true;
+        let (best, places) = wanted(&OpenOptions::new(), environment).unwrap();
+        assert_eq!((best, places[0].outcome), (Wanted::Best, Outcome::NotTried));
+        assert!(places[0].reason.contains("more rights"), "{}", places[0]);
+    }
+
+    #[test]
+    fn a_name_that_is_no_text_is_refused() {
+        let environment = Environment::default().with(BACKEND, OsStr::from_bytes(b"m\xffck"));
+        let error = wanted(&OpenOptions::new(), environment).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnknownBackend);
+        assert!(error.message().contains("HIGHWATER_BACKEND") && !error.hint().is_empty(), "{error}");
+    }
+
+    #[cfg(feature = "plugins")]
+    #[test]
+    fn a_path_is_opened_before_any_built_in_backend_and_none_in_its_place() {
+        let options = OpenOptions::new().with_path("/nowhere/libmock.so").with_name("mock").with_mock_allowed(true);
+        let OpenError { error, report } = options.open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LibraryMissing);
+        assert_eq!(report.candidates.len(), 1 + KNOWN.len(), "{report}");
+        assert_eq!(report.candidates[0].outcome, Outcome::LibraryMissing, "{report}");
+        assert!(report.candidates[1..].iter().all(|other| other.outcome == Outcome::NotTried), "{report}");
+        assert_eq!(options.survey().candidates[0].outcome, Outcome::LibraryMissing);
+    }
+}
