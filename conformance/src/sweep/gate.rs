@@ -38,18 +38,18 @@ pub struct Calls {
     pub count: u32,
 }
 
-/// So many calls of one operation by one thread are all refused in turn.
+/// So many calls of one operation by one thread are all refused in turn. Those beyond are made by a loop of the case.
 const EACH: u32 = 64;
 
-/// Beyond them it is a loop of the case that makes them, and every so many are refused.
-const OF_A_LOOP: usize = 8;
+/// Of a loop, a call is refused when it is this part further on than the last.
+const FURTHER: u32 = 8;
 
 impl Calls {
-    /// The ones to be refused: each of the first 64, and then every 8th.
+    /// The ones to be refused: each of the first 64, and then each that is an eighth further on than the last.
     pub fn faults(&self) -> impl Iterator<Item = Fault> {
-        let (each, of_a_loop) = (1..=self.count.min(EACH), (EACH + 1..=self.count).step_by(OF_A_LOOP));
-        let fault = |index| Fault { thread: self.thread, operation: self.operation.clone(), index };
-        each.chain(of_a_loop).map(fault)
+        let next = |index: &u32| index.checked_add(if *index < EACH { 1 } else { index / FURTHER });
+        let indices = std::iter::successors(Some(1), next).take_while(|index| *index <= self.count);
+        indices.map(|index| Fault { thread: self.thread, operation: self.operation.clone(), index })
     }
 }
 
@@ -206,7 +206,8 @@ mod tests {
         };
         assert_eq!((indices(0), indices(3)), (vec![], vec![1, 2, 3]));
         assert_eq!(indices(64).len(), 64);
-        assert_eq!(indices(90)[62..], [63, 64, 65, 73, 81, 89]);
+        assert_eq!(indices(100)[62..], [63, 64, 72, 81, 91]);
+        assert!(indices(u32::MAX).len() < 300);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! books of the validation layer. A release that the fault itself refused is made again, by the guard that made it or,
 //! where the case made it by a call of its own, by the layer. In the end the case passes without a fault, as before.
 //!
-//! Of what a thread calls in a loop, each of the first calls is refused and then some, and work that only keeps a stream busy
+//! Of what a thread calls in a loop, each of the first calls is refused and then fewer and fewer, and work that only keeps a stream busy
 //! counts as one call: how much of it there is depends on the machine.
 //!
 //! Calls are counted by thread and operation, so that which call is refused does not depend on how threads are scheduled. A
