@@ -22,6 +22,7 @@ none_of backend-mock "$(dependencies highwater-mock)" "$vendors|highwater|highwa
 simulated="$vendors|highwater|highwater-(cuda|rocm|conformance)"
 none_of backend-mock/simulated/engine "$(dependencies highwater-simulated-engine)" "$simulated"
 none_of backend-mock/simulated/cuda "$(dependencies highwater-simulated-cuda)" "$simulated"
+none_of conformance/example-backend "$(dependencies highwater-example-backend)" "$vendors|highwater|highwater-(cuda|rocm|mock|conformance)"
 none_of conformance "$(dependencies highwater-conformance)" "$vendors|highwater|highwater-(cuda|rocm|mock)"
 
 program='clap|clap_derive|indicatif|comfy-table|anyhow|safetensors|highwater-conformance|highwater-mock'

@@ -61,3 +61,8 @@ pub use open::{
 #[cfg(all(doctest, feature = "mock"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The examples of the page on the race finder, likewise.
+#[cfg(all(doctest, feature = "mock"))]
+#[doc = include_str!("../docs/race-finder.md")]
+struct RaceFinder;

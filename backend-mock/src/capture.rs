@@ -17,19 +17,18 @@
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
-use highwater_core::{CaptureMode, Error, ErrorKind, Result};
+use highwater_core::{CaptureMode, Error, ErrorKind, GraphExecId, Result};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::event::{Event, Point};
 use crate::operation::Operation;
-use crate::stream::{Command, Queue, Stream};
+use crate::races::clock::Clock;
+use crate::races::shadow::Shadow;
+use crate::stream::{Command, Queue, Step, Stream};
 
 /// What a capture recorded: the commands of one execution.
 #[derive(Debug)]
-pub(crate) struct Graph(Vec<Command>);
-
-/// How many commands of each stream, by its index in the capture.
-type Clock = Vec<u64>;
+pub(crate) struct Graph(Vec<Step>);
 
 #[derive(Debug)]
 pub(crate) struct Capture {
@@ -41,9 +40,11 @@ pub(crate) struct Capture {
 #[derive(Debug)]
 struct Recording {
     state: State,
-    commands: Vec<Command>,
-    /// A clock for each stream; at its own index the commands that it has recorded. The first stream began.
+    commands: Vec<Step>,
+    /// A clock for each stream, whose lane is its index; there it counts the commands that it has recorded. The first stream began.
     clocks: Vec<Clock>,
+    /// What the recorded commands do to memory, where races are looked for.
+    shadow: Shadow,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -72,16 +73,11 @@ impl Recording {
 
     /// Lets the stream `index` come after everything in `clock`.
     fn follow(&mut self, index: usize, clock: &Clock) {
-        let own = &mut self.clocks[index];
-        own.resize(own.len().max(clock.len()), 0);
-        for (known, &count) in own.iter_mut().zip(clock) {
-            *known = count.max(*known);
-        }
+        self.clocks[index].join(clock);
     }
 
     fn is_joined(&self) -> bool {
-        let known = |index: usize| self.clocks[0].get(index).copied().unwrap_or(0);
-        self.clocks.iter().enumerate().all(|(index, clock)| known(index) >= clock[index])
+        self.clocks.iter().enumerate().all(|(index, clock)| self.clocks[0].get(index) >= clock.get(index))
     }
 }
 
@@ -106,13 +102,15 @@ pub(crate) struct Recorder<'a> {
 }
 
 impl Recorder<'_> {
-    pub(crate) fn record(mut self, operation: Operation, command: Command) -> Result<()> {
+    pub(crate) fn record(mut self, operation: Operation, step: Step, stream: &Stream) -> Result<()> {
         self.recording.check_open(operation)?;
-        if let Command::Release { .. } = command {
+        if let Command::Release { .. } = step.command {
             return Err(stream_order(operation));
         }
-        self.recording.commands.push(command);
-        self.recording.clocks[self.part.index][self.part.index] += 1;
+        let (recording, index) = (&mut *self.recording, self.part.index);
+        recording.clocks[index].tick(index);
+        stream.note_recorded(&step, (index, &recording.clocks[index], &mut recording.shadow));
+        recording.commands.push(step);
         Ok(())
     }
 
@@ -156,7 +154,7 @@ impl Queue {
     }
 
     /// Takes a stream that was destroyed out of its capture; gives what is to be dropped outside the lock.
-    pub(crate) fn leave_capture(&mut self) -> Option<(Part, Vec<Command>)> {
+    pub(crate) fn leave_capture(&mut self) -> Option<(Part, Vec<Step>)> {
         let part = self.part.take()?;
         let mut recording = part.capture.recording.lock();
         let commands = std::mem::take(&mut recording.commands);
@@ -181,7 +179,8 @@ impl Stream {
                 .error(ErrorKind::Capture, "the stream takes part in a capture already")
                 .with_hint("end that capture first, or capture on another stream"));
         }
-        let recording = Recording { state: State::Open, commands: Vec::new(), clocks: vec![vec![0]] };
+        let (clocks, shadow) = (vec![Clock::default()], Shadow::default());
+        let recording = Recording { state: State::Open, commands: Vec::new(), clocks, shadow };
         let capture = Arc::new(Capture { mode, thread: std::thread::current().id(), recording: Mutex::new(recording) });
         let open = Arc::downgrade(&capture);
         queue.part = Some(Part { capture, index: 0 });
@@ -233,21 +232,23 @@ impl Stream {
     /// which is never reached.
     pub(crate) fn record(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<Arc<Point>> {
         self.device().check_not_lost(operation)?;
+        let step = Step::nameless(Command::Record(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
         if let Some(recorder) = queue.recording() {
             return recorder.mark(operation).map(Point::captured);
         }
-        self.push(operation, &mut queue, [Command::Record(Arc::clone(&point))])?;
+        self.push(operation, &mut queue, [step], None)?;
         Ok(point)
     }
 
     /// Has what follows wait for a point, in a capture or outside.
     pub(crate) fn wait_for(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<()> {
         self.device().check_not_lost(operation)?;
+        let step = Step::nameless(Command::Wait(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
         let Some(mark) = point.mark() else {
             let Some(recorder) = queue.recording() else {
-                return self.push(operation, &mut queue, [Command::Wait(point)]);
+                return self.push(operation, &mut queue, [step], None);
             };
             recorder.lose("one of its streams waited for an event that was recorded outside");
             return Err(operation
@@ -276,8 +277,8 @@ impl Stream {
         }
         let index = recording.clocks.len();
         // Joining counts as a command, so that the first stream has to wait even where nothing follows.
-        let mut clock = vec![0; index + 1];
-        clock[index] = 1;
+        let mut clock = Clock::default();
+        clock.tick(index);
         recording.clocks.push(clock);
         recording.follow(index, &mark.clock);
         drop(recording);
@@ -286,15 +287,16 @@ impl Stream {
     }
 
     /// Enqueues the commands of a graph, with nothing else between them.
-    pub(crate) fn launch(self: &Arc<Self>, operation: Operation, graph: &Graph) -> Result<()> {
+    pub(crate) fn launch(self: &Arc<Self>, operation: Operation, graph: &Graph, exec: GraphExecId) -> Result<()> {
         self.device().check_not_lost(operation)?;
+        let launch = self.origin(operation).map(|origin| (origin, exec));
         let mut queue = self.open_queue(operation)?;
         if queue.recording().is_some() {
             return Err(operation
                 .error(ErrorKind::Capture, "the stream takes part in a capture, which takes no launch of a graph")
                 .with_hint("launch after the capture, or on another stream"));
         }
-        self.push(operation, &mut queue, graph.0.iter().cloned())
+        self.push(operation, &mut queue, graph.0.iter().cloned(), launch)
     }
 
     /// Memory in stream order cannot be had while the stream records; the capture goes on.

@@ -11,12 +11,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, StreamId};
+use highwater_core::StreamId;
 use parking_lot::Mutex;
 
-use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
+use crate::engine::Engine;
 use crate::operation::Operation;
-use crate::stream::{Command, Engine};
+use crate::stream::Command;
+use crate::uses::{Range, Use, uses};
 
 /// What freed memory is filled with in test mode, in the machine's byte order: a NaN of 32 bits, and two of them one of
 /// 64 bits.
@@ -42,46 +43,6 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.operation, self.text)
     }
-}
-
-/// Whose addresses a range is in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Space {
-    Host,
-    Device(u32),
-}
-
-/// A range of memory.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Range {
-    pub(crate) space: Space,
-    pub(crate) address: u64,
-    pub(crate) bytes: u64,
-}
-
-impl Range {
-    fn meets(&self, other: &Self) -> bool {
-        self.space == other.space
-            && self.address < other.address.saturating_add(other.bytes)
-            && other.address < self.address.saturating_add(self.bytes)
-    }
-}
-
-impl fmt::Display for Range {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, address, bytes } = *self;
-        match space {
-            Space::Host => write!(f, "{bytes} bytes of page-locked memory at {address:#x}"),
-            Space::Device(device) => write!(f, "{bytes} bytes at {:?} of device {device}", DevicePtr::new(address)),
-        }
-    }
-}
-
-/// What one command does to one range.
-#[derive(Debug, Clone, Copy)]
-struct Use {
-    range: Range,
-    writes: bool,
 }
 
 #[derive(Debug)]
@@ -129,7 +90,9 @@ impl Checks {
         device: u32,
         stream: Option<StreamId>,
     ) -> Option<Noted> {
-        let uses = uses(command, engine, device);
+        let mut uses = uses(command, engine);
+        // A handle's own workspace is no caller's memory, and is given back by the last command itself.
+        uses.retain(|used| !used.is_of_handle());
         if uses.is_empty() {
             return None;
         }
@@ -182,86 +145,4 @@ impl Checks {
     pub(crate) fn count(&self) -> u64 {
         self.0.lock().count
     }
-}
-
-/// What a command of a stream of this device reads and writes.
-fn uses(command: &Command, engine: &Engine, device: u32) -> Vec<Use> {
-    let on = |device: u32, offset: usize, bytes: usize, writes: bool| {
-        let address = engine.devices[device as usize].memory.base() + offset as u64;
-        Use { range: Range { space: Space::Device(device), address, bytes: bytes as u64 }, writes }
-    };
-    let host = |address: usize, bytes: usize, writes: bool| {
-        let range = Range { space: Space::Host, address: address as u64, bytes: bytes as u64 };
-        Use { range, writes }
-    };
-    match *command {
-        Command::CopyToDevice { src, dst, bytes, device } => {
-            vec![host(src.address(), bytes, false), on(device, dst, bytes, true)]
-        }
-        Command::CopyToHost { src, dst, bytes, device } => {
-            vec![on(device, src, bytes, false), host(dst.address(), bytes, true)]
-        }
-        Command::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
-            vec![on(src_device, src, bytes, false), on(dst_device, dst, bytes, true)]
-        }
-        Command::Fill { dst, bytes, .. } => vec![on(device, dst, bytes, true)],
-        Command::Multiply(ref product, panel) => {
-            let mut uses = factors(product, &on, device);
-            uses.extend(workspace(product, panel).map(|(at, bytes)| on(device, at, bytes, true)));
-            uses
-        }
-        Command::Finish(ref product, panel) => {
-            let mut uses = results(product, &on, device);
-            uses.extend(workspace(product, panel).map(|(at, bytes)| on(device, at, bytes, false)));
-            uses
-        }
-        Command::MultiplyAndFinish(ref product) => {
-            let mut uses = factors(product, &on, device);
-            uses.extend(results(product, &on, device));
-            uses
-        }
-        Command::Record(_) | Command::Wait(_) | Command::Release { .. } => Vec::new(),
-        // What it touches is not known here.
-        #[cfg(feature = "simulated")]
-        Command::Call(_) => Vec::new(),
-        #[cfg(test)]
-        Command::Panic => Vec::new(),
-    }
-}
-
-type On<'a> = &'a dyn Fn(u32, usize, usize, bool) -> Use;
-
-fn factors(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
-    let (size, extents) = (product.shape.data_type.bytes(), product.shape.extents("checks"));
-    match extents {
-        Ok(extents) if !product.ignores_factors() => {
-            vec![on(device, product.a, extents.a * size, false), on(device, product.b, extents.b * size, false)]
-        }
-        _ => Vec::new(),
-    }
-}
-
-fn results(product: &Product, on: On<'_>, device: u32) -> Vec<Use> {
-    let (size, extents) = (product.shape.output.bytes(), product.shape.extents("checks"));
-    let Ok(extents) = extents else { return Vec::new() };
-    let mut uses = vec![on(device, product.d, product.extent_d() * size, true)];
-    if !product.beta.is_zero() {
-        uses.push(on(device, product.c, extents.c * size, false));
-    }
-    if let Some((bias, data_type)) = product.bias {
-        uses.push(on(device, bias, product.shape.m * data_type.bytes(), false));
-    }
-    for factor in [product.alpha, product.beta] {
-        if let Factor::At { offset, data_type } = factor {
-            uses.push(on(device, offset, data_type.bytes(), false));
-        }
-    }
-    uses
-}
-
-/// The part of the workspace that a panel takes. A handle's own is no caller's memory, and is given back by the last
-/// command itself.
-fn workspace(product: &Product, panel: Panel) -> Option<(usize, usize)> {
-    let elements = panel.rows * panel.columns * panel.batches;
-    product.own.is_none().then(|| (product.workspace, elements * intermediate_bytes(product.shape.data_type)))
 }

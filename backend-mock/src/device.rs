@@ -7,10 +7,14 @@ use highwater_core::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
 use parking_lot::{Mutex, RwLock};
 
 use crate::arena::{ALIGNMENT, Arena, Block, Owner, Quarantine};
-use crate::checks::{Checks, POISON_PATTERN, Range, Space};
+use crate::checks::{Checks, POISON_PATTERN};
 use crate::device_memory::DeviceMemory;
 use crate::operation::Operation;
+use crate::races::finder::{Finder, Touch};
+use crate::races::shadow::Store;
+use crate::sealed_file;
 use crate::stream::Stream;
+use crate::uses::{Range, Space};
 
 #[derive(Debug)]
 pub(crate) struct Device {
@@ -22,6 +26,8 @@ pub(crate) struct Device {
     lost: AtomicBool,
     /// Set in test mode.
     pub(crate) checks: Option<Arc<Checks>>,
+    /// The race finder, where there is one, and the inode of the device's own memory.
+    races: Option<(Arc<Finder>, u64)>,
     /// Every stream that may have work: those in the table, the legacy one, and destroyed ones that are still draining.
     pub(crate) streams: Mutex<Vec<Weak<Stream>>>,
 }
@@ -35,6 +41,7 @@ impl Device {
             epoch: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             checks: None,
+            races: None,
             streams: Mutex::new(Vec::new()),
         })
     }
@@ -51,6 +58,50 @@ impl Device {
         self
     }
 
+    /// The same with a race finder, where one is given.
+    pub(crate) fn with_races(mut self, finder: Option<&Arc<Finder>>) -> Result<Self> {
+        if let Some(finder) = finder {
+            let id = sealed_file::identify(self.memory.file()).map_err(|error| {
+                Error::new(ErrorKind::OperatingSystem, "open", format!("cannot identify the memory file: {error}"))
+            })?;
+            self.races = Some((Arc::clone(finder), id.inode));
+        }
+        Ok(self)
+    }
+
+    /// Where the race finder has the bytes at an address of the device; `None` where nothing lies.
+    pub(crate) fn place(&self, address: u64) -> Option<(Store, u64)> {
+        let (_, inode) = self.races.as_ref()?;
+        let offset = address.checked_sub(self.memory.base())?;
+        if offset < self.memory.bytes() {
+            return Some((Store::File(*inode), offset));
+        }
+        let (inode, place) = self.memory.imports.read().source(offset)?;
+        Some((Store::File(inode), place))
+    }
+
+    /// A range of the device's own memory, as the race finder has it.
+    pub(crate) fn touch(&self, address: u64, bytes: u64) -> Option<Touch> {
+        let (store, start) = self.place(address)?;
+        Some(Touch::whole(store, start, Range { space: Space::Device(self.ordinal), address, bytes }))
+    }
+
+    /// Tells the race finder that bytes are handed out anew, or are nobody's.
+    fn forget(&self, offset: u64, bytes: u64) {
+        if let Some((finder, inode)) = &self.races {
+            finder.forget(Store::File(*inode), offset, bytes);
+        }
+    }
+
+    /// Tells the race finder that a caller's block is given back at once.
+    pub(crate) fn note_free(&self, operation: Operation, ptr: DevicePtr, bytes: u64) {
+        if let Some((finder, _)) = &self.races
+            && let Some(touch) = self.touch(ptr.get(), bytes)
+        {
+            finder.freed(operation, touch);
+        }
+    }
+
     /// In test mode, looks whether work uses memory that is given back or handed out.
     fn look(&self, operation: Operation, what: &str, offset: u64, bytes: u64) {
         if let Some(checks) = &self.checks {
@@ -63,8 +114,10 @@ impl Device {
         let mut arena = self.arena.write();
         match arena.allocate(bytes as u64, owner) {
             Some(offset) => {
+                let reserved = arena.block(offset).map_or(bytes as u64, Block::reserved);
                 drop(arena);
                 self.look(operation, "were handed out", offset, bytes as u64);
+                self.forget(offset, reserved);
                 Ok(DevicePtr::new(self.memory.base() + offset))
             }
             None => {
@@ -133,6 +186,7 @@ impl Device {
     pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
         if let Some(offset) = self.offset(ptr) {
             self.arena.write().retire(offset);
+            self.forget(offset, bytes);
             self.release(ptr, bytes.next_multiple_of(ALIGNMENT));
         }
     }
@@ -153,11 +207,17 @@ impl Device {
     pub(crate) fn close_import(&self, operation: Operation, ptr: DevicePtr) -> Result<()> {
         let place = ptr.get().checked_sub(self.memory.base());
         // The mapping itself ends after the lock was let go.
+        let touch = self.races.as_ref().and_then(|_| self.touch(ptr.get(), 1));
         let closed = place.and_then(|place| self.memory.imports.write().close(place));
         match closed {
             Some(mapping) => {
                 if let Some(mapping) = &mapping {
                     self.look(operation, "were closed", ptr.get() - self.memory.base(), mapping.bytes());
+                    if let (Some((finder, _)), Some(touch)) = (&self.races, touch) {
+                        let range =
+                            Range { space: Space::Device(self.ordinal), address: ptr.get(), bytes: mapping.bytes() };
+                        finder.closed(operation, Touch::whole(touch.store, touch.start, range));
+                    }
                     // Relaxed: see `retire`.
                     self.epoch.fetch_add(1, Ordering::Relaxed);
                 }

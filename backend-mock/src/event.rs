@@ -7,7 +7,7 @@
 //!
 //! The points of an event for several processes are records in shared memory, see [`crate::shared_event`].
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use highwater_core::{Completion, Result};
@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::capture::Mark;
 use crate::operation::Operation;
+use crate::races::clock::Clock;
 use crate::shared_event::{Record, SharedEvent};
 
 /// Where a point stands.
@@ -37,6 +38,8 @@ pub(crate) struct Point {
     shared: Option<Record>,
     /// Where in a capture the record was made; such a point is never reached.
     mark: Option<Mark>,
+    /// What comes before the point, as the race finder has it.
+    pub(crate) clock: OnceLock<Clock>,
 }
 
 impl Point {
@@ -45,13 +48,22 @@ impl Point {
     }
 
     fn with(shared: Option<Record>) -> Arc<Self> {
-        Arc::new(Self { progress: Mutex::new(Progress::Ahead), changed: Condvar::new(), shared, mark: None })
+        Arc::new(Self::made(shared, None))
     }
 
     /// A record that was made in a capture.
     pub(crate) fn captured(mark: Mark) -> Arc<Self> {
-        let mark = Some(mark);
-        Arc::new(Self { progress: Mutex::new(Progress::Ahead), changed: Condvar::new(), shared: None, mark })
+        Arc::new(Self::made(None, Some(mark)))
+    }
+
+    fn made(shared: Option<Record>, mark: Option<Mark>) -> Self {
+        let progress = Mutex::new(Progress::Ahead);
+        Self { progress, changed: Condvar::new(), shared, mark, clock: OnceLock::new() }
+    }
+
+    /// For a record of an event for several processes, the event's file and the number of the record.
+    pub(crate) fn shared_number(&self) -> Option<(u64, u64)> {
+        self.shared.as_ref().map(Record::key)
     }
 
     /// See the field.

@@ -13,8 +13,9 @@ use std::thread::ThreadId;
 use highwater_core::{Error, ErrorKind};
 use parking_lot::Mutex;
 
+use crate::engine::Engine;
 use crate::operation::{Calls, Operation};
-use crate::stream::{Engine, Stream};
+use crate::stream::Stream;
 use highwater_core::exit;
 
 /// The raw handle of a stream or event.

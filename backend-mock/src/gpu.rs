@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
+use highwater_core::fork::Generation;
 use highwater_core::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
@@ -20,6 +21,7 @@ use crate::blas::MockBlas;
 use crate::capture::{self, Graph, OpenCaptures};
 use crate::checks::{Checks, Violation};
 use crate::device::{self, Device};
+use crate::engine::{Engine, nanoseconds};
 use crate::event::{Event, Progress};
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
@@ -27,9 +29,12 @@ use crate::ipc::{self, MockIpc};
 use crate::operation::{Calls, Operation};
 use crate::options::MockOptions;
 use crate::peers::Peers;
+use crate::races::Race;
+use crate::races::finder::Finder;
+use crate::schedule::Schedule;
 use crate::sealed_file::{self, Exported};
 use crate::shared_event::SharedEvent;
-use crate::stream::{Command, Engine, Stream, nanoseconds};
+use crate::stream::{Command, Stream};
 
 /// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
 ///
@@ -71,6 +76,9 @@ pub(crate) struct State {
     peers: OnceLock<Arc<Peers>>,
     /// Set in test mode.
     checks: Option<Arc<Checks>>,
+    races: Option<Arc<Finder>>,
+    /// Whether races are told on standard error at the end.
+    prints_races: bool,
 }
 
 impl Deref for Shared {
@@ -89,6 +97,9 @@ impl Drop for Shared {
             return;
         }
         self.engine.stop();
+        if let Some(races) = self.races.as_ref().filter(|_| self.prints_races) {
+            races.print();
+        }
         // SAFETY: this is the destructor, and the state is not touched after it.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
@@ -111,7 +122,8 @@ impl MockGpu {
     /// memory.
     pub fn open(options: MockOptions) -> Result<Arc<Self>> {
         let faults = options.check()?;
-        let calls = Arc::new(Calls::new(options.seed));
+        let schedule = options.schedule.map(Schedule::new);
+        let calls = Arc::new(Calls::new(options.seed).with_schedule(schedule.clone()));
         for (operation, nth, kind) in faults {
             calls.fail(operation, nth, kind)?;
         }
@@ -125,16 +137,25 @@ impl MockGpu {
         identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
         identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
         let checks = options.checks.then(Arc::<Checks>::default);
+        let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls)));
         let devices = (0..options.devices)
             .map(|ordinal| {
                 let device = Device::new(ordinal, options.memory_bytes)?;
-                Ok(device.with_quarantine(options.quarantine).with_checks(checks.clone()))
+                device.with_quarantine(options.quarantine).with_checks(checks.clone()).with_races(races.as_ref())
             })
             .collect::<Result<Vec<_>>>()?;
         // Thread names hold 15 bytes.
-        let engine = Engine::new(devices, options.latency, format!("hw-mock-{}", tag.get()));
+        let thread_name = format!("hw-mock-{}", tag.get());
+        if let Some(schedule) = &schedule {
+            schedule.watch(thread_name.clone()).map_err(|error| {
+                let message = format!("cannot start a thread of the mock: {error}");
+                Error::new(ErrorKind::OutOfMemory, "open", message).with_hint("raise the limit on threads (ulimit -u)")
+            })?;
+        }
+        let engine = Engine::new(devices, options.latency, thread_name, schedule, races.clone());
         let host = MockHost::new(Arc::clone(&calls), options.capabilities, options.devices, options.host_memory_bytes)
-            .with_checks(checks.clone());
+            .with_checks(checks.clone())
+            .with_races(races.clone());
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
             identity,
@@ -162,6 +183,8 @@ impl MockGpu {
             event_files: Arc::default(),
             peers: OnceLock::new(),
             checks,
+            races,
+            prints_races: options.prints_races,
         };
         // There is no vendor whose handlers would have to be run after: once for all backends of the process.
         static WATCH: Once = Once::new();
@@ -242,6 +265,51 @@ impl MockGpu {
     pub fn violation_count(&self) -> u64 {
         let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
         checks.map_or(0, |checks| checks.count())
+    }
+
+    /// The races that were found since the backend was opened with [`MockOptions::with_race_detector`], the first 1000 of
+    /// them, in the order in which their second operations were called. Two operations make one race, however many bytes
+    /// they share. Without the finder there are none. See [`races`](crate::races).
+    #[must_use]
+    pub fn races(&self) -> Vec<Race> {
+        // In a child, the lock may be held by a thread that it does not have.
+        let races = self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process());
+        races.map_or_else(Vec::new, |races| races.races())
+    }
+
+    /// How many races there were in all.
+    #[must_use]
+    pub fn race_count(&self) -> u64 {
+        let races = self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process());
+        races.map_or(0, |races| races.count())
+    }
+
+    /// For the end of a test: whether no races were found.
+    ///
+    /// # Errors
+    /// `InvalidState` with every race in full, and when the finder is off; `Forked` in a forked child.
+    pub fn check_races(&self) -> Result<()> {
+        const OPERATION: &str = "check_races";
+        if !self.shared.calls.is_own_process() {
+            return Err(Generation::error(OPERATION));
+        }
+        if self.shared.races.is_none() {
+            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "no races are looked for")
+                .with_hint("open the mock with `MockOptions::with_race_detector(true)`"));
+        }
+        let count = self.race_count();
+        if count == 0 {
+            return Ok(());
+        }
+        let races: String = self.races().iter().map(|race| format!("\n{race}")).collect();
+        Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{count} races were found{races}")))
+    }
+
+    /// How many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]), because nobody
+    /// called for two seconds. While it is 0, equal calls give equal schedules.
+    #[must_use]
+    pub fn unscheduled_operations(&self) -> u64 {
+        self.shared.engine.schedule.as_ref().map_or(0, |schedule| schedule.unprompted())
     }
 
     /// The inode of the memory file that holds the device's own memory. Every process that opened some of it has it among
@@ -492,6 +560,7 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::SynchronizeDevice;
         self.shared.calls.enter(operation)?;
         let device = self.shared.device(operation, device)?;
+        let clock = self.shared.engine.clock_of(device.ordinal);
         let streams = device.streams.lock().clone();
         let streams: Vec<_> = streams.iter().filter_map(std::sync::Weak::upgrade).collect();
         // Every capture is lost, not only the first that is met, and nothing is waited for then.
@@ -500,6 +569,7 @@ unsafe impl Backend for MockGpu {
         for stream in streams {
             stream.synchronize(operation)?;
         }
+        self.shared.engine.waited(clock);
         device.check_not_lost(operation)
     }
 
@@ -573,14 +643,20 @@ unsafe impl Backend for MockGpu {
                 .error(ErrorKind::Capture, "an event for several processes cannot be recorded in a capture")
                 .with_hint("record it before or after the capture; the capture goes on"));
         }
-        object.move_to(queue.record(operation, object.point(operation)?)?);
+        let point = queue.record(operation, object.point(operation)?)?;
+        object.move_to(Arc::clone(&point));
+        if let Some(schedule) = self.shared.engine.schedule.as_ref().filter(|_| object.shared.is_some()) {
+            // Another process that waits drives nothing here.
+            schedule.try_to_reach(|| !matches!(point.progress(), Progress::Ahead));
+        }
         Ok(())
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
         let operation = Operation::QueryEvent;
         self.shared.calls.enter(operation)?;
-        match self.shared.event(operation, event)?.reachable(operation)?.map(|point| point.progress()) {
+        match self.shared.event(operation, event)?.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point))
+        {
             None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
             Some(Progress::Ahead) => Ok(Completion::Pending),
             Some(Progress::Lost) => Err(device::lost(operation, event.device())),
@@ -591,7 +667,9 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::SynchronizeEvent;
         self.shared.calls.enter(operation)?;
         match self.shared.event(operation, event)?.reachable(operation)? {
-            Some(point) if point.wait().is_none() => Err(device::lost(operation, event.device())),
+            Some(point) if self.shared.engine.wait_for(&point).is_none() => {
+                Err(device::lost(operation, event.device()))
+            }
             _ => Ok(()),
         }
     }
@@ -609,7 +687,7 @@ unsafe impl Backend for MockGpu {
                 return Err(error(ErrorKind::InvalidArgument, "has no timing")
                     .with_hint("make both events with `EventOptions::with_timing`"));
             }
-            match event.reachable(operation)?.map(|point| point.progress()) {
+            match event.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point)) {
                 None => Err(error(ErrorKind::InvalidArgument, "was never recorded")),
                 Some(Progress::Ahead) => Err(error(ErrorKind::InvalidState, "has not been reached yet")
                     .with_hint("synchronize with the later event first")),
@@ -651,6 +729,7 @@ unsafe impl Backend for MockGpu {
         shared.calls.enter(operation)?;
         let device = shared.device(operation, device)?;
         device.check_not_lost(operation)?;
+        let mut in_order_of = None;
         let owner = match options.kind {
             DeviceMemoryKind::Plain => Owner::Plain,
             DeviceMemoryKind::Shareable(transport) => {
@@ -669,6 +748,7 @@ unsafe impl Backend for MockGpu {
                 let queue = shared.stream(operation, stream)?;
                 State::same_device(operation, stream, "the memory", device.ordinal)?;
                 queue.refuse_stream_order(operation)?;
+                in_order_of = Some(queue);
                 Owner::StreamOrdered
             }
             other => {
@@ -679,7 +759,11 @@ unsafe impl Backend for MockGpu {
         if options.bytes == 0 {
             return Err(operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1"));
         }
-        device.allocate(operation, options.bytes, owner)
+        let ptr = device.allocate(operation, options.bytes, owner)?;
+        if let Some(stream) = in_order_of {
+            stream.note_allocation(operation, ptr, options.bytes as u64);
+        }
+        Ok(ptr)
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
@@ -688,6 +772,7 @@ unsafe impl Backend for MockGpu {
         let device = shared.device(operation, device)?;
         let Some(id) = stream else {
             let bytes = device.retire(operation, ptr, false)?;
+            device.note_free(operation, ptr, bytes);
             device.release(ptr, bytes);
             return Ok(());
         };
@@ -823,7 +908,7 @@ unsafe impl Backend for MockGpu {
         let recorded = shared.graph_execs.get(operation.name(), graph)?;
         let queue = shared.stream(operation, stream)?;
         State::same_device(operation, stream, "the graph", graph.device())?;
-        queue.launch(operation, &recorded)
+        queue.launch(operation, &recorded, graph)
     }
 
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {

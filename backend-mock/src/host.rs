@@ -13,8 +13,11 @@ use highwater_core::{
 use parking_lot::RwLock;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::checks::{Checks, POISON, Range, Space};
+use crate::checks::{Checks, POISON};
 use crate::operation::{Calls, Operation};
+use crate::races::finder::{Finder, Touch};
+use crate::races::shadow::Store;
+use crate::uses::{Range, Space};
 use highwater_core::exit;
 
 /// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
@@ -60,17 +63,46 @@ pub(crate) struct MockHost {
     table: RwLock<Table>,
     /// Set in test mode.
     checks: Option<Arc<Checks>>,
+    races: Option<Arc<Finder>>,
 }
 
 impl MockHost {
     pub(crate) fn new(calls: Arc<Calls>, capabilities: Capabilities, devices: u32, limit_bytes: u64) -> Self {
-        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()), checks: None }
+        Self {
+            calls,
+            capabilities,
+            devices,
+            limit_bytes,
+            table: RwLock::new(Table::default()),
+            checks: None,
+            races: None,
+        }
     }
 
     /// The same in test mode, where `checks` are given.
     pub(crate) fn with_checks(mut self, checks: Option<Arc<Checks>>) -> Self {
         self.checks = checks;
         self
+    }
+
+    /// The same with a race finder, where one is given.
+    pub(crate) fn with_races(mut self, finder: Option<Arc<Finder>>) -> Self {
+        self.races = finder;
+        self
+    }
+
+    /// Tells the race finder that memory is handed out.
+    fn note_new(&self, ptr: HostPtr, bytes: usize) {
+        if let Some(finder) = &self.races {
+            finder.forget(Store::Host, ptr.address() as u64, bytes as u64);
+        }
+    }
+
+    /// Tells the race finder that memory is given back.
+    fn note_free(&self, operation: Operation, ptr: HostPtr, bytes: usize) {
+        if let Some(finder) = &self.races {
+            finder.freed(operation, Touch::whole(Store::Host, ptr.address() as u64, range_of(ptr, bytes)));
+        }
     }
 
     /// In test mode, looks whether work uses memory that is given back or handed out.
@@ -206,6 +238,7 @@ unsafe impl HostAllocator for MockHost {
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: false });
         drop(table);
         self.look(operation, "were handed out", ptr, bytes);
+        self.note_new(ptr, bytes);
         Ok(ptr)
     }
 
@@ -227,6 +260,7 @@ unsafe impl HostAllocator for MockHost {
         // Unmapping much takes long; the address is not given out again before it is done.
         drop(table);
         self.look(operation, "were freed", ptr, bytes);
+        self.note_free(operation, ptr, bytes);
         if let Some(checks) = &self.checks {
             // SAFETY: the block was just taken out of the table.
             unsafe { self.keep_poisoned(checks, ptr, bytes) };
@@ -266,6 +300,8 @@ unsafe impl HostAllocator for MockHost {
         }
         table.locked_bytes += bytes as u64;
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: true });
+        drop(table);
+        self.note_new(ptr, bytes);
         Ok(())
     }
 
@@ -281,6 +317,7 @@ unsafe impl HostAllocator for MockHost {
             table.locked_bytes -= bytes as u64;
             drop(table);
             self.look(operation, "were unregistered", ptr, bytes);
+            self.note_free(operation, ptr, bytes);
             return Ok(());
         }
         Err(operation

@@ -99,6 +99,13 @@ impl Imports {
         (offset - start < import.mapping.bytes()).then(|| (Arc::clone(&import.mapping), offset - start))
     }
 
+    /// The inode of the file that an offset lies in, and the place in it.
+    pub(crate) fn source(&self, offset: u64) -> Option<(u64, u64)> {
+        let (start, import) = self.around(offset)?;
+        let inside = offset - start;
+        (inside < import.mapping.bytes()).then(|| (import.source.file.inode, import.source.offset + inside))
+    }
+
     /// Whether a range lies inside one block that is open.
     pub(crate) fn contains(&self, offset: u64, bytes: u64) -> bool {
         self.around(offset).is_some_and(|(start, import)| {

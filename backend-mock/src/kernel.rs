@@ -58,7 +58,7 @@ pub(crate) fn panels(shape: &GemmShape, capacity: usize) -> impl Iterator<Item =
 /// A workspace that belongs to a handle. Products that use it keep it; the last one to go gives it back.
 #[derive(Debug)]
 pub(crate) struct OwnWorkspace {
-    pub(crate) engine: Arc<crate::stream::Engine>,
+    pub(crate) engine: Arc<crate::engine::Engine>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: usize,
@@ -363,7 +363,7 @@ impl Product {
         batches * self.stride_d + columns * self.ldd + self.shape.m
     }
 
-    fn strides(&self) -> StridedBatch {
+    pub(crate) fn strides(&self) -> StridedBatch {
         self.shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 })
     }
 

@@ -5,7 +5,8 @@
 //! that code which misuses streams, events or workspaces gets wrong numbers, as on hardware. It can be made slow, be
 //! made to lack an ability, and be told to fail the n-th call of any operation, or some by chance ([`MockOptions`], or the
 //! environment variable `HIGHWATER_MOCK`); it counts every call; and in test mode ([`MockOptions::with_checks`]) it finds
-//! memory that is freed while device work still uses it.
+//! memory that is freed while device work still uses it. It finds work that nothing orders ([`races`]), and executes in an order
+//! that a seed gives ([`MockOptions::with_schedule`]).
 //!
 //! ```
 //! use std::sync::Arc;
@@ -45,10 +46,11 @@
 //! - `gpu`: the `Backend`; `blas`: the handles; `host`: page-locked memory
 //! - `device`, `arena`, `device_memory`, `mapping`: a device, which parts of its memory are taken, and the bytes
 //! - `ipc`, `imports`, `shared_event`, `sealed_file`, `peers`: memory and events of other processes, and whether those live
-//! - `stream`, `event`: queues and workers, points in streams
+//! - `stream`, `event`, `engine`: queues, points in streams, and the workers
 //! - `product`, `kernel`: the commands of a product, and what they compute
 //! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
-//! - `checks`: test mode
+//! - `checks`: test mode; [`races`]: the race finder; `uses`: what commands read and write, for both
+//! - `schedule`: execution in an order that follows from a seed
 //! - `simulated`: what the simulated vendor libraries (`backend-mock/simulated`) need of the inside
 //!
 //! # How it differs from hardware
@@ -73,6 +75,7 @@ mod capture;
 mod checks;
 mod device;
 mod device_memory;
+mod engine;
 mod event;
 mod foreign;
 mod gpu;
@@ -85,12 +88,15 @@ mod operation;
 mod options;
 mod peers;
 mod product;
+pub mod races;
+mod schedule;
 mod sealed_file;
 mod shared_event;
 #[cfg(feature = "simulated")]
 #[doc(hidden)]
 pub mod simulated;
 mod stream;
+mod uses;
 
 pub use checks::{POISON, Violation};
 pub use gpu::MockGpu;

@@ -14,6 +14,7 @@ use highwater_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::ipc::checksum;
+use crate::schedule::Schedule;
 
 macro_rules! operations {
     ($($variant:ident $name:literal,)*) => {
@@ -211,7 +212,7 @@ impl Fault {
 }
 
 /// A bijection without pattern: the step of splitmix64.
-fn scramble(value: u64) -> u64 {
+pub(crate) fn scramble(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -231,6 +232,8 @@ pub(crate) struct Calls {
     seed: u64,
     /// The calls that were made to fail.
     failed: Tally,
+    /// Where work happens in calls.
+    schedule: Option<Arc<Schedule>>,
 }
 
 impl Calls {
@@ -238,6 +241,7 @@ impl Calls {
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             seed,
+            schedule: None,
             failed: Tally::new(),
             generation: Generation::current(),
             tally: Tally::new(),
@@ -247,13 +251,19 @@ impl Calls {
         }
     }
 
+    /// The same under a schedule, where one is given.
+    pub(crate) fn with_schedule(mut self, schedule: Option<Arc<Schedule>>) -> Self {
+        self.schedule = schedule;
+        self
+    }
+
     /// Whether this is still the process that opened the backend.
     #[inline]
     pub(crate) fn is_own_process(&self) -> bool {
         self.generation.is_current()
     }
 
-    /// Fork check, count and fault of one call; to be called before any lock is taken.
+    /// Fork check, count, schedule and fault of one call; to be called before any lock is taken.
     #[inline]
     pub(crate) fn enter(&self, operation: Operation) -> Result<()> {
         if !self.generation.is_current() {
@@ -261,6 +271,9 @@ impl Calls {
         }
         // Relaxed, here and below: counts order nothing.
         self.tally.0[operation as usize].fetch_add(1, Ordering::Relaxed);
+        if let Some(schedule) = &self.schedule {
+            schedule.call();
+        }
         self.fail_if_told(operation)
     }
 
@@ -272,6 +285,9 @@ impl Calls {
         }
         let count = &tally.0[operation as usize];
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        if let Some(schedule) = &self.schedule {
+            schedule.call();
+        }
         self.fail_if_told(operation)
     }
 

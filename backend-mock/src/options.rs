@@ -49,6 +49,10 @@ pub struct MockOptions {
     pub(crate) seed: u64,
     pub(crate) quarantine: Quarantine,
     pub(crate) checks: bool,
+    pub(crate) race_detector: bool,
+    /// Whether what was found is told on standard error at the end.
+    pub(crate) prints_races: bool,
+    pub(crate) schedule: Option<u64>,
 }
 
 impl Default for MockOptions {
@@ -75,6 +79,9 @@ impl MockOptions {
             seed: 0,
             quarantine: Quarantine::default(),
             checks: false,
+            race_detector: false,
+            prints_races: false,
+            schedule: None,
         }
     }
 
@@ -180,6 +187,30 @@ impl MockOptions {
         self
     }
 
+    /// The same looking for races, or not: for operations that touch the same memory, of which one writes, and that nothing
+    /// orders; ask [`MockGpu::races`](crate::MockGpu::races). See [`races`](crate::races). Costs time, for a backtrace of
+    /// each call above all.
+    #[must_use]
+    pub fn with_race_detector(mut self, on: bool) -> Self {
+        self.race_detector = on;
+        self
+    }
+
+    /// The same with the streams' operations executed in an order that follows from `seed` and the calls, instead of by
+    /// worker threads as the system lets them: a test that fails with a seed fails with it again, and each seed tries
+    /// another order.
+    ///
+    /// Operations happen within calls: a wait lets happen what it takes, any other call some, or none. Latencies of operations are
+    /// left out. Which operation comes when depends on the seed and on the calls in their order, and on nothing else, as
+    /// long as one host thread calls at a time, no event of another process is waited for, and
+    /// [`MockGpu::unscheduled_operations`](crate::MockGpu::unscheduled_operations) is 0. Times of events are those of the
+    /// clock.
+    #[must_use]
+    pub fn with_schedule(mut self, seed: u64) -> Self {
+        self.schedule = Some(seed);
+        self
+    }
+
     /// Reads `HIGHWATER_MOCK`; unset or empty, it changes nothing. See [`MockOptions::parse`].
     ///
     /// # Errors
@@ -197,7 +228,8 @@ impl MockOptions {
 
     /// Parses and checks: whoever set the variable has to read its name in the error, whichever of the two finds it.
     fn from_variable(text: &str) -> Result<Self> {
-        let checked = |options: Self| options.check().map(|_| options);
+        // Nobody has the mock in hand to ask it for races.
+        let checked = |options: Self| options.check().map(|_| Self { prints_races: true, ..options });
         Self::parse(text).and_then(checked).map_err(|error| {
             let message = format!("in {ENVIRONMENT_VARIABLE}, {}", error.message());
             Error::new(error.kind(), error.operation(), message).with_hint(error.hint())
@@ -217,7 +249,8 @@ impl MockOptions {
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
     /// | `seed`, `quarantine-frees` | a number |
     /// | `quarantine-bytes` | bytes |
-    /// | `checks` | `on` or `off` |
+    /// | `checks`, `race-detector` | `on` or `off` |
+    /// | `schedule` | a number, the seed |
     /// | an ability or a fact by the name of its field, `lt` for short | `on` or `off` |
     ///
     /// `-` and `_` mean the same in keys; `fail`, `chance` and `create-handle-latency` may stand several times.
@@ -284,6 +317,8 @@ impl MockOptions {
                 self.chances.push((operation.name().to_owned(), per_million, kind));
             }
             "checks" => self.checks = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
+            "race-detector" => self.race_detector = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
+            "schedule" => self.schedule = Some(value.parse().map_err(|_| bad("a number, the seed"))?),
             "seed" => self.seed = value.parse().map_err(|_| bad("a number"))?,
             "quarantine-bytes" => self.quarantine.bytes = Some(bytes()?),
             "quarantine-frees" => self.quarantine.frees = Some(value.parse().map_err(|_| bad("a number of blocks"))?),
@@ -438,6 +473,8 @@ const KEYS: &[&str] = &[
     "quarantine-bytes",
     "quarantine-frees",
     "checks",
+    "race-detector",
+    "schedule",
     "lt",
 ];
 
@@ -521,7 +558,7 @@ mod tests {
              blas-workspace-bytes=64KiB,lt-workspace-bytes=4096,workspace-alignment=512,ipc-transports=none,\
              register-piece-bytes=2MiB,\
              chance=fill:1000,chance=open_memory:5:permission-denied,seed=42,quarantine-bytes=1MiB,\
-             quarantine_frees=10,checks=on,",
+             quarantine_frees=10,checks=on,race-detector=on,schedule=99,",
         )
         .unwrap();
         assert_eq!((options.devices, options.memory_bytes, options.host_memory_bytes), (2, 64 << 20, 1 << 30));
@@ -533,7 +570,9 @@ mod tests {
         assert_eq!((capabilities.blas_workspace_bytes, capabilities.lt_workspace_bytes), (65536, 4096));
         assert_eq!((capabilities.workspace_alignment, capabilities.register_piece_bytes), (512, 2 << 20));
         assert!(capabilities.ipc_transports.is_empty());
-        assert!(options.checks);
+        assert!(options.checks && options.race_detector && options.schedule == Some(99));
+        assert!(!MockOptions::parse("race_detector=off").unwrap().race_detector);
+        assert!(!options.prints_races && MockOptions::from_variable("race_detector=on").unwrap().prints_races);
         assert_eq!((options.seed, options.quarantine), (42, Quarantine { bytes: Some(1 << 20), frees: Some(10) }));
         assert_eq!(
             options.check_chances().unwrap(),
@@ -567,6 +606,8 @@ mod tests {
             ("chance=fill:often", ["`chance`", "`fill:often`", "OPERATION:PER-MILLION"]),
             ("chance=fill:4294967296", ["`chance`", "`fill:4294967296`", "OPERATION:PER-MILLION"]),
             ("seed=x", ["`seed`", "`x`", "a number"]),
+            ("schedule=-1", ["`schedule`", "`-1`", "a number, the seed"]),
+            ("race-detector=yes", ["`race-detector`", "`yes`", "`on` or `off`"]),
             ("lt=maybe", ["`lt`", "`maybe`", "`on` or `off`"]),
             ("colour=red", ["`colour`", "`red`", "peer_copy"]),
             ("devices", ["`devices`", "no `=`", "key=value"]),

@@ -194,16 +194,17 @@ impl RawProduct {
         };
         product.d = range("the result", self.d, product.extent_d(), output, true)?;
         let product = Arc::new(product);
+        let origin = stream.origin(operation);
         if capacity == 0 {
-            return stream.enqueue(operation, Command::MultiplyAndFinish(product)).map(|()| 1);
+            return stream.enqueue_from(operation, &origin, Command::MultiplyAndFinish(product)).map(|()| 1);
         }
         let mut commands = 0;
         for panel in panels(&self.shape, capacity) {
-            stream.enqueue(operation, Command::Multiply(Arc::clone(&product), panel))?;
+            stream.enqueue_from(operation, &origin, Command::Multiply(Arc::clone(&product), panel))?;
             if !gap.is_zero() {
                 std::thread::sleep(gap);
             }
-            stream.enqueue(operation, Command::Finish(Arc::clone(&product), panel))?;
+            stream.enqueue_from(operation, &origin, Command::Finish(Arc::clone(&product), panel))?;
             commands += 2;
         }
         Ok(commands)

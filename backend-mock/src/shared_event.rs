@@ -47,7 +47,7 @@ use crate::sealed_file::{self, Exported};
 
 const EVENT_MAGIC: u64 = u64::from_le_bytes(*b"HWMKEVT1");
 /// Records that may be outstanding at once.
-const SLOTS: usize = 1792;
+pub(crate) const SLOTS: usize = 1792;
 /// Processes that may record one event; the places of those that have ended are used again.
 const RECORDERS: usize = 251;
 /// How long a waiter sleeps before it looks whether the recorder is still there.
@@ -109,6 +109,8 @@ impl Word {
 #[derive(Debug)]
 pub(crate) struct SharedEvent {
     mapping: Mapping,
+    /// The inode of its file.
+    inode: u64,
     /// Kept by the process that made the event, to be exported.
     file: Option<(OwnedFd, Arc<AtomicU64>)>,
     peers: Arc<Peers>,
@@ -121,8 +123,10 @@ impl SharedEvent {
         let file = sealed_file::create("highwater-mock-event", STATE_BYTES).map_err(failed)?;
         // SAFETY: the file was just made with this size and sealed.
         let mapping = unsafe { Mapping::new(&file, 0, STATE_BYTES) }.map_err(failed)?;
+        let id = sealed_file::identify(&file)
+            .map_err(|error| sealed_file::failed(operation, "cannot identify the memory file", error))?;
         files.fetch_add(1, Ordering::Relaxed);
-        let event = Self { mapping, file: Some((file, Arc::clone(files))), peers: Arc::clone(peers) };
+        let event = Self { mapping, inode: id.inode, file: Some((file, Arc::clone(files))), peers: Arc::clone(peers) };
         event.state().magic.store(EVENT_MAGIC, Ordering::Release);
         Ok(Arc::new(event))
     }
@@ -167,7 +171,7 @@ impl SharedEvent {
         // SAFETY: the file was found to be as long and sealed against becoming shorter.
         let mapping = unsafe { Mapping::new(descriptor, 0, STATE_BYTES) }
             .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
-        let event = Self { mapping, file: None, peers: Arc::clone(peers) };
+        let event = Self { mapping, inode: file.inode, file: None, peers: Arc::clone(peers) };
         if event.state().magic.load(Ordering::Acquire) != EVENT_MAGIC {
             return Err(refused("the memory file holds no event".to_owned()));
         }
@@ -285,6 +289,11 @@ pub(crate) struct Record {
 }
 
 impl Record {
+    /// The inode of the event's file, and the number of the record.
+    pub(crate) fn key(&self) -> (u64, u64) {
+        (self.event.inode, self.number)
+    }
+
     /// Step 4 of a record.
     pub(crate) fn publish(&self) {
         self.event.state().latest.fetch_max(self.number, Ordering::AcqRel);

@@ -195,9 +195,11 @@ impl Hooks {
 
     /// Waits until the device has executed everything that was enqueued before the call. Captures are not disturbed.
     pub fn wait_for_device(&self, device: u32) {
+        let clock = self.0.engine.clock_of(device);
         for stream in self.streams(device) {
             stream.drain();
         }
+        self.0.engine.waited(clock);
     }
 
     // ------------------------------------------------------------------ memory

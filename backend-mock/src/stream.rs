@@ -5,24 +5,31 @@
 //! empty. A command that panics loses its device: what follows on that device is given up, points among it are settled
 //! as lost, and nobody is left waiting.
 //!
+//! Under a [`Schedule`] there are no workers: calls of the host execute the commands, in an order that a seed gives.
+//!
 //! Priorities are accepted and change nothing: the workers share the CPU as the system sees fit.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Completion, DevicePtr, ErrorKind, HostPtr, Result, StreamId};
+use highwater_core::{Completion, DevicePtr, ErrorKind, GraphExecId, HostPtr, ObjectId, Result, StreamId};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::capture::Part;
 use crate::checks::Noted;
 use crate::device::{self, Device};
+use crate::engine::Engine;
 use crate::event::{Point, Progress};
 use crate::kernel::{Panel, Product};
 use crate::operation::Operation;
+use crate::races::clock::Clock;
+use crate::races::finder::Lane;
+use crate::races::shadow::Shadow;
+use crate::races::site::{OnStream, Origin};
+use crate::schedule::Schedule;
 
 /// One operation of a stream. Offsets are bytes from the start of a device's memory.
 #[derive(Debug, Clone)]
@@ -72,6 +79,20 @@ pub(crate) enum Command {
     Panic,
 }
 
+/// A command with where it comes from, which the race finder wants to know.
+#[derive(Debug, Clone)]
+pub(crate) struct Step {
+    pub(crate) command: Command,
+    pub(crate) origin: Option<Arc<Origin>>,
+}
+
+impl Step {
+    /// For commands that touch no memory.
+    pub(crate) fn nameless(command: Command) -> Self {
+        Self { command, origin: None }
+    }
+}
+
 /// A point that the stream has come to, to be settled together with the count of completed commands.
 type Settled = Option<(Arc<Point>, Progress)>;
 
@@ -118,78 +139,6 @@ impl Command {
     }
 }
 
-/// What the workers of one backend share.
-#[derive(Debug)]
-pub(crate) struct Engine {
-    pub(crate) devices: Vec<Device>,
-    pub(crate) latency_ns: AtomicU64,
-    /// Set when the backend ends: what is still queued is executed at once, without latency.
-    pub(crate) stopping: AtomicBool,
-    workers: Mutex<Vec<JoinHandle<()>>>,
-    thread_name: String,
-}
-
-impl Engine {
-    pub(crate) fn new(devices: Vec<Device>, latency: Duration, thread_name: String) -> Arc<Self> {
-        Arc::new(Self {
-            devices,
-            latency_ns: AtomicU64::new(nanoseconds(latency)),
-            stopping: AtomicBool::new(false),
-            workers: Mutex::new(Vec::new()),
-            thread_name,
-        })
-    }
-
-    fn start_worker(&self, operation: Operation, stream: &Arc<Stream>) -> Result<()> {
-        let stream = Arc::clone(stream);
-        let worker = std::thread::Builder::new().name(self.thread_name.clone()).spawn(move || stream.work()).map_err(
-            |error| {
-                operation
-                    .error(
-                        ErrorKind::OutOfMemory,
-                        format!("cannot start the worker thread of a simulated stream: {error}"),
-                    )
-                    .with_hint("use fewer streams at once, or raise the limit on threads (ulimit -u)")
-            },
-        )?;
-        let mut workers = self.workers.lock();
-        // Workers of destroyed streams are gone or about to be; taking them in here bounds the list.
-        while let Some(index) = workers.iter().position(JoinHandle::is_finished) {
-            join(workers.swap_remove(index));
-        }
-        workers.push(worker);
-        Ok(())
-    }
-
-    /// Closes every stream, lets the workers finish what is queued, and waits for them.
-    pub(crate) fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
-        for device in &self.devices {
-            let streams = device.streams.lock().clone();
-            for stream in streams.iter().filter_map(std::sync::Weak::upgrade) {
-                stream.close();
-            }
-        }
-        let workers = std::mem::take(&mut *self.workers.lock());
-        for worker in workers {
-            // A worker that comes here itself cannot wait for its own end; it ends right after.
-            if worker.thread().id() != std::thread::current().id() {
-                join(worker);
-            }
-        }
-    }
-}
-
-fn join(worker: JoinHandle<()>) {
-    if worker.join().is_err() {
-        tracing::warn!("the worker of a simulated stream panicked outside of a command");
-    }
-}
-
-pub(crate) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) device: u32,
@@ -203,6 +152,8 @@ pub(crate) struct Stream {
     arrived: Condvar,
     /// Told when a command has been executed.
     passed: Condvar,
+    /// Its lane, where races are looked for.
+    pub(crate) lane: Option<Lane>,
 }
 
 #[derive(Debug, Default)]
@@ -211,7 +162,10 @@ pub(crate) struct Queue {
     commands: VecDeque<(Command, Option<Noted>)>,
     enqueued: u64,
     completed: u64,
+    /// Whether a worker was started, or the stream stands in the list of the schedule.
     has_worker: bool,
+    /// Whether a command is being executed, under a schedule.
+    is_busy: bool,
     closed: bool,
     /// The capture that the stream takes part in; it may have ended since.
     pub(crate) part: Option<Part>,
@@ -237,6 +191,7 @@ impl Stream {
             queue: Mutex::new(Queue::default()),
             arrived: Condvar::new(),
             passed: Condvar::new(),
+            lane: engine.races.as_ref().map(|races| races.lane(ordinal)),
         });
         let mut streams = engine.devices[ordinal as usize].streams.lock();
         streams.retain(|other| other.strong_count() > 0);
@@ -250,15 +205,52 @@ impl Stream {
 
     /// Appends a command, or has the capture record it; waits for nothing.
     pub(crate) fn enqueue(self: &Arc<Self>, operation: Operation, command: Command) -> Result<()> {
+        self.enqueue_from(operation, &self.origin(operation), command)
+    }
+
+    /// As [`Stream::enqueue`], for one of several commands of a call.
+    pub(crate) fn enqueue_from(
+        self: &Arc<Self>,
+        operation: Operation,
+        origin: &Option<Arc<Origin>>,
+        command: Command,
+    ) -> Result<()> {
         // Memory is given back on a lost device too.
         if !matches!(command, Command::Release { .. }) {
             self.device().check_not_lost(operation)?;
         }
+        let step = Step { command, origin: origin.clone() };
         let mut queue = self.open_queue(operation)?;
         if let Some(recorder) = queue.recording() {
-            return recorder.record(operation, command);
+            return recorder.record(operation, step, self);
         }
-        self.push(operation, &mut queue, [command])
+        self.push(operation, &mut queue, [step], None)
+    }
+
+    /// The call that is being made, where races are looked for. To be asked before any lock is taken.
+    pub(crate) fn origin(&self, operation: Operation) -> Option<Arc<Origin>> {
+        self.lane.as_ref().map(|lane| lane.finder.origin(operation))
+    }
+
+    /// Shows the race finder memory that is there from this point of the stream on.
+    pub(crate) fn note_allocation(&self, operation: Operation, ptr: DevicePtr, bytes: u64) {
+        if let Some(lane) = &self.lane
+            && let Some(touch) = self.device().touch(ptr.get(), bytes)
+        {
+            lane.allocated(lane.finder.origin(operation), touch, self.named());
+        }
+    }
+
+    /// The stream as reports of races name it.
+    pub(crate) fn named(&self) -> OnStream {
+        OnStream { id: self.id.get().copied(), is_legacy: self.is_legacy, device: self.device }
+    }
+
+    /// Shows the race finder a command that a capture records as the latest of its stream with this index and clock.
+    pub(crate) fn note_recorded(&self, step: &Step, part: (usize, &Clock, &mut Shadow)) {
+        if let (Some(lane), Some(origin)) = (&self.lane, &step.origin) {
+            lane.recorded(&step.command, Arc::clone(origin), (&self.engine, self.named()), part);
+        }
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -286,20 +278,40 @@ impl Stream {
         self: &Arc<Self>,
         operation: Operation,
         queue: &mut Queue,
-        commands: impl IntoIterator<Item = Command>,
+        steps: impl IntoIterator<Item = Step>,
+        launch: Option<(Arc<Origin>, GraphExecId)>,
     ) -> Result<()> {
-        if !queue.has_worker {
+        if !queue.has_worker && self.engine.schedule.is_none() {
             self.engine.start_worker(operation, self)?;
             queue.has_worker = true;
         }
+        if let Some(lane) = &self.lane {
+            lane.begin();
+            if let Some((origin, exec)) = &launch {
+                let exec = exec.parts();
+                let number = u64::from(exec.slot) << 32 | u64::from(exec.generation.get());
+                lane.launched(number, origin, self.named());
+            }
+        }
         let checks = self.device().checks.as_ref();
         let before = queue.commands.len();
-        queue.commands.extend(commands.into_iter().map(|command| {
+        queue.commands.extend(steps.into_iter().map(|Step { command, origin }| {
             let id = self.id.get().copied();
+            if let Some(lane) = &self.lane {
+                let launch = launch.as_ref().map(|(origin, _)| origin);
+                lane.command(&command, origin.as_ref(), launch, (&self.engine, self.named()));
+            }
             let noted = checks.and_then(|checks| checks.note(operation, &command, &self.engine, self.device, id));
             (command, noted)
         }));
         queue.enqueued += (queue.commands.len() - before) as u64;
+        if let Some(schedule) = &self.engine.schedule
+            && !queue.has_worker
+            && !queue.commands.is_empty()
+        {
+            schedule.add(self);
+            queue.has_worker = true;
+        }
         self.arrived.notify_one();
         Ok(())
     }
@@ -316,63 +328,119 @@ impl Stream {
 
     pub(crate) fn query(&self, operation: Operation) -> Result<Completion> {
         self.device().check_not_lost(operation)?;
+        if let Some(schedule) = &self.engine.schedule {
+            schedule.query();
+        }
         let queue = self.queue.lock();
         queue.refuse_to_answer(operation)?;
-        Ok(if queue.completed == queue.enqueued { Completion::Complete } else { Completion::Pending })
+        Ok(if self.has_completed(&queue) { Completion::Complete } else { Completion::Pending })
+    }
+
+    /// Whether all that was enqueued has been executed, which the host knows from here on.
+    fn has_completed(&self, queue: &Queue) -> bool {
+        let completed = queue.completed == queue.enqueued;
+        if let Some(lane) = self.lane.as_ref().filter(|_| completed) {
+            lane.finder.host_waited(&lane.clock());
+        }
+        completed
     }
 
     /// Waits for what has been enqueued before the call.
     pub(crate) fn synchronize(&self, operation: Operation) -> Result<()> {
-        let mut queue = self.queue.lock();
+        let queue = self.queue.lock();
         queue.refuse_to_answer(operation)?;
-        let target = queue.enqueued;
-        while queue.completed < target {
-            self.passed.wait(&mut queue);
-        }
-        drop(queue);
+        self.wait_for_all(queue);
         if self.device().is_lost() { Err(device::lost(operation, self.device)) } else { Ok(()) }
+    }
+
+    fn wait_for_all(&self, mut queue: MutexGuard<'_, Queue>) {
+        let (target, clock) = (queue.enqueued, self.lane.as_ref().map(Lane::clock));
+        if let Some(schedule) = &self.engine.schedule {
+            drop(queue);
+            schedule.wait(|| self.queue.lock().completed >= target);
+        } else {
+            while queue.completed < target {
+                self.passed.wait(&mut queue);
+            }
+            drop(queue);
+        }
+        if let (Some(lane), Some(clock)) = (&self.lane, clock) {
+            lane.finder.host_waited(&clock);
+        }
     }
 
     /// Waits for what has been enqueued before the call, whether the stream is destroyed, lost or takes part in a capture.
     #[cfg(feature = "simulated")]
     pub(crate) fn drain(&self) {
-        let mut queue = self.queue.lock();
-        let target = queue.enqueued;
-        while queue.completed < target {
-            self.passed.wait(&mut queue);
-        }
+        self.wait_for_all(self.queue.lock());
     }
 
     /// Whether everything that was enqueued has been executed.
     #[cfg(feature = "simulated")]
     pub(crate) fn is_idle(&self) -> bool {
-        let queue = self.queue.lock();
-        queue.completed == queue.enqueued
+        self.has_completed(&self.queue.lock())
     }
 
-    fn work(&self) {
+    /// What a worker does: executes the commands in order, until the stream was closed and none is left.
+    pub(crate) fn work(&self) {
         let mut queue = self.queue.lock();
         loop {
-            if let Some((command, noted)) = queue.commands.pop_front() {
+            if let Some(front) = queue.commands.pop_front() {
                 self.take_time(&mut queue);
-                let settled = MutexGuard::unlocked(&mut queue, || {
-                    let settled = self.run(command);
-                    // Before anybody can see that the command has been executed.
-                    drop(noted);
-                    settled
-                });
-                // Both under the lock: who sees the point reached finds the stream as far, and the other way round.
-                queue.completed += 1;
-                if let Some((point, progress)) = settled {
-                    point.settle(progress);
-                }
-                self.passed.notify_all();
+                self.execute(&mut queue, front);
             } else if queue.closed {
                 return;
             } else {
                 self.arrived.wait(&mut queue);
             }
         }
+    }
+
+    /// Executes a command that was taken out of the queue.
+    fn execute(&self, queue: &mut MutexGuard<'_, Queue>, (command, noted): (Command, Option<Noted>)) {
+        let settled = MutexGuard::unlocked(queue, || {
+            let settled = self.run(command);
+            // Before anybody can see that the command has been executed.
+            drop(noted);
+            settled
+        });
+        // Both under the lock: who sees the point reached finds the stream as far, and the other way round.
+        queue.completed += 1;
+        if let Some((point, progress)) = settled {
+            point.settle(progress);
+        }
+        self.passed.notify_all();
+    }
+
+    /// Whether the next command can be executed without waiting for another stream. Code of the host counts only where
+    /// that is asked for.
+    pub(crate) fn can_go_on(&self, host_code_too: bool) -> bool {
+        let queue = self.queue.lock();
+        match queue.commands.front() {
+            _ if queue.is_busy => false,
+            None => false,
+            Some((Command::Wait(point), _)) => self.device().is_lost() || !matches!(point.progress(), Progress::Ahead),
+            #[cfg(feature = "simulated")]
+            Some((Command::Call(_), _)) => host_code_too,
+            Some(_) => {
+                let _ = host_code_too;
+                true
+            }
+        }
+    }
+
+    /// Executes the next command, in the turn of a schedule. `false` where there is none.
+    pub(crate) fn execute_one(&self, schedule: &Schedule) -> bool {
+        let mut queue = self.queue.lock();
+        let Some(front) = queue.commands.pop_front() else { return false };
+        queue.is_busy = true;
+        self.execute(&mut queue, front);
+        queue.is_busy = false;
+        if queue.commands.is_empty() {
+            queue.has_worker = false;
+            schedule.remove(self);
+        }
+        true
     }
 
     /// Lets the latency pass; the lock is free meanwhile, and the end of the backend cuts it short.
@@ -415,7 +483,7 @@ mod tests {
 
     fn engine() -> Arc<Engine> {
         let devices = (0..2).map(|ordinal| Device::new(ordinal, 1 << 20).unwrap()).collect();
-        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned())
+        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), None, None)
     }
 
     #[test]

@@ -164,7 +164,11 @@ static CLAUSES: [Clause; 98] = [
         "an address that is not a multiple of `workspace_alignment` gives `InvalidArgument`.",
     ),
     clause("BlasHandle", "blas.deterministic", "with `NotAllowed`, equal calls give equal bits."),
-    clause("BlasHandle", "gemm.value", "every element of C is the product within the rounding of C's type."),
+    clause(
+        "BlasHandle",
+        "gemm.value",
+        "every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C reach the elements that they enter, and no others.",
+    ),
     clause("BlasHandle", "gemm.transpose", "for each combination of transposed factors."),
     clause(
         "BlasHandle",

@@ -19,6 +19,7 @@ use highwater_core::{
     StreamId, StreamOptions, Transport, Workspace,
 };
 
+use crate::matrix::GUARD_BYTES;
 use crate::sweep::{insist, is_injected};
 use crate::validation::made_here;
 
@@ -934,7 +935,8 @@ impl<'a> Handle<'a> {
         unsafe { self.handle.gemm(&gemm) }
     }
 
-    /// Enqueues one run of a plan made for `shape`. D is C, or lies in `destination` at the offset that C has.
+    /// Enqueues one run of a plan made for `shape`. D is C, or lies in `destination` at the offset that C has; the bias
+    /// lies between guards.
     pub(crate) fn run_plan(
         &mut self,
         plan: PlanId,
@@ -949,10 +951,12 @@ impl<'a> Handle<'a> {
         let block_d = destination.unwrap_or(block_c);
         let [_, _, d] = reach(shape, self.device, [factor_a, factor_b, (block_d, offset)]);
         if let Some(bias) = bias {
-            assert!(bias.bytes >= shape.m * shape.output.bytes(), "a case has a bias that is too short");
+            let bytes = shape.m * shape.output.bytes() + 2 * GUARD_BYTES;
+            assert!(bias.bytes >= bytes, "a case has a bias that is too short");
             bias.users.add(self.device);
         }
-        let mut arguments = PlanArguments::new(a, b, d, bias.map(Block::ptr));
+        let bias = bias.map(|bias| bias.ptr().offset(GUARD_BYTES));
+        let mut arguments = PlanArguments::new(a, b, d, bias);
         (arguments.alpha, arguments.beta) = scale;
         arguments.c = c;
         // SAFETY: as in `gemm`; the bias is a block of its own, and D is C or another block.

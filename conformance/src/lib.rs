@@ -50,11 +50,28 @@
 //!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
 //!   for one that hangs. [`run_on`] takes an [`Executor`] for that; the program `highwater` has one.
 //!
+//! # Whether the suite notices
+//! [`saboteurs`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_saboteurs`] gives
+//! them to the suite and says which were caught, by which case. Every clause has one at least.
+//!
+//! ```
+//! use highwater_conformance::{SaboteurOptions, run_saboteurs};
+//! # use highwater_mock::{MockGpu, MockOptions};
+//!
+//! # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<dyn highwater_core::Backend>> {
+//! #     Ok(MockGpu::open(MockOptions::new())?)
+//! # }
+//! let options = SaboteurOptions::new().with_filter("memory.zero");
+//! let score = run_saboteurs(open_my_backend, &options, &mut |_| {});
+//! assert!(score.is_success(), "{score}");
+//! ```
+//!
 //! # Adding a case
 //! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
-//! each that it has. What a new case is good for shows in `tests/wrong_backends.rs`. Objects are made through guards, so that a case that fails leaves
-//! nothing behind, and release again what a fault of the sweep refused to release. A clause is in the table of `clauses.rs` too.
+//! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through
+//! guards, so that a case that fails leaves nothing behind, and that release again what a fault of the sweep refused to
+//! release. A clause is in the table of `clauses.rs` too.
 
 mod attempts;
 mod busy;
@@ -69,6 +86,7 @@ mod peer;
 mod random;
 mod report;
 mod run;
+mod saboteurs;
 mod sweep;
 mod validation;
 
@@ -79,4 +97,7 @@ pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use report::{CaseReport, Progress, Report, Status};
 pub use run::{Executor, InProcess, run, run_observed, run_on};
+pub use saboteurs::{
+    Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
+};
 pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};

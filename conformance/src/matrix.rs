@@ -44,6 +44,14 @@ impl From<DataType> for Types {
     }
 }
 
+/// A matrix that a product reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operand {
+    A,
+    B,
+    C,
+}
+
 /// One product: shape, factors, and the elements of A, B and C, gaps of leading dimensions and strides included.
 #[derive(Debug, Clone)]
 pub(crate) struct Product {
@@ -51,6 +59,8 @@ pub(crate) struct Product {
     pub(crate) alpha: f64,
     pub(crate) beta: f64,
     seed: u64,
+    /// Elements that do not follow from the seed, for messages.
+    special: Vec<(Operand, usize, usize, f64)>,
     a: Vec<f64>,
     b: Vec<f64>,
     c: Vec<f64>,
@@ -75,7 +85,8 @@ impl Product {
         let factor = shape.data_type;
         let (a, b) = (elements(factor, extents.a), elements(factor, extents.b));
         let c = elements(shape.output, extents.c);
-        Self { shape, alpha: 1.0, beta: 0.0, seed, a, b, c, epilogue: Epilogue::None, bias: None, tf32: false }
+        let special = Vec::new();
+        Self { shape, alpha: 1.0, beta: 0.0, seed, special, a, b, c, epilogue: Epilogue::None, bias: None, tf32: false }
     }
 
     pub(crate) fn with_scale(mut self, alpha: f64, beta: f64) -> Self {
@@ -97,6 +108,20 @@ impl Product {
     pub(crate) fn with_ones_in_factors(mut self) -> Self {
         self.a.fill(1.0);
         self.b.fill(1.0);
+        self
+    }
+
+    /// The same with other values of single elements: of A and B at the row and column where they are stored.
+    pub(crate) fn with_elements(mut self, elements: &[(Operand, usize, usize, f64)]) -> Self {
+        for &(operand, row, column, value) in elements {
+            let (matrix, ld) = match operand {
+                Operand::A => (&mut self.a, self.shape.lda),
+                Operand::B => (&mut self.b, self.shape.ldb),
+                Operand::C => (&mut self.c, self.shape.ldc),
+            };
+            matrix[row + column * ld] = value;
+        }
+        self.special.extend(elements);
         self
     }
 
@@ -128,7 +153,7 @@ impl Product {
         let (a, b, c) = (encoded(factor, &self.a), encoded(factor, &self.b), encoded(result, &self.c));
         let [a, b, c] = holding_all(backend, [a.as_slice(), b.as_slice(), c.as_slice()])?;
         let bias = match &self.bias {
-            Some(bias) => Some(Block::holding(backend, &encode(result, bias))?),
+            Some(bias) => Some(Block::holding(backend, &encoded(result, bias))?),
             None => None,
         };
         Ok(Placed { backend, a, b, c, bias })
@@ -198,13 +223,14 @@ impl Product {
 
     fn describe(&self) -> String {
         let GemmShape { data_type, output, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, batch, .. } = self.shape;
-        let Self { alpha, beta, seed, epilogue, .. } = self;
+        let Self { alpha, beta, seed, epilogue, special, .. } = self;
+        let special = if special.is_empty() { String::new() } else { format!(", but for {special:?}") };
         let batch = batch.map_or(String::new(), |batch| format!(", {batch:?}"));
         let to = if self.shape.is_mixed() { format!(" to {output:?}") } else { String::new() };
         let epilogue = if *epilogue == Epilogue::None { String::new() } else { format!(", then {epilogue:?}") };
         format!(
             "{data_type:?} product{to} {m}x{n}x{k}, transposed A {transpose_a:?} B {transpose_b:?}, leading dimensions \
-             {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}{epilogue}, seed {seed}"
+             {lda} {ldb} {ldc}, alpha {alpha}, beta {beta}{batch}{epilogue}, seed {seed}{special}"
         )
     }
 }
@@ -216,6 +242,7 @@ pub(crate) struct Placed<'b> {
     pub(crate) a: Block<'b>,
     pub(crate) b: Block<'b>,
     pub(crate) c: Block<'b>,
+    /// Between guards too.
     pub(crate) bias: Option<Block<'b>>,
 }
 
@@ -250,6 +277,10 @@ impl Placed<'_> {
                 product.describe()
             );
         }
+        if let (Some(bias), Some(elements)) = (&self.bias, &product.bias) {
+            let same = bias.read()? == guarded(&encode(shape.output, elements));
+            check!(same, "{}: the bias or the memory around it was changed", product.describe());
+        }
         let bytes = &blocks[2];
         let before = guarded(&encode(shape.output, &product.c));
         let got = decode(shape.output, &bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES]);
@@ -261,7 +292,7 @@ impl Placed<'_> {
                         let index = product.index_c(batch, row, column);
                         let (expected, bound) = product.reference(batch, row, column);
                         check!(
-                            (got[index] - expected).abs() <= bound,
+                            agrees(got[index], expected, bound),
                             "{}: element ({row}, {column}) of product {batch} is {:e}, expected {expected:e} within \
                              {bound:e}",
                             product.describe(),
@@ -281,6 +312,15 @@ impl Placed<'_> {
             changed.unwrap_or_default() as i64 - GUARD_BYTES as i64
         );
         Ok(())
+    }
+}
+
+/// Whether an element is what it should be: what is no number is none, what is infinite is exactly so.
+fn agrees(got: f64, expected: f64, bound: f64) -> bool {
+    match (expected.is_nan(), expected.is_infinite()) {
+        (true, _) => got.is_nan(),
+        (_, true) => got == expected,
+        _ => (got - expected).abs() <= bound,
     }
 }
 
@@ -339,7 +379,7 @@ fn decode(data_type: DataType, bytes: &[u8]) -> Vec<f64> {
     }
 }
 
-/// Bits of a normal number, zero or NaN that half precision holds exactly.
+/// Bits of a normal number, zero, infinity or NaN that half precision holds exactly.
 fn f16_bits(value: f64) -> u16 {
     let bits = (value as f32).to_bits();
     let sign = (bits >> 16) as u16 & 0x8000;
@@ -348,6 +388,9 @@ fn f16_bits(value: f64) -> u16 {
     }
     if value == 0.0 {
         return sign;
+    }
+    if value.is_infinite() {
+        return sign | 0x7c00;
     }
     let exponent = (bits >> 23 & 0xff) as i32 - 127;
     assert!((-14..=15).contains(&exponent) && bits & 0x1fff == 0, "{value} is not exact in half precision");
@@ -376,6 +419,8 @@ mod tests {
         for data_type in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
             assert_eq!(decode(data_type, &encode(data_type, &numbers)), numbers, "{data_type:?}");
             assert!(decode(data_type, &encode(data_type, &[f64::NAN]))[0].is_nan(), "{data_type:?}");
+            let infinite = [f64::INFINITY, f64::NEG_INFINITY];
+            assert_eq!(decode(data_type, &encode(data_type, &infinite)), infinite, "{data_type:?}");
         }
     }
 
@@ -428,6 +473,19 @@ mod tests {
             };
             assert!((rounded - sum).abs() > 100.0 * bound, "{factor:?}: {bound}");
         }
+    }
+
+    #[test]
+    fn what_is_no_number_reaches_its_row_and_agrees_with_nothing_else() {
+        let product = Product::new(GemmShape::new(DataType::F32, 3, 2, 4), 1);
+        let product = product.with_elements(&[(Operand::A, 1, 2, f64::NAN), (Operand::B, 0, 1, f64::INFINITY)]);
+        let reference = |row, column| product.reference(0, row, column);
+        assert!(reference(1, 0).0.is_nan() && reference(1, 1).0.is_nan());
+        assert!(reference(0, 0).0.is_finite() && reference(2, 1).0.is_infinite());
+        let (infinite, bound) = reference(2, 1);
+        assert!(agrees(f64::NAN, f64::NAN, bound) && agrees(infinite, infinite, bound));
+        assert!(!agrees(0.0, f64::NAN, bound) && !agrees(-infinite, infinite, bound) && !agrees(1e30, infinite, bound));
+        assert!(!agrees(f64::NAN, 1.0, 0.1) && !agrees(f64::INFINITY, 1.0, 0.1) && agrees(1.05, 1.0, 0.1));
     }
 
     #[test]

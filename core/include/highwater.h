@@ -10,7 +10,8 @@
  *    answer only where it answers 0.
  *  - Functions may be called from any thread, and several at once, except that a handle is used by one thread at a time. No
  *    device or context is current before; the plugin leaves the caller's as it was.
- *  - Every struct begins with its size in bytes, which the side that makes it sets. A shorter struct means zeros for the rest.
+ *  - Every struct that is handed over by a pointer begins with its size in bytes, which the side that makes it sets; hw_id,
+ *    hw_location and hw_gemm_shape stand inside of others, have none, and never grow. A shorter struct means zeros for the rest.
  *    A longer one is to be refused (HW_ERROR_INVALID_ARGUMENT) where it is not zero behind what the reader knows. Into a
  *    struct for an answer, no more than its size is written, and its size is set to what was written.
  *  - Structs and the table only ever grow at the end. Slots that are null are not supported. Slots are in groups: a table has

@@ -557,7 +557,8 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream.
     ///
-    /// - `gemm.value`: every element of C is the product within the rounding of C's type.
+    /// - `gemm.value`: every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C
+    ///   reach the elements that they enter, and no others.
     /// - `gemm.transpose`: for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.

@@ -26,6 +26,11 @@ cases! {
         needs [needs::has::gemm_f32, needs::has::blas_workspace];
     a_replaced_workspace_is_left_alone: ["blas.workspace-used"]
         needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    an_unbound_workspace_is_left_alone: ["blas.workspace-used"]
+        needs [needs::has::gemm_f32, needs::has::blas_workspace];
+    modes_survive_another_stream: ["blas.stream-resets-workspace", "blas.deterministic"]
+        needs [needs::has::gemm_f32, needs::lacks::handle_per_stream];
+    handles_are_of_the_kind_asked_for: ["blas.kind"];
     binding_a_stream_unbinds_the_workspace: ["blas.stream-resets-workspace"]
         needs [needs::has::gemm_f32, needs::has::blas_workspace, needs::has::set_stream_resets_workspace];
     misaligned_workspaces_are_refused: ["blas.workspace-alignment"] needs [needs::has::blas_workspace];
@@ -87,14 +92,19 @@ fn products_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseRe
     product.prove(backend, &mut handle, &occupied)?;
     attempts("a product waits for a stream that its handle was bound to before", |helpings| {
         let placed = product.place(backend)?;
+        let copied = Block::filled(backend, placed.c.bytes(), 0)?;
         handle.set_stream(&occupied)?;
         busy.enqueue(&occupied, helpings)?;
         handle.set_stream(&free)?;
         placed.gemm(&product, &mut handle)?;
+        // Behind the product, if that runs on the stream that is bound now.
+        free.copy(copied.all(), placed.c.all())?;
         free.synchronize()?;
         let outstanding = occupied.is_pending()?;
         occupied.synchronize()?;
         placed.check(&product)?;
+        let same = copied.read()? == placed.c.read()?;
+        check!(same, "a product did not run on the stream that its handle was bound to last");
         Ok(Attempt::seen(outstanding))
     })
 }
@@ -155,13 +165,23 @@ fn products_larger_than_the_workspace_are_right(backend: &dyn Backend) -> CaseRe
 
 fn handles_on_two_streams_keep_to_their_workspaces(backend: &dyn Backend) -> CaseResult {
     let bytes = workspace_bytes(backend)?;
-    let (left_memory, right_memory) = (Block::new(backend, bytes)?, Block::new(backend, bytes)?);
+    let (left_memory, right_memory) = (Block::filled(backend, bytes, 0)?, Block::filled(backend, bytes, 0)?);
     let (left_stream, right_stream) = (Stream::new(backend)?, Stream::new(backend)?);
     let mut left = Handle::new(backend, BlasKind::Blas, &left_stream)?;
     let mut right = Handle::new(backend, BlasKind::Blas, &right_stream)?;
     left.set_workspace(&left_memory, 0..bytes)?;
     right.set_workspace(&right_memory, 0..bytes)?;
     let product = |seed| Product::new(GemmShape::new(DataType::F32, 61, 53, 70), seed);
+    // One after the other: neither touches the workspace of the other one.
+    for (handle, stream, other) in [(&mut left, &left_stream, &right_memory), (&mut right, &right_stream, &left_memory)]
+    {
+        stream.set(other.all(), 0x4e)?;
+        for (seed, shape) in shapes().enumerate() {
+            Product::new(shape, seed as u64).prove(backend, handle, stream)?;
+        }
+        let untouched = other.read()?.iter().all(|&byte| byte == 0x4e);
+        check!(untouched, "products wrote to the workspace of another handle than theirs");
+    }
     let products: Vec<_> = (0..8).map(product).collect();
     let placed = products.iter().map(|product| product.place(backend)).collect::<Result<Vec<_>, _>>()?;
     for _ in 0..5 {
@@ -188,6 +208,68 @@ fn a_replaced_workspace_is_left_alone(backend: &dyn Backend) -> CaseResult {
         Product::new(shape, seed as u64).prove(backend, &mut handle, &stream)?;
     }
     check!(old.read()?.iter().all(|&byte| byte == 0x5a), "products wrote to a workspace that was replaced");
+    Ok(())
+}
+
+fn an_unbound_workspace_is_left_alone(backend: &dyn Backend) -> CaseResult {
+    let bytes = workspace_bytes(backend)?;
+    let memory = Block::filled(backend, bytes, 0)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    handle.set_workspace(&memory, 0..bytes)?;
+    Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 4).prove(backend, &mut handle, &stream)?;
+    // SAFETY: binds no memory of the caller's.
+    unsafe { handle.raw_mut().set_workspace(None)? };
+    stream.set(memory.all(), 0x69)?;
+    for (seed, shape) in shapes().enumerate() {
+        Product::new(shape, seed as u64).prove(backend, &mut handle, &stream)?;
+    }
+    let untouched = memory.read()?.iter().all(|&byte| byte == 0x69);
+    check!(untouched, "products wrote to a workspace after the handle was put back on its own");
+    Ok(())
+}
+
+/// Every mode is set to what is right by default, after it was something else: a handle that forgets it when a stream is
+/// bound shows it in the bits of products.
+fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
+    let capabilities = backend.capabilities(DEVICE)?;
+    let streams = [Stream::new(backend)?, Stream::new(backend)?];
+    let mut handle = Handle::new(backend, BlasKind::Blas, &streams[0])?;
+    if capabilities.tf32 {
+        handle.raw_mut().set_math_mode(MathMode::Tf32)?;
+    }
+    handle.raw_mut().set_math_mode(MathMode::Default)?;
+    if capabilities.atomics_mode {
+        handle.raw_mut().set_atomics_mode(AtomicsMode::Allowed)?;
+    }
+    handle.raw_mut().set_atomics_mode(AtomicsMode::NotAllowed)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 8, 8, 3000), 8);
+    let mut first: Option<Vec<u8>> = None;
+    for round in 0..8 {
+        let stream = &streams[round % 2];
+        handle.set_stream(stream)?;
+        let placed = product.place(backend)?;
+        placed.gemm(&product, &mut handle)?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+        let got = placed.bytes_of_c()?;
+        let same = first.get_or_insert_with(|| got.clone()) == &got;
+        check!(same, "without atomics, the product after {round} changes of the stream has other bits than the first");
+    }
+    Ok(())
+}
+
+fn handles_are_of_the_kind_asked_for(backend: &dyn Backend) -> CaseResult {
+    let mut kinds = vec![BlasKind::Blas];
+    if backend.capabilities(DEVICE)?.lt_plans {
+        kinds.push(BlasKind::Lt);
+    }
+    for device in 0..backend.device_count() {
+        for &kind in &kinds {
+            let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
+            check_eq!((handle.kind(), handle.device()), (kind, device), "kind and device of a new handle");
+        }
+    }
     Ok(())
 }
 

@@ -3,7 +3,8 @@
 use std::sync::{PoisonError, RwLock};
 
 use highwater_core::{
-    Backend, BlasKind, BlasOptions, CaptureMode, DataType, Epilogue, FillPattern, Gemm, GemmShape, PlanOptions,
+    Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm, GemmShape,
+    PlanOptions, Transport,
 };
 
 use crate::attempts::{Attempt, attempts};
@@ -232,9 +233,17 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
     // An event that was recorded outside makes nobody join.
     joined.record(&outside)?;
     joined.synchronize()?;
+    let (apart, beside) = (Stream::new(backend)?, Stream::new(backend)?);
     let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
     stream.set(x.all(), NEW)?;
     check!(!backend.is_capturing(joined.id())?, "a stream has joined a capture before it waited");
+    // Nor does one that is recorded meanwhile by a stream that takes no part.
+    apart.record(&outside)?;
+    beside.wait(&outside)?;
+    check!(
+        !backend.is_capturing(beside.id())?,
+        "a stream joined a capture by an event that was recorded outside of it"
+    );
     stream.record(&fork)?;
     joined.wait(&fork)?;
     check!(backend.is_capturing(joined.id())?, "a stream that waits for an event of a capture does not take part");
@@ -261,7 +270,7 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
 // -------------------------------------------------------------------------------------------------------- undisturbed
 
 /// Everything that must not disturb a capture, except handles.
-fn disturb(backend: &dyn Backend, recorded_before: &Event<'_>) -> CaseResult {
+fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     let block = Block::new(backend, 5000)?;
     let pinned = Pinned::new(backend, 5000)?;
     drop((block, pinned));
@@ -271,23 +280,53 @@ fn disturb(backend: &dyn Backend, recorded_before: &Event<'_>) -> CaseResult {
     let event = Event::new(backend)?;
     check!(event.query()?.is_complete(), "an event that was never recorded is pending during a capture");
     drop(event);
-    check!(recorded_before.query()?.is_complete(), "an event that was reached before a capture is pending during it");
+    let Outside { stream, reached } = outside;
+    check!(reached.query()?.is_complete(), "an event that was reached before a capture is pending during it");
+    reached.synchronize()?;
+    let event = Event::new(backend)?;
+    stream.record(&event)?;
+    stream.synchronize()?;
+    check!(stream.query()?.is_complete(), "a stream that takes no part is pending after it was synchronised");
+    event.synchronize()?;
+    check!(
+        event.query()?.is_complete(),
+        "an event of a stream that takes no part is pending after it was synchronised"
+    );
+    share(backend)
+}
+
+/// Exports memory that other processes can open, where there is such.
+fn share(backend: &dyn Backend) -> CaseResult {
+    let capabilities = backend.capabilities(DEVICE)?;
+    for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
+        if capabilities.shareable_memory && capabilities.ipc_transports.contains(transport) {
+            let block = Block::with_kind(backend, DEVICE, 5000, DeviceMemoryKind::Shareable(transport))?;
+            block.export(transport)?;
+        }
+    }
     Ok(())
+}
+
+/// What was there before a capture and takes no part.
+struct Outside<'b> {
+    stream: Stream<'b>,
+    reached: Event<'b>,
 }
 
 /// Captures in each mode, disturbs in the middle, and checks that nothing was lost.
 fn undisturbed(
     backend: &dyn Backend,
-    disturb: impl Fn(&Event<'_>) -> Result<Option<Box<dyn highwater_core::BlasHandle>>, Failure>,
+    disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_core::BlasHandle>>, Failure>,
 ) -> CaseResult {
     for mode in MODES {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
-        let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
-        stream.record(&before)?;
+        let stream = Stream::new(backend)?;
+        let outside = Outside { stream: Stream::new(backend)?, reached: Event::new(backend)? };
+        stream.record(&outside.reached)?;
         stream.synchronize()?;
         let capture = Capture::begin(&stream, mode)?;
         stream.set(x.all(), NEW)?;
-        let kept = disturb(&before)?;
+        let kept = disturb(&outside)?;
         check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by something that is no part of it");
         stream.copy(y.all(), x.all())?;
         let graph = capture.end(&[&x, &y]);
@@ -303,13 +342,13 @@ fn undisturbed(
 }
 
 fn is_not_disturbed_by_memory_and_events(backend: &dyn Backend) -> CaseResult {
-    undisturbed(backend, |before| disturb(backend, before).map(|()| None))
+    undisturbed(backend, |outside| disturb(backend, outside).map(|()| None))
 }
 
 fn is_not_disturbed_by_another_thread(backend: &dyn Backend) -> CaseResult {
-    undisturbed(backend, |before| {
+    undisturbed(backend, |outside| {
         std::thread::scope(|scope| {
-            let other = scope.spawn(|| disturb(backend, before));
+            let other = scope.spawn(|| disturb(backend, outside));
             other.join().map_err(|_| Failure::new("a thread panicked"))?
         })?;
         Ok(None)

@@ -175,14 +175,19 @@ fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
     attempts("a copy waits for the work before it", |helpings| {
         let block = Block::filled(backend, 4096, 0)?;
         let (new, seen) = (Pinned::holding(backend, &[1; 4096])?, Pinned::holding(backend, &[9; 4096])?);
+        let (earlier, later) = (Block::filled(backend, 4096, 8)?, Block::filled(backend, 4096, 8)?);
         let stream = Stream::new(backend)?;
         busy.enqueue(&stream, helpings)?;
         stream.copy(seen.all(), block.all())?;
+        stream.copy(earlier.all(), block.all())?;
         stream.copy(block.all(), new.all())?;
+        stream.copy(later.all(), block.all())?;
         let pending = stream.is_pending()?;
         stream.synchronize()?;
         check!(seen.read()? == [0; 4096], "a copy to the device overtook a copy to the host before it");
         check!(block.read()? == [1; 4096], "a copy to the device did not arrive");
+        check!(earlier.read()? == [0; 4096], "a copy on the device was overtaken by a copy to its source");
+        check!(later.read()? == [1; 4096], "a copy on the device overtook the copy that writes its source");
         Ok(Attempt::seen(pending))
     })
 }

@@ -101,7 +101,7 @@ fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
 fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
     let (up, down) = (Busy::new(backend, DEVICE, Direction::ToDevice)?, Busy::new(backend, DEVICE, Direction::ToHost)?);
     // Work that a queue does not take holds the call up while the other stream goes on, so only the stream that got its work
-    // last is sure to have some left. Each is the last once.
+    // last is sure to have some left. Each is the last once, and has more to do then: to wait for the other is not enough.
     for right_is_last in [true, false] {
         attempts("the producer that got its work last was done before the consumer had its own", |helpings| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -111,10 +111,10 @@ fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
             let work = helpings * PRODUCED;
             if right_is_last {
                 up.enqueue(&left, work)?;
-                down.enqueue(&right, work)?;
+                down.enqueue(&right, 2 * work)?;
             } else {
                 down.enqueue(&right, work)?;
-                up.enqueue(&left, work)?;
+                up.enqueue(&left, 2 * work)?;
             }
             left.set(shared.span(0..BYTES / 2), NEW)?;
             right.set(shared.span(BYTES / 2..BYTES), NEW)?;

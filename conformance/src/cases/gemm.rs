@@ -39,6 +39,7 @@ cases! {
     ignores_the_old_c_with_beta_zero_f16: ["gemm.beta-zero"] needs [needs::has::gemm_f16];
     ignores_the_old_c_with_beta_zero_bf16: ["gemm.beta-zero"] needs [needs::has::gemm_bf16];
     ignores_the_factors_with_alpha_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
+    ignores_the_factors_with_alpha_zero_f64: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f64];
     ignores_the_factors_with_alpha_zero_f16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f16];
     ignores_the_factors_with_alpha_zero_bf16: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_bf16];
     ignores_the_factors_with_k_zero: ["gemm.alpha-zero", "gemm.beta"] needs [needs::has::gemm_f32];
@@ -204,7 +205,9 @@ fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
 
 fn transposes(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     let types = types.into();
-    let shapes = [(17, 9, 33), (4, 64, 8), (65, 3, 20)].map(|(m, n, k)| types.shape(m, n, k));
+    // Square factors too: where a matrix may be taken for its transpose, only the values show it.
+    let sizes = [(17, 9, 33), (4, 64, 8), (65, 3, 20), (24, 24, 24), (20, 7, 20), (7, 20, 20)];
+    let shapes = sizes.map(|(m, n, k)| types.shape(m, n, k));
     prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
 }
 
@@ -306,6 +309,10 @@ fn ignores_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseRe
 
 fn ignores_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
     ignores_the_factors(backend, DataType::F32)
+}
+
+fn ignores_the_factors_with_alpha_zero_f64(backend: &dyn Backend) -> CaseResult {
+    ignores_the_factors(backend, DataType::F64)
 }
 
 fn ignores_the_factors_with_alpha_zero_f16(backend: &dyn Backend) -> CaseResult {

@@ -1,9 +1,9 @@
 //! Who the backend is, and what its devices are.
 
-use highwater_core::Backend;
+use highwater_core::{Backend, CaptureMode};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
-use crate::device::{DEVICE, Event, Stream};
+use crate::device::{Capture, DEVICE, Event, Stream};
 
 cases! {
     group "identity";
@@ -36,6 +36,24 @@ fn tags_every_id(backend: &dyn Backend) -> CaseResult {
         let (stream, event) = (Stream::on(backend, device)?, Event::on(backend, device)?);
         check_eq!((stream.id().tag(), stream.id().device()), (tag, device), "tag and device of a stream");
         check_eq!((event.id().tag(), event.id().device()), (tag, device), "tag and device of an event");
+        let capabilities = backend.capabilities(device)?;
+        if capabilities.capture {
+            let graph = Capture::begin(&stream, CaptureMode::Relaxed)?.end(&[])?;
+            let executable = graph.instantiate()?;
+            check_eq!((graph.id().tag(), graph.id().device()), (tag, device), "tag and device of a graph");
+            let id = executable.id();
+            check_eq!((id.tag(), id.device()), (tag, device), "tag and device of an executable graph");
+        }
+        if capabilities.foreign_objects {
+            // SAFETY: the owners outlive their wrappers, which are dropped at the end of the block.
+            let (stream, event) = unsafe {
+                let (raw_stream, raw_event) = (backend.raw_stream(stream.id())?, backend.raw_event(event.id())?);
+                let stream = Stream::adopted(backend, backend.stream_from_raw(device, raw_stream)?);
+                (stream, Event::adopted(backend, backend.event_from_raw(device, raw_event)?))
+            };
+            check_eq!((stream.id().tag(), stream.id().device()), (tag, device), "tag and device of a wrapped stream");
+            check_eq!((event.id().tag(), event.id().device()), (tag, device), "tag and device of a wrapped event");
+        }
     }
     Ok(())
 }

@@ -99,7 +99,7 @@ fn foreign_ids_are_refused(backend: &dyn Backend) -> CaseResult {
 }
 
 /// An id that the backend did not issue.
-pub(super) fn forge<I: ObjectId>(parts: IdParts) -> I {
+pub(crate) fn forge<I: ObjectId>(parts: IdParts) -> I {
     // SAFETY: the suite has the backend to itself; no runtime is made for it, so no id is kept from the cases.
     unsafe { I::from_parts(parts) }
 }

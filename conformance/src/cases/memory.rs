@@ -215,8 +215,9 @@ fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult
     let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
     attempts("stream-ordered allocation or free waits for the stream", |helpings| {
         let result = Block::filled(backend, BYTES, 0)?;
-        let stream = Stream::new(backend)?;
+        let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
         let first = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         stream.set(first.all(), 1)?;
         stream.copy(result.all(), first.all())?;
@@ -225,7 +226,7 @@ fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult
         let second = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         stream.set(second.all(), 2)?;
         second.free_in_order()?;
-        let pending = stream.is_pending()?;
+        let pending = before.is_pending()?;
         stream.synchronize()?;
         check!(result.read()? == [1; BYTES], "a block was given to somebody else before the work before its free");
         Ok(Attempt::seen(pending))

@@ -1,5 +1,6 @@
 //! The cases, one file for each part of the traits.
 
+mod arithmetic;
 mod blas;
 mod capture;
 mod concurrency;
@@ -19,6 +20,8 @@ mod streams;
 
 use crate::case::Case;
 
+pub(crate) use ids::forge;
+
 /// The groups in the order of a run: what later ones lean on comes first.
 const GROUPS: &[&[Case]] = &[
     identity::CASES,
@@ -30,6 +33,7 @@ const GROUPS: &[&[Case]] = &[
     streams::CASES,
     events::CASES,
     gemm::CASES,
+    arithmetic::CASES,
     blas::CASES,
     plans::CASES,
     capture::CASES,

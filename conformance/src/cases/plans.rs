@@ -9,7 +9,7 @@ use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
-use crate::matrix::{Product, Types};
+use crate::matrix::{GUARD_BYTES, Product, Types};
 
 cases! {
     group "plans";
@@ -119,7 +119,11 @@ fn write_elsewhere(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult
     let plan = handle.raw_mut().create_plan(&options)?;
     let mut placed = product.place(backend)?;
     let before = placed.c.read()?;
-    let mut other = Block::holding(backend, &before)?;
+    // Other elements than C's, between the same guards: a plan that adds them in place of C's is found out.
+    let mut elements = before.clone();
+    let end = elements.len() - GUARD_BYTES;
+    elements[GUARD_BYTES..end].fill(0x3c);
+    let mut other = Block::holding(backend, &elements)?;
     let scale = (product.alpha, product.beta);
     handle.run_plan(plan, &product.shape, scale, placed.operands(), Some(&other), None)?;
     stream.synchronize()?;

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
+use highwater_core::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
 use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
-use crate::device::{Block, DEVICE, Event, Mapping, Stream};
+use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
 
@@ -43,6 +43,9 @@ cases! {
     handles_without_their_descriptor_are_refused: ["ipc.open-checked"]
         needs [needs::has::shareable_memory, needs::DESCRIPTORS];
     open_memory_counts: ["backend.live-objects"] needs [needs::has::shareable_memory];
+    descriptors_of_handles_count: ["backend.live-objects"] needs [needs::has::shareable_memory, needs::DESCRIPTORS];
+    opening_and_closing_do_not_disturb_captures: ["capture.undisturbed"]
+        needs [needs::has::shareable_memory, needs::has::capture, needs::has::create_during_capture];
     only_interprocess_events_are_exported: ["ipc.export-event"] needs [needs::has::interprocess_events];
     opened_events_order_the_importer: ["ipc.event-orders", "event.wait-orders"]
         needs [needs::has::interprocess_events, needs::has::shareable_memory];
@@ -509,6 +512,41 @@ fn open_memory_counts(backend: &dyn Backend, launcher: &Launcher) -> CaseResult 
         mapping.close()?;
         drop(handle);
         check_eq!(backend.live_objects(), before, "live objects after the last close");
+        Ok(peer.free(there)??)
+    })
+}
+
+fn descriptors_of_handles_count(backend: &dyn Backend, _: &Launcher) -> CaseResult {
+    let block = shareable(backend, BYTES, Transport::Descriptor)?;
+    let before = backend.live_objects();
+    let (first, second) = (block.export(Transport::Descriptor)?, block.export(Transport::Descriptor)?);
+    check_eq!(backend.live_objects().descriptors, before.descriptors + 2, "live descriptors with two handles");
+    drop(first);
+    check_eq!(backend.live_objects().descriptors, before.descriptors + 1, "live descriptors with one of two handles");
+    drop(second);
+    check_eq!(backend.live_objects(), before, "live objects after the last handle was dropped");
+    Ok(())
+}
+
+fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
+    with_each_transport(backend, launcher, |transport, peer| {
+        let there = peer.allocate(BYTES, transport)??;
+        let handle = peer.export(there, transport)??;
+        for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+            let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
+            let capture = Capture::begin(&stream, mode)?;
+            stream.set(block.span(0..BYTES / 2), NEW)?;
+            // Closed without a wait: nothing has used the mapping.
+            Mapping::open(backend, DEVICE, &handle)?.close()?;
+            check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
+            stream.set(block.span(BYTES / 2..BYTES), NEW)?;
+            let graph = capture.end(&[&block]);
+            check!(graph.is_ok(), "a capture ({mode:?}) was lost by opening memory: {:?}", graph.err());
+            graph?.instantiate()?.launch(&stream)?;
+            stream.synchronize()?;
+            check!(block.read()? == [NEW; BYTES], "a capture ({mode:?}) in which memory was opened is not whole");
+        }
+        drop(handle);
         Ok(peer.free(there)??)
     })
 }

@@ -16,6 +16,7 @@ cases! {
     records_and_waits_return_at_once: ["stream.asynchronous"];
     do_not_wait_for_each_other: ["stream.independent"];
     query_follows_the_work: ["stream.query"];
+    query_ignores_other_streams: ["stream.query", "stream.independent"];
     fresh_streams_are_complete: ["stream.query"];
     synchronize_shows_the_effects: ["stream.synchronize"];
     synchronize_waits_for_its_own_stream: ["stream.synchronize", "stream.independent"];
@@ -174,6 +175,19 @@ fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
     })
 }
 
+fn query_ignores_other_streams(backend: &dyn Backend) -> CaseResult {
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
+    attempts("a stream without work is pending while another has some", |helpings| {
+        busy.enqueue(&occupied, helpings)?;
+        let complete = idle.query()?.is_complete();
+        let outstanding = occupied.is_pending()?;
+        occupied.synchronize()?;
+        check!(complete || !outstanding, "a stream that was given no work is pending, as another one of the device is");
+        Ok(Attempt::seen(outstanding))
+    })
+}
+
 fn fresh_streams_are_complete(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;
@@ -218,21 +232,24 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
             (Busy::new(backend, device, Direction::ToDevice)?, Busy::new(backend, device, Direction::ToHost)?);
         let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let block = Block::on(backend, device, BYTES)?;
-        attempts("no stream was pending before the device was synchronised", |helpings| {
-            let pinned = Pinned::holding(backend, &[0; BYTES])?;
-            up.enqueue(&first, helpings)?;
-            down.enqueue(&second, helpings)?;
-            first.set(block.all(), 6)?;
-            first.copy(pinned.all(), block.all())?;
-            let pending = first.is_pending()? && second.is_pending()?;
-            backend.synchronize_device(device)?;
-            // SAFETY: the device was synchronised; that this means what it says is what the case shows.
-            let got = unsafe { pinned.read_now() };
-            check!(got == [6; BYTES], "the CPU does not see what a device did that was synchronised");
-            check!(first.query()?.is_complete(), "a stream is pending after its device was synchronised");
-            check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronised");
-            Ok(Attempt::seen(pending))
-        })?;
+        // Each stream has more to do than the other once, so that to wait for one of them is not enough.
+        for (of_first, of_second) in [(2, 1), (1, 2)] {
+            attempts("no stream was pending before the device was synchronised", |helpings| {
+                let pinned = Pinned::holding(backend, &[0; BYTES])?;
+                up.enqueue(&first, helpings * of_first)?;
+                down.enqueue(&second, helpings * of_second)?;
+                first.set(block.all(), 6)?;
+                first.copy(pinned.all(), block.all())?;
+                let pending = first.is_pending()? && second.is_pending()?;
+                backend.synchronize_device(device)?;
+                // SAFETY: the device was synchronised; that this means what it says is what the case shows.
+                let got = unsafe { pinned.read_now() };
+                check!(got == [6; BYTES], "the CPU does not see what a device did that was synchronised");
+                check!(first.query()?.is_complete(), "a stream is pending after its device was synchronised");
+                check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronised");
+                Ok(Attempt::seen(pending))
+            })?;
+        }
     }
     Ok(())
 }

@@ -38,7 +38,10 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
     let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
-    let begun = if begin.code == Command::Begin.code() { open() } else { Err(confused("it was not told to begin")) };
+    let begun = match begin.code == Command::Begin.code() {
+        true => open().and_then(crate::saboteurs::as_in_the_first_process),
+        false => Err(confused("it was not told to begin")),
+    };
     let backend = match begun {
         Ok(backend) => backend,
         Err(error) => {

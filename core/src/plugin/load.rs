@@ -312,7 +312,7 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     let file = file.canonicalize().map_err(|error| unread(&error))?;
     let metadata = file.metadata().map_err(|error| unread(&error))?;
     let other = |what: &str| {
-        let hint = "name the plugin's shared library, which ends in .so";
+        let hint = "name the plugin's shared library, or install it again, built for this machine";
         Refusal::new(Stage::Platform, ErrorKind::LibraryMissing, format!("{shown}: {what}"), hint)
     };
     // Before it is opened: a pipe would wait for somebody to write.

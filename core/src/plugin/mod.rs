@@ -20,8 +20,8 @@
 //! # The table
 //! - Integers of fixed width, doubles, pointers, texts of fixed room and nullable functions cross, and nothing else. Every value
 //!   that comes over is read as a number and checked, on both sides.
-//! - Every struct begins with its size. A shorter one means zeros for the rest, a longer one is accepted where it is zero
-//!   behind what the reader knows. Structs and the table only ever grow at the end.
+//! - Every struct behind a pointer begins with its size. A shorter one means zeros for the rest, a longer one is accepted
+//!   where it is zero behind what the reader knows. Structs and the table only ever grow at the end.
 //! - Both sides name the versions that they have, and the highest common one is used.
 //! - A slot that is null or past the end of the table is an operation that the plugin does not support. Slots are in groups
 //!   (required, timing, foreign, host, register, blas, lt, capture, ipc) of which a table has all or none; abilities that a

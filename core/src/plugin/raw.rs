@@ -1,7 +1,7 @@
 //! What crosses the table: C structs of fixed-width integers, doubles, pointers and texts of fixed room.
 //!
-//! Every struct begins with its size in bytes, as `uint64_t`, but for [`RawId`], which never grows. Fields are only ever added at
-//! the end. Each struct carries a description of itself, from which the header and the layout test are made.
+//! Every struct that is handed over by a pointer begins with its size in bytes, as `uint64_t`; [`RawId`], [`RawLocation`] and
+//! [`RawGemmShape`] stand inside of others, have none, and never grow. Fields are only ever added at the end. Each struct carries a description of itself, from which the header and the layout test are made.
 
 use std::ffi::{c_char, c_void};
 use std::mem::MaybeUninit;

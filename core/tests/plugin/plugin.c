@@ -19,7 +19,6 @@ enum {
     VERSIONS_CROSSED, VERSIONS_ABOVE, VERSIONS_ZERO, OPEN_NULL, TABLE_CALL_NULL,
     TABLE_NULL, TABLE_MISALIGNED, TABLE_SIZE_ZERO, TABLE_SIZE_SMALL, TABLE_SIZE_HUGE, TABLE_SIZE_ODD,
     TABLE_EMPTY, SLOT_REQUIRED_NULL, SLOT_CAPTURE_NULL, SLOT_BLAS_NULL, SLOT_HOST_NULL,
-    CONSTRUCTOR_HANGS, CONSTRUCTOR_CRASHES, CONSTRUCTOR_EXITS,
     /* ---- met when its backend is opened */
     OPEN_UNKNOWN_CODE, OPEN_NO_BACKEND, OPEN_ENDLESS_TEXT, OPEN_PANICS, OPEN_NO_UTF8,
     NO_DEVICE, TOO_MANY_DEVICES, IDENTITY_ENDLESS, IDENTITY_NAMELESS, IDENTITY_FLAG, IDENTITY_VERSIONS, IDENTITY_TOO_LARGE,
@@ -354,14 +353,6 @@ static int32_t open_backend(const hw_open *request, hw_backend **backend, hw_err
 #ifdef WRONG_UNRESOLVED
 void hw_test_no_such_function(void);
 EXPORT void hw_test_caller(void) { hw_test_no_such_function(); }
-#endif
-
-#ifdef WRONG_CONSTRUCTOR
-__attribute__((constructor)) static void construct(void) {
-    if (IS(CONSTRUCTOR_HANGS)) for (;;) sleep(1);
-    if (IS(CONSTRUCTOR_CRASHES)) abort();
-    if (IS(CONSTRUCTOR_EXITS)) _exit(0);
-}
 #endif
 
 #ifndef WRONG_NO_ENTRY

@@ -1,0 +1,155 @@
+//! Mistakes with streams, events and waits.
+
+use highwater_core::{Backend, Completion, Location, Result};
+
+use super::Bench;
+
+/// Copies on one stream what another stream writes, without any wait.
+pub fn missing_wait(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    bench.fill(block, producer)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// The copying stream waits for an event.
+pub fn missing_wait_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let filled = bench.event()?;
+    bench.fill(block, producer)?;
+    bench.record(filled, producer)?;
+    bench.wait(consumer, filled)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Records the event before the work that is to be waited for.
+pub fn recorded_too_early(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let filled = bench.event()?;
+    bench.record(filled, producer)?;
+    bench.fill(block, producer)?;
+    bench.wait(consumer, filled)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// The event comes after the work.
+pub fn recorded_too_early_corrected(bench: &Bench) -> Result<()> {
+    missing_wait_corrected(bench)
+}
+
+/// Expects a wait to follow a record that is made after it.
+pub fn recorded_again(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let event = bench.event()?;
+    bench.record(event, producer)?;
+    bench.wait(consumer, event)?;
+    bench.fill(block, producer)?;
+    bench.record(event, producer)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Waits again after the second record.
+pub fn recorded_again_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let event = bench.event()?;
+    bench.record(event, producer)?;
+    bench.wait(consumer, event)?;
+    bench.fill(block, producer)?;
+    bench.record(event, producer)?;
+    bench.wait(consumer, event)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Waits for an event that was never recorded, which is no wait at all.
+pub fn never_recorded(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let filled = bench.event()?;
+    bench.fill(block, producer)?;
+    bench.wait(consumer, filled)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Records the event first, and lets the host wait for it.
+pub fn never_recorded_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let filled = bench.event()?;
+    bench.fill(block, producer)?;
+    bench.record(filled, producer)?;
+    bench.gpu.synchronize_event(filled)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Has the stream wait that produces, not the one that consumes.
+pub fn wrong_stream_waits(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let filled = bench.event()?;
+    bench.fill(block, producer)?;
+    bench.record(filled, producer)?;
+    bench.wait(producer, filled)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// A third stream waits for the producer, and the consumer for the third.
+pub fn wrong_stream_waits_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    let (between, filled, passed_on) = (bench.stream(0)?, bench.event()?, bench.event()?);
+    bench.fill(block, producer)?;
+    bench.record(filled, producer)?;
+    bench.wait(between, filled)?;
+    bench.record(passed_on, between)?;
+    bench.wait(consumer, passed_on)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Lets the host wait for another stream than the one that produces.
+pub fn wrong_stream_synchronized(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    bench.fill(block, producer)?;
+    bench.gpu.synchronize_stream(consumer)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Waits for the stream that produces.
+pub fn wrong_stream_synchronized_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    bench.fill(block, producer)?;
+    bench.gpu.synchronize_stream(producer)?;
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Asks whether the work is done, and goes on although it is not.
+pub fn pending_taken_as_done(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    loop {
+        bench.fill(block, producer)?;
+        if bench.gpu.query_stream(producer)? == Completion::Pending {
+            return bench.copy(Location::Host(host), block, consumer);
+        }
+    }
+}
+
+/// Asks until the work is done.
+pub fn pending_taken_as_done_corrected(bench: &Bench) -> Result<()> {
+    let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
+    bench.fill(block, producer)?;
+    while bench.gpu.query_stream(producer)? == Completion::Pending {}
+    bench.copy(Location::Host(host), block, consumer)
+}
+
+/// Copies from one device to another on a stream of the other, while a stream of the first still writes.
+pub fn cross_device_copy(bench: &Bench) -> Result<()> {
+    let (producer, consumer) = (bench.stream(0)?, bench.stream(1)?);
+    let (from, to) = (bench.block(0)?, bench.block(1)?);
+    bench.fill(from, producer)?;
+    bench.gpu.synchronize_device(1)?;
+    bench.copy(to, from, consumer)
+}
+
+/// The stream of the other device waits for an event of the first.
+pub fn cross_device_copy_corrected(bench: &Bench) -> Result<()> {
+    let (producer, consumer) = (bench.stream(0)?, bench.stream(1)?);
+    let (from, to, filled) = (bench.block(0)?, bench.block(1)?, bench.event()?);
+    bench.fill(from, producer)?;
+    bench.record(filled, producer)?;
+    bench.wait(consumer, filled)?;
+    bench.copy(to, from, consumer)
+}

@@ -1,0 +1,241 @@
+//! What a user reads of a race.
+
+use std::fmt;
+use std::sync::Arc;
+
+use highwater_core::StreamId;
+
+use crate::operation::Operation;
+use crate::races::shadow::Access;
+use crate::races::site::{Frame, Site, first_of_program};
+use crate::uses::{Range, Space};
+
+/// What is wrong between two operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RaceKind {
+    /// Both touch the same bytes, one of them writes, and nothing orders the two: neither a stream, nor an event, nor a wait
+    /// of the host.
+    Unordered,
+    /// The second uses memory that the first has freed.
+    AfterFree,
+    /// Two products on one stream came between each other's operations in one workspace: two threads called without taking
+    /// turns.
+    Interleaved,
+}
+
+/// Bytes of one memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Bytes {
+    /// The device by whose addresses the memory was reached; `None` for page-locked host memory.
+    pub device: Option<u32>,
+    /// The first byte.
+    pub address: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+impl From<Range> for Bytes {
+    fn from(range: Range) -> Self {
+        let device = match range.space {
+            Space::Host => None,
+            Space::Device(device) => Some(device),
+        };
+        Self { device, address: range.address, bytes: range.bytes }
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device, address, bytes } = *self;
+        let space = device.map_or(Space::Host, Space::Device);
+        write!(f, "{}", Range { space, address, bytes })
+    }
+}
+
+/// One of the two operations of a [`Race`].
+#[derive(Debug, Clone)]
+pub struct Place {
+    site: Arc<Site>,
+    range: Range,
+    writes: bool,
+    frees: bool,
+    is_graph: bool,
+    is_workspace: bool,
+}
+
+impl Place {
+    pub(crate) fn of(access: &Access, is_graph: bool) -> Self {
+        let Access { range, writes, frees, .. } = *access;
+        let is_workspace = access.product.is_some();
+        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, is_workspace }
+    }
+
+    /// The call of the backend; for an operation of a graph the launch.
+    #[must_use]
+    pub fn operation(&self) -> Operation {
+        self.site.origin.operation
+    }
+
+    /// Which call of that operation it was, from 1, as [`MockGpu::calls`](crate::MockGpu::calls) counts and the option `fail`
+    /// has it.
+    #[must_use]
+    pub fn call(&self) -> u64 {
+        self.site.origin.call
+    }
+
+    /// For an operation of a graph, the call that recorded it, and which one it was.
+    #[must_use]
+    pub fn recorded(&self) -> Option<(Operation, u64)> {
+        self.site.recorded.as_ref().map(|origin| (origin.operation, origin.call))
+    }
+
+    /// The stream; `None` for what the host does and for default streams.
+    #[must_use]
+    pub fn stream(&self) -> Option<StreamId> {
+        self.site.stream.and_then(|stream| stream.id)
+    }
+
+    /// Whether the operation writes the bytes, or gives them back.
+    #[must_use]
+    pub fn writes(&self) -> bool {
+        self.writes
+    }
+
+    /// From the first to the last byte that the operation touches there. A matrix with a leading dimension above its rows
+    /// leaves out some in between.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.range.into()
+    }
+
+    /// Whether the bytes are the workspace of a product, bound or the handle's own.
+    #[must_use]
+    pub fn is_workspace(&self) -> bool {
+        self.is_workspace
+    }
+
+    /// Name of the calling thread.
+    #[must_use]
+    pub fn thread(&self) -> &str {
+        &self.site.origin.thread
+    }
+
+    /// Who called, the innermost function first, without those of the mock and of the standard library. Without debug
+    /// information they have no locations.
+    #[must_use]
+    pub fn frames(&self) -> Vec<Frame> {
+        self.site.origin.frames()
+    }
+
+    /// Who called when the operation was recorded, where a graph executes it.
+    #[must_use]
+    pub fn recorded_frames(&self) -> Vec<Frame> {
+        self.site.recorded.as_ref().map_or_else(Vec::new, |origin| origin.frames())
+    }
+
+    /// `FILE:LINE:COLUMN` of the call in the program, outside of Highwater, where debug information tells it.
+    #[must_use]
+    pub fn location(&self) -> Option<String> {
+        first_of_program(&self.frames()).and_then(|frame| frame.location.clone())
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let origin = &self.site.origin;
+        write!(f, "`{}` (call {})", origin.operation, origin.call)?;
+        if let Some((operation, call)) = self.recorded() {
+            write!(f, ", where the `{operation}` of call {call}")?;
+        }
+        let verb = match (self.frees, self.writes) {
+            (true, _) => "gives back",
+            (_, true) => "writes",
+            _ => "reads",
+        };
+        if self.is_graph {
+            f.write_str(" executes the graph")?;
+        } else {
+            let what = if self.is_workspace { " (its workspace)" } else { "" };
+            write!(f, " {verb} {}{what}", self.bytes())?;
+        }
+        match &self.site.stream {
+            Some(stream) if self.site.in_capture => write!(f, ", recorded on {stream}")?,
+            Some(stream) => write!(f, ", on {stream}")?,
+            None => f.write_str(", at once")?,
+        }
+        write!(f, ", called by thread `{}`", origin.thread)?;
+        let show = |f: &mut fmt::Formatter<'_>, frames: Vec<Frame>| {
+            frames.iter().try_for_each(|frame| write!(f, "\n      {frame}"))
+        };
+        show(f, self.frames())?;
+        if self.site.recorded.is_some() {
+            f.write_str("\n    recorded by")?;
+            show(f, self.recorded_frames())?;
+        }
+        Ok(())
+    }
+}
+
+/// Two operations that spoil each other, as [`MockGpu::races`](crate::MockGpu::races) tells it. Its `Display` shows both
+/// places in full.
+#[derive(Debug, Clone)]
+pub struct Race {
+    pub(crate) kind: RaceKind,
+    pub(crate) first: Place,
+    pub(crate) second: Place,
+    pub(crate) overlap: Range,
+}
+
+impl Race {
+    /// What is wrong.
+    #[must_use]
+    pub fn kind(&self) -> RaceKind {
+        self.kind
+    }
+
+    /// The operation that was called earlier.
+    #[must_use]
+    pub fn first(&self) -> &Place {
+        &self.first
+    }
+
+    /// The operation that was called later.
+    #[must_use]
+    pub fn second(&self) -> &Place {
+        &self.second
+    }
+
+    /// The first bytes without a gap that both touch, by the addresses of the second.
+    #[must_use]
+    pub fn overlap(&self) -> Bytes {
+        self.overlap.into()
+    }
+}
+
+impl fmt::Display for Race {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = if self.second.is_graph { "the executable graph".to_owned() } else { self.overlap().to_string() };
+        let (first, second) = (self.first.operation(), self.second.operation());
+        match self.kind {
+            RaceKind::Unordered => writeln!(f, "race: nothing orders `{first}` and `{second}`, which both use {what}")?,
+            RaceKind::AfterFree => writeln!(f, "race: `{second}` uses {what}, which `{first}` has given back")?,
+            RaceKind::Interleaved => {
+                writeln!(f, "race: `{first}` and `{second}` use {what} as a workspace at the same time")?;
+            }
+        }
+        writeln!(f, "  1. {}\n  2. {}", self.first, self.second)?;
+        f.write_str(match self.kind {
+            RaceKind::Unordered if self.second.site.stream.is_none() => {
+                "  hint: before the second, wait for the stream of the first, or for an event recorded after it"
+            }
+            RaceKind::Unordered => {
+                "  hint: record an event after the first and have the stream of the second wait for it, or have the host \
+                 wait in between"
+            }
+            RaceKind::AfterFree => "  hint: keep the memory as long as a graph that uses it is launched",
+            RaceKind::Interleaved => "  hint: let one thread at a time make calls of products on a stream, or give each a workspace",
+        })
+    }
+}

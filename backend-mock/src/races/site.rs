@@ -1,0 +1,221 @@
+//! Where an operation comes from: which call of the backend, on which thread, and from which place of the program.
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use highwater_core::StreamId;
+
+use crate::operation::Operation;
+
+/// A call of the backend.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    /// Counts the calls that the finder has seen.
+    pub(crate) serial: u64,
+    pub(crate) operation: Operation,
+    /// Which call of that operation.
+    pub(crate) call: u64,
+    pub(crate) thread: String,
+    pub(crate) backtrace: Option<Backtrace>,
+}
+
+/// The stream that an operation runs on, as messages name it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OnStream {
+    pub(crate) id: Option<StreamId>,
+    pub(crate) is_legacy: bool,
+    pub(crate) device: u32,
+}
+
+impl fmt::Display for OnStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.id {
+            Some(id) => write!(f, "{id:?}"),
+            None if self.is_legacy => write!(f, "the legacy default stream of device {}", self.device),
+            None => write!(f, "the default stream of a thread on device {}", self.device),
+        }
+    }
+}
+
+/// Where an operation comes from.
+#[derive(Debug)]
+pub(crate) struct Site {
+    pub(crate) origin: Arc<Origin>,
+    /// `None` for what the host does.
+    pub(crate) stream: Option<OnStream>,
+    /// For an operation of a graph, the call that recorded it; `origin` is the launch.
+    pub(crate) recorded: Option<Arc<Origin>>,
+    /// Whether it is recorded and not executed.
+    pub(crate) in_capture: bool,
+}
+
+impl Site {
+    #[cfg(test)]
+    pub(crate) fn nowhere() -> Arc<Self> {
+        let thread = String::new();
+        let origin = Origin { serial: 0, operation: Operation::Copy, call: 0, thread, backtrace: None };
+        Arc::new(Self { origin: Arc::new(origin), stream: None, recorded: None, in_capture: false })
+    }
+}
+
+/// A function that was active when a call was made, as [`Place::frames`](super::Place::frames) gives it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Frame {
+    /// Its path.
+    pub function: String,
+    /// `FILE:LINE:COLUMN`, where the program was built with debug information.
+    pub location: Option<String>,
+}
+
+impl fmt::Display for Frame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.location {
+            Some(location) => write!(f, "{} at {location}", self.function),
+            None => f.write_str(&self.function),
+        }
+    }
+}
+
+impl Origin {
+    /// The callers, the innermost first, without this crate, the standard library and what starts threads and programs.
+    pub(crate) fn frames(&self) -> Vec<Frame> {
+        let here = std::env::current_dir().unwrap_or_default();
+        match &self.backtrace {
+            Some(backtrace) if backtrace.status() == BacktraceStatus::Captured => {
+                let mut frames = parse(&backtrace.to_string());
+                frames.retain(|frame| frame.is_callers(&here));
+                frames
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The frames of a printed backtrace: a line `NUMBER: FUNCTION`, without the number where it was inlined into the next, and
+/// perhaps a line `at FILE:LINE:COLUMN`.
+fn parse(printed: &str) -> Vec<Frame> {
+    let mut frames: Vec<Frame> = Vec::new();
+    for line in printed.lines().map(str::trim) {
+        if let Some(location) = line.strip_prefix("at ") {
+            if let Some(frame) = frames.last_mut() {
+                frame.location.get_or_insert_with(|| location.trim_start_matches("./").to_owned());
+            }
+            continue;
+        }
+        let function = match line.split_once(": ") {
+            Some((number, function)) if number.bytes().all(|digit| digit.is_ascii_digit()) => function,
+            _ => line,
+        };
+        frames.push(Frame { function: function.to_owned(), location: None });
+    }
+    frames
+}
+
+/// Where the sources of this crate lie.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
+
+impl Frame {
+    /// The path of the function; that of a trait's method begins with its type. What was inlined has a bare name.
+    fn path(&self) -> &str {
+        let path = self.function.trim_start_matches(['<', '&']);
+        let path = path.strip_prefix("mut ").unwrap_or(path);
+        path.strip_prefix("dyn ").unwrap_or(path)
+    }
+
+    /// The source file; a relative path is printed for those below the current directory.
+    fn file(&self, here: &Path) -> Option<PathBuf> {
+        self.location.as_ref().and_then(|location| location.split(':').next()).map(|file| here.join(file))
+    }
+
+    fn is_callers(&self, here: &Path) -> bool {
+        const OTHERS: [&str; 7] = ["std::", "core::", "alloc::", "test::", "highwater_mock::", "__rust", "<unknown>"];
+        const STARTERS: [&str; 9] = [
+            "main",
+            "_start",
+            "__libc_start_main",
+            "__libc_start_main_impl",
+            "__libc_start_call_main",
+            "start_thread",
+            "clone",
+            "clone3",
+            "__clone3",
+        ];
+        let file = self.file(here);
+        let is_in = |folder: &Path| file.as_ref().is_some_and(|file| file.starts_with(folder));
+        // The seeded mistakes of this crate are callers like any other.
+        let examples = Path::new(SOURCES).join("races/examples");
+        if is_in(&examples) && !is_in(&examples.join("mod.rs")) {
+            return true;
+        }
+        let path = self.path();
+        let starts = STARTERS.contains(&path) && (path != "main" || file.is_none());
+        let is_others = OTHERS.iter().any(|prefix| path.starts_with(prefix)) || is_in(Path::new(SOURCES));
+        !(path.is_empty() || starts || is_others || is_in(Path::new("/rustc")))
+    }
+
+    /// Whether the function is of `highwater-core`: in the same workspace, or in a registry.
+    fn is_of_core(&self, here: &Path) -> bool {
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(|folder| folder.join("core/src"));
+        let is_package = |part: &std::ffi::OsStr| part.to_string_lossy().starts_with("highwater-core-");
+        self.path().starts_with("highwater_core::")
+            || self.file(here).is_some_and(|file| {
+                workspace.is_some_and(|folder| file.starts_with(folder)) || file.iter().any(is_package)
+            })
+    }
+}
+
+/// The frame that a user looks for first: the innermost one of the program, not of the libraries of this project.
+pub(crate) fn first_of_program(frames: &[Frame]) -> Option<&Frame> {
+    let here = std::env::current_dir().unwrap_or_default();
+    frames.iter().find(|frame| !frame.is_of_core(&here)).or_else(|| frames.first())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PRINTED: &str = "   0: std::backtrace::Backtrace::create
+   1: highwater_mock::races::finder::Finder::origin
+             at ./backend-mock/src/races/finder.rs:50:9
+   2: enqueue
+             at WORKSPACE/backend-mock/src/stream.rs:700:13
+      <highwater_mock::gpu::MockGpu as highwater_core::backend::Backend>::copy
+             at ./backend-mock/src/gpu.rs:700:13
+   3: copy_part
+             at ./core/src/stream.rs:300:5
+      <highwater_core::stream::Stream>::copy
+             at /registry/highwater-core-0.1.0/src/stream.rs:310:5
+   4: my_program::upload::{{closure}}
+             at ./src/upload.rs:12:20
+      call_once<(), my_program::upload>
+             at /rustc/5980/library/core/src/ops/function.rs:250:5
+      main
+             at ./src/main.rs:5:1
+   5: <core::ops::function::FnOnce<()>>::call_once
+   6: main
+   7: __libc_start_main_impl
+   8: _start
+";
+
+    #[test]
+    fn only_the_frames_of_callers_are_kept_with_their_places() {
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mut frames = parse(&PRINTED.replace("WORKSPACE", workspace.to_str().unwrap()));
+        frames.retain(|frame| frame.is_callers(workspace));
+        let shown: Vec<_> = frames.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            shown,
+            [
+                "copy_part at core/src/stream.rs:300:5",
+                "<highwater_core::stream::Stream>::copy at /registry/highwater-core-0.1.0/src/stream.rs:310:5",
+                "my_program::upload::{{closure}} at src/upload.rs:12:20",
+                "main at src/main.rs:5:1",
+            ]
+        );
+        let of_core: Vec<_> = frames.iter().map(|frame| frame.is_of_core(workspace)).collect();
+        assert_eq!(of_core, [true, true, false, false]);
+    }
+}

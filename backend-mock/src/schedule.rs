@@ -1,0 +1,263 @@
+//! Deterministic schedules: which stream executes its next operation, and when, follows from a seed and the calls.
+//!
+//! There are no workers then. The streams that have work stand in a list, in the order in which they got it. Each call of
+//! the backend lets a drawn number of operations happen, one at a time, on the caller's thread; a wait lets as many
+//! happen as it takes, a query at times a few. Each operation is the next one of the stream of the highest priority among those
+//! that can go on. A stream draws its priority when it gets work, and now and then another one, so that one stream runs
+//! far ahead of the others as often as all of them run side by side. How much happens between waits is drawn once: some
+//! seeds leave all work to the waits, others do most of it at once.
+//!
+//! Nothing else is drawn and no clock is asked, so equal calls in equal order execute equal operations in equal order.
+//! Latencies of operations are left out. What has no call to be driven by would stand still for good (a program that
+//! watches memory, or another process that waits for an event), so after [`PATIENCE`] without a call the work goes on by
+//! itself; [`Schedule::unprompted`] counts what happened so. Records of events for other processes are executed by the call
+//! itself, as far as nothing holds them up.
+//!
+//! Code of the host (the simulated vendor libraries have it) is run by waits and queries only, and only where nothing else can
+//! go on, because a thread that makes a call may hold a lock that the code takes.
+//!
+//! Locks: the turn before a stream's queue before the list. Commands are executed under the turn.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, ReentrantMutex};
+
+use crate::operation::scramble;
+use crate::stream::Stream;
+
+/// How long work waits for a call before it goes on by itself.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a wait sleeps where another process, or code of the host, is to come first.
+const NAP: Duration = Duration::from_micros(200);
+
+#[derive(Debug)]
+pub(crate) struct Schedule {
+    /// Held by the thread that executes; again by what it executes.
+    turn: ReentrantMutex<()>,
+    ready: Mutex<Ready>,
+    /// Most operations that a call lets happen.
+    most: u64,
+    /// Grows with each call.
+    calls: AtomicU64,
+    unprompted: AtomicU64,
+    /// Set, and told, when the backend ends.
+    over: Mutex<bool>,
+    ended: Condvar,
+}
+
+#[derive(Debug)]
+struct Ready {
+    seed: u64,
+    draws: u64,
+    streams: Vec<(Arc<Stream>, u64)>,
+}
+
+impl Ready {
+    fn draw(&mut self) -> u64 {
+        self.draws += 1;
+        scramble(self.seed ^ scramble(self.draws))
+    }
+}
+
+impl Schedule {
+    pub(crate) fn new(seed: u64) -> Arc<Self> {
+        Arc::new(Self {
+            turn: ReentrantMutex::new(()),
+            ready: Mutex::new(Ready { seed, draws: 0, streams: Vec::new() }),
+            most: [0, 1, 2, 8][(scramble(seed) % 4) as usize],
+            calls: AtomicU64::new(0),
+            unprompted: AtomicU64::new(0),
+            over: Mutex::new(false),
+            ended: Condvar::new(),
+        })
+    }
+
+    /// Takes in a stream that has work from here on.
+    pub(crate) fn add(&self, stream: &Arc<Stream>) {
+        let mut ready = self.ready.lock();
+        let priority = ready.draw();
+        ready.streams.push((Arc::clone(stream), priority));
+    }
+
+    /// Leaves out a stream that has no work any more.
+    pub(crate) fn remove(&self, stream: &Stream) {
+        let mut ready = self.ready.lock();
+        let index = ready.streams.iter().position(|(other, _)| std::ptr::eq(&**other, stream));
+        let removed = index.map(|index| ready.streams.remove(index));
+        drop(ready);
+        drop(removed);
+    }
+
+    /// A call is made: some work happens before it.
+    pub(crate) fn call(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let portion = self.ready.lock().draw() % (self.most + 1);
+        self.go(portion, false);
+    }
+
+    /// Somebody asks how far the work is.
+    pub(crate) fn query(&self) {
+        let draw = self.ready.lock().draw();
+        // At times something, so that who asks again and again is told in the end.
+        self.go(if draw.is_multiple_of(2) { 0 } else { 1 + draw / 2 % 4 }, true);
+    }
+
+    fn go(&self, portion: u64, host_code_too: bool) {
+        for _ in 0..portion {
+            // While another thread executes, that is enough: it may run code that waits for a lock of this one.
+            let Some(_turn) = self.turn.try_lock() else { return };
+            if !self.step(host_code_too) {
+                return;
+            }
+        }
+    }
+
+    /// Lets happen what it takes.
+    pub(crate) fn wait(&self, is_done: impl Fn() -> bool) {
+        while !is_done() {
+            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
+            // What was executed meanwhile may have been all.
+            let is_stuck = !is_done() && !self.step(true);
+            drop(turn);
+            if is_stuck {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+
+    /// Lets happen what it takes, unless another process is to come first.
+    pub(crate) fn try_to_reach(&self, is_done: impl Fn() -> bool) {
+        let _turn = self.turn.lock();
+        while !is_done() && self.step(false) {}
+    }
+
+    /// Lets everything happen that was enqueued.
+    pub(crate) fn finish(&self) {
+        *self.over.lock() = true;
+        self.ended.notify_all();
+        self.wait(|| self.ready.lock().streams.is_empty());
+    }
+
+    /// Executes one operation, if there is a stream that can go on. To be called in turn.
+    fn step(&self, host_code_too: bool) -> bool {
+        let streams = self.ready.lock().streams.clone();
+        let best = |host_code_too: bool| {
+            let able = streams.iter().filter(|(stream, _)| stream.can_go_on(host_code_too));
+            able.max_by_key(|(_, priority)| *priority)
+        };
+        // Code of the host comes when nothing else can.
+        let Some((stream, _)) = best(false).or_else(|| if host_code_too { best(true) } else { None }) else {
+            return false;
+        };
+        let mut ready = self.ready.lock();
+        let draw = ready.draw();
+        if draw.is_multiple_of(4)
+            && let Some(entry) = ready.streams.iter_mut().find(|(other, _)| Arc::ptr_eq(other, stream))
+        {
+            entry.1 = scramble(draw);
+        }
+        drop(ready);
+        stream.execute_one(self)
+    }
+
+    /// How many operations happened without a call.
+    pub(crate) fn unprompted(&self) -> u64 {
+        self.unprompted.load(Ordering::Relaxed)
+    }
+
+    /// Starts the thread that lets work go on when nobody calls.
+    pub(crate) fn watch(self: &Arc<Self>, name: String) -> std::io::Result<()> {
+        let schedule = Arc::downgrade(self);
+        std::thread::Builder::new().name(name).spawn(move || watch(&schedule, PATIENCE)).map(|_| ())
+    }
+}
+
+fn watch(schedule: &Weak<Schedule>, patience: Duration) {
+    let (mut calls, mut since) = (0, Instant::now());
+    while let Some(schedule) = schedule.upgrade() {
+        let mut over = schedule.over.lock();
+        if !*over {
+            schedule.ended.wait_for(&mut over, patience / 10);
+        }
+        if *over {
+            return;
+        }
+        drop(over);
+        let now = schedule.calls.load(Ordering::Relaxed);
+        if now != calls || schedule.ready.lock().streams.is_empty() {
+            (calls, since) = (now, Instant::now());
+        } else if since.elapsed() >= patience {
+            while schedule.calls.load(Ordering::Relaxed) == calls {
+                let _turn = schedule.turn.lock();
+                if !schedule.step(true) {
+                    break;
+                }
+                if schedule.unprompted.fetch_add(1, Ordering::Relaxed) == 0 {
+                    tracing::warn!("nobody called for {patience:?}, so work went on outside of the schedule");
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+    use crate::engine::Engine;
+    use crate::operation::Operation;
+    use crate::stream::Command;
+
+    const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };
+
+    fn engine(schedule: &Arc<Schedule>) -> Arc<Engine> {
+        let devices = vec![Device::new(0, 1 << 20).unwrap()];
+        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), Some(Arc::clone(schedule)), None)
+    }
+
+    #[test]
+    fn work_goes_on_by_itself_when_nobody_calls_and_not_before() {
+        let schedule = Schedule::new(0);
+        let engine = engine(&schedule);
+        let stream = Stream::new(&engine, 0);
+        stream.enqueue(Operation::Fill, FILL).unwrap();
+        let watched = Arc::downgrade(&schedule);
+        let watcher = std::thread::spawn(move || watch(&watched, Duration::from_millis(20)));
+        let start = Instant::now();
+        while schedule.unprompted() == 0 {
+            assert!(start.elapsed() < Duration::from_secs(30), "the work stands still");
+            std::thread::yield_now();
+        }
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        assert!(schedule.ready.lock().streams.is_empty());
+        engine.stop();
+        watcher.join().unwrap();
+    }
+
+    #[test]
+    fn the_watcher_ends_with_a_schedule_that_was_never_used() {
+        let schedule = Schedule::new(0);
+        let watched = Arc::downgrade(&schedule);
+        let watcher = std::thread::spawn(move || watch(&watched, Duration::from_millis(20)));
+        drop(schedule);
+        watcher.join().unwrap();
+    }
+
+    #[test]
+    fn a_call_does_not_wait_for_a_thread_that_executes() {
+        let schedule = (0..).map(Schedule::new).find(|schedule| schedule.most == 8).unwrap();
+        let engine = engine(&schedule);
+        let stream = Stream::new(&engine, 0);
+        stream.enqueue(Operation::Fill, FILL).unwrap();
+        let turn = schedule.turn.lock();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..100).for_each(|_| schedule.call())).join().unwrap();
+        });
+        assert_eq!(schedule.ready.lock().streams.len(), 1);
+        drop(turn);
+        engine.stop();
+        assert!(schedule.ready.lock().streams.is_empty());
+    }
+}

@@ -1,0 +1,28 @@
+//! A backend of Highwater to begin with: the CPU as the device, its memory as device memory. `docs/write-a-backend.md`
+//! explains it, beside the same in C. What it lacks it says by its capabilities, and the traits' defaults answer `Unsupported`.
+//!
+//! - `backend`: the trait `Backend`, with the tables that issue ids and check them
+//! - `stream`: queues, and the threads that execute them
+//! - `memory`: blocks, and the trait `HostAllocator`
+//! - `product`: the trait `BlasHandle`
+
+mod backend;
+mod memory;
+mod product;
+mod stream;
+
+use std::sync::Arc;
+
+/// Opens the backend: another one each time.
+fn open() -> highwater_core::Result<Arc<backend::HostBackend>> {
+    highwater_core::exit::watch();
+    Ok(Arc::new(backend::HostBackend::new()))
+}
+
+highwater_core::export_backend! {
+    name: "example",
+    description: "The CPU as a device, in Rust",
+    vendor: "Highwater's examples",
+    version: env!("CARGO_PKG_VERSION"),
+    open: open,
+}

@@ -1,0 +1,274 @@
+//! What products come to, beyond shapes and values that are chosen with care: random ones, and what is no number.
+//!
+//! A random product that fails is described in full, and with it the seed of the run. The environment variable
+//! `HIGHWATER_CONFORMANCE_SEED` makes a run draw the same products again.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use highwater_core::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
+
+use crate::case::{CaseResult, Failure, cases, needs};
+use crate::device::{Block, DEVICE, Handle, Stream};
+use crate::matrix::{Operand, Product, Types};
+use crate::random::Random;
+
+cases! {
+    group "arithmetic";
+    random_products_are_right_f32: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
+        needs [needs::has::gemm_f32];
+    random_products_are_right_f64: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
+        needs [needs::has::gemm_f64];
+    random_products_are_right_f16: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
+        needs [needs::has::gemm_f16];
+    random_products_are_right_bf16: ["gemm.value", "gemm.transpose", "gemm.leading-dimension", "gemm.beta"]
+        needs [needs::has::gemm_bf16];
+    random_products_are_right_f16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    random_products_are_right_bf16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
+    random_plans_are_right_f32: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_f32, needs::has::lt_plans];
+    random_plans_are_right_f16: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_f16, needs::has::lt_plans];
+    random_plans_are_right_bf16: ["plan.value", "plan.epilogue"] needs [needs::has::gemm_bf16, needs::has::lt_plans];
+    what_is_no_number_goes_where_it_enters_f32: ["gemm.value"] needs [needs::has::gemm_f32];
+    what_is_no_number_goes_where_it_enters_f64: ["gemm.value"] needs [needs::has::gemm_f64];
+    what_is_no_number_goes_where_it_enters_f16: ["gemm.value"] needs [needs::has::gemm_f16];
+    what_is_no_number_goes_where_it_enters_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+    what_is_no_number_goes_where_it_enters_f16_to_f32: ["gemm.mixed", "gemm.value"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed];
+    infinity_goes_where_it_enters_f32: ["gemm.value"] needs [needs::has::gemm_f32];
+    infinity_goes_where_it_enters_f64: ["gemm.value"] needs [needs::has::gemm_f64];
+    infinity_goes_where_it_enters_f16: ["gemm.value"] needs [needs::has::gemm_f16];
+    infinity_goes_where_it_enters_bf16: ["gemm.value"] needs [needs::has::gemm_bf16];
+    empty_products_of_every_type_write_nothing: ["gemm.empty"];
+}
+
+/// The seed of the run.
+const SEED_VARIABLE: &str = "HIGHWATER_CONFORMANCE_SEED";
+
+/// The seed that was asked for, or one that differs from run to run.
+fn seed() -> Result<u64, Failure> {
+    match std::env::var(SEED_VARIABLE) {
+        Ok(text) => text
+            .parse()
+            .map_err(|_| Failure::new(format!("{SEED_VARIABLE} is `{text}`, expected a number below 2^64; unset it"))),
+        Err(_) => {
+            // A clock that stands before 1970 gives the same products each time.
+            let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            Ok(Random::new(since.as_nanos() as u64).next())
+        }
+    }
+}
+
+/// Runs products that are drawn from the seed of the run, which a failure names.
+fn with_seed(salt: u64, prove: impl FnOnce(&mut Random) -> CaseResult) -> CaseResult {
+    let seed = seed()?;
+    prove(&mut Random::new(seed ^ salt))
+        .map_err(|failure| failure.with_details(&format!("{SEED_VARIABLE}={seed} draws this product again")))
+}
+
+fn below(random: &mut Random, limit: usize) -> usize {
+    (random.next() % limit as u64) as usize
+}
+
+/// One of the values.
+fn one_of<T: Copy>(random: &mut Random, values: &[T]) -> T {
+    values[below(random, values.len())]
+}
+
+/// A shape with each factor transposed or not, with gaps or not, alone or in a batch.
+fn shape(random: &mut Random, types: Types, batched: bool) -> GemmShape {
+    // Small sizes often, and now and then one that is larger than what a kernel takes at once.
+    let mut size = || if random.next().is_multiple_of(6) { 1 + below(random, 150) } else { 1 + below(random, 40) };
+    let (m, n, k) = (size(), size(), size());
+    let mut shape = types.shape(m, n, k);
+    if random.next().is_multiple_of(2) {
+        shape = shape.with_transposed_a();
+    }
+    if random.next().is_multiple_of(2) {
+        shape = shape.with_transposed_b();
+    }
+    if random.next().is_multiple_of(2) {
+        let mut gap = || below(random, 9);
+        shape = shape.with_leading_dimensions(shape.lda + gap(), shape.ldb + gap(), shape.ldc + gap());
+    }
+    if batched && random.next().is_multiple_of(4) {
+        let one = shape.extents("conformance").expect("a drawn shape is valid");
+        let count = 1 + below(random, 4);
+        let (stride_a, stride_b) = (one.a + below(random, 20), one.b + below(random, 20));
+        shape = shape.with_batch(StridedBatch { count, stride_a, stride_b, stride_c: one.c + below(random, 20) });
+    }
+    shape
+}
+
+/// Factors that every type holds exactly, 0 and 1 often.
+fn scale(random: &mut Random) -> (f64, f64) {
+    const FACTORS: [f64; 8] = [0.0, 1.0, 1.0, -1.0, 0.5, 2.0, -1.25, 3.5];
+    let (alpha, beta) = (one_of(random, &FACTORS), one_of(random, &FACTORS));
+    (alpha, beta)
+}
+
+fn random_products(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    const PRODUCTS: usize = 24;
+    let types = types.into();
+    let batched = backend.capabilities(DEVICE)?.strided_batch;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    with_seed(0x9e_3779, |random| {
+        for _ in 0..PRODUCTS {
+            let (alpha, beta) = scale(random);
+            let mut product = Product::new(shape(random, types, batched), random.next()).with_scale(alpha, beta);
+            if beta == 0.0 {
+                product = product.with_nan_in_c();
+            }
+            if alpha == 0.0 {
+                product = product.with_nan_in_factors();
+            }
+            product.prove(backend, &mut handle, &stream)?;
+        }
+        Ok(())
+    })
+}
+
+fn random_products_are_right_f32(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, DataType::F32)
+}
+
+fn random_products_are_right_f64(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, DataType::F64)
+}
+
+fn random_products_are_right_f16(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, DataType::F16)
+}
+
+fn random_products_are_right_bf16(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, DataType::Bf16)
+}
+
+fn random_products_are_right_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, Types::to_f32(DataType::F16))
+}
+
+fn random_products_are_right_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    random_products(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn random_plans(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    const PLANS: usize = 16;
+    const WORKSPACE_BYTES: usize = 4 << 20;
+    const EPILOGUES: [Epilogue; 6] =
+        [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
+    let types = types.into();
+    let workspace = Block::new(backend, WORKSPACE_BYTES)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    handle.offer_workspace(&workspace, 0..WORKSPACE_BYTES)?;
+    with_seed(0x51_7cc1, |random| {
+        for _ in 0..PLANS {
+            let (alpha, beta) = scale(random);
+            let product = Product::new(shape(random, types, false), random.next())
+                .with_scale(alpha, beta)
+                .with_epilogue(one_of(random, &EPILOGUES));
+            let options = PlanOptions::new(product.shape, product.epilogue(), WORKSPACE_BYTES);
+            let plan = handle.raw_mut().create_plan(&options)?;
+            let placed = product.place(backend)?;
+            handle.run_plan(plan, &product.shape, (alpha, beta), placed.operands(), None, placed.bias.as_ref())?;
+            stream.synchronize()?;
+            handle.raw_mut().destroy_plan(plan)?;
+            placed.check(&product)?;
+        }
+        Ok(())
+    })
+}
+
+fn random_plans_are_right_f32(backend: &dyn Backend) -> CaseResult {
+    random_plans(backend, DataType::F32)
+}
+
+fn random_plans_are_right_f16(backend: &dyn Backend) -> CaseResult {
+    random_plans(backend, DataType::F16)
+}
+
+fn random_plans_are_right_bf16(backend: &dyn Backend) -> CaseResult {
+    random_plans(backend, DataType::Bf16)
+}
+
+/// Puts a value into single elements of A, B and C, one after the other and all at once, and checks every element of C:
+/// what the value enters, and what it does not.
+fn special(backend: &dyn Backend, types: impl Into<Types>, values: [f64; 2]) -> CaseResult {
+    let types = types.into();
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    let [first, second] = values;
+    let elements = [(Operand::A, 3, 2, first), (Operand::B, 1, 5, second), (Operand::C, 6, 7, first)];
+    let apart = elements.map(|element| vec![element]);
+    for elements in apart.into_iter().chain([elements.to_vec()]) {
+        for (m, n, k) in [(20, 17, 9), (65, 40, 33)] {
+            let shape = types.shape(m, n, k);
+            for shape in [shape, shape.with_transposed_a(), shape.with_transposed_b()] {
+                // With beta 0 the element of C enters nothing.
+                for beta in [0.0, 0.5] {
+                    let product = Product::new(shape, 171).with_scale(1.5, beta).with_elements(&elements);
+                    product.prove(backend, &mut handle, &stream)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+const NO_NUMBER: [f64; 2] = [f64::NAN; 2];
+const INFINITE: [f64; 2] = [f64::INFINITY, f64::NEG_INFINITY];
+
+fn what_is_no_number_goes_where_it_enters_f32(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F32, NO_NUMBER)
+}
+
+fn what_is_no_number_goes_where_it_enters_f64(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F64, NO_NUMBER)
+}
+
+fn what_is_no_number_goes_where_it_enters_f16(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F16, NO_NUMBER)
+}
+
+fn what_is_no_number_goes_where_it_enters_bf16(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::Bf16, NO_NUMBER)
+}
+
+fn what_is_no_number_goes_where_it_enters_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    special(backend, Types::to_f32(DataType::F16), NO_NUMBER)
+}
+
+fn infinity_goes_where_it_enters_f32(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F32, INFINITE)
+}
+
+fn infinity_goes_where_it_enters_f64(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F64, INFINITE)
+}
+
+fn infinity_goes_where_it_enters_f16(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::F16, INFINITE)
+}
+
+fn infinity_goes_where_it_enters_bf16(backend: &dyn Backend) -> CaseResult {
+    special(backend, DataType::Bf16, INFINITE)
+}
+
+fn empty_products_of_every_type_write_nothing(backend: &dyn Backend) -> CaseResult {
+    let capabilities = backend.capabilities(DEVICE)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    for factors in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
+        for types in [Types::from(factors), Types::to_f32(factors)] {
+            for (m, n, k) in [(0, 5, 5), (5, 0, 5), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0)] {
+                let shape = types.shape(m, n, k).with_leading_dimensions(8, 8, 8);
+                if capabilities.check_product("conformance", &shape).is_ok() {
+                    Product::new(shape, 181).with_scale(1.0, 0.5).prove(backend, &mut handle, &stream)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! Calls of several threads that disturb each other.
+
+use std::collections::{HashMap, HashSet};
+use std::thread::ThreadId;
+
+use highwater_core::{Error, ErrorKind, FillPattern, StreamId};
+
+use super::super::Saboteur;
+use super::super::honest::wrong;
+use super::super::note::Note;
+
+pub(super) const SABOTEURS: &[Saboteur] = &[
+    Saboteur::new(
+        "patterns-in-one-place",
+        "backend.concurrent",
+        "Keeps the pattern of a fill where every thread keeps its own.",
+        |h| {
+            let place = Note::new(FillPattern::U8(0));
+            h.backend.fill(move |honest, fill, stream| {
+                let mut fill = *fill;
+                place.set(fill.pattern);
+                std::thread::sleep(std::time::Duration::from_micros(50));
+                let kept = place.get();
+                if kept.bytes() == fill.pattern.bytes() {
+                    fill.pattern = kept;
+                }
+                honest.fill(&fill, stream)
+            });
+        },
+    ),
+    Saboteur::new(
+        "errors-of-other-threads",
+        "backend.concurrent",
+        "Gives the error of one thread to the next call of another.",
+        |h| {
+            let last = Note::<Option<(ThreadId, Error)>>::default();
+            let kept = last.clone();
+            h.backend.query_stream(move |honest, stream| {
+                honest.query_stream(stream).inspect_err(|error| {
+                    kept.with(|kept| *kept = Some((std::thread::current().id(), error.clone())));
+                })
+            });
+            h.backend.fill(move |honest, fill, stream| {
+                let here = std::thread::current().id();
+                let foreign = last.with(|last| last.take_if(|(thread, _)| *thread != here));
+                foreign.map_or_else(|| honest.fill(fill, stream), |(_, error)| Err(error))
+            });
+        },
+    ),
+    Saboteur::new(
+        "streams-of-one-thread",
+        "backend.concurrent",
+        "Takes copies of the thread alone that made the stream.",
+        |h| {
+            let owners = Note::<HashMap<StreamId, ThreadId>>::default();
+            let made = owners.clone();
+            h.backend.create_stream(move |honest, device, options| {
+                let stream = honest.create_stream(device, options)?;
+                made.with(|made| made.insert(stream, std::thread::current().id()));
+                Ok(stream)
+            });
+            h.backend.copy(move |honest, copy, stream| {
+                let owner = owners.with(|owners| owners.get(&stream).copied());
+                match owner.is_some_and(|owner| owner != std::thread::current().id()) {
+                    true => Err(wrong(ErrorKind::InvalidState, "copy")),
+                    false => honest.copy(copy, stream),
+                }
+            });
+        },
+    ),
+    Saboteur::new(
+        "one-capture-at-a-time",
+        "backend.concurrent",
+        "Refuses a capture while another thread has one open.",
+        |h| {
+            let open = Note::<HashSet<StreamId>>::default();
+            let ended = open.clone();
+            h.backend.begin_capture(move |honest, stream, mode| {
+                if open.with(|open| open.iter().any(|other| *other != stream)) {
+                    return Err(wrong(ErrorKind::Capture, "begin_capture"));
+                }
+                honest.begin_capture(stream, mode)?;
+                open.with(|open| open.insert(stream));
+                // Long enough for another thread to come.
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                Ok(())
+            });
+            h.backend.end_capture(move |honest, stream| {
+                ended.with(|ended| ended.remove(&stream));
+                honest.end_capture(stream)
+            });
+        },
+    ),
+    Saboteur::new(
+        "one-call-at-a-time-on-the-host",
+        "backend.concurrent",
+        "Refuses page-locked memory while another thread is being given some.",
+        |h| {
+            let busy = Note::new(false);
+            h.host.allocate(move |host, bytes, options| {
+                if busy.with(|busy| std::mem::replace(busy, true)) {
+                    return Err(wrong(ErrorKind::InvalidState, "allocate"));
+                }
+                std::thread::sleep(std::time::Duration::from_micros(100));
+                let allocated = host.allocate(bytes, options);
+                busy.set(false);
+                allocated
+            });
+        },
+    ),
+];

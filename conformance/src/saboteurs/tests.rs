@@ -1,0 +1,225 @@
+//! The list, the wrapper and the run. Whether the suite catches what is in the list is for `tests/saboteurs.rs`.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
+
+use highwater_core::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, StreamId, StreamOptions};
+use highwater_mock::{MockGpu, MockOptions};
+
+use super::note::Note;
+use super::run::Trial;
+use super::*;
+use crate::case::Case;
+use crate::cases::cases;
+use crate::{Launcher, Options, Status, run, serve_peer};
+
+fn mock(options: MockOptions) -> Arc<dyn Backend> {
+    MockGpu::open(options).unwrap()
+}
+
+/// The mock behind a wrapper with these hooks.
+fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
+    let mut hooks = Hooks::default();
+    set(&mut hooks);
+    Wrapper::new(mock(options), hooks, Arc::default())
+}
+
+/// The mock with the saboteur of this name before it.
+fn sabotaged(name: &str) -> Arc<dyn Backend> {
+    let saboteur = saboteurs().find(|saboteur| saboteur.name == name).unwrap();
+    // SAFETY: these tests give it to the suite; the mock checks ids and ranges.
+    unsafe { saboteur.wrap(mock(MockOptions::new())) }
+}
+
+#[test]
+#[ignore = "the second process of cases about sharing, which start it themselves"]
+fn peer() {
+    let opened = || -> Result<Arc<dyn Backend>> { Ok(Arc::new(wrapped(MockOptions::new().with_devices(2), |_| {}))) };
+    if let Some(served) = serve_peer(opened) {
+        served.unwrap();
+    }
+}
+
+#[test]
+fn names_are_unique_and_sentences_are_whole() {
+    let (mut names, mut sentences) = (BTreeSet::new(), BTreeSet::new());
+    for Saboteur { name, what, clause, .. } in saboteurs() {
+        assert!(names.insert(name), "two saboteurs are called {name}");
+        assert!(sentences.insert((clause, what)), "two saboteurs do this: {what}");
+        assert!(what.ends_with('.') && what.starts_with(char::is_uppercase), "{what}");
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        assert!(name.chars().all(plain), "{name}");
+    }
+    assert!(names.len() >= 110, "{}", names.len());
+}
+
+#[test]
+fn every_clause_has_a_saboteur_and_every_saboteur_a_clause() {
+    let broken: BTreeSet<&str> = saboteurs().map(|saboteur| saboteur.clause).collect();
+    let named: BTreeSet<&str> = cases().flat_map(|case: &Case| case.clauses.iter().copied()).collect();
+    assert_eq!(named.difference(&broken).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no saboteur breaks");
+    assert_eq!(broken.difference(&named).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no case names");
+}
+
+/// What saboteurs are caught by is their own mistake, then.
+#[test]
+fn a_wrapper_that_breaks_nothing_passes() {
+    let launcher = Launcher::current_executable().unwrap();
+    let launcher = launcher.with_arguments(["saboteurs::tests::peer", "--exact", "--ignored", "--nocapture"]);
+    let backend = wrapped(MockOptions::new().with_devices(2), |_| {});
+    let report = run(&backend, &Options::new().with_launcher(launcher));
+    assert!(report.is_success() && report.skipped() < 40, "{report}");
+}
+
+/// With a queue that is full soon, the calls for the work last nearly as long as the work. That is no mistake.
+#[test]
+fn a_backend_that_queues_few_copies_passes() {
+    /// Copies that a stream takes before the call for the next one waits: less than two helpings of work.
+    const MOST: usize = 8;
+    // Long copies, so that few of them are a good deal of work.
+    let options = MockOptions::new().with_latency(Duration::from_millis(1));
+    let backend = wrapped(options, |h| {
+        let queued = Note::<HashMap<StreamId, VecDeque<EventId>>>::default();
+        let waited = queued.clone();
+        h.backend.copy(move |honest, copy, stream| {
+            honest.copy(copy, stream)?;
+            let after = honest.create_event(stream.device(), &EventOptions::new())?;
+            honest.record_event(after, stream)?;
+            let first = queued.with(|queued| {
+                let queue = queued.entry(stream).or_default();
+                queue.push_back(after);
+                if queue.len() > MOST { queue.pop_front() } else { None }
+            });
+            let Some(first) = first else { return Ok(()) };
+            honest.synchronize_event(first)?;
+            honest.destroy_event(first)
+        });
+        h.before(move |honest, method, stream| {
+            if !matches!(method, "synchronize_stream" | "synchronize_device" | "destroy_stream") {
+                return Ok(());
+            }
+            let over: Vec<EventId> = waited.with(|queued| {
+                queued
+                    .extract_if(|on, _| stream.is_none_or(|stream| stream == *on))
+                    .flat_map(|(_, queue)| queue)
+                    .collect()
+            });
+            over.into_iter().try_for_each(|event| honest.destroy_event(event))
+        });
+    });
+    let report = run(&backend, &Options::new().with_filter("events."));
+    assert!(report.is_success() && report.passed() > 20, "{report}");
+}
+
+#[test]
+fn a_mistake_that_a_promise_allows_is_not_held_against_a_backend() {
+    // Beta 0 is what it does, so that it may.
+    let backend = sabotaged("beta-ignored");
+    let report = run(&*backend, &Options::new().with_filter("gemm.ignores_the_old_c_with_beta_zero"));
+    assert!(report.is_success() && report.passed() == 6, "{report}");
+    // The tolerance is that of rounding: the wrong numbers are seen, whatever the type.
+    let report = run(&*backend, &Options::new().with_filter("gemm.adds_the_old_c"));
+    assert_eq!(report.failed(), 6, "{report}");
+}
+
+#[test]
+fn a_failure_says_what_was_seen_and_what_was_expected() {
+    let case = "events.waits_ignore_later_records_of_pending_streams";
+    let backend = sabotaged("waits-look-when-there");
+    let text = run(&*backend, &Options::new().with_filter(case)).to_string();
+    assert!(text.contains("the stream was not at its wait") && text.contains("and went on when"), "{text}");
+    let backend = sabotaged("tiles-only");
+    let text = run(&*backend, &Options::new().with_filter("arithmetic.random_products_are_right_f64")).to_string();
+    assert!(text.contains("expected") && text.contains("HIGHWATER_CONFORMANCE_SEED="), "{text}");
+}
+
+/// Never comes back from a wait for an event, and says for ever that streams are pending.
+static ENDLESS: Saboteur = Saboteur::new("endless", "event.query", "Is never done.", |h| {
+    h.backend.query_event(|_, _| Ok(highwater_core::Completion::Pending));
+});
+
+#[test]
+fn a_case_that_does_not_end_is_left_alone_and_its_thread_ends() {
+    let options = SaboteurOptions::new().with_case_limit(Duration::from_millis(300));
+    let backend = mock(MockOptions::new());
+    let trial = Trial::new(&ENDLESS, Arc::clone(&backend), &options);
+    let case = cases().find(|case| case.name == "events.query_follows_the_record").unwrap();
+    let Status::Failed(failure) = trial.run_case(case) else { panic!("the case should not end") };
+    assert!(failure.contains("was not over after 300ms"), "{failure}");
+    drop(trial);
+    // Its next call fails, and it gives back what it has. The mock is this function's alone then.
+    let deadline = std::time::Instant::now() + Duration::from_secs(20);
+    while Arc::strong_count(&backend) > 1 && std::time::Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!((Arc::strong_count(&backend), backend.live_objects().total()), (1, 0));
+}
+
+#[test]
+fn a_wrapper_that_was_stopped_gives_back_and_does_nothing_else() {
+    let stopped = Arc::<AtomicBool>::default();
+    let mut hooks = Hooks::default();
+    hooks.backend.destroy_stream(|_, _| panic!("a hook of a wrapper that was stopped"));
+    let backend = Wrapper::new(mock(MockOptions::new()), hooks, Arc::clone(&stopped));
+    let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+    let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    stopped.store(true, std::sync::atomic::Ordering::Relaxed);
+    let lost = |result: Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::DeviceLost);
+    lost(backend.query_stream(stream).map(drop));
+    lost(backend.create_stream(0, &StreamOptions::new()).map(drop));
+    lost(handle.set_stream(stream));
+    backend.synchronize_stream(stream).unwrap();
+    backend.destroy_stream(stream).unwrap();
+    handle.destroy().unwrap();
+    assert_eq!(backend.live_objects().total(), 0);
+}
+
+#[test]
+fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
+    let nothing = |capabilities: &mut Capabilities| *capabilities = Capabilities::none();
+    let open = || Ok(mock(MockOptions::new().with_capabilities(nothing)));
+    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("plan.stale"), &mut |_| {});
+    assert_eq!((score.saboteurs(), score.caught(), score.skipped() > 1), (0, 0, true), "{score}");
+    assert!(!score.is_success() && score.percent() == 0.0, "a run of nothing proves nothing");
+    // Without a launcher those who need two processes are skipped.
+    let open = || Ok(mock(MockOptions::new()));
+    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
+    assert!(score.verdicts().iter().all(|verdict| matches!(verdict.outcome, Outcome::Skipped(_))), "{score}");
+    // Real devices are spared.
+    let real = || -> Result<Arc<dyn Backend>> {
+        let backend = wrapped(MockOptions::new(), |h| {
+            h.identity = Some(|identity| {
+                let mut real = identity.clone();
+                real.real_device = true;
+                real
+            });
+        });
+        // It says so while a stream is alive.
+        backend.create_stream(0, &StreamOptions::new())?;
+        Ok(Arc::new(backend))
+    };
+    let score = run_saboteurs(real, &SaboteurOptions::new().with_filter("fill.exact"), &mut |_| {});
+    assert_eq!((score.saboteurs(), score.skipped()), (0, score.verdicts().len()), "{score}");
+    // Nor is one caught whose backend does not open.
+    let open = || Err(Error::new(ErrorKind::DeviceMissing, "open", "none"));
+    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("memory.zero"), &mut |_| {});
+    assert_eq!((score.saboteurs(), score.skipped()), (0, 1), "{score}");
+}
+
+#[test]
+fn a_sample_is_one_of_so_many_and_an_observer_sees_each() {
+    let mut seen = Vec::new();
+    let options = SaboteurOptions::new().with_filter("fill.exact").with_every(2);
+    let open = || Ok(mock(MockOptions::new()));
+    let score = run_saboteurs(open, &options, &mut |progress| match progress {
+        SaboteurProgress::Started { saboteur, index, total } => seen.push((saboteur.name, index, total, false)),
+        SaboteurProgress::Finished { verdict, index, total } => seen.push((verdict.saboteur.name, index, total, true)),
+    });
+    let all: Vec<_> = saboteurs().filter(|saboteur| saboteur.clause == "fill.exact").collect();
+    assert_eq!(score.verdicts().len(), all.len().div_ceil(2));
+    let total = score.verdicts().len();
+    let expected: Vec<_> =
+        (0..total).flat_map(|index| [false, true].map(|over| (all[index * 2].name, index, total, over))).collect();
+    assert_eq!(seen, expected);
+    assert!(score.is_success() && score.caught() == score.caught_by_their_clause(), "{score}");
+}
