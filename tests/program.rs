@@ -3,6 +3,9 @@
 #![cfg(feature = "program")]
 #![forbid(unsafe_code)]
 
+#[path = "program/conformance.rs"]
+mod conformance;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
@@ -543,7 +546,11 @@ fn the_error_of_a_worker_is_told_with_its_reason_and_hint() {
 #[test]
 fn processes_that_are_started_by_hand_say_what_they_are_for() {
     let own = std::process::id().to_string();
-    for arguments in [&["worker", "--parent", &own][..], &["soak-consumer", "--seed", "1", "--parent", &own]] {
+    for arguments in [
+        &["worker", "--parent", &own][..],
+        &["soak-consumer", "--seed", "1", "--parent", &own],
+        &["conformance-worker", "--parent", &own],
+    ] {
         highwater(arguments).assert_error(&["the standard input is no socket", "is for"]);
     }
 }
@@ -899,52 +906,4 @@ fn doctor_counts_a_broken_mock_as_unusable() {
     assert!(mock["reason"].as_str().unwrap().contains("`devices` is `none`"), "{mock}");
     let nothing_usable = object["usable"].as_array().unwrap().is_empty();
     assert_eq!(run.code, Some(i32::from(nothing_usable)), "{}", run.stderr);
-}
-
-// ---------------------------------------------------------------- conformance
-
-#[test]
-fn conformance_counts_its_cases() {
-    let run = highwater(&["conformance", "--backend", "mock", "--filter", "copies.", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
-    assert_eq!(object["backend"], "mock");
-    let integer = |key: &str| object[key].as_u64().unwrap();
-    assert!(integer("passed") > 0 && integer("failed") == 0, "{object}");
-    assert_eq!(
-        integer("cases"),
-        integer("passed") + integer("failed") + integer("skipped") + integer("expected_failures")
-    );
-    assert_eq!(object["skips"].as_array().unwrap().len() as u64, integer("skipped"));
-}
-
-#[test]
-fn conformance_starts_the_program_again_for_cases_about_two_processes() {
-    let run = highwater(&["conformance", "--backend", "mock", "--filter", "sharing.devices_", "--json"]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    let object = run.object();
-    assert_eq!((&object["passed"], &object["cases"]), (&1.into(), &1.into()), "{object}");
-}
-
-#[test]
-fn conformance_fails_where_a_promise_is_broken() {
-    let arguments = ["conformance", "--backend", "mock", "--filter", "fills."];
-    let run = highwater_on("fail=fill:1", &[&arguments[..], &["--json"]].concat());
-    assert_eq!(run.code, Some(1), "{}", run.stderr);
-    let object = run.object();
-    assert_eq!(object["failed"], 1, "{object}");
-    let failure = &object["failures"][0];
-    assert!(failure["case"].as_str().unwrap().starts_with("fills."), "{failure}");
-    assert!(failure["message"].as_str().unwrap().contains("fill"), "{failure}");
-    let table = highwater_on("fail=fill:1", &arguments);
-    assert_eq!(table.code, Some(1));
-    assert!(table.stdout.contains("1 failed"), "{}", table.stdout);
-}
-
-#[test]
-fn conformance_without_a_matching_case_is_an_error() {
-    highwater(&["conformance", "--filter", "no such case"]).assert_error(&["`no such case`", "name a part of a case"]);
-    let run = highwater(&["conformance", "--filter", "no such case", "--json"]);
-    run.assert_error(&["`no such case`"]);
-    assert_eq!(run.object()["error"]["kind"], "invalid argument");
 }

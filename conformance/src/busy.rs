@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use highwater_core::{Backend, Result};
 
 use crate::device::{Block, Pinned, Stream};
+use crate::sweep::as_one;
 
 /// Which way the copies go. Devices have an engine for each, so two streams that are busy in different directions do
 /// not queue for one engine.
@@ -85,6 +86,6 @@ impl<'b> Busy<'b> {
             Direction::ToDevice => (self.block.all(), self.pinned.all()),
             Direction::ToHost => (self.pinned.all(), self.block.all()),
         };
-        (0..self.copies * helpings).try_for_each(|_| stream.copy(dst, src))
+        as_one(|| (0..self.copies * helpings).try_for_each(|_| stream.copy(dst, src)))
     }
 }

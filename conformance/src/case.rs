@@ -80,7 +80,7 @@ impl Need {
             Self::Capability { name, get } if !get(capabilities) => Some(format!("the capability `{name}` is false")),
             Self::Denied { name, get } if get(capabilities) => Some(format!("the capability `{name}` is true")),
             Self::Transport(transport) if !capabilities.ipc_transports.contains(transport) => {
-                Some(format!("memory cannot be shared by {transport:?}"))
+                Some(format!("the capability `ipc_transports` lacks {transport:?}"))
             }
             Self::TwoDevices if device_count < 2 => Some("the backend has one device".to_owned()),
             _ => None,

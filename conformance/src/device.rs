@@ -2,7 +2,7 @@
 //!
 //! A case that fails must not leave anything behind, and must not free memory that the device still works on. So each
 //! guard gives its object back when it is dropped, and a memory block first waits for every device whose streams were
-//! handed it. Spans are cut from blocks with bounds checks, which makes copies and fills between them safe calls.
+//! handed it. A release that an injected fault of the sweep refused is asked for again. Spans are cut from blocks with bounds checks, which makes copies and fills between them safe calls.
 //!
 //! What remains is trust in the backend: one that writes outside the ranges it is handed, or says "done" too early, can
 //! harm the process that tests it.
@@ -20,6 +20,8 @@ use highwater_core::{
 };
 
 use crate::matrix::GUARD_BYTES;
+use crate::sweep::{insist, is_injected};
+use crate::validation::made_here;
 
 /// The device that cases use unless they are about several.
 pub(crate) const DEVICE: u32 = 0;
@@ -40,6 +42,12 @@ impl Users {
         (0..backend.device_count())
             .filter(|&device| bits & 1 << device.min(63) != 0)
             .try_for_each(|device| backend.synchronize_device(device))
+    }
+
+    /// The same for a guard that is dropped, which has no later chance to wait.
+    fn settle_at_last(&self, backend: &dyn Backend) {
+        // An error here shows in the count of live objects, or the device is lost.
+        let _ = insist(|| self.settle(backend));
     }
 }
 
@@ -82,15 +90,19 @@ pub(crate) struct Stream<'b> {
 }
 
 impl<'b> Stream<'b> {
+    #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend) -> Result<Self> {
         Self::on(backend, DEVICE)
     }
 
+    #[track_caller]
     pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
         Self::with_options(backend, device, &StreamOptions::new())
     }
 
+    #[track_caller]
     pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &StreamOptions) -> Result<Self> {
+        made_here();
         Ok(Self { backend, id: backend.create_stream(device, options)?, owned: true })
     }
 
@@ -157,8 +169,8 @@ impl<'b> Stream<'b> {
 
     /// Destroys the stream now, without waiting, and gives the id that is stale from here on.
     pub(crate) fn destroy(mut self) -> Result<StreamId> {
-        self.owned = false;
         self.backend.destroy_stream(self.id)?;
+        self.owned = false;
         Ok(self.id)
     }
 }
@@ -167,8 +179,8 @@ impl Drop for Stream<'_> {
     fn drop(&mut self) {
         if self.owned {
             // An error here shows in the count of live objects.
-            let _ = self.backend.synchronize_stream(self.id);
-            let _ = self.backend.destroy_stream(self.id);
+            let _ = insist(|| self.backend.synchronize_stream(self.id));
+            let _ = insist(|| self.backend.destroy_stream(self.id));
         }
     }
 }
@@ -184,15 +196,19 @@ pub(crate) struct Event<'b> {
 }
 
 impl<'b> Event<'b> {
+    #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend) -> Result<Self> {
         Self::with_options(backend, DEVICE, &EventOptions::new())
     }
 
+    #[track_caller]
     pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
         Self::with_options(backend, device, &EventOptions::new())
     }
 
+    #[track_caller]
     pub(crate) fn with_options(backend: &'b dyn Backend, device: u32, options: &EventOptions) -> Result<Self> {
+        made_here();
         Ok(Self::adopted(backend, backend.create_event(device, options)?))
     }
 
@@ -202,13 +218,17 @@ impl<'b> Event<'b> {
     }
 
     /// An event that other processes can open.
+    #[track_caller]
     pub(crate) fn interprocess(backend: &'b dyn Backend) -> Result<Self> {
         Self::with_options(backend, DEVICE, &EventOptions::new().with_interprocess())
     }
 
     /// An event of another process.
+    #[track_caller]
     pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &EventHandle) -> Result<Self> {
-        Ok(Self::adopted(backend, sharing(backend, "open_event")?.open_event(device, handle)?))
+        let sharing = sharing(backend, "open_event")?;
+        made_here();
+        Ok(Self::adopted(backend, sharing.open_event(device, handle)?))
     }
 
     pub(crate) fn export(&self) -> Result<EventHandle> {
@@ -233,8 +253,8 @@ impl<'b> Event<'b> {
 
     /// Destroys the event now and gives the id that is stale from here on.
     pub(crate) fn destroy(mut self) -> Result<EventId> {
-        self.owned = false;
         self.backend.destroy_event(self.id)?;
+        self.owned = false;
         Ok(self.id)
     }
 }
@@ -242,7 +262,7 @@ impl<'b> Event<'b> {
 impl Drop for Event<'_> {
     fn drop(&mut self) {
         if self.owned {
-            let _ = self.backend.destroy_event(self.id);
+            let _ = insist(|| self.backend.destroy_event(self.id));
         }
     }
 }
@@ -262,20 +282,24 @@ pub(crate) struct Block<'b> {
 }
 
 impl<'b> Block<'b> {
+    #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, bytes: usize) -> Result<Self> {
         Self::on(backend, DEVICE, bytes)
     }
 
+    #[track_caller]
     pub(crate) fn on(backend: &'b dyn Backend, device: u32, bytes: usize) -> Result<Self> {
         Self::with_kind(backend, device, bytes, DeviceMemoryKind::Plain)
     }
 
+    #[track_caller]
     pub(crate) fn with_kind(
         backend: &'b dyn Backend,
         device: u32,
         bytes: usize,
         kind: DeviceMemoryKind,
     ) -> Result<Self> {
+        made_here();
         let ptr = backend.allocate(device, &AllocateOptions::new(bytes).with_kind(kind))?;
         let ordered_on = match kind {
             DeviceMemoryKind::StreamOrdered(stream) => Some(stream),
@@ -285,16 +309,19 @@ impl<'b> Block<'b> {
     }
 
     /// A block that holds `bytes`.
+    #[track_caller]
     pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         let [block] = holding_all(backend, [bytes])?;
         Ok(block)
     }
 
     /// A block whose bytes are all `byte`.
+    #[track_caller]
     pub(crate) fn filled(backend: &'b dyn Backend, bytes: usize, byte: u8) -> Result<Self> {
         Self::filled_on(backend, DEVICE, bytes, byte)
     }
 
+    #[track_caller]
     pub(crate) fn filled_on(backend: &'b dyn Backend, device: u32, bytes: usize, byte: u8) -> Result<Self> {
         let block = Self::on(backend, device, bytes)?;
         let stream = Stream::on(backend, device)?;
@@ -323,6 +350,7 @@ impl<'b> Block<'b> {
     }
 
     /// Writes bytes from the CPU, after everything that was enqueued on the block, and waits.
+    #[track_caller]
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -339,6 +367,7 @@ impl<'b> Block<'b> {
     }
 
     /// Reads everything, after everything that was enqueued on the block.
+    #[track_caller]
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         Ok(read_all(self.backend, &[self])?.swap_remove(0))
     }
@@ -347,18 +376,18 @@ impl<'b> Block<'b> {
     pub(crate) fn free_in_order(self) -> Result<()> {
         assert!(self.ordered_on.is_some(), "a case frees plain memory in stream order");
         let block = std::mem::ManuallyDrop::new(self);
-        // SAFETY: the block came from `allocate`, this value is not dropped any more, so it is freed once; cases that
-        // call this use the block on the stream that it is freed on only.
-        unsafe { block.backend.free(block.device, block.ptr, block.ordered_on) }
+        // SAFETY: the block came from `allocate`, this value is not dropped any more, so it is freed once (a call that a fault
+        // kept from the backend freed nothing); cases that call this use the block on the stream that it is freed on only.
+        insist(|| unsafe { block.backend.free(block.device, block.ptr, block.ordered_on) })
     }
 }
 
 impl Drop for Block<'_> {
     fn drop(&mut self) {
-        let _ = self.users.settle(self.backend);
-        // SAFETY: the pointer came from `allocate` and is freed here only; the devices that were handed the block have
-        // done all that was enqueued.
-        let _ = unsafe { self.backend.free(self.device, self.ptr, self.ordered_on) };
+        self.users.settle_at_last(self.backend);
+        // SAFETY: the pointer came from `allocate` and is freed here only (a call that a fault kept from the backend freed
+        // nothing); the devices that were handed the block have done all that was enqueued.
+        let _ = insist(|| unsafe { self.backend.free(self.device, self.ptr, self.ordered_on) });
     }
 }
 
@@ -368,6 +397,7 @@ pub(crate) fn sharing(backend: &dyn Backend, operation: &'static str) -> Result<
 }
 
 /// Writes bytes of the CPU to a span of device memory, and waits.
+#[track_caller]
 pub(crate) fn write_span(backend: &dyn Backend, device: u32, span: Span<'_>, bytes: &[u8]) -> Result<()> {
     let pinned = Pinned::holding(backend, bytes)?;
     let stream = Stream::on(backend, device)?;
@@ -376,6 +406,7 @@ pub(crate) fn write_span(backend: &dyn Backend, device: u32, span: Span<'_>, byt
 }
 
 /// Reads a span of device memory, and waits.
+#[track_caller]
 pub(crate) fn read_span(backend: &dyn Backend, device: u32, span: Span<'_>) -> Result<Vec<u8>> {
     let pinned = Pinned::new(backend, span.bytes)?;
     let stream = Stream::on(backend, device)?;
@@ -386,6 +417,7 @@ pub(crate) fn read_span(backend: &dyn Backend, device: u32, span: Span<'_>) -> R
 
 /// Reads several blocks of one device, after everything that was enqueued on them, by way of one pinned block: a
 /// pinned block and a stream for each would take most of the time of a case.
+#[track_caller]
 pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<Vec<Vec<u8>>> {
     let device = blocks.first().map_or(DEVICE, |block| block.device);
     let pinned = Pinned::new(backend, blocks.iter().map(|block| block.bytes).sum())?;
@@ -404,6 +436,7 @@ pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<V
 }
 
 /// New blocks of the first device that hold these bytes, written by way of one pinned block.
+#[track_caller]
 pub(crate) fn holding_all<'b, const N: usize>(
     backend: &'b dyn Backend,
     contents: [&[u8]; N],
@@ -438,8 +471,10 @@ pub(crate) struct Mapping<'b> {
 }
 
 impl<'b> Mapping<'b> {
+    #[track_caller]
     pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &MemoryHandle) -> Result<Self> {
         let sharing = sharing(backend, "open_memory")?;
+        made_here();
         let ptr = sharing.open_memory(device, handle)?;
         Ok(Self { backend, sharing, device, ptr, bytes: handle.bytes as usize, open: true, users: Users::default() })
     }
@@ -463,12 +498,14 @@ impl<'b> Mapping<'b> {
     }
 
     /// Reads everything, after everything that this process enqueued on it.
+    #[track_caller]
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         self.users.settle(self.backend)?;
         read_span(self.backend, self.device, self.all())
     }
 
     /// Writes bytes from the CPU, after everything that this process enqueued on it, and waits.
+    #[track_caller]
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.users.settle(self.backend)?;
         write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
@@ -481,10 +518,10 @@ impl<'b> Mapping<'b> {
 
     fn give_back(&mut self) -> Result<()> {
         self.open = false;
-        self.users.settle(self.backend)?;
-        // SAFETY: the address came from `open_memory` and is closed here only, once; the devices that were handed the
-        // memory have done all that was enqueued.
-        unsafe { self.sharing.close_memory(self.device, self.ptr) }
+        insist(|| self.users.settle(self.backend))?;
+        // SAFETY: the address came from `open_memory` and is closed here only, once (a call that a fault kept from the backend
+        // closed nothing); the devices that were handed the memory have done all that was enqueued.
+        insist(|| unsafe { self.sharing.close_memory(self.device, self.ptr) })
     }
 
     /// Closes an address that is not open, which the backend has to refuse.
@@ -525,23 +562,28 @@ impl<'s, 'b> Capture<'s, 'b> {
     }
 
     /// Ends the capture. `memory` is all the memory that was recorded: it lives longer than the graph.
+    #[track_caller]
     pub(crate) fn end<'m>(mut self, memory: &[&'m dyn Memory]) -> Result<Graph<'m>>
     where
         'b: 'm,
     {
         let _ = memory;
-        self.open = false;
         let backend = self.stream.backend;
-        Ok(Graph { backend, id: end_capture(backend, self.stream.id)?, owned: true, recorded: PhantomData })
+        let id = end_capture(backend, self.stream.id);
+        // What a fault kept from the backend is still open.
+        self.open = id.as_ref().is_err_and(is_injected);
+        Ok(Graph { backend, id: id?, owned: true, recorded: PhantomData })
     }
 }
 
 impl Drop for Capture<'_, '_> {
     fn drop(&mut self) {
-        if self.open
-            && let Ok(graph) = end_capture(self.stream.backend, self.stream.id)
-        {
-            let _ = self.stream.backend.destroy_graph(graph);
+        if self.open {
+            let backend = self.stream.backend;
+            let _ = insist(|| {
+                let graph = end_capture(backend, self.stream.id)?;
+                insist(|| backend.destroy_graph(graph))
+            });
         }
     }
 }
@@ -556,7 +598,9 @@ pub(crate) struct Graph<'m> {
 }
 
 impl<'m> Graph<'m> {
+    #[track_caller]
     pub(crate) fn instantiate(&self) -> Result<Executable<'m>> {
+        made_here();
         let id = self.backend.instantiate_graph(self.id)?;
         Ok(Executable { backend: self.backend, id, owned: true, recorded: PhantomData })
     }
@@ -567,8 +611,8 @@ impl<'m> Graph<'m> {
 
     /// Destroys the graph now and gives the id that is stale from here on.
     pub(crate) fn destroy(mut self) -> Result<GraphId> {
-        self.owned = false;
         self.backend.destroy_graph(self.id)?;
+        self.owned = false;
         Ok(self.id)
     }
 }
@@ -576,7 +620,7 @@ impl<'m> Graph<'m> {
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
         if self.owned {
-            let _ = self.backend.destroy_graph(self.id);
+            let _ = insist(|| self.backend.destroy_graph(self.id));
         }
     }
 }
@@ -605,8 +649,8 @@ impl Executable<'_> {
 
     /// Destroys it now, without waiting, and gives the id that is stale from here on.
     pub(crate) fn destroy(mut self) -> Result<GraphExecId> {
-        self.owned = false;
         self.backend.destroy_graph_exec(self.id)?;
+        self.owned = false;
         Ok(self.id)
     }
 }
@@ -614,7 +658,7 @@ impl Executable<'_> {
 impl Drop for Executable<'_> {
     fn drop(&mut self) {
         if self.owned {
-            let _ = self.backend.destroy_graph_exec(self.id);
+            let _ = insist(|| self.backend.destroy_graph_exec(self.id));
         }
     }
 }
@@ -632,17 +676,21 @@ pub(crate) struct Pinned<'b> {
 }
 
 impl<'b> Pinned<'b> {
+    #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, bytes: usize) -> Result<Self> {
         Self::with_options(backend, bytes, &HostOptions::new())
     }
 
+    #[track_caller]
     pub(crate) fn with_options(backend: &'b dyn Backend, bytes: usize, options: &HostOptions) -> Result<Self> {
         let allocator = backend.host_allocator();
+        made_here();
         let ptr = allocator.allocate(bytes, options)?;
         Ok(Self { backend, allocator, ptr, bytes, users: Users::default() })
     }
 
     /// A block that holds `bytes`.
+    #[track_caller]
     pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         let pinned = Self::new(backend, bytes.len())?;
         pinned.write(bytes)?;
@@ -695,9 +743,10 @@ impl<'b> Pinned<'b> {
 
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
-        let _ = self.users.settle(self.backend);
-        // SAFETY: the pointer came from this allocator and is freed here only; no device uses the block any more.
-        let _ = unsafe { self.allocator.free(self.ptr) };
+        self.users.settle_at_last(self.backend);
+        // SAFETY: the pointer came from this allocator and is freed here only (a call that a fault kept from the backend freed
+        // nothing); no device uses the block any more.
+        let _ = insist(|| unsafe { self.allocator.free(self.ptr) });
     }
 }
 
@@ -715,11 +764,13 @@ pub(crate) struct Registered<'b> {
 
 impl<'b> Registered<'b> {
     /// One registration.
+    #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         Self::in_pieces(backend, bytes, usize::MAX)
     }
 
     /// Registrations of so many bytes each, a multiple of the page; the last may be shorter.
+    #[track_caller]
     pub(crate) fn in_pieces(backend: &'b dyn Backend, bytes: &[u8], piece_bytes: usize) -> Result<Self> {
         let mut memory = Pages::new(bytes.len());
         memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
@@ -728,6 +779,7 @@ impl<'b> Registered<'b> {
         let mut new = Self { backend, allocator, memory, piece_bytes, registered: 0, users: Users::default() };
         for start in (0..new.memory.len()).step_by(piece_bytes) {
             let length = piece_bytes.min(new.memory.len() - start);
+            made_here();
             // SAFETY: the pages are readable and writable and live until after `unregister`, in `drop`.
             unsafe { new.allocator.register(new.memory.ptr().offset(start), length, &HostOptions::new())? };
             new.registered += 1;
@@ -758,12 +810,12 @@ impl<'b> Registered<'b> {
 
     /// Unregisters now, and gives the answer.
     pub(crate) fn unregister(&mut self) -> Result<()> {
-        self.users.settle(self.backend)?;
+        insist(|| self.users.settle(self.backend))?;
         let mut result = Ok(());
         for index in 0..std::mem::take(&mut self.registered) {
             let start = self.memory.ptr().offset(index * self.piece_bytes);
             // SAFETY: no device uses the pages any more.
-            result = result.and(unsafe { self.allocator.unregister(start) });
+            result = result.and(insist(|| unsafe { self.allocator.unregister(start) }));
         }
         result
     }
@@ -837,8 +889,10 @@ pub(crate) struct Handle<'a> {
 }
 
 impl<'a> Handle<'a> {
+    #[track_caller]
     pub(crate) fn new(backend: &'a dyn Backend, kind: BlasKind, stream: &Stream<'_>) -> Result<Self> {
         let device = stream.id().device();
+        made_here();
         let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
         let mut handle = Self { backend, handle, device, workspace: None };
         handle.set_stream(stream)?;
@@ -929,14 +983,16 @@ fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> 
 
 impl Drop for Handle<'_> {
     fn drop(&mut self) {
-        let _ = self.backend.synchronize_device(self.device);
+        let _ = insist(|| self.backend.synchronize_device(self.device));
         // Destroyed already in some cases; then the answer is an error that means nothing.
-        let _ = self.handle.destroy();
+        let _ = insist(|| self.handle.destroy());
     }
 }
 
 /// Ends a capture of a case.
+#[track_caller]
 pub(crate) fn end_capture(backend: &dyn Backend, stream: StreamId) -> Result<GraphId> {
+    made_here();
     // SAFETY: cases make their own streams, and no runtime uses the backend meanwhile: every capture is the case's own.
     unsafe { backend.end_capture(stream) }
 }

@@ -28,6 +28,10 @@
 //! options. Its process calls [`serve_peer`]; mostly it is the same executable once more, see [`Launcher`] for how that
 //! reads in a test. Without a launcher these cases are skipped.
 //!
+//! Every case runs through a layer that keeps books of what it makes and gives back, and judges the backend's answers: what is
+//! left over, freed twice, used after its end or counted wrongly fails the case. [`sweep`] runs each case again for each
+//! fallible call that it makes, with that one call refused.
+//!
 //! [`run_observed`] tells how far the run is; [`Options::with_filter`] runs a part, by name or by clause. A case that
 //! fails for a reason that you know goes into [`Options::with_expected_failure`] with that reason: it is reported
 //! apart, and as a failure once it passes.
@@ -44,7 +48,7 @@
 //!   a minute is killed and the case fails; none is left behind, whatever happens.
 //! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
 //!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
-//!   for one that hangs.
+//!   for one that hangs. [`run_on`] takes an [`Executor`] for that; the program `highwater` has one.
 //!
 //! # Whether the suite notices
 //! [`saboteurs`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_saboteurs`] gives
@@ -65,24 +69,35 @@
 //! # Adding a case
 //! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
-//! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through guards, so that a case that fails leaves nothing behind.
+//! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through
+//! guards, so that a case that fails leaves nothing behind, and that release again what a fault of the sweep refused to
+//! release. A clause is in the table of `clauses.rs` too.
 
 mod attempts;
 mod busy;
 mod bystander;
 mod case;
 mod cases;
+mod clauses;
 mod device;
 mod matrix;
+mod options;
 mod peer;
 mod random;
+mod report;
 mod run;
 mod saboteurs;
+mod sweep;
+mod validation;
 
 pub use case::{Case, Need};
 pub use cases::cases;
+pub use clauses::{Clause, clauses, clauses_without_case};
+pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
-pub use run::{CaseReport, Expectation, Options, Progress, Report, Status, run, run_observed};
+pub use report::{CaseReport, Progress, Report, Status};
+pub use run::{Executor, InProcess, run, run_observed, run_on};
 pub use saboteurs::{
     Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
 };
+pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};

@@ -17,6 +17,11 @@ impl Random {
         z ^ (z >> 31)
     }
 
+    /// A number below `end`, which is at least 1.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
     /// A number from -1 to 1 in steps of 1/32: exact in every element type.
     pub(crate) fn coarse(&mut self) -> f64 {
         (self.next() % 65) as f64 / 32.0 - 1.0

@@ -67,6 +67,9 @@ pub(super) enum Command {
     Conformance(ConformanceArguments),
     /// Run for long under random faults, and check that nothing is lost
     Soak(SoakArguments),
+    /// The process that `conformance` runs its cases in, started by it
+    #[command(hide = true)]
+    ConformanceWorker(ConformanceWorkerArguments),
     /// Load a plugin, and say as JSON how that went; started by whoever is going to load it
     #[command(hide = true)]
     Probe(ProbeArguments),
@@ -113,8 +116,9 @@ pub(super) struct DigitsArguments {
     pub(super) data: Option<PathBuf>,
 }
 
+/// Which backend a command is about. Its processes are started with the same.
 #[derive(Debug, Args)]
-pub(super) struct ConformanceArguments {
+pub(super) struct BackendArguments {
     /// Backend to test
     #[arg(long, value_name = "NAME", default_value = "mock")]
     pub(super) backend: String,
@@ -122,10 +126,54 @@ pub(super) struct ConformanceArguments {
     /// Plugin to test, by its file, instead of a backend that is built in
     #[arg(long, value_name = "FILE", conflicts_with = "backend")]
     pub(super) plugin: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ConformanceArguments {
+    #[command(flatten)]
+    pub(super) backend: BackendArguments,
 
     /// Run only the cases whose name contains this text, or that prove the clause of this id
     #[arg(long, value_name = "TEXT")]
     pub(super) filter: Option<String>,
+
+    /// Run the cases so many times, one round after the other
+    #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = rounds)]
+    pub(super) repeat: u32,
+
+    /// Run the cases in another order each round, which the seed decides [default seed: another one each time]
+    #[arg(long, value_name = "SEED", num_args = 0..=1)]
+    pub(super) shuffle: Option<Option<u64>>,
+
+    /// Seconds that a case may take; one that takes longer fails, and its process is killed
+    #[arg(long, value_name = "SECONDS", default_value = "60", allow_negative_numbers = true, value_parser = seconds)]
+    pub(super) limit: u64,
+
+    /// Write a certificate of a full run: backend, devices, versions, and how each clause was proved
+    #[arg(long, value_name = "FILE", conflicts_with = "fault_sweep")]
+    pub(super) certificate: Option<PathBuf>,
+
+    /// Run each case again for every fallible call that it makes, with that one call refused, and check that nothing is left
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle"])]
+    pub(super) fault_sweep: bool,
+
+    /// Refuse every N-th call only
+    #[arg(long, value_name = "N", default_value = "1", requires = "fault_sweep", allow_negative_numbers = true, value_parser = sample)]
+    pub(super) sample: u32,
+
+    /// Processes that sweep at the same time [default: one on a real device, else one for each processor]
+    #[arg(long, value_name = "N", requires = "fault_sweep", allow_negative_numbers = true, value_parser = jobs)]
+    pub(super) jobs: Option<usize>,
+}
+
+/// Of a process that runs cases.
+#[derive(Debug, Args)]
+pub(super) struct ConformanceWorkerArguments {
+    #[command(flatten)]
+    pub(super) child: ChildArguments,
+
+    #[command(flatten)]
+    pub(super) backend: BackendArguments,
 }
 
 #[derive(Debug, Args)]
@@ -206,6 +254,18 @@ fn repeat(text: &str) -> Result<usize, String> {
     number(text, "passes", 1..=u32::MAX as usize)
 }
 
+fn rounds(text: &str) -> Result<u32, String> {
+    Ok(number(text, "rounds", 1..=1_000_000)? as u32)
+}
+
+fn sample(text: &str) -> Result<u32, String> {
+    Ok(number(text, "calls", 1..=1_000_000)? as u32)
+}
+
+fn jobs(text: &str) -> Result<usize, String> {
+    number(text, "processes", 1..=64)
+}
+
 fn kills(text: &str) -> Result<u64, String> {
     Ok(number(text, "kills", 1..=1_000_000)? as u64)
 }
@@ -277,7 +337,7 @@ mod tests {
         else {
             panic!("another command");
         };
-        assert_eq!(arguments.backend, "cuda");
+        assert_eq!(arguments.backend.backend, "cuda");
     }
 
     #[test]
@@ -290,7 +350,37 @@ mod tests {
         assert!(parsed("highwater --repeat 0").unwrap_err().contains("number of passes"));
         assert_eq!((workers("0"), workers("64")), (Ok(0), Ok(64)));
         assert!(parsed("highwater --workers 65").unwrap_err().contains("number of workers from 0 to 64"));
+        assert!(parsed("highwater conformance --repeat 0").unwrap_err().contains("number of rounds from 1"));
+        assert!(parsed("highwater conformance --limit 0").unwrap_err().contains("number of seconds from 1 to 3600"));
+        assert!(
+            parsed("highwater conformance --fault-sweep --sample -3").unwrap_err().contains("number of calls from 1")
+        );
+        assert!(
+            parsed("highwater conformance --fault-sweep --jobs 65").unwrap_err().contains("processes from 1 to 64")
+        );
         assert!(parsed("highwater soak ipc --kills 0").unwrap_err().contains("number of kills from 1"));
+    }
+
+    #[test]
+    fn a_shuffle_has_a_seed_or_takes_one() {
+        let shuffle = |line: &str| match parsed(line).unwrap().command {
+            Some(Command::Conformance(arguments)) => arguments.shuffle,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(shuffle("highwater conformance"), None);
+        assert_eq!(shuffle("highwater conformance --shuffle"), Some(None));
+        assert_eq!(shuffle("highwater conformance --shuffle 7 --json"), Some(Some(7)));
+        assert!(parsed("highwater conformance --shuffle soon").is_err());
+    }
+
+    #[test]
+    fn a_sweep_is_neither_shuffled_nor_certified() {
+        for other in ["--repeat 2", "--shuffle", "--certificate there.json"] {
+            let error = parsed(&format!("highwater conformance --fault-sweep {other}")).unwrap_err();
+            assert!(error.contains("cannot be used with"), "{error}");
+        }
+        assert!(parsed("highwater conformance --sample 2").unwrap_err().contains("--fault-sweep"));
+        assert!(parsed("highwater conformance --fault-sweep --sample 2 --jobs 1 --filter ids.").is_ok());
     }
 
     #[test]

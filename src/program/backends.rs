@@ -33,7 +33,8 @@ pub(super) fn arguments_of_children() -> Vec<String> {
     arguments
 }
 
-fn load_limit() -> Option<Duration> {
+/// How long a plugin may take to open, where the command line says so.
+pub(super) fn load_limit() -> Option<Duration> {
     match LOAD_LIMIT.load(Ordering::Relaxed) {
         0 => None,
         seconds => Some(Duration::from_secs(seconds)),

@@ -7,7 +7,7 @@
 //! to notice, the kernel kills it. That signal alone is not enough: it is not sent where the parent has died before it was
 //! asked for. So the child asks first, and then looks whether its parent is still the one that it was told.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -38,7 +38,7 @@ impl Child {
     /// Starts this program once more, with these arguments and `--parent`.
     ///
     /// The parent of the child is the calling *thread*: the child dies with it.
-    pub(super) fn start(arguments: &[String]) -> io::Result<Self> {
+    pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
         let child = Command::new("/proc/self/exe")
@@ -120,10 +120,16 @@ impl Drop for Child {
 
 /// Waits until a descriptor is readable; false when it is not within `limit`.
 pub(super) fn wait_readable(descriptor: BorrowedFd<'_>, limit: Duration) -> io::Result<bool> {
+    wait_any(&[descriptor], limit)
+}
+
+/// Waits until one of the descriptors is readable; false when none is within `limit`.
+pub(super) fn wait_any(descriptors: &[BorrowedFd<'_>], limit: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + limit;
+    let polled = |&descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN);
+    let mut descriptors: Vec<_> = descriptors.iter().map(polled).collect();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut descriptors = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
         match poll(&mut descriptors, Some(&timespec(left))) {
             Err(Errno::INTR) => {}
             ready => return Ok(ready? > 0),

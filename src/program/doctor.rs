@@ -112,24 +112,26 @@ impl Details {
     }
 
     fn devices_to_json(&self) -> Value {
-        let device = |device: &highwater::DeviceInfo| {
-            let uuid: String = device.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-            json!({
-                "ordinal": device.ordinal,
-                "name": device.name,
-                "uuid": uuid,
-                "architecture": device.architecture,
-                "memory_bytes": device.memory_bytes,
-                "pci_address": device.pci_address,
-                "numa_node": device.numa_node,
-            })
-        };
-        self.devices.iter().map(device).collect()
+        self.devices.iter().map(device_to_json).collect()
     }
 
     fn versions_to_json(&self) -> Value {
         self.identity.versions.iter().map(|(what, version)| (what.clone(), json!(version))).collect()
     }
+}
+
+/// What a device is, as `doctor` prints it.
+pub(super) fn device_to_json(device: &highwater::DeviceInfo) -> Value {
+    let uuid: String = device.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    json!({
+        "ordinal": device.ordinal,
+        "name": device.name,
+        "uuid": uuid,
+        "architecture": device.architecture,
+        "memory_bytes": device.memory_bytes,
+        "pci_address": device.pci_address,
+        "numa_node": device.numa_node,
+    })
 }
 
 fn place_to_json(place: &Place) -> Value {

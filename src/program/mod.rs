@@ -6,8 +6,8 @@
 //! - `owner`, `worker`: the main job in several processes, over `control` (what they say to each other), `frame` (how) and
 //!   `child` (a process that is started, watched and stopped)
 //! - `soak`: sharing under random kills
-//! - `doctor`: which backends can be used here; `conformance`: the suite against one of them; `backends`: how all open one; `probe`:
-//!   a plugin, tried in a process of its own
+//! - `doctor`: which backends can be used here; `conformance`: the suite against one of them, in a
+//!   process of its own; `backends`: how all open one; `probe`: a plugin, tried in a process of its own
 //! - `args`: the command line; `output`: the two output streams; `progress`: a bar or plain lines; `failure`: errors with
 //!   a hint; `warnings`: what the library warns about
 //!
@@ -65,6 +65,7 @@ pub(crate) fn main() -> ExitCode {
         Some(Command::Soak(arguments)) => match &arguments.what {
             Soak::Ipc(arguments) => soak::command(arguments, json),
         },
+        Some(Command::ConformanceWorker(arguments)) => conformance::worker::command(arguments),
         Some(Command::Probe(arguments)) => probe::command(arguments),
         Some(Command::Worker(arguments)) => worker::command(arguments),
         Some(Command::SoakConsumer(arguments)) => soak::consumer::command(arguments),

@@ -125,3 +125,11 @@ fn every_conformance_case_passes_on_two_devices() {
 fn every_conformance_case_passes_with_the_libraries_of_cuda_12() {
     CUDA.conforms("cuda-12", &[], 35);
 }
+
+#[test]
+fn a_sample_of_refused_calls_leaves_nothing_behind() {
+    let arguments = ["conformance", "--backend", "cuda", "--fault-sweep", "--sample", "499", "--jobs", "2", "--json"];
+    let output = CUDA.run("", &[], &arguments);
+    let object = super::object(&output);
+    assert!(output.status.success() && object["calls_swept"].as_u64().unwrap() > 50, "{object}");
+}

@@ -16,6 +16,7 @@ use super::wire::{self, Message};
 use crate::busy::{Busy, Direction};
 use crate::bystander::Bystander;
 use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
+use crate::validation::Watched;
 
 const OPERATION: &str = "serve_peer";
 
@@ -48,8 +49,8 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             return Err(error);
         }
     };
-    let mut server = match device_of(&*backend, &begin.bytes).and_then(|device| Server::new(&*backend, &socket, device))
-    {
+    let watched = Watched::new(&*backend, None);
+    let mut server = match device_of(&watched, &begin.bytes).and_then(|device| Server::new(&watched, &socket, device)) {
         Ok(server) => server,
         Err(error) => return answer(&socket, &Message::refusal(&error)),
     };
@@ -66,7 +67,12 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
         }
         if command == Command::End {
             drop(server);
-            return answer(&socket, &counts(&backend.live_objects()));
+            let findings = watched.findings();
+            return if findings.is_empty() {
+                answer(&socket, &counts(&backend.live_objects()))
+            } else {
+                answer(&socket, &Message::new(wire::CONFUSED).with_bytes(findings.join("; ").as_bytes()))
+            };
         }
         let reply = match server.perform(command, &message) {
             Ok(reply) => reply,

@@ -11,8 +11,10 @@ use highwater_core::{Backend, Result};
 use super::{Saboteur, VARIABLE, saboteurs};
 use crate::case::Case;
 use crate::cases::cases;
+use crate::options::Options;
 use crate::peer::Launcher;
-use crate::run::{Options, Status, run};
+use crate::report::Status;
+use crate::run::run;
 
 /// Which saboteurs to run, and how.
 #[derive(Debug, Clone)]

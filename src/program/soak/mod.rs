@@ -57,7 +57,8 @@ fn open_mock(latency: Duration) -> highwater::Result<Arc<MockGpu>> {
     MockGpu::open(MockOptions::from_environment()?.with_latency(latency).with_checks())
 }
 
-fn any_seed() -> u64 {
+/// Another seed each time.
+pub(super) fn any_seed() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     // Short enough to be typed.
     (now.as_nanos() as u64 ^ u64::from(std::process::id())) % 1_000_000_000

@@ -1,0 +1,191 @@
+//! The trait `BlasHandle`, handed through.
+
+use std::collections::HashMap;
+use std::panic::Location;
+use std::sync::Arc;
+
+use highwater_core::{
+    AtomicsMode, BlasHandle, BlasKind, DevicePtr, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
+    Result, StreamId, Workspace,
+};
+
+use super::Watch;
+use super::book::on;
+use super::ledger::AnyId;
+
+/// A plan of a handle.
+#[derive(Debug)]
+struct Plan {
+    shape: GemmShape,
+    alive: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct WatchedHandle {
+    inner: Box<dyn BlasHandle>,
+    watch: Arc<Watch>,
+    /// Its number in the ledger.
+    number: u64,
+    device: u32,
+    destroyed: bool,
+    bound: Option<StreamId>,
+    plans: HashMap<PlanId, Plan>,
+}
+
+impl WatchedHandle {
+    pub(super) fn new(
+        inner: Box<dyn BlasHandle>,
+        watch: &Arc<Watch>,
+        device: u32,
+        kind: BlasKind,
+        at: Option<&'static Location<'static>>,
+    ) -> Self {
+        let seen = (inner.device(), inner.kind());
+        let mut ledger = watch.ledger();
+        let made = ledger.made("create_blas_handle", at);
+        ledger.handles.insert(made.number, made);
+        if seen != (device, kind) {
+            let (seen_device, seen_kind) = seen;
+            ledger.found(format!(
+                "wrong device: `create_blas_handle` gave a handle of kind {seen_kind:?} on device {seen_device} for one of \
+                 kind {kind:?} on device {device}"
+            ));
+        }
+        drop(ledger);
+        let watch = Arc::clone(watch);
+        Self { inner, watch, number: made.number, device, destroyed: false, bound: None, plans: HashMap::new() }
+    }
+
+    /// Makes a call of the handle, and judges the answer.
+    fn calling<T>(
+        &mut self,
+        operation: &'static str,
+        misuse: Option<String>,
+        call: impl FnOnce(&mut dyn BlasHandle) -> Result<T>,
+    ) -> Result<T> {
+        self.watch.enter(operation)?;
+        let answer = call(&mut *self.inner);
+        if answer.is_ok() && self.destroyed {
+            self.watch.found(format!("use after destroy: `{operation}` accepted a handle that was destroyed"));
+        }
+        self.watch.judge_use(operation, misuse, &answer);
+        answer
+    }
+
+    /// Why a product on the bound stream should not be accepted, if so.
+    fn dead_stream(&self) -> Option<String> {
+        let bound = self.bound?;
+        self.watch.unsound(&[AnyId::Stream(bound)]).map(|id| format!("the handle is bound to {id}"))
+    }
+
+    /// What is wrong with the operands of a product, if so. Factors that do not matter are not looked at.
+    fn misused(&self, shape: &GemmShape, alpha: f64, operands: [(&'static str, DevicePtr); 3]) -> Option<String> {
+        let extents = shape.extents("validation").ok()?;
+        let [(a_name, a), (b_name, b), (c_name, c)] = operands;
+        let (factor, result) = (shape.data_type.bytes(), shape.output.bytes());
+        let empty = extents.c == 0;
+        let factors = if alpha == 0.0 || shape.k == 0 || empty { 0 } else { factor as u64 };
+        let ranges = [
+            (a_name, on(self.device, a), extents.a as u64 * factors),
+            (b_name, on(self.device, b), extents.b as u64 * factors),
+            (c_name, on(self.device, c), extents.c as u64 * result as u64),
+        ];
+        self.watch.misuse(&ranges)
+    }
+}
+
+impl BlasHandle for WatchedHandle {
+    fn kind(&self) -> BlasKind {
+        self.inner.kind()
+    }
+
+    fn device(&self) -> u32 {
+        self.inner.device()
+    }
+
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "set_stream";
+        let unsound = self.watch.unsound(&[AnyId::Stream(stream)]);
+        let wrong_device =
+            (stream.device() != self.device).then(|| format!("{stream:?} for a handle of device {}", self.device));
+        let misuse = unsound.map(|id| id.to_string()).or(wrong_device);
+        self.calling(OPERATION, misuse, |handle| handle.set_stream(stream))?;
+        self.bound = Some(stream);
+        Ok(())
+    }
+
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        let misuse = workspace.and_then(|memory| {
+            self.watch.misuse(&[("the workspace", on(self.device, memory.ptr), memory.bytes as u64)])
+        });
+        // SAFETY: handed on as it came.
+        self.calling("set_workspace", misuse, |handle| unsafe { handle.set_workspace(workspace) })
+    }
+
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        self.calling("set_math_mode", None, |handle| handle.set_math_mode(mode))
+    }
+
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        self.calling("set_atomics_mode", None, |handle| handle.set_atomics_mode(mode))
+    }
+
+    unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
+        let operands = [("A", gemm.a), ("B", gemm.b), ("C", gemm.c)];
+        let misuse = self.dead_stream().or_else(|| self.misused(&gemm.shape, gemm.alpha, operands));
+        // SAFETY: handed on as it came.
+        self.calling("gemm", misuse, |handle| unsafe { handle.gemm(gemm) })
+    }
+
+    fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
+        const OPERATION: &str = "create_plan";
+        let plan = self.calling(OPERATION, None, |handle| handle.create_plan(options))?;
+        let made = Plan { shape: options.shape, alive: true };
+        if self.plans.insert(plan, made).is_some_and(|old| old.alive) {
+            self.watch.found(format!("`{OPERATION}` issued {plan:?}, which is alive"));
+        }
+        Ok(plan)
+    }
+
+    unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
+        let misuse = match self.plans.get(&plan) {
+            Some(Plan { shape, alive: true }) => {
+                let operands = [("A", arguments.a), ("B", arguments.b), ("D", arguments.d)];
+                let shape = *shape;
+                self.dead_stream().or_else(|| self.misused(&shape, arguments.alpha, operands))
+            }
+            Some(_) => Some(format!("use after destroy: {plan:?} was destroyed")),
+            None => Some(format!("{plan:?} was never issued by this handle")),
+        };
+        // SAFETY: handed on as it came.
+        self.calling("run_plan", misuse, |handle| unsafe { handle.run_plan(plan, arguments) })
+    }
+
+    fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
+        let alive = self.plans.get(&plan).is_some_and(|plan| plan.alive);
+        let misuse = (!alive).then(|| format!("double free: {plan:?} is no plan that is alive"));
+        self.calling("destroy_plan", misuse, |handle| handle.destroy_plan(plan))?;
+        if let Some(plan) = self.plans.get_mut(&plan) {
+            plan.alive = false;
+        }
+        Ok(())
+    }
+
+    fn raw(&self) -> u64 {
+        self.inner.raw()
+    }
+
+    fn destroy(&mut self) -> Result<()> {
+        self.calling("destroy", None, |handle| handle.destroy())?;
+        self.destroyed = true;
+        self.watch.ledger().handles.remove(&self.number);
+        Ok(())
+    }
+}
+
+impl Drop for WatchedHandle {
+    fn drop(&mut self) {
+        // The handle of the backend is dropped right after this, which destroys it.
+        self.watch.ledger().handles.remove(&self.number);
+    }
+}

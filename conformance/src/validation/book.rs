@@ -1,0 +1,163 @@
+//! Memory that is alive, by address: blocks, page-locked ranges and mappings.
+
+use std::collections::BTreeMap;
+
+use highwater_core::{DeviceMemoryKind, DevicePtr, Location, StreamId, Transport};
+
+use super::ledger::Made;
+
+/// Where addresses are counted from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Space {
+    Host,
+    Device(u32),
+}
+
+/// What kind of memory a range is, and with it who gives it back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holding {
+    Plain,
+    Shareable(Transport),
+    StreamOrdered(StreamId),
+    HostAllocated,
+    HostRegistered,
+    /// Memory of another process, opened so many times.
+    Mapped {
+        opens: u64,
+    },
+}
+
+impl Holding {
+    pub(super) fn of(kind: DeviceMemoryKind) -> Self {
+        match kind {
+            DeviceMemoryKind::Shareable(transport) => Self::Shareable(transport),
+            DeviceMemoryKind::StreamOrdered(stream) => Self::StreamOrdered(stream),
+            _ => Self::Plain,
+        }
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Plain | Self::Shareable(_) | Self::StreamOrdered(_) => "block of device memory",
+            Self::HostAllocated => "block of page-locked memory",
+            Self::HostRegistered => "registration",
+            Self::Mapped { .. } => "mapping",
+        }
+    }
+}
+
+/// A range of memory.
+#[derive(Debug, Clone)]
+pub(super) struct Range {
+    pub(super) made: Made,
+    pub(super) bytes: u64,
+    pub(super) holding: Holding,
+    /// It is being given back: the address may be given out again before that call has returned.
+    pub(super) releasing: bool,
+    /// An injected fault kept it from being given back.
+    pub(super) refused: bool,
+}
+
+/// The ranges that are alive, and the last one of each address that was.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    pub(super) alive: BTreeMap<(Space, u64), Range>,
+    gone: BTreeMap<(Space, u64), Range>,
+}
+
+impl Book {
+    /// Takes in a range; what is wrong with it, if so.
+    pub(super) fn insert(&mut self, space: Space, start: u64, range: Range) -> Option<String> {
+        let overlapped = self.overlapping(space, start, range.bytes).map(|(start, other)| {
+            format!(
+                "{} at {start:#x}, {} bytes, which is alive: {}",
+                other.holding.name(),
+                other.bytes,
+                other.made.of(other.holding.name())
+            )
+        });
+        let end = start.saturating_add(range.bytes);
+        let said = overlapped.map(|other| {
+            format!("{} from {start:#x} to {end:#x} overlaps a {other}", range.made.of(range.holding.name()))
+        });
+        self.alive.insert((space, start), range);
+        said
+    }
+
+    /// A living range that shares a byte with this one and is not being given back.
+    fn overlapping(&self, space: Space, start: u64, bytes: u64) -> Option<(u64, &Range)> {
+        let end = start.saturating_add(bytes);
+        let before = self.alive.range((space, 0)..(space, end)).rev();
+        before
+            .take_while(|((_, at), other)| at.saturating_add(other.bytes) > start)
+            .find(|(_, other)| !other.releasing)
+            .map(|((_, at), other)| (*at, other))
+    }
+
+    /// Takes a range out.
+    pub(super) fn remove(&mut self, space: Space, start: u64) {
+        if let Some(range) = self.alive.remove(&(space, start)) {
+            self.gone.insert((space, start), range);
+        }
+    }
+
+    pub(super) fn get(&self, space: Space, start: u64) -> Option<&Range> {
+        self.alive.get(&(space, start))
+    }
+
+    pub(super) fn get_mut(&mut self, space: Space, start: u64) -> Option<&mut Range> {
+        self.alive.get_mut(&(space, start))
+    }
+
+    /// The last range that began at this address and is gone.
+    pub(super) fn gone(&self, space: Space, start: u64) -> Option<&Range> {
+        self.gone.get(&(space, start))
+    }
+
+    /// A living range that begins at this address of another device.
+    pub(super) fn elsewhere(&self, space: Space, start: u64) -> Option<&Range> {
+        let other = |of: Space| matches!((of, space), (Space::Device(_), Space::Device(_))) && of != space;
+        self.alive.iter().find(|((of, at), _)| other(*of) && *at == start).map(|(_, range)| range)
+    }
+
+    /// What is wrong with the use of these bytes, if so.
+    pub(super) fn misuse(&self, what: &str, space: Space, start: u64, bytes: u64) -> Option<String> {
+        let end = start.saturating_add(bytes);
+        let holds = |(&(of, at), range): (&(Space, u64), &Range)| of == space && at <= start && end <= at + range.bytes;
+        if bytes == 0 || self.alive.range(..=(space, start)).next_back().is_some_and(holds) {
+            return None;
+        }
+        let here = match space {
+            Space::Host => "page-locked memory".to_owned(),
+            Space::Device(device) => format!("memory of device {device}"),
+        };
+        let range = format!("{what} from {start:#x} to {end:#x}");
+        if let Some((_, gone)) = self.gone.range(..=(space, start)).next_back().filter(|entry| holds(*entry)) {
+            let name = gone.holding.name();
+            return Some(format!("use after free: {range} lies in a {name} that is gone: {}", gone.made.of(name)));
+        }
+        let elsewhere = self.alive.iter().find(|((of, at), range)| {
+            matches!((of, space), (Space::Device(_), Space::Device(_)))
+                && *of != space
+                && *at <= start
+                && end <= at + range.bytes
+        });
+        if let Some(((Space::Device(other), _), found)) = elsewhere {
+            let made = found.made.of(found.holding.name());
+            return Some(format!("wrong device: {range} is {here} for the call, and lies on device {other}: {made}"));
+        }
+        Some(format!("{range} does not lie in one living range of {here}"))
+    }
+}
+
+/// A side of a copy as the book has it.
+pub(super) fn place(location: Location) -> (Space, u64) {
+    match location {
+        Location::Host(ptr) => (Space::Host, ptr.address() as u64),
+        Location::Device { device, ptr } => (Space::Device(device), ptr.get()),
+    }
+}
+
+pub(super) fn on(device: u32, ptr: DevicePtr) -> (Space, u64) {
+    (Space::Device(device), ptr.get())
+}

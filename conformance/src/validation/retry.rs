@@ -1,0 +1,65 @@
+//! Releases that a fault of the sweep refused and that the case did not make again. A guard does so; a case that gives an
+//! object back by a call of its own cannot.
+
+use std::ptr::NonNull;
+
+use highwater_core::{Backend as _, DevicePtr, HostPtr};
+
+use super::Watched;
+use super::book::{Holding, Space};
+use super::ledger::AnyId;
+
+impl Watched<'_> {
+    /// Makes the releases that an injected fault refused. Where that goes wrong, what is left shows as a leak.
+    pub(crate) fn release_refused(&self) {
+        let (ids, memory) = self.watch.ledger().refused();
+        if ids.is_empty() && memory.is_empty() {
+            return;
+        }
+        for device in 0..self.inner.device_count() {
+            if self.inner.synchronize_device(device).is_err() {
+                // Nobody can tell whether the device still uses it.
+                return;
+            }
+        }
+        for (space, start, holding) in memory {
+            self.release(space, start, holding);
+        }
+        for id in ids {
+            let _ = match id {
+                AnyId::Stream(id) => self.destroy_stream(id),
+                AnyId::Event(id) => self.destroy_event(id),
+                AnyId::Graph(id) => self.destroy_graph(id),
+                AnyId::Executable(id) => self.destroy_graph_exec(id),
+            };
+        }
+    }
+
+    fn release(&self, space: Space, start: u64, holding: Holding) {
+        let (device, ptr) = match space {
+            Space::Device(device) => (device, DevicePtr::new(start)),
+            Space::Host => {
+                let Some(ptr) = NonNull::new(start as *mut u8).map(HostPtr::new) else { return };
+                let allocator = self.host_allocator();
+                // SAFETY: the allocator gave out or registered the range, and the one call that gave it back never reached
+                // it; the case has ended, and every device has been waited for.
+                let _ = unsafe {
+                    if holding == Holding::HostRegistered { allocator.unregister(ptr) } else { allocator.free(ptr) }
+                };
+                return;
+            }
+        };
+        if let Holding::Mapped { .. } = holding {
+            let Some(sharing) = self.ipc_sharing() else { return };
+            // SAFETY: as above, for what `open_memory` gave.
+            let _ = unsafe { sharing.close_memory(device, ptr) };
+            return;
+        }
+        let stream = match holding {
+            Holding::StreamOrdered(stream) => Some(stream),
+            _ => None,
+        };
+        // SAFETY: as above, for what `allocate` gave.
+        let _ = unsafe { self.free(device, ptr, stream) };
+    }
+}

@@ -1,0 +1,175 @@
+//! The certificate of a full run: a file that says which backend was tested on what, and how each clause was proved.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::Result;
+use highwater::ErrorKind;
+use highwater_conformance::{CaseReport, Clause, Options, Status, clauses};
+use serde_json::{Value, json};
+
+use super::super::failure::Failure;
+use super::protocol::About;
+use super::report::Run;
+
+/// What a certificate is, and the version of its form.
+const FORMAT: &str = "highwater-conformance-certificate/1";
+
+/// A certificate that is to be written when the run has ended.
+#[derive(Debug)]
+pub(super) struct Certificate {
+    path: PathBuf,
+    /// Beside it, so that what is there already is replaced by a whole one or not at all.
+    draft: PathBuf,
+    file: File,
+}
+
+impl Certificate {
+    /// Looks whether the run can have one, and whether it can be written.
+    ///
+    /// # Errors
+    /// For a run of a part of the suite; where the file cannot be made.
+    pub(super) fn begin(path: &Path, options: &Options) -> Result<Self> {
+        if options.filter.is_some() {
+            let hint = "leave out `--filter`: a certificate tells of every clause";
+            let message = "a certificate is written of a full run only, and `--filter` selects a part";
+            return Err(Failure::new(ErrorKind::InvalidArgument, message, hint).into());
+        }
+        let mut draft = path.as_os_str().to_owned();
+        draft.push(format!(".{}.draft", std::process::id()));
+        let draft = PathBuf::from(draft);
+        if path.is_dir() {
+            return Err(not_written(path, std::io::ErrorKind::IsADirectory.into()));
+        }
+        let file = File::create_new(&draft).map_err(|error| not_written(path, error))?;
+        Ok(Self { path: path.to_owned(), draft, file })
+    }
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// Where it cannot be written.
+    pub(super) fn finish(mut self, run: &Run<'_>, about: &About) -> Result<()> {
+        let text = format!("{:#}\n", to_json(run, about, SystemTime::now()));
+        let written = self.file.write_all(text.as_bytes()).and_then(|()| self.file.sync_all());
+        written.and_then(|()| fs::rename(&self.draft, &self.path)).map_err(|error| not_written(&self.path, error))
+    }
+}
+
+impl Drop for Certificate {
+    fn drop(&mut self) {
+        // Gone already where it was written.
+        let _ = fs::remove_file(&self.draft);
+    }
+}
+
+fn not_written(path: &Path, error: std::io::Error) -> anyhow::Error {
+    let message = format!("the certificate `{}` cannot be written", path.display());
+    let hint = "name a file in a folder that is there and that can be written";
+    Failure::new(ErrorKind::OperatingSystem, message, hint).because_of(error).into()
+}
+
+fn to_json(run: &Run<'_>, about: &About, now: SystemTime) -> Value {
+    let report = run.report;
+    let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let clauses: Vec<Value> = clauses().iter().map(|clause| clause_to_json(clause, report.cases())).collect();
+    let expected = report.cases().iter().filter_map(|case| match &case.status {
+        Status::ExpectedFailure { reason, failure } => {
+            Some(json!({ "case": case.case.name, "round": case.round, "reason": reason, "failure": failure }))
+        }
+        _ => None,
+    });
+    json!({
+        "format": FORMAT,
+        "suite": { "name": "highwater-conformance", "version": env!("CARGO_PKG_VERSION") },
+        "date": date(seconds),
+        "backend": about.to_json(),
+        "system": { "os": std::env::consts::OS, "architecture": std::env::consts::ARCH },
+        "conforms": run.is_success(),
+        "rounds": run.options.rounds.max(1),
+        "seed": run.options.shuffle,
+        "seconds": run.seconds,
+        "cases": report.cases().len(),
+        "passed": report.passed(),
+        "failed": report.failed(),
+        "skipped": report.skipped(),
+        "clauses": clauses,
+        "expected_failures": expected.collect::<Vec<_>>(),
+    })
+}
+
+/// A clause with its cases and how they ended, in every round.
+fn clause_to_json(clause: &Clause, reports: &[CaseReport]) -> Value {
+    let of_clause = || reports.iter().filter(|report| report.case.clauses.contains(&clause.id));
+    let cases = of_clause().map(|report| {
+        let (outcome, text) = match &report.status {
+            Status::Passed => ("passed", None),
+            Status::Failed(message) => ("failed", Some(message)),
+            Status::Skipped(reason) => ("skipped", Some(reason)),
+            Status::ExpectedFailure { reason, .. } => ("failed as expected", Some(reason)),
+            _ => ("unknown", None),
+        };
+        json!({ "case": report.case.name, "round": report.round, "outcome": outcome, "text": text })
+    });
+    let any = |which: fn(&Status) -> bool| of_clause().any(|report| which(&report.status));
+    let failed = any(|status| matches!(status, Status::Failed(_)));
+    let failed_as_expected = any(|status| matches!(status, Status::ExpectedFailure { .. }));
+    let passed = any(|status| matches!(status, Status::Passed));
+    let outcome = match (failed, failed_as_expected, passed) {
+        (true, ..) => "failed",
+        (false, true, _) => "failed as expected",
+        (false, false, true) => "proved",
+        (false, false, false) => "not applicable",
+    };
+    json!({
+        "clause": clause.id,
+        "trait": clause.of,
+        "promise": clause.promise,
+        "outcome": outcome,
+        "cases": cases.collect::<Vec<_>>(),
+    })
+}
+
+/// Seconds since 1970 as RFC 3339 has them, in UTC. Days to dates after Howard Hinnant, "chrono-compatible low-level date
+/// algorithms": a year begins in March there, so that the leap day is its last.
+fn date(seconds: u64) -> String {
+    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(date(0), "1970-01-01T00:00:00Z");
+        assert_eq!(date(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(date(951_868_799), "2000-02-29T23:59:59Z");
+        assert_eq!(date(951_868_800), "2000-03-01T00:00:00Z");
+        assert_eq!(date(1_795_305_600), "2026-11-22T00:00:00Z");
+        assert_eq!(date(4_107_542_399), "2100-02-28T23:59:59Z");
+        assert_eq!(date(4_107_542_400), "2100-03-01T00:00:00Z");
+    }
+
+    #[test]
+    fn a_part_of_the_suite_has_no_certificate_and_a_folder_is_none() {
+        let folder = std::env::temp_dir();
+        let error = Certificate::begin(&folder.join("none.json"), &Options::new().with_filter("ids.")).unwrap_err();
+        assert!(error.to_string().contains("`--filter`"), "{error}");
+        let error = Certificate::begin(&folder, &Options::new()).unwrap_err();
+        assert!(error.to_string().contains("cannot be written"), "{error}");
+        let error = Certificate::begin(Path::new("/nowhere/at/all.json"), &Options::new()).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/at/all.json"), "{error}");
+    }
+}

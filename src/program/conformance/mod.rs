@@ -1,0 +1,107 @@
+//! `highwater conformance`: the suite of promises against one backend.
+//!
+//! - `workers`: the process that cases run in, and its replacement; `worker`: that process; `protocol`: what they say
+//! - `choice`: which backend, for each process; `expected`: what is known to fail
+//! - `report`: what is printed of a run; `certificate`: what is written of a full one; `sweep`: the fault sweep
+//!
+//! Cases about two processes start the program once more, with the same command line as the user's and a variable that
+//! tells it so.
+
+mod certificate;
+mod choice;
+mod expected;
+mod protocol;
+mod report;
+mod sweep;
+pub(super) mod worker;
+mod workers;
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use highwater::ErrorKind;
+use highwater_conformance::{Options, Progress as Step, Report, Status, cases, run_on, serve_peer};
+
+use self::certificate::Certificate;
+use self::choice::Choice;
+use self::report::Run;
+use self::workers::Workers;
+use super::args::ConformanceArguments;
+use super::backends::Prober;
+use super::failure::Failure;
+use super::progress::Progress;
+use super::{Verdict, output, soak};
+
+pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
+    let choice = Choice::of(&arguments.backend);
+    // Of two processes the other one has probed a plugin.
+    if let Some(served) = serve_peer(|| choice.open(Prober::Nobody)) {
+        served?;
+        return Ok(Verdict::Good);
+    }
+    let options = options(arguments, choice.name())?;
+    if arguments.fault_sweep {
+        return sweep::command(arguments, &choice, &options, json);
+    }
+    // Before the run, which takes a while.
+    let certificate = arguments.certificate.as_deref().map(|path| Certificate::begin(path, &options)).transpose()?;
+    let mut workers = Workers::start(&choice, Duration::from_secs(arguments.limit))?;
+    let about = workers.about().clone();
+    if let Some(seed) = options.shuffle {
+        output::line(format_args!("seed {seed}"));
+    }
+    let started = Instant::now();
+    let report = run(&mut workers, &options, json);
+    let end = workers.finish().err();
+    let run = Run { report: &report, options: &options, seconds: started.elapsed().as_secs_f64(), end: end.as_deref() };
+    if let Some(certificate) = certificate {
+        certificate.finish(&run, &about)?;
+    }
+    if json {
+        output::result(run.to_json())?;
+    } else {
+        run.print()?;
+    }
+    if let Some(end) = &end {
+        output::line(format_args!("error: {end}"));
+    }
+    Ok(if run.is_success() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// What the arguments ask for, as the library has it.
+fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Options> {
+    let mut options = Options::new().with_rounds(arguments.repeat);
+    if let Some(backend) = backend {
+        options = expected::with_expected_failures(options, backend)?;
+    }
+    if let Some(filter) = &arguments.filter {
+        options = options.with_filter(filter);
+    }
+    if let Some(seed) = arguments.shuffle {
+        options = options.with_shuffle(seed.unwrap_or_else(soak::any_seed));
+    }
+    if options.round(0).is_empty() {
+        let filter = arguments.filter.as_deref().unwrap_or_default();
+        let hint = format!("name a part of a case, such as `{}`", cases().next().map_or("", |case| case.group));
+        return Err(Failure::new(ErrorKind::InvalidArgument, format!("no case matches `{filter}`"), hint).into());
+    }
+    Ok(options)
+}
+
+/// Runs the cases, and shows how far it is.
+fn run(workers: &mut Workers, options: &Options, json: bool) -> Report {
+    let mut progress = None;
+    run_on(workers, options, &mut |step| match step {
+        Step::Started { case, total, .. } => {
+            progress.get_or_insert_with(|| Progress::new("cases", total as u64, json)).now(case.name);
+        }
+        Step::Finished { report, .. } => {
+            let Some(progress) = &progress else { return };
+            if let Status::Failed(message) = &report.status {
+                progress.say(&format!("failed: {}: {message}", report.case.name));
+            }
+            progress.advance(1);
+        }
+        _ => {}
+    })
+}

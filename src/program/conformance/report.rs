@@ -1,0 +1,108 @@
+//! What is printed of a run.
+
+use anyhow::Result;
+use comfy_table::{ContentArrangement, Table, presets};
+use highwater_conformance::{Case, CaseReport, Options, Report, Status, clauses, clauses_without_case};
+use serde_json::{Value, json};
+
+use super::super::output;
+
+/// Columns of the table of failures.
+pub(super) const WIDTH: u16 = 110;
+
+/// A run that has ended.
+pub(super) struct Run<'r> {
+    pub(super) report: &'r Report,
+    pub(super) options: &'r Options,
+    pub(super) seconds: f64,
+    /// What went wrong when the last process gave everything back.
+    pub(super) end: Option<&'r str>,
+}
+
+impl Run<'_> {
+    pub(super) fn is_success(&self) -> bool {
+        self.report.is_success() && self.end.is_none()
+    }
+
+    /// Every case whose status gives a text.
+    fn listed(&self, text: impl Fn(&Status) -> Option<&str>) -> Vec<(&CaseReport, &str)> {
+        self.report.cases().iter().filter_map(|case| Some((case, text(&case.status)?))).collect()
+    }
+
+    fn failures(&self) -> Vec<(&CaseReport, &str)> {
+        self.listed(|status| match status {
+            Status::Failed(message) => Some(message.as_str()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn to_json(&self) -> Value {
+        let list = |key: &str, listed: Vec<(&CaseReport, &str)>| -> Value {
+            let entry = |(report, text): (&CaseReport, &str)| {
+                let (case, clauses) = (report.case.name, report.case.clauses);
+                json!({ "case": case, "clauses": clauses, "round": report.round, key: text })
+            };
+            listed.into_iter().map(entry).collect()
+        };
+        let skips = self.listed(|status| match status {
+            Status::Skipped(reason) => Some(reason.as_str()),
+            _ => None,
+        });
+        let expected = self.listed(|status| match status {
+            Status::ExpectedFailure { reason, .. } => Some(reason.as_str()),
+            _ => None,
+        });
+        let report = self.report;
+        let without_case: Vec<&str> = clauses_without_case().into_iter().map(|clause| clause.id).collect();
+        json!({
+            "backend": report.backend().name,
+            "cases": report.cases().len(),
+            "passed": report.passed(),
+            "failed": report.failed(),
+            "skipped": report.skipped(),
+            "expected_failures": report.expected_failures(),
+            "rounds": self.options.rounds.max(1),
+            "seed": self.options.shuffle,
+            "clauses": clauses().len(),
+            "clauses_without_case": without_case,
+            "seconds": self.seconds,
+            "failures": list("message", self.failures()),
+            "skips": list("reason", skips),
+            "expected": list("reason", expected),
+            "worker_end": self.end,
+        })
+    }
+
+    pub(super) fn print(&self) -> Result<()> {
+        let failures = self.failures();
+        if !failures.is_empty() {
+            let mut table = Table::new();
+            table.load_style(presets::UTF8_FULL);
+            table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
+            table.set_header(["case", "expected", "came"]);
+            for (report, message) in failures {
+                table.add_row([report.case.name, &promised(report.case), message]);
+            }
+            output::result(table)?;
+        }
+        let report = self.report;
+        let (name, total) = (&report.backend().name, report.cases().len());
+        output::result(format_args!(
+            "{name}: {total} cases: {} passed, {} failed, {} skipped, {} failed as expected",
+            report.passed(),
+            report.failed(),
+            report.skipped(),
+            report.expected_failures()
+        ))?;
+        Ok(())
+    }
+}
+
+/// The clauses of a case, each with its promise.
+pub(super) fn promised(case: &Case) -> String {
+    let promise = |id: &&str| match clauses().iter().find(|clause| clause.id == *id) {
+        Some(clause) => format!("{id}: {}", clause.promise),
+        None => (*id).to_owned(),
+    };
+    case.clauses.iter().map(promise).collect::<Vec<_>>().join("\n")
+}

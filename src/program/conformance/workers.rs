@@ -1,0 +1,230 @@
+//! Runs cases in a process of their own, which is replaced when a case has brought it down or did not end in time.
+//!
+//! Nothing is tried again: the case that was in flight has failed.
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use highwater::{BackendTag, ErrorKind, Identity};
+use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
+
+use super::super::child::{Child, wait_any, wait_readable};
+use super::super::failure::Failure;
+use super::super::frame::Inbox;
+use super::super::{backends, output};
+use super::choice::Choice;
+use super::protocol::{About, Notice, Order};
+
+/// How long a backend may take to open, at least: a driver initialises every device.
+const OPENING: Duration = Duration::from_secs(120);
+/// How long a worker may take to give everything back when there is no more to do.
+const ENDING: Duration = Duration::from_secs(30);
+
+/// One worker at a time.
+#[derive(Debug)]
+pub(super) struct Workers {
+    choice: Choice,
+    limit: Duration,
+    about: About,
+    identity: Identity,
+    /// None where the last one was lost.
+    worker: Option<Worker>,
+}
+
+impl Workers {
+    /// Starts the first worker. Each of its cases may take so long.
+    ///
+    /// # Errors
+    /// Where the backend does not open, or no process can be started.
+    pub(super) fn start(choice: &Choice, limit: Duration) -> Result<Self> {
+        let (worker, about) = Worker::start(choice, limit)?;
+        let mut identity = Identity::new(&about.name, &about.description, BackendTag::next());
+        identity.real_device = about.real_device;
+        identity.versions.clone_from(&about.versions);
+        Ok(Self { choice: choice.clone(), limit, about, identity, worker: Some(worker) })
+    }
+
+    pub(super) fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Asks the worker, or a new one; a text where it is lost.
+    fn ask(&mut self, order: &Order) -> Result<Notice, String> {
+        let mut worker = match self.worker.take() {
+            Some(worker) => worker,
+            None => {
+                let started = Worker::start(&self.choice, self.limit);
+                started.map_err(|error| format!("the backend could not be opened again for it: {error:#}"))?.0
+            }
+        };
+        let notice = worker.ask(order, self.limit)?;
+        self.worker = Some(worker);
+        Ok(notice)
+    }
+
+    /// Lets the last worker give everything back; a text where that goes wrong.
+    pub(super) fn finish(&mut self) -> Result<(), String> {
+        self.worker.take().map_or(Ok(()), Worker::finish)
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        if let Err(text) = self.finish() {
+            output::line(format_args!("error: {text}"));
+        }
+    }
+}
+
+impl Executor for Workers {
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn run(&mut self, case: &'static Case) -> Status {
+        match self.ask(&Order::Run(case)) {
+            Ok(Notice::Ended(status)) => status,
+            Ok(other) => Status::Failed(misfit(&other)),
+            Err(lost) => Status::Failed(lost),
+        }
+    }
+
+    fn points(&mut self, case: &'static Case) -> Points {
+        match self.ask(&Order::Points(case)) {
+            Ok(Notice::Points(points)) => points,
+            Ok(other) => Points::Not(Status::Failed(misfit(&other))),
+            Err(lost) => Points::Not(Status::Failed(lost)),
+        }
+    }
+
+    fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted {
+        let lost = |text: String| {
+            let (status, findings) = (Status::Failed(text.clone()), vec![text]);
+            Faulted { status, reached: true, retried: 0, findings }
+        };
+        match self.ask(&Order::Fault(case, fault.clone())) {
+            Ok(Notice::Faulted(faulted)) => faulted,
+            Ok(other) => lost(misfit(&other)),
+            Err(text) => lost(text),
+        }
+    }
+}
+
+fn misfit(notice: &Notice) -> String {
+    format!("its process answered something else than it was asked for: {notice:?}")
+}
+
+/// A process that runs cases.
+#[derive(Debug)]
+struct Worker {
+    child: Child,
+    inbox: Inbox,
+    /// The case that it ran last.
+    last: Option<&'static str>,
+}
+
+impl Worker {
+    fn start(choice: &Choice, limit: Duration) -> Result<(Self, About)> {
+        let arguments = [vec!["conformance-worker".into()], choice.arguments()].concat();
+        let child = Child::start(&arguments).map_err(|error| {
+            let hint = "the limits on processes and open files (`ulimit -a`) say what this user may have";
+            Failure::new(ErrorKind::OperatingSystem, "no process can be started for the cases", hint).because_of(error)
+        })?;
+        let mut worker = Self { child, inbox: Inbox::default(), last: None };
+        let loading = backends::load_limit().unwrap_or_default();
+        match worker.hear(limit.max(OPENING + loading)) {
+            Ok(Notice::Ready(about)) => Ok((worker, about)),
+            Ok(Notice::Failed { kind, message, hint }) => Err(Failure::of_worker(kind, message, hint).into()),
+            other => {
+                let what = other.map_or_else(|lost| lost, |other| misfit(&other));
+                let hint = "run `highwater doctor`, which opens the backend too";
+                let message = format!("the backend was not opened: {what}");
+                Err(Failure::new(ErrorKind::InvalidState, message, hint).into())
+            }
+        }
+    }
+
+    fn ask(&mut self, order: &Order, limit: Duration) -> Result<Notice, String> {
+        let last = self.last.replace(order.case().name).unwrap_or("its start");
+        if let Ok(Some(status)) = self.child.ended() {
+            return Err(format!("its process had ended before it began, after {last}: {status}"));
+        }
+        if order.send(self.child.socket()).is_err() {
+            // It is dead, and its pidfd says how.
+            return self.hear(Duration::ZERO);
+        }
+        match self.hear(limit)? {
+            Notice::Failed { message, .. } => Err(format!("its process gave up: {message}")),
+            notice => Ok(notice),
+        }
+    }
+
+    /// Waits for a message; a text where none comes, and then the process is gone.
+    fn hear(&mut self, limit: Duration) -> Result<Notice, String> {
+        let heard = self.wait(limit).map_err(|error| format!("its process cannot be understood: {error}"));
+        match heard {
+            Ok(Some(notice)) => return Ok(notice),
+            Ok(None) => {}
+            Err(text) => {
+                self.stop();
+                return Err(text);
+            }
+        }
+        // Looked at before it is killed.
+        let by_itself = self.child.ended().ok().flatten();
+        if let Some(status) = by_itself {
+            return Err(format!("its process ended: {status}"));
+        }
+        self.stop();
+        Err(format!("it did not end within {} s (`--limit`), so its process was killed", limit.as_secs()))
+    }
+
+    /// The next message; `None` once the process has ended or the time is over.
+    fn wait(&mut self, limit: Duration) -> io::Result<Option<Notice>> {
+        let deadline = Instant::now() + limit;
+        loop {
+            // Death is looked for first: what was said before it is in the socket then.
+            let dead = wait_readable(self.child.pidfd(), Duration::ZERO)?;
+            self.inbox.take_in(self.child.socket())?;
+            if let Some(message) = self.inbox.next()? {
+                return Notice::read(&message).map(Some);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if dead || left.is_zero() {
+                return Ok(None);
+            }
+            if self.inbox.has_ended() {
+                // A process that has closed its socket says no more, and is about to end.
+                wait_readable(self.child.pidfd(), left)?;
+            } else {
+                wait_any(&[self.child.socket().as_fd(), self.child.pidfd()], left)?;
+            }
+        }
+    }
+
+    fn stop(&mut self) {
+        if let Err(error) = self.child.stop() {
+            output::line(format_args!("error: {error}"));
+        }
+    }
+
+    /// Closes the socket, and waits for the process to end well.
+    fn finish(mut self) -> Result<(), String> {
+        let told = self.child.socket().shutdown(Shutdown::Write);
+        let ended = told.and_then(|()| wait_readable(self.child.pidfd(), ENDING)).and_then(|_| self.child.ended());
+        match ended {
+            Ok(Some(status)) if status.success() => Ok(()),
+            Ok(Some(status)) => {
+                Err(format!("the process of the cases ended badly when there was no more to do: {status}"))
+            }
+            Ok(None) => {
+                let seconds = ENDING.as_secs();
+                Err(format!("the process of the cases did not end within {seconds} s when there was no more to do"))
+            }
+            Err(error) => Err(format!("the process of the cases cannot be waited for: {error}")),
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! `highwater conformance`: runs, rounds, cases that hang or die, certificates, and the fault sweep.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::{Process, command_on, highwater, highwater_on, run_to_its_end, scratch_folder, wait_until};
+
+#[test]
+fn conformance_counts_its_cases() {
+    let run = highwater(&["conformance", "--backend", "mock", "--filter", "copies.", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!(object["backend"], "mock");
+    let integer = |key: &str| object[key].as_u64().unwrap();
+    assert!(integer("passed") > 0 && integer("failed") == 0, "{object}");
+    assert_eq!(
+        integer("cases"),
+        integer("passed") + integer("failed") + integer("skipped") + integer("expected_failures")
+    );
+    assert_eq!(object["skips"].as_array().unwrap().len() as u64, integer("skipped"));
+}
+
+#[test]
+fn conformance_starts_the_program_again_for_cases_about_two_processes() {
+    let run = highwater(&["conformance", "--backend", "mock", "--filter", "sharing.devices_", "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!((&object["passed"], &object["cases"]), (&1.into(), &1.into()), "{object}");
+}
+
+#[test]
+fn conformance_fails_where_a_promise_is_broken() {
+    let arguments = ["conformance", "--backend", "mock", "--filter", "fills."];
+    let run = highwater_on("fail=fill:1", &[&arguments[..], &["--json"]].concat());
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!(object["failed"], 1, "{object}");
+    let failure = &object["failures"][0];
+    assert!(failure["case"].as_str().unwrap().starts_with("fills."), "{failure}");
+    assert!(failure["message"].as_str().unwrap().contains("fill"), "{failure}");
+    let table = highwater_on("fail=fill:1", &arguments);
+    assert_eq!(table.code, Some(1));
+    assert!(table.stdout.contains("1 failed"), "{}", table.stdout);
+}
+
+#[test]
+fn conformance_without_a_matching_case_is_an_error() {
+    highwater(&["conformance", "--filter", "no such case"]).assert_error(&["`no such case`", "name a part of a case"]);
+    let run = highwater(&["conformance", "--filter", "no such case", "--json"]);
+    run.assert_error(&["`no such case`"]);
+    assert_eq!(run.object()["error"]["kind"], "invalid argument");
+}
+
+/// A run of the suite in which every copy and fill takes longer than any test.
+const HANGING: &str = "latency=1000s";
+
+#[test]
+fn conformance_kills_a_case_that_does_not_end_and_goes_on() {
+    // The first of them hangs. The others work on no stream, and pass in a new process.
+    let arguments = ["conformance", "--filter", "ids.st", "--limit", "1", "--json"];
+    let run = highwater_on(HANGING, &arguments);
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!((&object["failed"], &object["passed"]), (&1.into(), &3.into()), "{object}");
+    let failure = &object["failures"][0];
+    assert_eq!(failure["case"], "ids.stale_streams_are_refused", "{object}");
+    assert_eq!(failure["message"], "it did not end within 1 s (`--limit`), so its process was killed", "{object}");
+    assert!(object["worker_end"].is_null(), "{object}");
+}
+
+#[test]
+fn conformance_survives_the_death_of_a_case() {
+    let arguments = ["conformance", "--filter", "fills.", "--json", "--limit", "1000"];
+    let child = command_on(HANGING, &arguments).spawn().unwrap();
+    let runner = Process(child.id());
+    let ending = thread::spawn(move || {
+        // Each case hangs until its process is ended here.
+        let mut ended = Vec::new();
+        wait_until("seven processes were ended", Duration::from_secs(50), || {
+            for worker in runner.children() {
+                let threads = fs::read_dir(format!("/proc/{}/task", worker.0)).map_or(0, Iterator::count);
+                // A stream of the case has begun to work.
+                if threads > 1 && !ended.contains(&worker) {
+                    ended.push(worker);
+                    worker.send(Signal::ABORT);
+                }
+            }
+            ended.len() == 7
+        });
+    });
+    let run = run_to_its_end(child, &arguments, "whose cases are killed");
+    ending.join().unwrap();
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let object = run.object();
+    assert_eq!((&object["failed"], &object["cases"]), (&7.into(), &7.into()), "{object}");
+    for failure in object["failures"].as_array().unwrap() {
+        assert!(failure["message"].as_str().unwrap().starts_with("its process ended: signal: 6 (SIGABRT)"), "{object}");
+    }
+}
+
+#[test]
+fn conformance_counts_every_round_and_repeats_a_shuffle() {
+    let arguments = ["conformance", "--filter", "fills.", "--repeat", "2", "--shuffle", "11"];
+    // Which case the fault hits tells where it stood.
+    let first_of = |seed: &str| {
+        let arguments = ["conformance", "--filter", "fills.", "--repeat", "2", "--shuffle", seed, "--json"];
+        let run = highwater_on("fail=fill:1", &arguments);
+        assert!(run.stderr.contains(&format!("seed {seed}\n")), "{}", run.stderr);
+        let object = run.object();
+        assert_eq!(
+            (&object["cases"], &object["rounds"], &object["failed"]),
+            (&14.into(), &2.into(), &1.into()),
+            "{object}"
+        );
+        assert_eq!(
+            (object["seed"].to_string(), &object["failures"][0]["round"]),
+            (seed.to_owned(), &0.into()),
+            "{object}"
+        );
+        object["failures"][0]["case"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(first_of("11"), first_of("11"));
+    let others: BTreeSet<String> = ["1", "2", "3", "4"].map(first_of).into();
+    assert!(others.len() > 1, "{others:?}");
+    let run = highwater(&arguments);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert!(
+        run.stdout.contains("14 cases: 14 passed") && run.stderr.contains("seed 11"),
+        "{}{}",
+        run.stdout,
+        run.stderr
+    );
+}
+
+#[test]
+fn conformance_certifies_a_full_run() {
+    let folder = scratch_folder("certificate");
+    let file = folder.join("mock.json");
+    let path = file.to_str().unwrap();
+    let run = highwater(&["conformance", "--certificate", path, "--json"]);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let (object, certificate) = (run.object(), fs::read_to_string(&file).unwrap());
+    let certificate: Value = serde_json::from_str(&certificate).unwrap();
+    assert_eq!(certificate["conforms"], true);
+    assert_eq!((&certificate["backend"]["name"], &certificate["cases"]), (&"mock".into(), &object["cases"]));
+    let device = &certificate["backend"]["devices"][0];
+    assert_eq!(device["uuid"].as_str().unwrap().len(), 32, "{device}");
+    assert_eq!(device["architecture"], "mock");
+    assert!(certificate["date"].as_str().unwrap().ends_with('Z'), "{}", certificate["date"]);
+    let clauses = certificate["clauses"].as_array().unwrap();
+    assert_eq!(clauses.len() as u64, object["clauses"].as_u64().unwrap());
+    let order = clauses.iter().find(|clause| clause["clause"] == "stream.order").unwrap();
+    assert_eq!((&order["outcome"], &order["trait"]), (&"proved".into(), &"Backend".into()), "{order}");
+    assert!(order["cases"].as_array().unwrap().iter().all(|case| case["outcome"] == "passed"), "{order}");
+    assert!(clauses.iter().all(|clause| !clause["cases"].as_array().unwrap().is_empty()), "clauses without a case");
+    // Refused before the run, and what is there stays.
+    highwater(&["conformance", "--filter", "ids.", "--certificate", path])
+        .assert_error(&["full run only", "leave out `--filter`"]);
+    highwater(&["conformance", "--certificate", "/nowhere/at/all.json"]).assert_error(&["/nowhere/at/all.json"]);
+    assert!(fs::read_to_string(&file).unwrap().contains("stream.order"));
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "a draft was left behind");
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn conformance_sweeps_the_calls_of_its_cases() {
+    let arguments = ["conformance", "--fault-sweep", "--filter", "ids.", "--sample", "5", "--json"];
+    let run = highwater(&arguments);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let object = run.object();
+    assert!(object["calls_swept"].as_u64().unwrap() > 50 && object["failures"] == json!([]), "{object}");
+    // The mock's own fault is none that may be.
+    let run = highwater_on(
+        "fail=destroy_event:1",
+        &["conformance", "--fault-sweep", "--filter", "ids.streams_and_events_count", "--jobs", "1"],
+    );
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stdout.contains("without a fault"), "{}", run.stdout);
+}
+
+#[test]
+fn conformance_refuses_arguments_that_say_nothing() {
+    for (arguments, part) in [
+        (&["--repeat", "0"][..], "number of rounds from 1"),
+        (&["--limit", "0"], "number of seconds from 1"),
+        (&["--shuffle", "soon"], "invalid value 'soon'"),
+        (&["--sample", "3"], "--fault-sweep"),
+        (&["--fault-sweep", "--certificate", "x.json"], "cannot be used with"),
+    ] {
+        let run = highwater(&[&["conformance"], arguments].concat());
+        assert_eq!((run.code, &*run.stdout), (Some(2), ""), "{}", run.stderr);
+        assert!(run.stderr.contains(part), "{}", run.stderr);
+    }
+}
