@@ -157,8 +157,16 @@ pub(super) struct ConformanceArguments {
     #[arg(long, conflicts_with_all = ["repeat", "shuffle"])]
     pub(super) fault_sweep: bool,
 
-    /// Refuse every N-th call only
-    #[arg(long, value_name = "N", default_value = "1", requires = "fault_sweep", allow_negative_numbers = true, value_parser = sample)]
+    /// Give the suite backends that break one promise each, and say which it catches
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"])]
+    pub(super) saboteurs: bool,
+
+    /// Look with the mock's race finder for mistakes that were made on purpose, and in their corrections
+    #[arg(long, conflicts_with_all = ["backend", "plugin", "filter", "repeat", "shuffle", "certificate", "fault_sweep", "saboteurs"])]
+    pub(super) races: bool,
+
+    /// Every N-th refused call of --fault-sweep, or every N-th of --saboteurs, only
+    #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
     /// Processes that sweep at the same time [default: one on a real device, else one for each processor]

@@ -2,7 +2,8 @@
 //!
 //! - `workers`: the process that cases run in, and its replacement; `worker`: that process; `protocol`: what they say
 //! - `choice`: which backend, for each process; `expected`: what is known to fail
-//! - `report`: what is printed of a run; `certificate`: what is written of a full one; `sweep`: the fault sweep
+//! - `report`: what is printed of a run; `certificate`: what is written of a full one
+//! - `sweep`: the fault sweep; `saboteurs`: backends that the suite has to catch; `races`: mistakes that the mock has to find
 //!
 //! Cases about two processes start the program once more, with the same command line as the user's and a variable that
 //! tells it so.
@@ -11,7 +12,9 @@ mod certificate;
 mod choice;
 mod expected;
 mod protocol;
+mod races;
 mod report;
+mod saboteurs;
 mod sweep;
 pub(super) mod worker;
 mod workers;
@@ -38,6 +41,12 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     if let Some(served) = serve_peer(|| choice.open(Prober::Nobody)) {
         served?;
         return Ok(Verdict::Good);
+    }
+    if arguments.races {
+        return races::command(json);
+    }
+    if arguments.saboteurs {
+        return saboteurs::command(arguments, &choice, json);
     }
     let options = options(arguments, choice.name())?;
     if arguments.fault_sweep {

@@ -1,0 +1,80 @@
+//! `highwater conformance --saboteurs`: backends that break one promise each, given to the suite, which has to notice.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use highwater_conformance::{
+    Outcome, SaboteurOptions, SaboteurProgress as Step, Score, Survivor, Verdict as Judged, run_saboteurs, saboteurs,
+};
+use serde_json::{Value, json};
+
+use super::super::args::ConformanceArguments;
+use super::super::backends::Prober;
+use super::super::failure::Failure;
+use super::super::progress::Progress;
+use super::super::{Verdict, output};
+use super::choice::Choice;
+
+pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
+    // So that a plugin is probed, and a backend that does not open is told, once.
+    drop(choice.open(Prober::ThisProgram)?);
+    let mut options = SaboteurOptions::new().with_every(arguments.sample as usize).with_launcher(choice.launcher()?);
+    if let Some(filter) = &arguments.filter {
+        options = options.with_filter(filter);
+    }
+    let begun = Instant::now();
+    let mut progress = None;
+    let score = run_saboteurs(|| choice.open(Prober::Nobody), &options, &mut |step| match step {
+        Step::Started { saboteur, total, .. } => {
+            progress.get_or_insert_with(|| Progress::new("saboteurs", total as u64, json)).now(saboteur.name);
+        }
+        Step::Finished { verdict, .. } => {
+            let Some(progress) = &progress else { return };
+            if let (Outcome::Survived, None) = (&verdict.outcome, verdict.saboteur.survives) {
+                progress.say(&format!("survived: {} [{}]", verdict.saboteur.name, verdict.saboteur.clause));
+            }
+            progress.advance(1);
+        }
+        _ => {}
+    });
+    drop(progress);
+    if score.verdicts().is_empty() {
+        let filter = arguments.filter.as_deref().unwrap_or_default();
+        let hint = format!("name a part of a saboteur, such as `{}`", saboteurs().next().map_or("", |one| one.name));
+        let message = format!("no saboteur matches `{filter}`");
+        return Err(Failure::new(highwater::ErrorKind::InvalidArgument, message, hint).into());
+    }
+    if json {
+        output::result(to_json(&score, arguments.sample, begun.elapsed().as_secs_f64()))?;
+    } else {
+        output::result(&score)?;
+    }
+    Ok(if score.is_success() { Verdict::Good } else { Verdict::Bad })
+}
+
+fn to_json(score: &Score, sample: u32, seconds: f64) -> Value {
+    let entry = |verdict: &Judged| {
+        let one = verdict.saboteur;
+        let (outcome, case, said) = match &verdict.outcome {
+            Outcome::Caught { case, failure, .. } => ("caught", Some(case.name), Some(failure.as_str())),
+            Outcome::Skipped(why) => ("skipped", None, Some(why.as_str())),
+            _ => ("survived", None, None),
+        };
+        json!({ "name": one.name, "clause": one.clause, "outcome": outcome, "case": case, "text": said })
+    };
+    let survivor = |survivor: Survivor| {
+        let one = survivor.saboteur;
+        json!({ "name": one.name, "clause": one.clause, "what": one.what, "reason": survivor.reason })
+    };
+    json!({
+        "saboteurs": score.saboteurs(),
+        "caught": score.caught(),
+        "caught_by_their_clause": score.caught_by_their_clause(),
+        "survivors": score.survivors().into_iter().map(survivor).collect::<Vec<_>>(),
+        "skipped": score.skipped(),
+        "percent": score.percent(),
+        "sample": sample,
+        "seconds": seconds,
+        "verdicts": score.verdicts().iter().map(entry).collect::<Vec<_>>(),
+    })
+}
