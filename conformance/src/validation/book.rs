@@ -124,7 +124,9 @@ impl Book {
     pub(super) fn misuse(&self, what: &str, space: Space, start: u64, bytes: u64) -> Option<String> {
         let end = start.saturating_add(bytes);
         let holds = |(&(of, at), range): (&(Space, u64), &Range)| of == space && at <= start && end <= at + range.bytes;
-        if bytes == 0 || self.alive.range(..=(space, start)).next_back().is_some_and(holds) {
+        // One that is being given back may lie in the way of a larger one that has its bytes already.
+        let mut before = self.alive.range(..=(space, start)).rev();
+        if bytes == 0 || before.find(|entry| holds(*entry) || !entry.1.releasing).is_some_and(holds) {
             return None;
         }
         let here = match space {
@@ -160,4 +162,30 @@ pub(super) fn place(location: Location) -> (Space, u64) {
 
 pub(super) fn on(device: u32, ptr: DevicePtr) -> (Space, u64) {
     (Space::Device(device), ptr.get())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(number: u64, bytes: u64, releasing: bool) -> Range {
+        let made = Made { operation: "host allocate", number, at: None };
+        Range { made, bytes, holding: Holding::HostAllocated, releasing, refused: false }
+    }
+
+    #[test]
+    fn bytes_that_were_given_out_again_are_used_while_their_release_is_not_noted_yet() {
+        let mut book = Book::default();
+        // Another thread gives back 0x81a0; this one has the same bytes already, in a larger block.
+        assert_eq!(book.insert(Space::Host, 0x81a0, range(1, 0x100, true)), None);
+        assert_eq!(book.insert(Space::Host, 0x8000, range(2, 0x2000, false)), None);
+        assert_eq!(book.misuse("the source", Space::Host, 0x8200, 0x1000), None);
+        assert_eq!(book.misuse("the source", Space::Host, 0x81b0, 0x10), None);
+        let past = book.misuse("the source", Space::Host, 0x8200, 0x2000).unwrap();
+        assert!(past.contains("does not lie in one living range"), "{past}");
+        // Where nothing lies behind it, a block that is being given back still counts.
+        assert_eq!(book.misuse("the source", Space::Host, 0x81a0, 0x100), None);
+        book.remove(Space::Host, 0x8000);
+        assert!(book.misuse("the source", Space::Host, 0x8200, 0x1000).unwrap().contains("use after free"));
+    }
 }

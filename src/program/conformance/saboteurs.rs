@@ -1,8 +1,11 @@
 //! `highwater conformance --saboteurs`: backends that break one promise each, given to the suite, which has to notice.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
+use highwater::Backend;
+use highwater::mock::{ENVIRONMENT_VARIABLE as MOCK, MockGpu, MockOptions};
 use highwater_conformance::{
     Outcome, SaboteurOptions, SaboteurProgress as Step, Score, Survivor, Verdict as Judged, run_saboteurs, saboteurs,
 };
@@ -18,13 +21,20 @@ use super::choice::Choice;
 pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
     // So that a plugin is probed, and a backend that does not open is told, once.
     drop(choice.open(Prober::ThisProgram)?);
-    let mut options = SaboteurOptions::new().with_every(arguments.sample as usize).with_launcher(choice.launcher()?);
+    // Some saboteurs do nothing wrong where there is one device. The mock has two where nobody has described it.
+    let two_devices = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
+    let open = || -> highwater::Result<Arc<dyn Backend>> {
+        if two_devices { Ok(MockGpu::open(MockOptions::new().with_devices(2))?) } else { choice.open(Prober::Nobody) }
+    };
+    let launcher = choice.launcher()?;
+    let launcher = if two_devices { launcher.with_environment(MOCK, "devices=2") } else { launcher };
+    let mut options = SaboteurOptions::new().with_every(arguments.sample as usize).with_launcher(launcher);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
     let begun = Instant::now();
     let mut progress = None;
-    let score = run_saboteurs(|| choice.open(Prober::Nobody), &options, &mut |step| match step {
+    let score = run_saboteurs(open, &options, &mut |step| match step {
         Step::Started { saboteur, total, .. } => {
             progress.get_or_insert_with(|| Progress::new("saboteurs", total as u64, json)).now(saboteur.name);
         }
