@@ -921,6 +921,22 @@ fn graphs_count(backend: &dyn Backend) -> CaseResult {
 
 fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
     const THREADS: u8 = 4;
+    // First for certain: one begins and ends in another thread while one is open here.
+    let (outer, inner) = (Stream::new(backend)?, Stream::new(backend)?);
+    let (x, y) = (Block::filled(backend, 5000, OLD)?, Block::filled(backend, 5000, OLD)?);
+    let capture = Capture::begin(&outer, CaptureMode::ThreadLocal)?;
+    outer.set(x.all(), NEW)?;
+    let meanwhile = std::thread::scope(|scope| {
+        let within = || recorded(&inner, &[&y], || inner.set(y.all(), NEW)).map(|executable| drop(executable));
+        scope.spawn(within).join().map_err(|_| Failure::new("a thread panicked"))?
+    });
+    let executable = capture.end(&[&x])?.instantiate()?;
+    meanwhile?;
+    executable.launch(&outer)?;
+    outer.synchronize()?;
+    holds(&x, NEW, "what was captured while another thread captured")?;
+    drop(executable);
+    holds(&y, OLD, "what another thread captured and nobody launched")?;
     // Captures overlap with captures; what waits for the device has it to itself.
     let waiting = RwLock::new(());
     let alone = || waiting.write().unwrap_or_else(PoisonError::into_inner);
