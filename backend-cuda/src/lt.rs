@@ -160,11 +160,18 @@ struct Plan {
     alignments: [usize; 2],
     doubles: bool,
     has_bias: bool,
+    has_epilogue: bool,
     /// The bias that the description refers to.
     bias: Option<DevicePtr>,
 }
 
 impl Plan {
+    /// The least number above 0 in the type of alpha.
+    #[cold]
+    fn least_alpha(&self) -> f64 {
+        if self.doubles { f64::from_bits(1) } else { f64::from(f32::from_bits(1)) }
+    }
+
     /// Whether an operand is not aligned as the plan was made for.
     #[inline]
     fn misplaces(&self, arguments: &PlanArguments) -> bool {
@@ -427,6 +434,7 @@ impl LtBlas {
             alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
+            has_epilogue: options.epilogue != Epilogue::None,
             bias: None,
         })
     }
@@ -573,7 +581,9 @@ impl BlasHandle for LtBlas {
             plan.product.set(OPERATION, lt.table.product_set, which, &bias.get())?;
             plan.bias = Some(bias);
         }
-        let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
+        // With an alpha of 0, cuBLASLt leaves the epilogue out. The least alpha there is adds nothing to finite products.
+        let alpha = if arguments.alpha == 0.0 && plan.has_epilogue { plan.least_alpha() } else { arguments.alpha };
+        let (doubles, floats) = ([alpha, arguments.beta], [alpha as f32, arguments.beta as f32]);
         let [alpha, beta]: [*const u8; 2] = if plan.doubles {
             [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()]
         } else {

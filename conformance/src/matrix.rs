@@ -199,7 +199,8 @@ impl Product {
         // Sums are as wide as those of the result, whatever the factors are.
         let Precision { computed, stored, smallest } = Precision::of(output);
         // A vendor may go on with them as they would be stored.
-        let between = if self.epilogue == Epilogue::None { 0.0 } else { stored * parts };
+        let goes_on = self.epilogue != Epilogue::None || self.beta != 0.0;
+        let between = if goes_on { stored * parts } else { 0.0 };
         if let Some(bias) = &self.bias {
             value += bias[row];
             scale += bias[row].abs();
@@ -210,8 +211,9 @@ impl Product {
         let (value, off) = match self.epilogue {
             Epilogue::None | Epilogue::Bias => (value, off),
             Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),
-            // The slope of GELU is nowhere above 1.13; its terms are of the size of its argument, or smaller.
-            _ => (gelu(value), 1.13 * off + 16.0 * computed * value.abs()),
+            // The slope of GELU is nowhere above 1.13; its terms are of the size of its argument, or smaller, and its tanh may
+            // be the device's own.
+            _ => (gelu(value), 1.13 * off + (16.0 * computed + 2.0_f64.powi(-14)) * value.abs()),
         };
         (value, off + stored * value.abs() + smallest)
     }

@@ -395,7 +395,8 @@ pub enum Epilogue {
     BiasRelu,
     /// `max(x, 0)`.
     Relu,
-    /// GELU in its tanh form, which is the vendors': `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`.
+    /// GELU in its tanh form, which is the vendors': `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`. The result
+    /// may be off by 2^-14 of x, because devices approximate the tanh.
     Gelu,
     /// Bias, then GELU as in [`Epilogue::Gelu`].
     BiasGelu,
@@ -559,6 +560,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///
     /// - `gemm.value`: every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C
     ///   reach the elements that they enter, and no others.
+    ///   Before it is added to `beta * C`, the product may be rounded to that type.
     /// - `gemm.transpose`: for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.

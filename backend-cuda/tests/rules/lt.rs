@@ -13,6 +13,7 @@ rules! {
     "lt.handles" Lt Shared handles: "handles are made and destroyed, and a heuristic for no results answers 7";
     "lt.values" Lt Shared values: "products of every type by a plan are right within the bound of the type";
     "lt.epilogues" Lt Shared epilogues: "bias, ReLU and GELU behind a product are right";
+    "lt.no-epilogue-without-product" Lt Shared no_epilogue_without_product: "with an alpha of 0 the epilogue is left out";
     "lt.workspace-limit" Lt Shared workspace_limit: "a plan asks for no more workspace than it was allowed";
     "lt.bad-plans" Lt Shared bad_plans: "plans of what does not go together are refused";
 }
@@ -224,6 +225,38 @@ fn epilogues(log: &mut Log) -> Answer {
             let expected = shape.expected(bound, (0.25, 0.0), [&a, &b, &vec![0.0; of_c]], finish);
             log.is(&what, compare(&seen, &expected), "right".to_owned());
         }
+    }
+    Ok(())
+}
+
+/// What the backend has to get around, see its `run_plan`.
+fn no_epilogue_without_product(log: &mut Log) -> Answer {
+    let (stream, room) = (stream()?, 4 << 20);
+    let workspace = memory(room)?;
+    let shape = Shape::packed(64, 32, 48);
+    let [of_a, of_b, of_c] = shape.elements();
+    let (a, b, c) = (numbers(F32, of_a, 9), numbers(F32, of_b, 10), numbers(F32, of_c, 11));
+    let negative = c.iter().filter(|value| **value < 0.0).count();
+    for (name, alpha, left) in [("0", 0.0, negative), ("the least there is", f64::from(f32::from_bits(1)), 0)] {
+        let plan = Plan::new(F32, F32, IN_32F, &shape)?;
+        plan.limit_workspace(room as u64)?;
+        plan.describe(7, &2u32)?;
+        let (code, count, found) = plan.find();
+        log.is(&format!("{name}: heuristic"), (code, count), (0, 1));
+        let blocks =
+            [upload(&encode(F32, &a), stream)?, upload(&encode(F32, &b), stream)?, upload(&encode(F32, &c), stream)?];
+        let scales = (scale(IN_32F, alpha), scale(IN_32F, 1.0));
+        log.is(
+            &format!("{name}: status"),
+            plan.run(&found, (&scales.0, &scales.1), blocks, (workspace, room), stream),
+            0,
+        );
+        let seen = decode(F32, &load::<u8>(blocks[2], of_c * bytes(F32), stream)?);
+        log.is(
+            &format!("{name}: negative ones behind a ReLU"),
+            seen.iter().filter(|value| **value < 0.0).count(),
+            left,
+        );
     }
     Ok(())
 }

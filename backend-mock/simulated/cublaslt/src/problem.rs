@@ -13,6 +13,8 @@ use crate::algorithm::Algorithm;
 use crate::attributes::{Description, Layout};
 
 /// Addresses that are taken for workspaces.
+/// `CUBLASLT_EPILOGUE_DEFAULT`.
+const NO_EPILOGUE: u32 = 1;
 const WORKSPACE_ALIGNMENT: u64 = 16;
 
 /// A product, checked.
@@ -159,6 +161,10 @@ impl Problem {
         product.device = home.device;
         (product.stream, product.a, product.b, product.c, product.d) = (stream, a, b, c, d);
         (product.bias, product.alpha, product.beta) = (self.bias, alpha, beta);
+        // As the library: with an alpha of 0 on the host there is no epilogue.
+        if !on_device && f64::from_bits(alpha) == 0.0 {
+            product.epilogue = NO_EPILOGUE;
+        }
         (product.workspace, product.workspace_bytes) = (workspace, needed);
         // SAFETY: the caller's promise.
         unsafe { Driver::get()?.launch(&product) }
