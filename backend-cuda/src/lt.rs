@@ -581,7 +581,8 @@ impl BlasHandle for LtBlas {
             plan.product.set(OPERATION, lt.table.product_set, which, &bias.get())?;
             plan.bias = Some(bias);
         }
-        // With an alpha of 0, cuBLASLt leaves the epilogue out. The least alpha there is adds nothing to finite products.
+        // With an alpha of 0, some of cuBLASLt's algorithms leave the epilogue out. The least alpha there is adds nothing to
+        // finite products.
         let alpha = if arguments.alpha == 0.0 && plan.has_epilogue { plan.least_alpha() } else { arguments.alpha };
         let (doubles, floats) = ([alpha, arguments.beta], [alpha as f32, arguments.beta as f32]);
         let [alpha, beta]: [*const u8; 2] = if plan.doubles {

@@ -8,6 +8,9 @@ use cudarc::driver::sys::{CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTA
 use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUresult, CUstream_flags};
 use highwater_core::driver::Quirks;
 
+/// Parts of a sum are added in 32 bits, also where the result has 16: cuBLAS adds them as halves by default.
+const FULL_SUMS: u32 = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION as u32;
+
 const PINNED: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
 const NO_TIMING: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
 
@@ -40,7 +43,10 @@ pub(crate) static QUIRKS: Quirks = Quirks {
         cublasComputeType_t::CUBLAS_COMPUTE_64F as i32,
     ],
     default_algorithm: cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT as i32,
-    math_modes: Some([cublasMath_t::CUBLAS_DEFAULT_MATH as u32, cublasMath_t::CUBLAS_TF32_TENSOR_OP_MATH as u32]),
+    math_modes: Some([
+        cublasMath_t::CUBLAS_DEFAULT_MATH as u32 | FULL_SUMS,
+        cublasMath_t::CUBLAS_TF32_TENSOR_OP_MATH as u32 | FULL_SUMS,
+    ]),
     atomics_modes: [
         cublasAtomicsMode_t::CUBLAS_ATOMICS_NOT_ALLOWED as u32,
         cublasAtomicsMode_t::CUBLAS_ATOMICS_ALLOWED as u32,

@@ -55,6 +55,12 @@ impl<P: Platform> DriverBlas<P> {
             products,
             count: Some(room.count_handle()),
         };
+        if let (Some([first, _]), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
+            && first != 0
+        {
+            // SAFETY: the handle was just made.
+            blas.codes.check(OPERATION, unsafe { set(raw, first) })?;
+        }
         if quirks.atomics_allowed_at_first {
             // SAFETY: the handle was just made.
             let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes[0]) };

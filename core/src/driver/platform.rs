@@ -46,7 +46,8 @@ pub struct Quirks {
     pub compute_codes: [i32; 3],
     /// Number of the default algorithm.
     pub default_algorithm: i32,
-    /// Numbers of the handle's precisions, full and TF32, where a handle has one; else the compute number says it.
+    /// Numbers of the handle's precisions, full and TF32, where a handle has one; else the compute number says it. The first is set
+    /// when a handle is made, unless it is 0.
     pub math_modes: Option<[u32; 2]>,
     /// Numbers of the atomics modes, not allowed and allowed.
     pub atomics_modes: [u32; 2],
