@@ -167,7 +167,7 @@ static CLAUSES: [Clause; 98] = [
     clause(
         "BlasHandle",
         "gemm.value",
-        "every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C reach the elements that they enter, and no others.",
+        "every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C reach the elements that they enter, and no others. Before it is added to `beta * C`, the product may be rounded to that type.",
     ),
     clause("BlasHandle", "gemm.transpose", "for each combination of transposed factors."),
     clause(

@@ -199,7 +199,8 @@ impl Product {
         // Sums are as wide as those of the result, whatever the factors are.
         let Precision { computed, stored, smallest } = Precision::of(output);
         // A vendor may go on with them as they would be stored.
-        let between = if self.epilogue == Epilogue::None { 0.0 } else { stored * parts };
+        let goes_on = self.epilogue != Epilogue::None || self.beta != 0.0;
+        let between = if goes_on { stored * parts } else { 0.0 };
         if let Some(bias) = &self.bias {
             value += bias[row];
             scale += bias[row].abs();

@@ -560,6 +560,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     ///
     /// - `gemm.value`: every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C
     ///   reach the elements that they enter, and no others.
+    ///   Before it is added to `beta * C`, the product may be rounded to that type.
     /// - `gemm.transpose`: for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.

@@ -927,7 +927,7 @@ fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
     let capture = Capture::begin(&outer, CaptureMode::ThreadLocal)?;
     outer.set(x.all(), NEW)?;
     let meanwhile = std::thread::scope(|scope| {
-        let within = || recorded(&inner, &[&y], || inner.set(y.all(), NEW)).map(|executable| drop(executable));
+        let within = || recorded(&inner, &[&y], || inner.set(y.all(), NEW)).map(drop);
         scope.spawn(within).join().map_err(|_| Failure::new("a thread panicked"))?
     });
     let executable = capture.end(&[&x])?.instantiate()?;
