@@ -154,11 +154,11 @@ pub(super) struct ConformanceArguments {
     pub(super) certificate: Option<PathBuf>,
 
     /// Run each case again for every fallible call that it makes, with that one call refused, and check that nothing is left
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle"])]
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle"], group = "sampled")]
     pub(super) fault_sweep: bool,
 
     /// Give the suite backends that break one promise each, and say which it catches
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"])]
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"], group = "sampled")]
     pub(super) saboteurs: bool,
 
     /// Look with the mock's race finder for mistakes that were made on purpose, and in their corrections
@@ -166,7 +166,7 @@ pub(super) struct ConformanceArguments {
     pub(super) races: bool,
 
     /// Every N-th refused call of --fault-sweep, or every N-th of --saboteurs, only
-    #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = sample)]
+    #[arg(long, value_name = "N", default_value = "1", requires = "sampled", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
     /// Processes that sweep at the same time [default: one on a real device, else one for each processor]
