@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::message::ExportKey;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
-use super::system::{Process, ring};
+use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
 use crate::buffer::DeviceBlock;
 use crate::error::{Error, ErrorKind, Result};
@@ -395,6 +395,25 @@ impl Exporter {
         peer
     }
 
+    /// The connection to drop if more than `most` stand by which nothing is open: the oldest such of the process that has
+    /// the most. So a process that connects again and again drops its own connections and not those of others.
+    ///
+    /// One whose greeting waits to be read is passed over: it is read next.
+    pub(crate) fn crowding(&self, most: usize) -> Option<Arc<Peer>> {
+        let state = self.state.lock();
+        let idle = || state.peers.values().filter(|book| book.exports.is_empty()).map(|book| &book.peer);
+        if idle().count() <= most {
+            return None;
+        }
+        let mut of_process: HashMap<i32, usize> = HashMap::new();
+        idle().for_each(|peer| *of_process.entry(peer.process.pid).or_default() += 1);
+        let (crowd, _) = of_process.into_iter().max_by_key(|&(_, connections)| connections)?;
+        let droppable = |peer: &&Arc<Peer>| {
+            peer.process.pid == crowd && (peer.line.get().is_some() || !is_readable(peer.socket.as_fd()))
+        };
+        idle().filter(droppable).min_by_key(|peer| peer.id).cloned()
+    }
+
     pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
         self.state.lock().peers.values().map(|book| Arc::clone(&book.peer)).collect()
     }
@@ -498,7 +517,7 @@ impl Exporter {
             bytes: state.exported_bytes,
             limbo_blocks: state.limbo_blocks,
             limbo_bytes: state.limbo_bytes,
-            peers: state.peers.len() as u64,
+            peers: state.peers.values().filter(|book| !book.exports.is_empty()).count() as u64,
             lost_peers: state.lost_peers,
         }
     }

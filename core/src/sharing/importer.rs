@@ -531,17 +531,17 @@ impl Importer {
         }
     }
 
-    /// The connection to the exporter of a ticket, and whether it was made for this call.
-    fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<(Arc<Link>, bool)> {
+    /// The connection to the exporter of a ticket.
+    fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<Arc<Link>> {
         match self.find(ticket.incarnation, |state| &mut state.links) {
             Found::There(link) if link.is_lost() => Err(link.ended()),
-            Found::There(link) => Ok((link, false)),
+            Found::There(link) => Ok(link),
             Found::Mine(place) => {
                 let link = Arc::new(Link::connect(ticket, mapper)?);
                 place.fill(Arc::clone(&link));
                 // The service listens to the exporter's end from here on.
                 mapper.bell().ring();
-                Ok((link, true))
+                Ok(link)
             }
         }
     }
@@ -595,15 +595,15 @@ impl Importer {
                     });
                 }
             };
-            let (link, is_new) = self.link(ticket, mapper)?;
+            let link = self.link(ticket, mapper)?;
             let export = ExportKey { index: ticket.index, serial: ticket.serial };
             let (handle, counts, ready) = match link.open(export, mapper) {
                 Ok(opened) => opened,
                 Err(error) => {
                     if link.is_cut() {
                         self.state.lock().retire(&link);
-                        // The exporter may live all the same.
-                        if !is_new && !has_reconnected {
+                        // The exporter may live all the same: it drops connections by which nothing is open.
+                        if error.kind() == ErrorKind::Expired && !has_reconnected {
                             has_reconnected = true;
                             continue;
                         }

@@ -30,6 +30,12 @@ const HELLO_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Questions of one importer that are answered before the others have their turn.
 const QUESTIONS_AT_ONCE: usize = 64;
+/// Connections by which nothing is open, of all processes together: no more than so many, and no more than one for so many
+/// descriptors that this process may have. Each takes up to three.
+const MOST_IDLE: usize = 64;
+const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
+/// So many are let in however few descriptors there are.
+const FEWEST_IDLE: usize = 4;
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
@@ -130,7 +136,7 @@ impl Service {
     fn serve(&mut self, source: Source, runtime: &RuntimeInner) {
         match source {
             Source::Bell => self.sharing.bell.drain(),
-            Source::Listener => self.let_in(),
+            Source::Listener => self.let_in(runtime),
             Source::Question(peer) => self.answer(&peer, runtime),
             Source::PeerEnded(peer) => {
                 let freed = self.sharing.exporter.peer_ended(peer.id);
@@ -148,16 +154,23 @@ impl Service {
     // ---------------------------------------------------------------- importers
 
     /// Takes in who has connected.
-    fn let_in(&mut self) {
+    fn let_in(&mut self, runtime: &RuntimeInner) {
         let sharing = Arc::clone(&self.sharing);
         let Some(listener) = sharing.listener.get() else { return };
-        for _ in 0..QUESTIONS_AT_ONCE {
+        let most_idle = most_idle();
+        // Few at once: those that are let in greet before they count as crowding.
+        for _ in 0..most_idle / 2 {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match rustix::net::accept_with(listener, flags) {
-                Ok(socket) => match Process::of_peer("share", socket.as_fd()) {
-                    Ok(process) => drop(sharing.exporter.add_peer(process, socket)),
-                    Err(error) => refuse(&socket, 0, &error),
-                },
+                Ok(socket) => {
+                    match Process::of_peer("share", socket.as_fd()) {
+                        Ok(process) => drop(sharing.exporter.add_peer(process, socket)),
+                        Err(error) => refuse(&socket, 0, &error),
+                    }
+                    if let Some(peer) = sharing.exporter.crowding(most_idle) {
+                        self.turn_out(&peer, runtime);
+                    }
+                }
                 Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
                     // The spare descriptor is for telling so.
                     let had_spare = self.spare.take().is_some();
@@ -193,6 +206,15 @@ impl Service {
         }
     }
 
+    /// Drops a connection by which nothing is open. An importer that has greeted connects again when it opens something.
+    fn turn_out(&self, peer: &Peer, runtime: &RuntimeInner) {
+        if peer.line.get().is_none() {
+            let what = format!("process {} has too many connections on which it says nothing", peer.process.pid);
+            refuse(&peer.socket, 0, &Error::new(ErrorKind::OperatingSystem, "share", what));
+        }
+        self.disconnect(peer, runtime);
+    }
+
     fn disconnect(&self, peer: &Peer, runtime: &RuntimeInner) {
         peer.connected.store(false, Ordering::Relaxed);
         let _ = rustix::net::shutdown(&peer.socket, rustix::net::Shutdown::Both);
@@ -218,20 +240,21 @@ impl Service {
                 }
                 Ok(Received::End) | Err(_) => return self.disconnect(peer, runtime),
             };
+            let has_greeted = peer.line.get().is_some();
             let said = match Message::decode(&buffer[..bytes]) {
-                Some(Message::Hello { version, oldest }) if peer.line.get().is_none() => {
+                Some(Message::Hello { version, oldest }) if !has_greeted => {
                     self.welcome(peer, version, oldest, descriptors)
                 }
-                Some(Message::Open { question, key, wants_counts, wants_ready }) if peer.line.get().is_some() => {
+                Some(Message::Open { question, key, wants_counts, wants_ready }) if has_greeted => {
                     self.open(peer, runtime, question, key, [wants_counts, wants_ready])
                 }
-                Some(Message::Abandon { key }) => {
+                Some(Message::Abandon { key }) if has_greeted => {
                     let freed = self.sharing.exporter.take_back(peer.id, key);
                     self.sharing.free(runtime, freed.into_iter().collect());
                     Ok(())
                 }
                 // The flags are looked at after all that has woken us.
-                Some(Message::Ring) => Ok(()),
+                Some(Message::Ring) if has_greeted => Ok(()),
                 _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "something that is no question")),
             };
             if let Err(error) = said {
@@ -300,6 +323,13 @@ impl Service {
         let descriptors: Vec<_> = memory.into_iter().chain(counts).chain(ready).collect();
         say(peer, &Message::Opened { question, opened }, &descriptors).inspect_err(|_| take_back())
     }
+}
+
+/// How many connections may stand by which nothing is open.
+fn most_idle() -> usize {
+    let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    let share = usize::try_from(descriptors / DESCRIPTORS_FOR_ONE_IDLE).unwrap_or(MOST_IDLE);
+    share.clamp(FEWEST_IDLE, MOST_IDLE)
 }
 
 fn say(peer: &Peer, message: &Message, descriptors: &[std::os::fd::BorrowedFd<'_>]) -> Result<()> {

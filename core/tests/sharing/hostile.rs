@@ -324,6 +324,37 @@ fn an_exporter_without_descriptors_tells_its_importers_and_serves_them_later() {
     assert!(exporter.quit().success());
 }
 
+/// Opens a ticket over and over while another process crowds the exporter, and expects every open to succeed.
+fn opens_in_a_crowd(what: &str) {
+    let mut exporter = Peer::start_with("", |command| limit_descriptors(command, 200));
+    let ticket = exporter.tell("make a 1000 3");
+    let mut crowd = Peer::start();
+    crowd.tell(&format!("crowd {what} 400 {ticket}"));
+    let ticket: Ticket = ticket.parse().unwrap();
+    for round in 0..60 {
+        let importer = Exporter::new();
+        let opened = importer.runtime.open_shared::<u32>(&ticket);
+        let opened = opened.unwrap_or_else(|error| panic!("open {round}: {error} ({})", error.hint()));
+        assert_eq!(importer.stream.download(&opened).unwrap(), vec![3; 1000]);
+        drop(opened);
+        importer.end();
+    }
+    // Those who open nothing are no importers.
+    until("the crowd counts for nothing", || exporter.tell("statistics").contains("peers=0"));
+    crowd.kill();
+    assert!(exporter.quit().success());
+}
+
+#[test]
+fn a_process_that_connects_and_says_nothing_takes_no_descriptors_from_others() {
+    opens_in_a_crowd("is-silent");
+}
+
+#[test]
+fn a_process_that_greets_and_asks_for_nothing_takes_no_descriptors_from_others() {
+    opens_in_a_crowd("greets");
+}
+
 #[test]
 fn nothing_needs_a_file_system_to_write_to() {
     let exporter = Exporter::new();

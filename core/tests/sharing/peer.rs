@@ -2,12 +2,19 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use highwater_core::{DeviceBuffer, Error, ErrorKind, Runtime, Stream, Ticket};
 use highwater_mock::{MockGpu, MockOptions};
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use crate::hostile::name_of;
 
 const PEER: &str = "HIGHWATER_SHARING_PEER";
 const ANSWER: &str = "answer: ";
@@ -116,6 +123,46 @@ pub(crate) fn obey() {
     assert_eq!(live.total(), 0, "{live:?}");
 }
 
+/// Crowds an exporter for as long as the process lives. Reports once it has tried so many connections.
+fn crowd(name: &[u8], greets: bool, count: usize, crowded: &Sender<()>) {
+    let address = SocketAddrUnix::new_abstract_name(name).unwrap();
+    let connect = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        rustix::net::connect(&socket, &address).ok()?;
+        let line = greets.then(|| {
+            let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let theirs = [theirs.as_fd()];
+            assert!(control.push(SendAncillaryMessage::ScmRights(&theirs)));
+            let hello = std::io::IoSlice::new(b"HWSH\x01\0\0\0\x02\0\x02\0");
+            let _ = rustix::net::sendmsg(&socket, &[hello], &mut control, SendFlags::NOSIGNAL);
+            ours
+        });
+        Some((socket, line))
+    };
+    let mut open = Vec::new();
+    for _ in 0..count {
+        open.extend(connect());
+    }
+    let _ = crowded.send(());
+    loop {
+        // What the exporter says is not read: a connection is closed when the other end hangs up.
+        open.retain(|(socket, _)| {
+            let mut polled = [PollFd::new(socket, PollFlags::empty())];
+            let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+            rustix::event::poll(&mut polled, Some(&now)).is_ok_and(|ready| ready == 0)
+        });
+        while open.len() < count
+            && let Some(connection) = connect()
+        {
+            open.push(connection);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 struct Obedient {
     runtime: Runtime,
     stream: Option<Stream>,
@@ -206,6 +253,16 @@ impl Obedient {
                     cut += i32::from(unsafe { libc::shutdown(number, libc::SHUT_RDWR) } == 0);
                 }
                 Ok(cut.to_string())
+            }
+            // Keeps so many connections to an exporter, a new one for each that is closed, and says nothing on them; or says
+            // who it is and asks for nothing.
+            ["crowd", what, count, ticket] => {
+                let (ticket, count) = (ticket.parse::<Ticket>()?, count.parse().unwrap());
+                let greets = what == "greets";
+                let (sender, crowded) = channel();
+                std::thread::spawn(move || crowd(&name_of(&ticket), greets, count, &sender));
+                crowded.recv().unwrap();
+                Ok("crowded".to_owned())
             }
             ["mapped-inodes"] => {
                 let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
