@@ -862,6 +862,36 @@ fn a_result_that_cannot_be_written_is_an_error() {
     }
 }
 
+/// The program as a shell starts it that limits files to so many blocks of 512 or 1024 bytes.
+fn command_with_small_files(blocks: u32, arguments: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit -f {blocks} && exec \"$0\" \"$@\"")]);
+    command.arg(env!("CARGO_BIN_EXE_highwater")).args(arguments);
+    command
+}
+
+#[test]
+fn files_that_are_limited_end_no_process() {
+    let arguments = ["doctor", "--json"];
+    let mut command = command_with_small_files(64, &arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let run = run_to_its_end(command.spawn().unwrap(), &arguments, "with small files");
+    assert!(matches!(run.code, Some(0 | 1)), "{:?} {}", run.code, run.stderr);
+    let object = run.object();
+    let mock = object["backends"].as_array().unwrap().iter().find(|backend| backend["name"] == "mock").unwrap();
+    let reason = mock["reason"].as_str().unwrap();
+    assert!(reason.contains("File too large"), "{mock}");
+    assert!(mock["hint"].as_str().unwrap().contains("`ulimit -f`"), "{mock}");
+    // The result too is a file.
+    let folder = scratch_folder("small");
+    let file = fs::File::create(folder.join("result")).unwrap();
+    let output = command_with_small_files(1, &arguments).stdout(file).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{} {stderr}", output.status);
+    assert!(stderr.contains("error: the result cannot be written: File too large"), "{stderr}");
+    fs::remove_dir_all(folder).unwrap();
+}
+
 #[test]
 fn options_in_front_of_a_command_are_refused() {
     let run = highwater(&["--threads", "2", "doctor"]);

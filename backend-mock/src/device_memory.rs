@@ -34,14 +34,14 @@ impl DeviceMemory {
     pub(crate) fn new(ordinal: u32, bytes: u64) -> Result<Self> {
         let failed = |what: &str, error: rustix::io::Errno| {
             let kind = match error {
-                rustix::io::Errno::NOMEM => ErrorKind::OutOfMemory,
+                rustix::io::Errno::NOMEM | rustix::io::Errno::FBIG => ErrorKind::OutOfMemory,
                 rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => ErrorKind::PermissionDenied,
                 rustix::io::Errno::MFILE | rustix::io::Errno::NFILE => ErrorKind::OperatingSystem,
                 _ => ErrorKind::Vendor,
             };
             Error::new(kind, "open", format!("{what} the {bytes} bytes of a simulated device: {error}"))
                 .with_code(i64::from(error.raw_os_error()))
-                .with_hint("give the device less memory, or raise the limits of the process (ulimit -v, -n)")
+                .with_hint("give the device less memory, or raise the limits of the process (`ulimit -f`, -v, -n)")
         };
         let file = sealed_file::create("highwater-mock", bytes)
             .map_err(|error| failed("cannot make a sealed memory file for", error))?;

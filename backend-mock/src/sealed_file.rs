@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 
-use highwater_core::{Descriptor, Error, ErrorKind, Result};
+use highwater_core::{Descriptor, Error, ErrorKind, Result, file_limit};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -36,6 +36,10 @@ pub(crate) fn page_bytes() -> u64 {
 
 /// Makes a file of `bytes` zeros that can become neither shorter nor longer.
 pub(crate) fn create(name: &str, bytes: u64) -> Result<OwnedFd, Errno> {
+    // Else the next call ends the process.
+    if !file_limit::allows(bytes) {
+        return Err(Errno::FBIG);
+    }
     let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&file, bytes)?;
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
@@ -75,6 +79,7 @@ pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64
 pub(crate) fn failed(operation: Operation, what: &str, error: Errno) -> Error {
     let (kind, hint) = match error {
         Errno::NOMEM => (ErrorKind::OutOfMemory, "share less at once, or raise the limit of addresses (ulimit -v)"),
+        Errno::FBIG => (ErrorKind::OutOfMemory, file_limit::HINT),
         Errno::MFILE => {
             (ErrorKind::OperatingSystem, "the process has no descriptor left: raise `ulimit -n`, or close files")
         }

@@ -56,6 +56,7 @@ pub(crate) fn main() -> ExitCode {
         Err(refusal) => refusal.exit(),
     };
     warnings::show();
+    highwater_core::file_limit::refuse_instead_of_killing();
     backends::configure(arguments.allow_insecure_plugins, arguments.load_limit);
     let json = arguments.json;
     let verdict = match &arguments.command {

@@ -69,6 +69,9 @@ impl Mapping {
     /// Makes a file of zeros and maps it. With `read_only_for_others`, no later mapping of it can write.
     fn create(words: usize, read_only_for_others: bool) -> Result<(Self, OwnedFd)> {
         const WHAT: &str = "memory for counts that two processes share";
+        if !crate::file_limit::allows(file_bytes(words) as u64) {
+            return Err(os_error("share", WHAT, rustix::io::Errno::FBIG));
+        }
         let file = rustix::fs::memfd_create("highwater-share", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|errno| os_error("share", WHAT, errno))?;
         rustix::fs::ftruncate(&file, file_bytes(words) as u64).map_err(|errno| os_error("share", WHAT, errno))?;

@@ -19,13 +19,16 @@ pub(crate) const MOST_DESCRIPTORS: usize = 3;
 
 /// An error of a system call that was to provide `what`.
 pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Error {
-    let hint = match errno {
-        Errno::MFILE => "the process has no descriptor left: raise `ulimit -n`, or close files",
-        Errno::NFILE => "the system has no descriptor left: raise fs.file-max",
-        Errno::NOMEM | Errno::NOBUFS => "free memory, or raise the limits of the process",
-        _ => "",
+    let (kind, hint) = match errno {
+        Errno::MFILE => {
+            (ErrorKind::OperatingSystem, "the process has no descriptor left: raise `ulimit -n`, or close files")
+        }
+        Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
+        Errno::NOMEM | Errno::NOBUFS => (ErrorKind::OperatingSystem, "free memory, or raise the limits of the process"),
+        Errno::FBIG => (ErrorKind::OutOfMemory, crate::file_limit::HINT),
+        _ => (ErrorKind::OperatingSystem, ""),
     };
-    Error::new(ErrorKind::OperatingSystem, operation, format!("the system gives no {what}: {errno}"))
+    Error::new(kind, operation, format!("the system gives no {what}: {errno}"))
         .with_code(i64::from(errno.raw_os_error()))
         .with_hint(hint)
 }

@@ -249,17 +249,25 @@ fn another_users_process_is_refused() {
 
 /// Limits the descriptors of a process to be.
 fn limit_descriptors(command: &mut std::process::Command, most: u64) {
+    limit(command, rustix::process::Resource::Nofile, most);
+}
+
+/// Limits what a process to be may have.
+fn limit(command: &mut std::process::Command, what: rustix::process::Resource, most: u64) {
+    let limit = rustix::process::Rlimit { current: Some(most), maximum: Some(most) };
     // SAFETY: between fork and exec the child makes one system call.
-    unsafe {
-        command.pre_exec(move || {
-            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
-            if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) == 0 {
-                Ok(())
-            } else {
-                Err(std::io::Error::last_os_error())
-            }
-        });
-    }
+    unsafe { command.pre_exec(move || rustix::process::setrlimit(what, limit.clone()).map_err(Into::into)) };
+}
+
+#[test]
+fn an_exporter_whose_files_are_limited_says_so_and_lives() {
+    // Enough for the memory of its device, and not for what it shares with importers.
+    let files = |command: &mut std::process::Command| limit(command, rustix::process::Resource::Fsize, 300_000);
+    let mut exporter = Peer::start_with("memory=256KiB", files);
+    let answer = exporter.ask("make a 1000 3");
+    assert!(answer.starts_with("error OutOfMemory share: "), "{answer}");
+    assert!(answer.contains("`ulimit -f`"), "{answer}");
+    assert!(exporter.quit().success());
 }
 
 #[test]

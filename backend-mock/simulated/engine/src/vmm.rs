@@ -137,9 +137,10 @@ pub fn create(bytes: usize, properties: &Properties, flags: u64) -> Answer<u64> 
         return Err(Code::NOT_SUPPORTED);
     }
     let taken = simulation.hooks.take(device, bytes).map_err(|error| simulation.code_of(error))?;
-    let file = mock::create_file(&format!("{NAME}{device}"), wide).map_err(|_| {
+    let file = mock::create_file(&format!("{NAME}{device}"), wide).map_err(|error| {
         simulation.hooks.give_back(device, taken, bytes);
-        Code::OPERATING_SYSTEM
+        let is_too_long = error.kind() == std::io::ErrorKind::FileTooLarge;
+        if is_too_long { Code::OUT_OF_MEMORY } else { Code::OPERATING_SYSTEM }
     })?;
     let handle_types = properties.handle_types;
     Ok(simulation.add(Allocation { file, bytes: wide, device, handle_types, taken: Some(taken) }))
