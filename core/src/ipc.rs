@@ -137,7 +137,7 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     ///   transport needs, gives `InvalidArgument`, and nothing is mapped.
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
 
-    /// Undoes one `open_memory`.
+    /// Undoes one `open_memory`. A call that fails leaves the memory open, and can be made again.
     ///
     /// - `ipc.close-unknown`: an address that is not open gives `InvalidPointer`.
     ///

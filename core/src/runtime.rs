@@ -786,18 +786,21 @@ impl RuntimeInner {
         Ok(ptr)
     }
 
-    /// Undoes [`RuntimeInner::map_shared`].
+    /// Undoes [`RuntimeInner::map_shared`]; `false` where the backend refuses, and it is mapped as before.
     ///
     /// # Safety
     /// Nobody uses the mapping any more, outstanding device work included.
-    pub(crate) unsafe fn unmap_shared(&self, device: u32, ptr: DevicePtr) {
+    pub(crate) unsafe fn unmap_shared(&self, device: u32, ptr: DevicePtr) -> bool {
         let closed = self.ipc("close_memory").and_then(|ipc| {
-            self.ledger.remove_device(device, ptr)?;
+            let block = self.ledger.remove_device(device, ptr)?;
             // SAFETY: the ledger says that it is mapped; the caller promises that nobody uses it.
-            unsafe { ipc.close_memory(device, ptr) }
+            unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
+                // The range is free in the ledger, so this cannot fail.
+                let _ = self.ledger.insert_device(block);
+            })
         });
         // Refusals are counted and logged.
-        let _ = self.note(closed);
+        self.note(closed).is_ok()
     }
 
     // ---------------------------------------------------------------- workspaces

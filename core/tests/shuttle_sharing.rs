@@ -277,6 +277,8 @@ struct Importer {
     imports: Mutex<HashMap<Ticket, Option<Arc<Import>>>>,
     /// Imports to unmap as soon as nobody has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
+    /// Imports that the backend has refused to unmap.
+    refused: Mutex<Vec<Arc<Import>>>,
 }
 
 impl Importer {
@@ -317,7 +319,7 @@ impl Importer {
                             Acquired::NotMapped => panic!("{ticket:?} is in the table, and its word says not mapped"),
                         };
                     }
-                    // Being unmapped by another thread: wait for its end, then map anew.
+                    // Being unmapped by another thread: wait for its end, then map anew unless that was refused.
                 }
                 Some(None) => drop(imports),
                 None => {
@@ -388,6 +390,13 @@ impl Importer {
         if self.exporter.or_maps {
             self.check(import.ticket)?;
         }
+        // In the end every try succeeds.
+        if !self.exporter.finished.load(Ordering::SeqCst) && one_in(4) {
+            self.refused.lock().unwrap().push(Arc::clone(import));
+            self.step()?;
+            import.open.stays();
+            return Ok(());
+        }
         memory.mapped[self.number].fetch_sub(1, Ordering::SeqCst);
         self.step()?;
         if import.slot().unmapped() {
@@ -402,6 +411,13 @@ impl Importer {
     fn unmap_idle(&self) -> Alive<()> {
         let imports: Vec<_> = self.imports().values().flatten().cloned().collect();
         imports.iter().try_for_each(|import| self.unmap(import))
+    }
+
+    /// What a collection does.
+    fn try_refused_again(&self) {
+        let refused = std::mem::take(&mut *self.refused.lock().unwrap());
+        let closed = refused.into_iter().filter(|import| import.slot().is_closed());
+        self.to_unmap.lock().unwrap().extend(closed);
     }
 
     /// What the service does: unmaps what exporters have freed, and what was put on the list.
@@ -464,6 +480,7 @@ fn exporter_and_importers(or_maps: bool, kills: bool) {
                 killed: AtomicBool::new(false),
                 imports: Mutex::new(HashMap::new()),
                 to_unmap: Mutex::new(Vec::new()),
+                refused: Mutex::new(Vec::new()),
             });
             let threads: Vec<_> = (0..THREADS)
                 .map(|_| {
@@ -484,9 +501,11 @@ fn exporter_and_importers(or_maps: bool, kills: bool) {
                 let served = || {
                     while !importer.exporter.finished.load(Ordering::SeqCst) {
                         importer.step()?;
+                        importer.try_refused_again();
                         importer.unmap_closed()?;
                         thread::yield_now();
                     }
+                    importer.try_refused_again();
                     importer.unmap_closed()
                 };
                 if served().and_then(|()| importer.step()).is_err() {

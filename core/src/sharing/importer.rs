@@ -42,6 +42,8 @@ pub(crate) struct Importer {
     asking: AtomicBool,
     /// Imports to unmap as soon as nobody has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
+    /// Imports that the backend has refused to unmap. The service does not ask again and again.
+    refused: Mutex<Vec<Arc<Import>>>,
     pub(crate) opens: AtomicU64,
     pub(crate) kept_opens: AtomicU64,
     pub(crate) live: AtomicU64,
@@ -139,8 +141,8 @@ struct PendingRelease {
 pub(crate) trait Mapper {
     /// Maps memory of another process.
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
-    /// Undoes it. Nobody uses the mapping any more.
-    fn unmap(&self, device: u32, ptr: DevicePtr);
+    /// Undoes it; `false` where the backend refuses. Nobody uses the mapping any more.
+    fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Whether this process may go on waiting.
     fn check(&self) -> Result<()>;
     /// Rung by exporters.
@@ -572,13 +574,13 @@ impl Importer {
                     }
                     import.check(ticket)?;
                     if !import.open.enter() {
-                        // Being unmapped by another thread: wait for its end, then map anew.
+                        // Being unmapped by another thread: wait for its end, then map anew unless that was refused.
                         let mut state = self.state.lock();
                         let stands = |state: &State| {
                             let there = state.imports.get(&key).and_then(Option::as_ref);
                             there.is_some_and(|there| Arc::ptr_eq(there, &import))
                         };
-                        while stands(&state) {
+                        while stands(&state) && import.open.is_gone() {
                             self.changed.wait(&mut state);
                         }
                         continue;
@@ -745,6 +747,13 @@ impl Importer {
         }
     }
 
+    /// Has unmapping tried again where it was refused and there is a reason to unmap still.
+    pub(crate) fn try_refused_again(&self) {
+        let refused = std::mem::take(&mut *self.refused.lock());
+        let has_reason = |import: &Arc<Import>| import.slot().is_closed() || import.link.is_lost();
+        self.to_unmap.lock().extend(refused.into_iter().filter(has_reason));
+    }
+
     /// Unmaps everything that nobody has open.
     pub(crate) fn unmap_idle(&self, mapper: &dyn Mapper) {
         let imports: Vec<_> = self.state.lock().imports.values().flatten().cloned().collect();
@@ -758,7 +767,15 @@ impl Importer {
             // Open, or unmapped already. Who lets go of it last looks whether it is to be unmapped.
             return;
         }
-        mapper.unmap(import.device, import.ptr);
+        if !mapper.unmap(import.device, import.ptr) {
+            // It stays in the tables and in the exporter's count: by some transports nobody may free what is mapped.
+            self.refused.lock().push(Arc::clone(import));
+            let state = self.state.lock();
+            import.open.stays();
+            drop(state);
+            self.changed.notify_all();
+            return;
+        }
         if import.slot().unmapped() {
             import.counts.released().raise(place_of(import.index()).1);
             import.link.ring();
@@ -808,10 +825,10 @@ impl Importer {
 #[cfg(test)]
 impl Importer {
     pub(crate) fn is_locked(&self) -> bool {
-        self.state.is_locked() || self.pending.is_locked() || self.to_unmap.is_locked()
+        self.state.is_locked() || self.pending.is_locked() || self.to_unmap.is_locked() || self.refused.is_locked()
     }
 
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.state.lock(), self.pending.lock(), self.to_unmap.lock()))
+        crate::testing::Held((self.state.lock(), self.pending.lock(), self.to_unmap.lock(), self.refused.lock()))
     }
 }

@@ -5,7 +5,8 @@
 //! | --- | --- | --- |
 //! | [`LocalCount::enter`] | who opens it | 1 up unless it is gone |
 //! | [`LocalCount::leave`] | who has let go of it | 1 down; the last then asks whether it is to be unmapped |
-//! | [`LocalCount::try_gone`] | who wants to unmap it | gone if the count was 0, for ever |
+//! | [`LocalCount::try_gone`] | who wants to unmap it | gone if the count was 0 |
+//! | [`LocalCount::stays`] | the same, where unmapping was refused | 0 again; who wants it unmapped tries again later |
 //!
 //! *Why nothing is unmapped while it is open.* `enter` and `try_gone` are read-modify-writes of one word, so one comes first:
 //! either the enter finds it gone, or the other finds it open. *Why no unmapping is lost.* There are two who can do it: who
@@ -40,6 +41,17 @@ impl LocalCount {
         let was_last = self.0.fetch_sub(1, Ordering::AcqRel) == 1;
         fence(Ordering::SeqCst);
         was_last
+    }
+
+    /// Undoes [`LocalCount::try_gone`] for the caller that had `true`: it is still mapped. A reason that was found meanwhile
+    /// has come to nothing, so the caller sees to a later try.
+    pub(crate) fn stays(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+
+    /// Whether it is being unmapped, or unmapped.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.0.load(Ordering::Acquire) & GONE != 0
     }
 
     /// Takes it out of use where nobody has it open; called after a reason was found. `true` for one caller, who unmaps it.

@@ -128,10 +128,10 @@ impl Mapper for RuntimeMapper<'_> {
         self.runtime.map_shared(device, handle)
     }
 
-    fn unmap(&self, device: u32, ptr: DevicePtr) {
+    fn unmap(&self, device: u32, ptr: DevicePtr) -> bool {
         // SAFETY: the importer unmaps what nobody has open, and a count goes back only when the streams that used the
         // import have passed their last use.
-        unsafe { self.runtime.unmap_shared(device, ptr) };
+        unsafe { self.runtime.unmap_shared(device, ptr) }
     }
 
     fn check(&self) -> Result<()> {
@@ -319,6 +319,7 @@ impl Sharing {
                 self.free(runtime, freed);
             }
         }
+        self.importer.try_refused_again();
         self.settle(runtime);
         self.ask_after_work(runtime);
     }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use highwater_core::{DeviceBuffer, Error, ErrorKind, Result};
+use highwater_core::{Backend, DeviceBuffer, Error, ErrorKind, Result};
 use highwater_mock::{MockOptions, Operation};
 
 use crate::Exporter;
@@ -312,5 +312,41 @@ fn a_release_that_nobody_could_mark_kept_the_importer_awake() {
     peer.quit();
     drop(buffer);
     until("nobody holds it", || exporter.taken() == 0);
+    exporter.end();
+}
+
+#[test]
+fn memory_whose_unmapping_is_refused_stays_mapped_and_is_unmapped_later() {
+    let (exporter, importer) = (Exporter::new(), Exporter::new());
+    let sharing = || importer.runtime.statistics().sharing;
+    let mapped = || importer.gpu.live_objects().mappings;
+    let buffer = exporter.make(1000, 1);
+    let ticket = buffer.share().unwrap();
+    drop(importer.runtime.open_shared::<u32>(&ticket).unwrap());
+    until("it is let go of", || sharing().imports == 0);
+    importer.gpu.fail_call("close_memory", 1, ErrorKind::Vendor).unwrap();
+    importer.runtime.trim().unwrap();
+    assert_eq!((sharing().mappings, mapped()), (1, 1), "it is mapped, and known to be");
+    // By the mapping that stands.
+    let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
+    assert_eq!(sharing().kept_opens, 1);
+    assert_eq!(importer.stream.download(&opened).unwrap(), vec![1; 1000]);
+    drop(opened);
+    until("it is let go of again", || sharing().imports == 0);
+    importer.runtime.trim().unwrap();
+    assert_eq!((sharing().mappings, mapped()), (0, 0));
+
+    // The same where the exporter has freed it: nobody opens it any more, and the next look unmaps it.
+    drop(importer.runtime.open_shared::<u32>(&ticket).unwrap());
+    until("it is let go of once more", || sharing().imports == 0);
+    importer.gpu.fail_call("close_memory", 1, ErrorKind::Vendor).unwrap();
+    let refused = importer.runtime.statistics().failed_releases;
+    drop(buffer);
+    until("the importer was told", || importer.runtime.statistics().failed_releases > refused);
+    assert_eq!((sharing().mappings, mapped()), (1, 1));
+    assert_eq!(importer.runtime.open_shared::<u32>(&ticket).unwrap_err().kind(), ErrorKind::Expired);
+    importer.runtime.collect().unwrap();
+    until("it is unmapped", || (sharing().mappings, mapped()) == (0, 0));
+    importer.end();
     exporter.end();
 }
