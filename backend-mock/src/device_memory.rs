@@ -9,7 +9,7 @@
 
 use std::os::fd::OwnedFd;
 
-use highwater_core::{Error, ErrorKind, Result};
+use highwater_core::Result;
 use parking_lot::RwLock;
 use rustix::fs::FallocateFlags;
 
@@ -33,15 +33,7 @@ impl DeviceMemory {
     /// Maps `bytes` (a multiple of 4096) of zeros, for the device with this ordinal.
     pub(crate) fn new(ordinal: u32, bytes: u64) -> Result<Self> {
         let failed = |what: &str, error: rustix::io::Errno| {
-            let kind = match error {
-                rustix::io::Errno::NOMEM | rustix::io::Errno::FBIG => ErrorKind::OutOfMemory,
-                rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => ErrorKind::PermissionDenied,
-                rustix::io::Errno::MFILE | rustix::io::Errno::NFILE => ErrorKind::OperatingSystem,
-                _ => ErrorKind::Vendor,
-            };
-            Error::new(kind, "open", format!("{what} the {bytes} bytes of a simulated device: {error}"))
-                .with_code(i64::from(error.raw_os_error()))
-                .with_hint("give the device less memory, or raise the limits of the process (`ulimit -f`, -v, -n)")
+            sealed_file::not_made("open", &format!("{what} the {bytes} bytes of a simulated device"), error)
         };
         let file = sealed_file::create("highwater-mock", bytes)
             .map_err(|error| failed("cannot make a sealed memory file for", error))?;

@@ -74,23 +74,41 @@ pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64
     Ok((identify(file).map_err(asked)?, u64::try_from(bytes).unwrap_or(0)))
 }
 
-/// What a failed call of the system means for the operation.
+/// What a failed call of the system means for the operation, which was given the file.
 #[cold]
 pub(crate) fn failed(operation: Operation, what: &str, error: Errno) -> Error {
     let (kind, hint) = match error {
-        Errno::NOMEM => (ErrorKind::OutOfMemory, "share less at once, or raise the limit of addresses (ulimit -v)"),
+        Errno::ACCESS | Errno::PERM => {
+            (ErrorKind::InvalidArgument, "pass the descriptor that the exporter gave; it can be read and written")
+        }
+        Errno::INVAL | Errno::OVERFLOW => (ErrorKind::InvalidArgument, "pass what the exporter gave, unchanged"),
+        _ => meaning(error),
+    };
+    operation.error(kind, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
+}
+
+/// The same where the file was to be made: nobody passed a wrong one.
+#[cold]
+pub(crate) fn not_made(operation: &'static str, what: &str, error: Errno) -> Error {
+    let (kind, hint) = meaning(error);
+    Error::new(kind, operation, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
+}
+
+/// What an error of the system means for a memory file, and what helps.
+fn meaning(error: Errno) -> (ErrorKind, &'static str) {
+    match error {
+        Errno::NOMEM => (ErrorKind::OutOfMemory, "ask for less at once, or raise the limit of addresses (ulimit -v)"),
         Errno::FBIG => (ErrorKind::OutOfMemory, file_limit::HINT),
         Errno::MFILE => {
             (ErrorKind::OperatingSystem, "the process has no descriptor left: raise `ulimit -n`, or close files")
         }
         Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
-        Errno::ACCESS | Errno::PERM => {
-            (ErrorKind::InvalidArgument, "pass the descriptor that the exporter gave; it can be read and written")
-        }
-        Errno::INVAL | Errno::OVERFLOW => (ErrorKind::InvalidArgument, "pass what the exporter gave, unchanged"),
+        Errno::ACCESS | Errno::PERM => (
+            ErrorKind::PermissionDenied,
+            "a sandbox of the process refuses this: let it make memory files (memfd_create)",
+        ),
         _ => (ErrorKind::OperatingSystem, "see what the system says"),
-    };
-    operation.error(kind, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
+    }
 }
 
 /// The descriptors that were given away, to be counted. Who drops the last copy of one tells nobody, so a descriptor

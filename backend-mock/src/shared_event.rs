@@ -119,7 +119,7 @@ pub(crate) struct SharedEvent {
 impl SharedEvent {
     /// Makes an event. `files` counts the files that are alive.
     pub(crate) fn create(operation: Operation, peers: &Arc<Peers>, files: &Arc<AtomicU64>) -> Result<Arc<Self>> {
-        let failed = |error| sealed_file::failed(operation, "cannot make a memory file for the event", error);
+        let failed = |error| sealed_file::not_made(operation.name(), "cannot make a memory file for the event", error);
         let file = sealed_file::create("highwater-mock-event", STATE_BYTES).map_err(failed)?;
         // SAFETY: the file was just made with this size and sealed.
         let mapping = unsafe { Mapping::new(&file, 0, STATE_BYTES) }.map_err(failed)?;

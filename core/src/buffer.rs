@@ -454,7 +454,7 @@ impl DeviceBlock {
             }
             Origin::Own { shareable: Some((transport, export)), bytes, .. } => {
                 let uuid = inner.device(self.device).info.uuid;
-                inner.sharing()?.share(self, export, *transport, *bytes as u64, uuid, after)
+                inner.sharing("share")?.share(self, export, *transport, *bytes as u64, uuid, after)
             }
             Origin::Own { home: Some(_), .. } => {
                 refused("stream-ordered memory cannot be shared", "allocate it by `Device::allocate_shared`")

@@ -127,15 +127,15 @@ impl Deref for Users {
 
 impl Users {
     /// What is shared, with the thread that serves it.
-    pub(crate) fn sharing(&self) -> Result<&Arc<Sharing>> {
+    pub(crate) fn sharing(&self, operation: &'static str) -> Result<&Arc<Sharing>> {
         let sharing = match self.sharing.get() {
             Some(sharing) => sharing,
             None => {
-                let fresh = Arc::new(Sharing::new(self.generation)?);
+                let fresh = Arc::new(Sharing::new(self.generation, operation)?);
                 self.sharing.get_or_init(|| fresh)
             }
         };
-        sharing.start(&self.0)?;
+        sharing.start(&self.0, operation)?;
         Ok(sharing)
     }
 }
@@ -418,6 +418,8 @@ impl Runtime {
     /// - `DeviceMissing`: this process does not see the ticket's device.
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device here does not have the ticket's transport.
+    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. One that did not answer the last time is
+    ///   waited for 2 seconds.
     /// - `OperatingSystem`: no descriptor, thread or address is left, here or in the exporter.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
@@ -449,7 +451,7 @@ impl Runtime {
             )
             .with_hint("make the exporter's device visible to this process")
         })?;
-        let sharing = inner.sharing()?;
+        let sharing = inner.sharing("open_shared")?;
         if sharing.is_own(ticket) {
             return Ok(DeviceBuffer::part(sharing.original(ticket, inner)?, range));
         }
@@ -499,7 +501,7 @@ impl Runtime {
             let (blocks, bytes) = sharing.limbo();
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();
-                sharing.start(&self.inner.0)?;
+                sharing.start(&self.inner.0, "close")?;
                 return Err(Error::new(
                     ErrorKind::InvalidState,
                     "close",
@@ -510,7 +512,7 @@ impl Runtime {
         }
         let users = Arc::try_unwrap(self.inner).map_err(|shared| {
             if let Some(sharing) = shared.sharing.get()
-                && let Err(error) = sharing.start(&shared.0)
+                && let Err(error) = sharing.start(&shared.0, "close")
             {
                 tracing::warn!("shares are not served any more: {error}");
             }

@@ -3,7 +3,7 @@
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output};
 
-use highwater_core::{ErrorKind, Runtime};
+use highwater_core::{ErrorKind, EventOptions, Runtime};
 use highwater_mock::{MockGpu, MockOptions};
 
 const ROLE: &str = "HIGHWATER_SANDBOX_ROLE";
@@ -61,6 +61,8 @@ fn play() {
     let Ok(role) = std::env::var(ROLE) else { return };
     match role.as_str() {
         "fork" => fork_and_call(),
+        "files" => make_files(),
+        "sockets" => make_sockets(),
         _ => panic!("no such role: {role}"),
     }
 }
@@ -101,4 +103,45 @@ fn fork_and_call() {
     assert!(status.success(), "the child: {status}");
     assert_eq!(stream.download(&buffer).unwrap(), vec![1; 100], "the parent is undisturbed");
     println!("the child was told");
+}
+
+// -------------------------------------------------------------------- no files, no sockets
+
+/// The error of a call that the sandbox refuses says so, and gives no advice on anything else.
+#[track_caller]
+fn assert_blames_the_sandbox<T: std::fmt::Debug>(operation: &str, result: highwater_core::Result<T>) {
+    let error = result.unwrap_err();
+    assert_eq!(error.operation(), operation, "{error}");
+    assert_eq!(error.code(), Some(i64::from(libc::EPERM)), "{error}");
+    assert!(error.hint().contains("sandbox"), "{error}");
+    println!("{error}");
+}
+
+#[test]
+fn errors_of_refused_calls_blame_the_sandbox() {
+    for role in ["files", "sockets"] {
+        let output = run(role, Refused { call: -1, argument: None, error: libc::EPERM });
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+fn make_files() {
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let buffer = runtime.device(0).unwrap().allocate_shared::<u32>(100).unwrap();
+    refuse(&Refused { call: libc::SYS_memfd_create, argument: None, error: libc::EPERM }).unwrap();
+    assert_blames_the_sandbox("open", MockGpu::open(MockOptions::new()));
+    assert_blames_the_sandbox("share", buffer.share());
+    let options = EventOptions::new().with_interprocess();
+    assert_blames_the_sandbox("create_event", runtime.backend().create_event(0, &options));
+}
+
+fn make_sockets() {
+    let (importer, exporter) = (MockGpu::open(MockOptions::new()).unwrap(), MockGpu::open(MockOptions::new()).unwrap());
+    let (importer, exporter) = (Runtime::new(importer).unwrap(), Runtime::new(exporter).unwrap());
+    let (shared, other) = (exporter.device(0).unwrap(), importer.device(0).unwrap());
+    let (shared, other) = (shared.allocate_shared::<u32>(100).unwrap(), other.allocate_shared::<u32>(100).unwrap());
+    let ticket = shared.share().unwrap();
+    refuse(&Refused { call: libc::SYS_socket, argument: None, error: libc::EPERM }).unwrap();
+    assert_blames_the_sandbox("open_shared", importer.open_shared::<u32>(&ticket));
+    assert_blames_the_sandbox("share", other.share());
 }

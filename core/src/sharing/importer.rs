@@ -4,7 +4,7 @@
 //! on its word. It is taken down when the exporter frees the allocation or ends, when the runtime is trimmed, and at the
 //! end of the runtime.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,7 +28,9 @@ use crate::pool::events::Mark;
 
 const OPERATION: &str = "open_shared";
 /// How long an exporter that lives may take to answer.
-const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// The same for one that has not answered the last time.
+const ANSWER_AGAIN_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
 pub(crate) struct Importer {
@@ -59,6 +61,8 @@ struct State {
     imports: HashMap<ImportKey, Option<Arc<Import>>>,
     /// The same by incarnation and index, as exporters name them: one for each device that opened it.
     by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
+    /// Exporters that have not answered the last time.
+    silent: HashSet<[u8; 16]>,
     lost_links: u64,
 }
 
@@ -231,7 +235,7 @@ impl Link {
     }
 
     /// Connects to the exporter of a ticket.
-    fn connect(ticket: &Ticket, mapper: &dyn Mapper) -> Result<Self> {
+    fn connect(ticket: &Ticket, mapper: &dyn Mapper, patience: Patience) -> Result<Self> {
         let socket = rustix::net::socket_with(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -241,13 +245,13 @@ impl Link {
         .map_err(|errno| os_error(OPERATION, "socket", errno))?;
         let address = SocketAddrUnix::new_abstract_name(&super::address(&ticket.incarnation))
             .map_err(|errno| os_error(OPERATION, "socket address", errno))?;
-        let deadline = Instant::now() + ANSWER_WITHIN;
         loop {
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => break,
                 Err(Errno::INTR) => {}
                 // More are waiting to be let in than the exporter's queue holds.
-                Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+                Err(Errno::AGAIN) if !patience.is_over() => std::thread::sleep(Duration::from_millis(2)),
+                Err(Errno::AGAIN) => return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid))),
                 Err(Errno::CONNREFUSED | Errno::NOENT) => {
                     return Err(expired(format!(
                         "the exporter (process {}) has ended, or its runtime has",
@@ -261,6 +265,13 @@ impl Link {
             }
         }
         let process = Process::of_peer(OPERATION, socket.as_fd())?;
+        // Anybody of this user can take the name of an exporter that has ended.
+        if process.own_number().is_some_and(|number| number != ticket.pid) {
+            return Err(expired(format!(
+                "the exporter (process {}) has ended, and process {} has taken its name",
+                ticket.pid, process.pid
+            )));
+        }
         let hello = Message::Hello { version: PROTOCOL, oldest: OLDEST_PROTOCOL };
         let (line, theirs) = line()?;
         let link = Self {
@@ -275,10 +286,10 @@ impl Link {
             imports: AtomicU64::new(0),
             parts: Mutex::default(),
         };
-        let said = link.say(&hello, &[theirs.as_fd()], mapper, deadline);
+        let said = link.say(&hello, &[theirs.as_fd()], mapper, patience);
         drop(theirs);
         // An exporter that lets nobody in says why before it hangs up.
-        let heard = link.hear(mapper, deadline);
+        let heard = link.hear(mapper, patience);
         let (answer, _) = match (said, heard) {
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
             (_, heard) => heard?,
@@ -305,6 +316,7 @@ impl Link {
         &self,
         key: ExportKey,
         mapper: &dyn Mapper,
+        patience: Patience,
     ) -> Result<(MemoryHandle, Arc<CountSegment>, Arc<ReadySegment>)> {
         let (place, _) = place_of(key.index);
         let mut channel = self.channel.lock();
@@ -312,12 +324,12 @@ impl Link {
         *channel = channel.wrapping_add(1);
         let question = *channel;
         let (wants_counts, wants_ready) = (part.counts.is_none(), part.ready.is_none());
-        let deadline = Instant::now() + ANSWER_WITHIN;
-        self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, deadline)?;
+        self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, patience)?;
         let mut belated = 0;
         let (opened, descriptors) = loop {
             // It may be counted over there, and a later answer would be for nobody.
-            let (answer, descriptors) = self.hear(mapper, deadline).inspect_err(|_| self.abandon(key, mapper))?;
+            let (answer, descriptors) =
+                self.hear(mapper, patience).inspect_err(|_| self.abandon(key, mapper, patience))?;
             match answer {
                 Message::Opened { question: to, opened } if to == question => break (opened, descriptors),
                 Message::Refused { question: to, kind, text } if to == question => {
@@ -332,7 +344,7 @@ impl Link {
             }
         };
         let taken = self.take_in(opened, descriptors, place, part, wants_counts, wants_ready);
-        taken.inspect_err(|_| self.abandon(key, mapper))
+        taken.inspect_err(|_| self.abandon(key, mapper, patience))
     }
 
     fn take_in(
@@ -365,9 +377,9 @@ impl Link {
         Ok((handle, counts, ready))
     }
 
-    fn abandon(&self, key: ExportKey, mapper: &dyn Mapper) {
+    fn abandon(&self, key: ExportKey, mapper: &dyn Mapper, patience: Patience) {
         // Where this fails the exporter has ended, or cannot be reached: the count goes with this process.
-        self.say(&Message::Abandon { key }, &[], mapper, Instant::now() + ANSWER_WITHIN).unwrap_or_default();
+        self.say(&Message::Abandon { key }, &[], mapper, patience).unwrap_or_default();
     }
 
     /// Says something, once the exporter has read enough of what was said before.
@@ -376,12 +388,12 @@ impl Link {
         message: &Message,
         descriptors: &[std::os::fd::BorrowedFd<'_>],
         mapper: &dyn Mapper,
-        deadline: Instant,
+        patience: Patience,
     ) -> Result<()> {
         loop {
             match send(self.socket.as_fd(), &message.encode(), descriptors) {
                 Ok(()) => return Ok(()),
-                Err(Errno::AGAIN) => self.wait_for(PollFlags::OUT, mapper, deadline)?,
+                Err(Errno::AGAIN) => self.wait_for(PollFlags::OUT, mapper, patience)?,
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
                     self.cut.store(true, Ordering::Relaxed);
                     return Err(expired(format!(
@@ -395,7 +407,7 @@ impl Link {
     }
 
     /// Waits for a message.
-    fn hear(&self, mapper: &dyn Mapper, deadline: Instant) -> Result<(Message, Vec<OwnedFd>)> {
+    fn hear(&self, mapper: &dyn Mapper, patience: Patience) -> Result<(Message, Vec<OwnedFd>)> {
         let process = &self.process;
         let mut buffer = [0_u8; LONGEST + 1];
         loop {
@@ -424,28 +436,21 @@ impl Link {
                 Ok(Received::Nothing) => {}
                 Err(errno) => return Err(os_error(OPERATION, "answer of the exporter", errno)),
             }
-            self.wait_for(PollFlags::IN, mapper, deadline)?;
+            self.wait_for(PollFlags::IN, mapper, patience)?;
         }
     }
 
     /// Waits until the exporter can be read from or written to, or for a second.
-    fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, deadline: Instant) -> Result<()> {
+    fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
         if process.has_ended() {
             return Err(expired(format!("the exporter (process {}) has ended", process.pid)));
         }
         mapper.check()?;
-        if Instant::now() >= deadline {
-            return Err(Error::new(
-                ErrorKind::InvalidState,
-                OPERATION,
-                format!(
-                    "the exporter (process {}) lives but has not answered for {} s",
-                    process.pid,
-                    ANSWER_WITHIN.as_secs()
-                ),
-            )
-            .with_hint("see whether it is stopped, or starved of processor time"));
+        if patience.is_over() {
+            return Err(
+                patience.lost_with(&format!("process {}, which listens for the ticket's exporter,", process.pid))
+            );
         }
         let mut ends = [
             PollFd::from_borrowed_fd(self.socket.as_fd(), what),
@@ -453,8 +458,40 @@ impl Link {
         ];
         let second = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
         // Interrupted or not: the caller looks at everything again.
-        let _ = rustix::event::poll(&mut ends, Some(&second));
+        if rustix::event::poll(&mut ends, Some(&second)) == Ok(0) && process.is_stopped() {
+            let pid = process.pid;
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                OPERATION,
+                format!("the exporter (process {pid}) is stopped and does not answer"),
+            )
+            .with_hint(format!("let it go on (`kill -CONT {pid}`, or its debugger), and open the ticket again")));
+        }
         Ok(())
+    }
+}
+
+/// How long an exporter is waited for.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    limit: Duration,
+    until: Instant,
+}
+
+impl Patience {
+    fn new(limit: Duration) -> Self {
+        Self { limit, until: Instant::now() + limit }
+    }
+
+    fn is_over(self) -> bool {
+        Instant::now() >= self.until
+    }
+
+    /// The error where it is over. `who` has not answered.
+    fn lost_with(self, who: &str) -> Error {
+        let what = format!("{who} lives but has not answered for {} s", self.limit.as_secs());
+        Error::new(ErrorKind::InvalidState, OPERATION, what)
+            .with_hint("see whether it is blocked or starved of processor time, and open the ticket again")
     }
 }
 
@@ -466,7 +503,9 @@ fn expired(message: String) -> Error {
 fn refusal(kind: ErrorKind, text: String) -> Error {
     Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
         ErrorKind::Expired => "ask for a new ticket, and keep the buffer in the exporter until it is open",
-        ErrorKind::OperatingSystem => "raise the exporter's limits (ulimit -n), and open the ticket again",
+        ErrorKind::OperatingSystem => {
+            "raise the exporter's limits (ulimit -n) or rights, as the message says, and open the ticket again"
+        }
         ErrorKind::OutOfMemory => {
             "free memory in the exporter, or open fewer of its buffers, and open the ticket again"
         }
@@ -533,13 +572,30 @@ impl Importer {
         }
     }
 
+    /// Asks the exporter of a ticket something. One that has not answered the last time is not waited for at length again,
+    /// so that many opens of its tickets do not take for ever.
+    fn ask<T>(&self, ticket: &Ticket, ask: impl FnOnce(Patience) -> Result<T>) -> Result<T> {
+        let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
+        let answer = ask(Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN }));
+        let is_silent = answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidState);
+        if is_silent != was_silent {
+            let mut state = self.state.lock();
+            let _ = if is_silent {
+                state.silent.insert(ticket.incarnation)
+            } else {
+                state.silent.remove(&ticket.incarnation)
+            };
+        }
+        answer
+    }
+
     /// The connection to the exporter of a ticket.
     fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<Arc<Link>> {
         match self.find(ticket.incarnation, |state| &mut state.links) {
             Found::There(link) if link.is_lost() => Err(link.ended()),
             Found::There(link) => Ok(link),
             Found::Mine(place) => {
-                let link = Arc::new(Link::connect(ticket, mapper)?);
+                let link = self.ask(ticket, |patience| Link::connect(ticket, mapper, patience)).map(Arc::new)?;
                 place.fill(Arc::clone(&link));
                 // The service listens to the exporter's end from here on.
                 mapper.bell().ring();
@@ -599,7 +655,8 @@ impl Importer {
             };
             let link = self.link(ticket, mapper)?;
             let export = ExportKey { index: ticket.index, serial: ticket.serial };
-            let (handle, counts, ready) = match link.open(export, mapper) {
+            let opened = self.ask(ticket, |patience| link.open(export, mapper, patience));
+            let (handle, counts, ready) = match opened {
                 Ok(opened) => opened,
                 Err(error) => {
                     if link.is_cut() {
@@ -614,10 +671,11 @@ impl Importer {
                 }
             };
             if handle.bytes != ticket.allocation_bytes || handle.device_uuid != ticket.device_uuid {
-                link.abandon(export, mapper);
+                link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
                 return Err(invalid_message(OPERATION, "an allocation that is not the ticket's"));
             }
-            let ptr = mapper.map(device, &handle).inspect_err(|_| link.abandon(export, mapper))?;
+            let abandon = || link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
+            let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
             let import =
                 Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: LocalCount::open() });
             let index = (ticket.incarnation, ticket.index);

@@ -144,14 +144,15 @@ impl Mapper for RuntimeMapper<'_> {
 }
 
 impl Sharing {
-    pub(crate) fn new(generation: Generation) -> Result<Self> {
+    /// `operation` is the one that needs it first.
+    pub(crate) fn new(generation: Generation, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation,
-            incarnation: random("share")?,
+            incarnation: random(operation)?,
             boot: system::boot_id(),
             exporter: Exporter::default(),
             importer: Importer::default(),
-            bell: Bell::new()?,
+            bell: Bell::new(operation)?,
             listener: OnceLock::new(),
             binding: Mutex::new(()),
             stopping: AtomicBool::new(false),
@@ -165,7 +166,7 @@ impl Sharing {
     }
 
     /// Starts the service where it does not run.
-    pub(crate) fn start(self: &Arc<Self>, runtime: &Arc<RuntimeInner>) -> Result<()> {
+    pub(crate) fn start(self: &Arc<Self>, runtime: &Arc<RuntimeInner>, operation: &'static str) -> Result<()> {
         let runs = |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
         if runs(&self.thread.lock()) && !self.is_stopping() {
             return Ok(());
@@ -180,7 +181,7 @@ impl Sharing {
         let service = Service::new(Arc::clone(self), Arc::downgrade(runtime));
         let started = std::thread::Builder::new().name("highwater-share".to_owned()).spawn(move || service.run());
         *thread = Some(started.map_err(|error| {
-            Error::new(ErrorKind::OperatingSystem, "share", format!("the system gives no thread: {error}"))
+            Error::new(ErrorKind::OperatingSystem, operation, format!("the system gives no thread: {error}"))
                 .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
                 .with_hint("raise the limit of threads (ulimit -u)")
         })?);
@@ -351,7 +352,9 @@ impl Sharing {
     }
 
     pub(crate) fn open(&self, ticket: &Ticket, device: u32, runtime: &RuntimeInner) -> Result<Arc<Import>> {
-        if ticket.boot != self.boot {
+        // A process without `/proc` does not know its boot.
+        let knows = |boot: [u8; 16]| boot != [0; 16];
+        if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
             return Err(Error::new(
                 ErrorKind::Expired,
                 "open_shared",

@@ -77,7 +77,7 @@ impl Mapping {
         rustix::fs::ftruncate(&file, file_bytes(words) as u64).map_err(|errno| os_error("share", WHAT, errno))?;
         let sizes = SealFlags::SHRINK | SealFlags::GROW;
         rustix::fs::fcntl_add_seals(&file, sizes).map_err(|errno| os_error("share", WHAT, errno))?;
-        let mapping = Self::map(&file, words, ProtFlags::READ | ProtFlags::WRITE)?;
+        let mapping = Self::map("share", &file, words, ProtFlags::READ | ProtFlags::WRITE)?;
         // After our own mapping, which keeps its right to write.
         let last = if read_only_for_others { SealFlags::FUTURE_WRITE | SealFlags::SEAL } else { SealFlags::SEAL };
         rustix::fs::fcntl_add_seals(&file, last).map_err(|errno| os_error("share", WHAT, errno))?;
@@ -91,17 +91,17 @@ impl Mapping {
         if !seals.contains(SealFlags::SHRINK) || usize::try_from(size).unwrap_or(0) < file_bytes(words) {
             return Err(invalid_message("open_shared", "a file of counts that is not sealed or too short"));
         }
-        Self::map(file, words, protection)
+        Self::map("open_shared", file, words, protection)
     }
 
-    fn map(file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
+    fn map(operation: &'static str, file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice, of a file that can never become shorter than it.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), file_bytes(words), protection, MapFlags::SHARED, file.as_fd(), 0)
         };
-        let base = base.map_err(|errno| os_error("share", "an address for shared counts", errno))?;
+        let base = base.map_err(|errno| os_error(operation, "an address for shared counts", errno))?;
         let base = NonNull::new(base.cast())
-            .ok_or_else(|| os_error("share", "an address for shared counts", rustix::io::Errno::NOMEM))?;
+            .ok_or_else(|| os_error(operation, "an address for shared counts", rustix::io::Errno::NOMEM))?;
         Ok(Self { base, words })
     }
 

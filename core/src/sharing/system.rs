@@ -26,6 +26,10 @@ pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Err
         Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
         Errno::NOMEM | Errno::NOBUFS => (ErrorKind::OperatingSystem, "free memory, or raise the limits of the process"),
         Errno::FBIG => (ErrorKind::OutOfMemory, crate::file_limit::HINT),
+        Errno::PERM | Errno::ACCESS => (
+            ErrorKind::OperatingSystem,
+            "a sandbox or a security module of the system refuses this call: allow it here",
+        ),
         _ => (ErrorKind::OperatingSystem, ""),
     };
     Error::new(kind, operation, format!("the system gives no {what}: {errno}"))
@@ -43,7 +47,7 @@ pub(crate) fn invalid_message(operation: &'static str, what: &str) -> Error {
 pub(crate) fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    // Where there is no such file, every process sees zeros, and tickets of other boots are found out by their exporter.
+    // Zeros where there is no such file: nobody refuses a ticket for them, and one of another boot names no exporter.
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
 
@@ -115,6 +119,28 @@ impl Process {
 
     pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+
+    /// The number that the process has for itself: that of its own namespace. `None` if the system does not say.
+    pub(crate) fn own_number(&self) -> Option<u32> {
+        self.status("NSpid:")?.split_whitespace().next_back()?.parse().ok()
+    }
+
+    /// Whether the process is stopped, by a signal or a debugger, as far as the system says.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
+    }
+
+    /// What `/proc` says of the process, if it shows the processes as this one sees them.
+    fn status(&self, field: &str) -> Option<String> {
+        let shows = std::fs::read_link("/proc/self").ok()?;
+        if shows.to_str()?.parse() != Ok(std::process::id()) {
+            return None;
+        }
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        let value = status.lines().find_map(|line| line.strip_prefix(field))?.to_owned();
+        // Until here the number was not given to another process.
+        (!self.has_ended()).then_some(value)
     }
 }
 
@@ -188,11 +214,11 @@ fn peer_pidfd(socket: BorrowedFd<'_>) -> std::result::Result<OwnedFd, Errno> {
 pub(crate) struct Bell(OwnedFd);
 
 impl Bell {
-    pub(crate) fn new() -> Result<Self> {
+    pub(crate) fn new(operation: &'static str) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         rustix::event::eventfd(0, flags)
             .map(Self)
-            .map_err(|errno| os_error("share", "descriptor to wake a thread by", errno))
+            .map_err(|errno| os_error(operation, "descriptor to wake a thread by", errno))
     }
 
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
@@ -318,7 +344,7 @@ mod tests {
 
     #[test]
     fn bells_ring_without_end_and_nobody_waits() {
-        let bell = Bell::new().unwrap();
+        let bell = Bell::new("test").unwrap();
         (0..10_000).for_each(|_| bell.ring());
         assert!(is_readable(bell.descriptor()));
         bell.drain();

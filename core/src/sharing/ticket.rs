@@ -35,7 +35,7 @@ const CHECKED: usize = BYTES - 4;
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
 /// | 48 | 16 | UUID of the device |
-/// | 64 | 4 | process id of the exporter, for messages |
+/// | 64 | 4 | process id of the exporter, as the exporter sees it |
 /// | 68 | 4 | index of the allocation in the exporter |
 /// | 72 | 8 | generation of the allocation: never used twice by one exporter |
 /// | 80 | 8 | number of the share, whose device work is waited for |

@@ -199,6 +199,7 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     let importer = Exporter::new();
     let mut peer = Peer::start();
     let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    let exporter = peer.pid();
     peer.kill();
     // The name is free again: somebody else takes it, and answers with garbage.
     let name = name_of(&ticket);
@@ -207,12 +208,87 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     let socket = socket.unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
     rustix::net::listen(&socket, 8).unwrap();
+    // It is another process than the ticket's: nobody waits for it.
+    let started = std::time::Instant::now();
+    let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
+    let (exporter, impostor) = (format!("(process {exporter})"), format!("process {}", std::process::id()));
+    assert!(error.message().contains(&exporter) && error.message().contains(&impostor), "{error}");
+    assert!(started.elapsed() < std::time::Duration::from_secs(10), "{:?}", started.elapsed());
+    drop(rustix::net::accept(&socket).unwrap());
+    // One that cannot be told from the exporter by its number.
+    let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
     let runtime = importer.runtime.clone();
     let opening = std::thread::spawn(move || runtime.open_shared::<u32>(&ticket).map(drop));
     let connection = rustix::net::accept(&socket).unwrap();
     rustix::net::send(&connection, b"HWSH nonsense", rustix::net::SendFlags::NOSIGNAL).unwrap();
     assert_eq!(opening.join().unwrap().unwrap_err().kind(), ErrorKind::InvalidArgument);
     importer.end();
+}
+
+#[test]
+fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let known: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    let other: Ticket = peer.tell("make b 10 2").parse().unwrap();
+    let stopped_at = || {
+        peer.signal(rustix::process::Signal::STOP);
+        std::time::Instant::now()
+    };
+    let refused = |ticket: &Ticket, started: std::time::Instant| {
+        let error = importer.runtime.open_shared::<u32>(ticket).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+        assert!(error.message().contains(&format!("process {}", peer.pid())), "{error}");
+        assert!(error.message().contains("is stopped") && error.hint().contains("kill -CONT"), "{error}");
+        assert!(started.elapsed() < std::time::Duration::from_secs(15), "{:?}", started.elapsed());
+    };
+    // In the handshake, and by a connection that stands.
+    refused(&known, stopped_at());
+    peer.signal(rustix::process::Signal::CONT);
+    drop(importer.runtime.open_shared::<u32>(&known).unwrap());
+    refused(&other, stopped_at());
+    peer.signal(rustix::process::Signal::CONT);
+    drop(importer.runtime.open_shared::<u32>(&other).unwrap());
+    peer.quit();
+    importer.end();
+}
+
+#[test]
+fn a_process_that_does_not_answer_is_waited_for_at_length_once() {
+    let importer = Exporter::new();
+    let mut peer = Peer::start();
+    let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
+    peer.kill();
+    // Somebody who cannot be told from the exporter takes its name, and never answers.
+    let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name_of(&ticket)).unwrap()).unwrap();
+    rustix::net::listen(&socket, 8).unwrap();
+    let mut took = Vec::new();
+    for _ in 0..3 {
+        let started = std::time::Instant::now();
+        let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
+        assert!(error.message().contains(&format!("process {}", std::process::id())), "{error}");
+        took.push(started.elapsed());
+    }
+    assert!(took[1] + took[2] < std::time::Duration::from_secs(15), "{took:?}");
+    importer.end();
+}
+
+#[test]
+fn a_ticket_of_an_exporter_that_cannot_read_the_boot_id_is_opened() {
+    let (exporter, importer) = (Exporter::new(), Exporter::new());
+    let buffer = exporter.make(1000, 1);
+    // What an exporter writes that has no `/proc`.
+    let ticket = forged(&buffer.share().unwrap(), |bytes| bytes[16..32].fill(0));
+    let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
+    assert_eq!(importer.stream.download(&opened).unwrap(), vec![1; 1000]);
+    drop((opened, buffer));
+    importer.end();
+    exporter.end();
 }
 
 #[test]
@@ -286,6 +362,7 @@ fn an_importer_without_descriptors_says_so_and_counts_nothing() {
             Some(error) => {
                 assert!(error.starts_with("OperatingSystem"), "{most}: {answer}");
                 assert!(error.contains("ulimit -n"), "{most}: {answer}");
+                assert!(error.contains(" open_shared: ") && !error.contains(" share: "), "{most}: {answer}");
                 outcomes.push(false);
             }
             None => {

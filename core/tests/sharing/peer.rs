@@ -80,6 +80,15 @@ impl Peer {
         answer
     }
 
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+        if signal == rustix::process::Signal::STOP {
+            // Each thread stops on its own.
+            rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
+        }
+    }
+
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
