@@ -495,6 +495,40 @@ fn a_worker_killed_from_outside_ends_the_job_and_the_other_workers() {
 }
 
 #[test]
+fn a_worker_that_is_stopped_is_told_and_waited_for() {
+    let arguments = ["--backend", "mock", "--workers", "2", "--repeat", "100", "--json"];
+    let mut job = Job::spawn_on("latency=5ms", &arguments);
+    job.wait_for_workers(2);
+    let victim = job.workers[0];
+    // Read while the job runs.
+    let stderr = job.owner.stderr.take().unwrap();
+    let (sender, lines) = std::sync::mpsc::channel();
+    let reader = thread::spawn(move || {
+        use std::io::BufRead;
+        let mut all = String::new();
+        for line in std::io::BufReader::new(stderr).lines().map_while(Result::ok) {
+            all.push_str(&line);
+            all.push('\n');
+            let _ = sender.send(line);
+        }
+        all
+    });
+    victim.send(Signal::STOP);
+    let named = format!("warning: worker {} has said nothing for", victim.0);
+    let told = loop {
+        let line = lines.recv_timeout(PATIENCE).expect("a warning");
+        if line.starts_with(&named) {
+            break line;
+        }
+    };
+    assert!(told.contains("T (stopped)") && told.contains(&format!("`kill -CONT {}`", victim.0)), "{told}");
+    victim.send(Signal::CONT);
+    let status = job.owner.wait().unwrap();
+    let stderr = reader.join().unwrap();
+    assert_eq!(status.code(), Some(0), "{stderr}");
+}
+
+#[test]
 fn a_worker_killed_while_it_starts_is_named_too() {
     let mut job = Job::spawn(&["--backend", "mock", "--workers", "1", "--repeat", "1000000", "--json"]);
     job.wait_for_workers(1);

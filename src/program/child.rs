@@ -75,6 +75,13 @@ impl Child {
         self.pidfd.as_fd()
     }
 
+    /// The child's state as the system has it, such as `T (stopped)`; `None` where it does not say.
+    pub(super) fn state(&self) -> Option<String> {
+        // The number means no other process before the child has been waited for.
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        status.lines().find_map(|line| line.strip_prefix("State:")).map(|state| state.trim().to_owned())
+    }
+
     /// How the child ended, if it has; does not wait.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {

@@ -75,7 +75,8 @@ const NEVER: u64 = u64::MAX;
 const AT_TICKET: u64 = u64::MAX - 1;
 
 impl Order {
-    pub(super) fn send(&self, socket: &UnixStream) -> io::Result<()> {
+    /// Calls `waits` each time the socket's limit for writing, if it has one, has passed.
+    pub(super) fn send(&self, socket: &UnixStream, waits: impl FnMut()) -> io::Result<()> {
         let message = match self {
             Self::Setup { backend, threads, die_at, ticket } => {
                 let die_at = match *die_at {
@@ -91,7 +92,7 @@ impl Order {
             }
             Self::Finish => Message::new(FINISH),
         };
-        message.send(socket)
+        message.send_patiently(socket, waits)
     }
 
     pub(super) fn read(message: &[u8]) -> io::Result<Self> {
@@ -181,10 +182,10 @@ mod tests {
     fn orders_and_notices_are_read_as_they_were_sent() {
         for die_at in [None, Some(DieAt::Ticket), Some(DieAt::Image(0)), Some(DieAt::Image(539))] {
             let setup = Order::Setup { backend: "mock".into(), threads: 2, die_at, ticket: vec![1, 2, 3] };
-            assert_eq!(Order::read(&sent(|socket| setup.send(socket))).unwrap(), setup);
+            assert_eq!(Order::read(&sent(|socket| setup.send(socket, || ()))).unwrap(), setup);
         }
         for order in [Order::Batch { number: 7, first_image: 224, pixels: vec![9; 2048] }, Order::Finish] {
-            assert_eq!(Order::read(&sent(|socket| order.send(socket))).unwrap(), order);
+            assert_eq!(Order::read(&sent(|socket| order.send(socket, || ()))).unwrap(), order);
         }
         let numbers = std::array::from_fn(|index| index as u64 + 1);
         let report =
@@ -200,7 +201,7 @@ mod tests {
     fn every_truncation_of_a_message_is_refused() {
         let order = Order::Setup { backend: "mock".into(), threads: 2, die_at: None, ticket: vec![1, 2, 3] };
         let notice = Notice::Report(WorkerReport { refused: "x".into(), ..WorkerReport::default() });
-        let (order, notice) = (sent(|socket| order.send(socket)), sent(|socket| notice.send(socket)));
+        let (order, notice) = (sent(|socket| order.send(socket, || ())), sent(|socket| notice.send(socket)));
         for length in 0..order.len() {
             assert!(Order::read(&order[..length]).is_err(), "{length}");
         }

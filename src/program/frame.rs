@@ -33,13 +33,28 @@ impl Message {
     }
 
     /// Sends the message whole. Waits while the socket is full.
-    pub(super) fn send(mut self, mut socket: &UnixStream) -> io::Result<()> {
+    pub(super) fn send(self, socket: &UnixStream) -> io::Result<()> {
+        self.send_patiently(socket, || ())
+    }
+
+    /// The same. Calls `waits` each time the socket's limit for writing, if it has one, has passed.
+    pub(super) fn send_patiently(mut self, mut socket: &UnixStream, mut waits: impl FnMut()) -> io::Result<()> {
         let length = self.0.len() - 4;
         if length > LONGEST {
             return Err(io::Error::other(format!("a message of {length} bytes is too long")));
         }
         self.0[..4].copy_from_slice(&(length as u32).to_le_bytes());
-        socket.write_all(&self.0)
+        let mut left = &self.0[..];
+        while !left.is_empty() {
+            match socket.write(left) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => left = &left[written..],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => waits(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -177,6 +192,28 @@ mod tests {
             fields.end().unwrap();
         }
         assert!(inbox.wait(&theirs).unwrap().is_none() && inbox.has_ended());
+    }
+
+    #[test]
+    fn a_reader_that_waits_is_told_of_and_misses_nothing() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_write_timeout(Some(std::time::Duration::from_millis(5))).unwrap();
+        // More than the socket holds.
+        let bytes: Vec<u8> = (0..LONGEST - 100).map(|index| index as u8).collect();
+        let (begin, may_begin) = std::sync::mpsc::channel::<()>();
+        let reader = std::thread::spawn(move || {
+            may_begin.recv().unwrap();
+            Inbox::default().wait(&theirs).unwrap().unwrap()
+        });
+        let mut waits = 0;
+        let send = Message::new(7).bytes(&bytes).send_patiently(&ours, || {
+            waits += 1;
+            let _ = begin.send(());
+        });
+        send.unwrap();
+        let message = reader.join().unwrap();
+        assert!(waits > 0);
+        assert_eq!(Fields::of(&message).unwrap().1.bytes().unwrap(), bytes);
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! memory. The ticket names the device by its UUID, so ordinals may differ between the processes.
 //!
 //! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. There is
-//! no time limit on the work itself. A worker that has died is lost with what it had been given, and so is the job: the
+//! no time limit on the work itself: a worker that owes something and says nothing is told of, with its state, and waited
+//! for. A worker that has died is lost with what it had been given, and so is the job: the
 //! others are stopped, and the error names the worker and the images.
 //!
 //! *Dealing.* Each worker is sent as many batches as its threads have lanes, and one more for each thread, so that the next
@@ -35,6 +36,9 @@ use super::progress::Progress;
 use super::report::{DeviceUse, Outcome};
 use super::task::Task;
 use super::weights::{self, Weights};
+
+/// How long a worker may say nothing before it is told of; then twice as long each time.
+const SILENCE: Duration = Duration::from_secs(5);
 
 /// How long a worker may live on after it has closed its end of the socket.
 const DYING: Duration = Duration::from_secs(10);
@@ -91,8 +95,7 @@ impl Place {
 /// The job as the owner sees it.
 struct Job<'a> {
     task: &'a Task,
-    progress: &'a Progress,
-    crew: Crew,
+    crew: Crew<'a>,
     /// The batch that is dealt out next.
     next_batch: u64,
     answered: u64,
@@ -102,7 +105,7 @@ struct Job<'a> {
 impl<'a> Job<'a> {
     /// Starts the workers and waits until all are ready.
     fn start(task: &'a Task, spread: Spread<'_>, progress: &'a Progress, places: &[Place]) -> Result<Self> {
-        let crew = Crew { members: Vec::new(), events: VecDeque::new(), threads: spread.threads };
+        let crew = Crew { progress, members: Vec::new(), events: VecDeque::new(), threads: spread.threads };
         let unused =
             |place: &Place| DeviceUse { ordinal: place.ordinal, name: place.name.clone(), workers: 0, images: 0 };
         let outcome = Outcome {
@@ -110,7 +113,7 @@ impl<'a> Job<'a> {
             transports: places.iter().map(|place| weights::transport_name(place.ticket.transport())).collect(),
             ..Outcome::default()
         };
-        let mut job = Self { task, progress, crew, next_batch: 0, answered: 0, outcome };
+        let mut job = Self { task, crew, next_batch: 0, answered: 0, outcome };
         for number in 1..=spread.workers {
             let arguments: Vec<String> =
                 std::iter::once("worker".to_owned()).chain(backends::arguments_of_children()).collect();
@@ -128,14 +131,17 @@ impl<'a> Job<'a> {
                 die_at: spread.die_at,
                 ticket: places[place].ticket.to_bytes(),
             };
-            let mut member = Member::new(child, place);
-            member.tell(&setup);
+            let mut member = Member::new(child, place)?;
+            member.tell(&setup, progress);
             job.crew.members.push(member);
         }
         let mut ready = 0;
         while ready < spread.workers {
             match job.crew.next()? {
-                (_, Event::Said(Notice::Ready)) => ready += 1,
+                (member, Event::Said(Notice::Ready)) => {
+                    job.crew.members[member].owes = false;
+                    ready += 1;
+                }
                 (member, event) => return Err(job.unexpected(member, event)),
             }
         }
@@ -173,7 +179,7 @@ impl<'a> Job<'a> {
         let batch = Order::Batch { number, first_image, pixels: self.task.pixels(number).to_vec() };
         let member = &mut self.crew.members[member];
         member.in_flight.insert(number);
-        member.tell(&batch);
+        member.tell(&batch, self.crew.progress);
     }
 
     fn take_answer(&mut self, member: usize, number: u64, digits: &[u8]) -> Result<()> {
@@ -186,16 +192,18 @@ impl<'a> Job<'a> {
             let what = format!("an answer of {} digits to batch {number}", digits.len());
             return Err(self.crew.members[member].broke_the_protocol(&what));
         }
+        self.crew.members[member].owes = !self.crew.members[member].in_flight.is_empty();
         self.outcome.tally += self.task.count(number, digits);
         self.outcome.devices[self.crew.members[member].place].images += digits.len() as u64;
         self.answered += 1;
-        self.progress.advance(digits.len() as u64);
+        self.crew.progress.advance(digits.len() as u64);
         Ok(())
     }
 
     /// Lets the workers give everything back and waits until they have ended.
     fn finish(mut self) -> Result<Outcome> {
-        self.crew.members.iter_mut().for_each(|member| member.tell(&Order::Finish));
+        let progress = self.crew.progress;
+        self.crew.members.iter_mut().for_each(|member| member.tell(&Order::Finish, progress));
         let mut left = self.crew.members.len();
         while left > 0 {
             match self.crew.next()? {
@@ -287,7 +295,8 @@ fn ranges(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
 }
 
 /// The workers. Those that are left when it is dropped are stopped.
-struct Crew {
+struct Crew<'a> {
+    progress: &'a Progress,
     members: Vec<Member>,
     /// What came in and was not taken yet.
     events: VecDeque<(usize, Event)>,
@@ -303,6 +312,12 @@ struct Member {
     in_flight: BTreeSet<u64>,
     report: Option<WorkerReport>,
     ended: bool,
+    /// Whether it is to say something: that it is ready, an answer, a report.
+    owes: bool,
+    /// Since when it has said nothing, though it owes something.
+    silent_since: Instant,
+    /// After which silence it is told of next.
+    told_after: Duration,
 }
 
 /// What a worker does.
@@ -313,8 +328,19 @@ enum Event {
 }
 
 impl Member {
-    fn new(child: Child, place: usize) -> Self {
-        Self { child, place, inbox: Inbox::default(), in_flight: BTreeSet::new(), report: None, ended: false }
+    fn new(child: Child, place: usize) -> io::Result<Self> {
+        child.socket().set_write_timeout(Some(SILENCE))?;
+        Ok(Self {
+            child,
+            place,
+            inbox: Inbox::default(),
+            in_flight: BTreeSet::new(),
+            report: None,
+            ended: false,
+            owes: false,
+            silent_since: Instant::now(),
+            told_after: SILENCE,
+        })
     }
 
     fn name(&self) -> String {
@@ -322,8 +348,25 @@ impl Member {
     }
 
     /// Sends an order. A worker that does not hear it has died or is about to, which is noticed by its pidfd.
-    fn tell(&mut self, order: &Order) {
-        let _ = order.send(self.child.socket());
+    fn tell(&mut self, order: &Order, progress: &Progress) {
+        if !self.owes {
+            self.is_heard();
+            self.owes = true;
+        }
+        let Self { child, silent_since, told_after, .. } = self;
+        let _ = order.send(child.socket(), || tell_of_silence(child, *silent_since, told_after, progress));
+    }
+
+    /// It is silent from here on, if at all.
+    fn is_heard(&mut self) {
+        self.silent_since = Instant::now();
+        self.told_after = SILENCE;
+    }
+
+    fn tell_of_silence(&mut self, progress: &Progress) {
+        if self.owes && !self.ended {
+            tell_of_silence(&self.child, self.silent_since, &mut self.told_after, progress);
+        }
     }
 
     fn broke_the_protocol(&self, what: &str) -> anyhow::Error {
@@ -332,7 +375,23 @@ impl Member {
     }
 }
 
-impl Crew {
+/// Tells of a worker that has said nothing for too long, and what the system says of it.
+fn tell_of_silence(child: &Child, since: Instant, told_after: &mut Duration, progress: &Progress) {
+    if since.elapsed() < *told_after {
+        return;
+    }
+    let (pid, seconds) = (child.pid(), since.elapsed().as_secs());
+    *told_after *= 2;
+    let state = child.state().unwrap_or_else(|| "unknown".to_owned());
+    let advice = if state.starts_with(['T', 't']) {
+        format!("it is stopped: let it go on (`kill -CONT {pid}`), or end it, which ends the job")
+    } else {
+        "the job waits for it; ending it ends the job".to_owned()
+    };
+    progress.say(&format!("warning: worker {pid} has said nothing for {seconds} s, its state is {state}; {advice}"));
+}
+
+impl Crew<'_> {
     /// What happens next; waits for it.
     fn next(&mut self) -> Result<(usize, Event)> {
         loop {
@@ -346,6 +405,8 @@ impl Crew {
     /// Waits until something happens and takes it in. What a worker said comes before its end.
     fn wait(&mut self) -> Result<()> {
         let ready = self.poll()?;
+        let progress = self.progress;
+        self.members.iter_mut().for_each(|member| member.tell_of_silence(progress));
         if ready.is_empty() {
             // Those that hung up and do not die.
             let mut hung_up = self.members.iter().filter(|member| !member.ended && member.inbox.has_ended());
@@ -355,6 +416,7 @@ impl Crew {
             let member = &mut self.members[index];
             member.inbox.take_in(member.child.socket())?;
             while let Some(message) = member.inbox.next()? {
+                member.is_heard();
                 self.events.push_back((index, Event::Said(Notice::read(&message)?)));
             }
             if dead && let Some(status) = member.child.ended()? {
@@ -365,7 +427,7 @@ impl Crew {
         Ok(())
     }
 
-    /// Which workers have something to say or are dead (true); none when one that hung up does not die.
+    /// Which workers have something to say or are dead (true); none when all are silent, or one that hung up does not die.
     fn poll(&self) -> io::Result<Vec<(usize, bool)>> {
         let mut places = Vec::new();
         let mut descriptors = Vec::with_capacity(2 * MOST_WORKERS);
@@ -380,7 +442,7 @@ impl Crew {
             places.push((index, true));
             descriptors.push(PollFd::from_borrowed_fd(member.child.pidfd(), PollFlags::IN));
         }
-        let limit = hung_up.then(|| timespec(DYING));
+        let limit = Some(timespec(if hung_up { DYING } else { SILENCE }));
         loop {
             match poll(&mut descriptors, limit.as_ref()) {
                 Err(Errno::INTR) => {}
