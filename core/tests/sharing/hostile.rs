@@ -332,7 +332,7 @@ fn limit_descriptors(command: &mut std::process::Command, most: u64) {
 fn limit(command: &mut std::process::Command, what: rustix::process::Resource, most: u64) {
     let limit = rustix::process::Rlimit { current: Some(most), maximum: Some(most) };
     // SAFETY: between fork and exec the child makes one system call.
-    unsafe { command.pre_exec(move || rustix::process::setrlimit(what, limit.clone()).map_err(Into::into)) };
+    unsafe { command.pre_exec(move || rustix::process::setrlimit(what, limit).map_err(Into::into)) };
 }
 
 #[test]
