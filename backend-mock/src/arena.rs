@@ -1,7 +1,8 @@
 //! Which parts of a device's memory are taken: best fit over the gaps, merged when a block comes back.
 //!
 //! A block is *live* from its allocation until it is retired, *retiring* until the stream that frees it has passed that
-//! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes. Where a
+//! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes. An
+//! allocation in the order of the stream that frees a block takes bytes of that block at once, as vendors' pools do. Where a
 //! [`Quarantine`] is set, a block that was freed becomes a gap only when enough others were freed after it, so that work
 //! which uses it too late meets nobody's memory; its bytes count as free, and are taken when nothing else is left.
 //! Offsets count from the start of the device's memory. The arena is plain data, without locks and without memory.
@@ -49,6 +50,17 @@ impl Block {
     }
 }
 
+/// A block that was taken out of use, or what a later allocation of the same stream left of it.
+#[derive(Debug, Clone, Copy)]
+struct Retiring {
+    /// The whole block, as it was allocated.
+    block: Block,
+    /// Bytes that are left.
+    length: u64,
+    /// The stream that frees the block, once the free is enqueued there.
+    stream: Option<u64>,
+}
+
 /// How long freed blocks are kept from being handed out again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Quarantine {
@@ -70,7 +82,9 @@ impl Quarantine {
 #[derive(Debug)]
 pub(crate) struct Arena {
     live: BTreeMap<u64, Block>,
-    retiring: BTreeMap<u64, Block>,
+    retiring: BTreeMap<u64, Retiring>,
+    /// The retiring ones that their stream may have at once, as (stream, length, offset).
+    reusable: BTreeSet<(u64, u64, u64)>,
     /// Length of each gap by its offset. No two gaps touch.
     gaps: BTreeMap<u64, u64>,
     /// The same gaps as (length, offset).
@@ -90,6 +104,7 @@ impl Arena {
         let mut arena = Self {
             live: BTreeMap::new(),
             retiring: BTreeMap::new(),
+            reusable: BTreeSet::new(),
             gaps: BTreeMap::new(),
             gaps_by_length: BTreeSet::new(),
             free_bytes: capacity,
@@ -131,10 +146,30 @@ impl Arena {
             self.insert_gap(offset + reserved, behind);
         }
         self.free_bytes -= reserved;
+        self.go_live(offset, bytes, owner);
+        Some(offset)
+    }
+
+    /// Takes a block out of bytes that `stream` is about to free; `None` if it frees none of that length, or a quarantine
+    /// keeps them back.
+    pub(crate) fn reuse(&mut self, bytes: u64, stream: u64) -> Option<u64> {
+        let reserved = bytes.checked_next_multiple_of(Owner::StreamOrdered.granule())?;
+        let first = (stream, reserved, 0)..=(stream, u64::MAX, u64::MAX);
+        let kept = |length| self.quarantine.holds(1, length);
+        let &(_, length, offset) = self.reusable.range(first).find(|&&(_, length, _)| !kept(length))?;
+        let rest = self.take_out(offset)?;
+        if length > reserved {
+            self.retiring.insert(offset + reserved, Retiring { length: length - reserved, ..rest });
+            self.offer(offset + reserved, rest.block.serial, stream);
+        }
+        self.go_live(offset, bytes, Owner::StreamOrdered);
+        Some(offset)
+    }
+
+    fn go_live(&mut self, offset: u64, bytes: u64, owner: Owner) {
         self.allocations += 1;
         self.live.insert(offset, Block { bytes, owner, serial: self.allocations });
         self.callers_blocks += u64::from(owner != Owner::Mock);
-        Some(offset)
     }
 
     /// The live block that begins at `offset`.
@@ -156,25 +191,50 @@ impl Arena {
     /// Makes a live block unusable for new work; it keeps its bytes until it is released.
     pub(crate) fn retire(&mut self, offset: u64) -> Option<Block> {
         let block = self.live.remove(&offset)?;
-        self.retiring.insert(offset, block);
+        self.retiring.insert(offset, Retiring { block, length: block.reserved(), stream: None });
         self.callers_blocks -= u64::from(block.owner != Owner::Mock);
         Some(block)
     }
 
+    /// Lets allocations in the order of `stream` have a retiring block, whose free was enqueued there.
+    pub(crate) fn offer(&mut self, offset: u64, serial: u64, stream: u64) {
+        if let Some(retiring) = self.retiring.get_mut(&offset).filter(|retiring| retiring.block.serial == serial) {
+            retiring.stream = Some(stream);
+            self.reusable.insert((stream, retiring.length, offset));
+        }
+    }
+
+    /// Takes out what was not reused of a retiring block, as offset and length of each part, for [`Arena::release`].
+    pub(crate) fn end_retiring(&mut self, offset: u64, bytes: u64, serial: u64) -> Vec<(u64, u64)> {
+        let parts = self.retiring.range(offset..offset + bytes).filter(|(_, part)| part.block.serial == serial);
+        let parts: Vec<_> = parts.map(|(&at, part)| (at, part.length)).collect();
+        for &(at, _) in &parts {
+            self.take_out(at);
+        }
+        parts
+    }
+
+    fn take_out(&mut self, offset: u64) -> Option<Retiring> {
+        let retiring = self.retiring.remove(&offset)?;
+        if let Some(stream) = retiring.stream {
+            self.reusable.remove(&(stream, retiring.length, offset));
+        }
+        Some(retiring)
+    }
+
     /// Undoes [`Arena::retire`].
     pub(crate) fn revive(&mut self, offset: u64) {
-        if let Some(block) = self.retiring.remove(&offset) {
+        if let Some(Retiring { block, .. }) = self.retiring.remove(&offset) {
             self.live.insert(offset, block);
             self.callers_blocks += u64::from(block.owner != Owner::Mock);
         }
     }
 
-    /// Gives the bytes of a retired block back.
-    pub(crate) fn release(&mut self, offset: u64) {
-        let Some(block) = self.retiring.remove(&offset) else { return };
-        self.free_bytes += block.reserved();
-        self.quarantined.push_back((offset, block.reserved()));
-        self.quarantined_bytes += block.reserved();
+    /// Gives back bytes that [`Arena::end_retiring`] took out.
+    pub(crate) fn release(&mut self, (offset, length): (u64, u64)) {
+        self.free_bytes += length;
+        self.quarantined.push_back((offset, length));
+        self.quarantined_bytes += length;
         while !self.quarantine.holds(self.quarantined.len(), self.quarantined_bytes)
             && self.end_oldest_quarantine().is_some()
         {}
@@ -217,7 +277,7 @@ impl Arena {
 
     /// Bytes of blocks whose stream-ordered free has not been reached.
     pub(crate) fn retiring_bytes(&self) -> u64 {
-        self.retiring.values().map(|block| block.reserved()).sum()
+        self.retiring.values().map(|retiring| retiring.length).sum()
     }
 
     /// How many live blocks callers hold.
@@ -248,8 +308,7 @@ mod tests {
         let mut arena = Arena::new(CAPACITY);
         let blocks: Vec<_> = [1024, 256, 512, 256].map(|bytes| arena.allocate(bytes, Owner::Plain).unwrap()).into();
         for &offset in [&blocks[0], &blocks[2]] {
-            arena.retire(offset).unwrap();
-            arena.release(offset);
+            free(&mut arena, offset);
         }
         assert_eq!(arena.allocate(500, Owner::Plain), Some(blocks[2]));
         assert_eq!(arena.allocate(600, Owner::Plain), Some(blocks[0]));
@@ -274,8 +333,13 @@ mod tests {
     }
 
     fn free(arena: &mut Arena, offset: u64) {
-        arena.retire(offset).unwrap();
-        arena.release(offset);
+        let block = arena.retire(offset).unwrap();
+        release(arena, offset, block);
+    }
+
+    fn release(arena: &mut Arena, offset: u64, block: Block) {
+        let parts = arena.end_retiring(offset, block.reserved(), block.serial);
+        parts.into_iter().for_each(|part| arena.release(part));
     }
 
     #[test]
@@ -315,12 +379,50 @@ mod tests {
         assert!(arena.allocate(CAPACITY - 1024, Owner::Plain).is_some());
     }
 
+    #[test]
+    fn a_stream_has_what_it_frees_at_once_and_nobody_else_has() {
+        let mut arena = Arena::new(1024);
+        let offset = arena.allocate(1024, Owner::StreamOrdered).unwrap();
+        let first = arena.retire(offset).unwrap();
+        assert_eq!(arena.reuse(256, 7), None, "the free is not enqueued yet");
+        arena.offer(offset, first.serial, 7);
+        assert_eq!((arena.reuse(256, 8), arena.reuse(1025, 7), arena.allocate(256, Owner::Plain)), (None, None, None));
+        assert_eq!((arena.reuse(200, 7), arena.reuse(512, 7)), (Some(offset), Some(offset + 256)));
+        assert_eq!((arena.callers_blocks(), arena.free_bytes(), arena.retiring_bytes()), (2, 0, 256));
+        // The first free is reached: what was not reused is all that it gives back.
+        release(&mut arena, offset, first);
+        assert_eq!((arena.free_bytes(), arena.reuse(256, 7)), (256, None));
+        assert_eq!(arena.allocate(256, Owner::Plain), Some(offset + 768));
+        // The free of a later block in the same place is not taken for the first one, nor the other way round.
+        let later = arena.retire(offset).unwrap();
+        arena.offer(offset, first.serial, 7);
+        assert_eq!(arena.reuse(256, 7), None);
+        arena.offer(offset, later.serial, 7);
+        release(&mut arena, offset, first);
+        assert_eq!(arena.reuse(256, 7), Some(offset));
+    }
+
+    #[test]
+    fn what_a_quarantine_keeps_is_not_reused() {
+        let mut arena = Arena::new(CAPACITY);
+        arena.set_quarantine(Quarantine { frees: None, bytes: Some(1024) });
+        for (bytes, again) in [(1000, false), (1025, true)] {
+            let offset = arena.allocate(bytes, Owner::StreamOrdered).unwrap();
+            let serial = arena.retire(offset).unwrap().serial;
+            arena.offer(offset, serial, 7);
+            assert_eq!(arena.reuse(1, 7).is_some(), again, "{bytes} bytes");
+        }
+    }
+
     #[derive(Debug, Clone)]
     enum Step {
         Allocate(u64, Owner),
+        /// Allocates in the order of a stream.
+        Reuse(u64, u64),
         /// Frees the live block with this index, modulo their number.
         Free(usize),
-        Retire(usize),
+        /// Retires it, and offers it to a stream.
+        Retire(usize, Option<u64>),
         /// Releases the retired block with this index, modulo their number.
         Release(usize),
     }
@@ -330,7 +432,8 @@ mod tests {
             3 => (1..6000u64, prop::sample::select(vec![Owner::Mock, Owner::Plain, Owner::Shareable]))
                 .prop_map(|(bytes, owner)| Step::Allocate(bytes, owner)),
             2 => any::<usize>().prop_map(Step::Free),
-            1 => any::<usize>().prop_map(Step::Retire),
+            1 => (any::<usize>(), prop::option::of(0..2u64)).prop_map(|(index, stream)| Step::Retire(index, stream)),
+            1 => (1..3000u64, 0..2u64).prop_map(|(bytes, stream)| Step::Reuse(bytes, stream)),
             1 => any::<usize>().prop_map(Step::Release),
         ]
     }
@@ -340,7 +443,9 @@ mod tests {
         let mut arena = Arena::new(CAPACITY);
         arena.set_quarantine(quarantine);
         let mut live: Vec<(u64, u64, Owner)> = Vec::new();
-        let mut retired: Vec<(u64, u64, Owner)> = Vec::new();
+        let mut retired: Vec<(u64, Block)> = Vec::new();
+        // What is left of retired blocks: offset, length, serial number, and the stream that may have it.
+        let mut parts: Vec<(u64, u64, u64, Option<u64>)> = Vec::new();
         for step in steps {
             match step {
                 Step::Allocate(bytes, owner) => match arena.allocate(bytes, owner) {
@@ -351,23 +456,41 @@ mod tests {
                         prop_assert!(needed > arena.longest_gap());
                     }
                 },
+                Step::Reuse(bytes, stream) => {
+                    let reserved = bytes.next_multiple_of(ALIGNMENT);
+                    let fits = |part: &&mut (u64, u64, u64, Option<u64>)| {
+                        part.3 == Some(stream) && part.1 >= reserved && !quarantine.holds(1, part.1)
+                    };
+                    let tightest = parts.iter_mut().filter(fits).min_by_key(|part| (part.1, part.0));
+                    prop_assert_eq!(arena.reuse(bytes, stream), tightest.as_ref().map(|part| part.0));
+                    if let Some(part) = tightest {
+                        live.push((part.0, bytes, Owner::StreamOrdered));
+                        (part.0, part.1) = (part.0 + reserved, part.1 - reserved);
+                    }
+                    parts.retain(|part| part.1 > 0);
+                }
                 Step::Free(index) if !live.is_empty() => {
                     let (offset, ..) = live.swap_remove(index % live.len());
-                    prop_assert!(arena.retire(offset).is_some());
-                    arena.release(offset);
+                    free(&mut arena, offset);
                 }
-                Step::Retire(index) if !live.is_empty() => {
-                    let (offset, bytes, owner) = live.swap_remove(index % live.len());
-                    prop_assert!(arena.retire(offset).is_some());
-                    retired.push((offset, bytes, owner));
+                Step::Retire(index, stream) if !live.is_empty() => {
+                    let (offset, ..) = live.swap_remove(index % live.len());
+                    let block = arena.retire(offset).unwrap();
+                    if let Some(stream) = stream {
+                        arena.offer(offset, block.serial, stream);
+                    }
+                    retired.push((offset, block));
+                    parts.push((offset, block.reserved(), block.serial, stream));
                 }
                 Step::Release(index) if !retired.is_empty() => {
-                    let (offset, ..) = retired.swap_remove(index % retired.len());
-                    arena.release(offset);
+                    let (offset, block) = retired.swap_remove(index % retired.len());
+                    release(&mut arena, offset, block);
+                    parts.retain(|part| part.2 != block.serial);
                 }
                 _ => {}
             }
-            let mut taken: Vec<_> = live.iter().chain(&retired).copied().collect();
+            let left = parts.iter().map(|&(offset, length, ..)| (offset, length, Owner::Plain));
+            let mut taken: Vec<_> = live.iter().copied().chain(left).collect();
             taken.sort_unstable_by_key(|&(offset, ..)| offset);
             for pair in taken.windows(2) {
                 prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0);
@@ -375,6 +498,7 @@ mod tests {
             for &(offset, bytes, owner) in &taken {
                 prop_assert!(offset % owner.granule() == 0 && offset + bytes <= CAPACITY);
             }
+            prop_assert_eq!(arena.retiring_bytes(), parts.iter().map(|part| part.1).sum::<u64>());
             let reserved: u64 = taken.iter().map(|&(_, bytes, owner)| bytes.next_multiple_of(owner.granule())).sum();
             prop_assert_eq!(arena.free_bytes(), CAPACITY - reserved);
             let callers = live.iter().filter(|&&(.., owner)| owner != Owner::Mock).count();

@@ -60,7 +60,7 @@ impl MockBlas {
     pub(crate) fn new(gpu: &Arc<Shared>, device: u32, kind: BlasKind) -> Result<Self> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let operation = Operation::CreateBlasHandle;
-        let ptr = gpu.device(operation, device)?.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock)?;
+        let ptr = gpu.device(operation, device)?.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock, None)?;
         let own = OwnWorkspace { engine: Arc::clone(&gpu.engine), device, ptr, bytes: OWN_WORKSPACE_BYTES };
         gpu.handles.fetch_add(1, Ordering::Relaxed);
         Ok(Self(ManuallyDrop::new(Context {

@@ -104,7 +104,7 @@ pub(crate) struct Recorder<'a> {
 impl Recorder<'_> {
     pub(crate) fn record(mut self, operation: Operation, step: Step, stream: &Stream) -> Result<()> {
         self.recording.check_open(operation)?;
-        if let Command::Release { .. } = step.command {
+        if let Command::Release(_) = step.command {
             return Err(stream_order(operation));
         }
         let (recording, index) = (&mut *self.recording, self.part.index);

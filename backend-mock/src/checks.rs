@@ -103,13 +103,19 @@ impl Checks {
         Some(Noted { checks: Arc::clone(self), number })
     }
 
-    /// Looks whether work that has not been executed uses a range; `what` became of it by this operation.
-    pub(crate) fn look(&self, operation: Operation, what: &str, range: Range) {
+    /// How many commands have been noted.
+    pub(crate) fn noted(&self) -> u64 {
+        self.0.lock().noted
+    }
+
+    /// Looks whether work that has not been executed uses a range, among the commands that were noted first, so many of
+    /// them; `what` became of the range by this operation.
+    pub(crate) fn look(&self, noted: u64, operation: Operation, what: &str, range: Range) {
         let mut book = self.0.lock();
         let broken: Vec<_> = book
             .in_flight
-            .values()
-            .filter_map(|work| {
+            .range(..=noted)
+            .filter_map(|(_, work)| {
                 let touched = work.uses.iter().find(|used| used.range.meets(&range))?;
                 let verb = if touched.writes { "writes" } else { "reads" };
                 let stream = work.stream.map_or_else(

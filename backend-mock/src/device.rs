@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use highwater_core::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
 use parking_lot::{Mutex, RwLock};
 
-use crate::arena::{ALIGNMENT, Arena, Block, Owner, Quarantine};
+use crate::arena::{Arena, Block, Owner, Quarantine};
 use crate::checks::{Checks, POISON_PATTERN};
 use crate::device_memory::DeviceMemory;
 use crate::operation::Operation;
@@ -15,6 +15,17 @@ use crate::races::shadow::Store;
 use crate::sealed_file;
 use crate::stream::Stream;
 use crate::uses::{Range, Space};
+
+/// A block that was taken out of use, whose bytes come back with [`Device::release`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Retired {
+    pub(crate) ptr: DevicePtr,
+    /// Bytes that the block takes.
+    pub(crate) bytes: u64,
+    serial: u64,
+    /// In test mode, how many commands had been noted: none of the later ones is the block's own.
+    noted: u64,
+}
 
 #[derive(Debug)]
 pub(crate) struct Device {
@@ -104,19 +115,35 @@ impl Device {
 
     /// In test mode, looks whether work uses memory that is given back or handed out.
     fn look(&self, operation: Operation, what: &str, offset: u64, bytes: u64) {
+        self.look_at_first(u64::MAX, operation, what, offset, bytes);
+    }
+
+    /// The same for the commands that were noted first, so many of them.
+    fn look_at_first(&self, noted: u64, operation: Operation, what: &str, offset: u64, bytes: u64) {
         if let Some(checks) = &self.checks {
             let address = self.memory.base() + offset;
-            checks.look(operation, what, Range { space: Space::Device(self.ordinal), address, bytes });
+            checks.look(noted, operation, what, Range { space: Space::Device(self.ordinal), address, bytes });
         }
     }
 
-    pub(crate) fn allocate(&self, operation: Operation, bytes: usize, owner: Owner) -> Result<DevicePtr> {
+    /// Memory for a caller, for stream-ordered memory in the order of a stream: that has the bytes at once that it is to free.
+    pub(crate) fn allocate(
+        &self,
+        operation: Operation,
+        bytes: usize,
+        owner: Owner,
+        in_order_of: Option<u64>,
+    ) -> Result<DevicePtr> {
         let mut arena = self.arena.write();
-        match arena.allocate(bytes as u64, owner) {
+        let reused = in_order_of.and_then(|stream| arena.reuse(bytes as u64, stream));
+        match reused.or_else(|| arena.allocate(bytes as u64, owner)) {
             Some(offset) => {
                 let reserved = arena.block(offset).map_or(bytes as u64, Block::reserved);
                 drop(arena);
-                self.look(operation, "were handed out", offset, bytes as u64);
+                // What is reused is in use by right: the release looks at it.
+                if reused.is_none() {
+                    self.look(operation, "were handed out", offset, bytes as u64);
+                }
                 self.forget(offset, reserved);
                 Ok(DevicePtr::new(self.memory.base() + offset))
             }
@@ -137,8 +164,8 @@ impl Device {
         }
     }
 
-    /// Takes a caller's block out of use and tells how many bytes it takes; they come back with [`Device::release`].
-    pub(crate) fn retire(&self, operation: Operation, ptr: DevicePtr, stream_ordered: bool) -> Result<u64> {
+    /// Takes a caller's block out of use.
+    pub(crate) fn retire(&self, operation: Operation, ptr: DevicePtr, stream_ordered: bool) -> Result<Retired> {
         let mut arena = self.arena.write();
         let block = self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?)));
         let (offset, block) = match block {
@@ -158,7 +185,19 @@ impl Device {
         arena.retire(offset);
         // Relaxed: whoever may rely on the new state has learnt of this call's return by other means.
         self.epoch.fetch_add(1, Ordering::Relaxed);
-        Ok(block.reserved())
+        Ok(self.retired(ptr, block))
+    }
+
+    fn retired(&self, ptr: DevicePtr, block: Block) -> Retired {
+        let noted = self.checks.as_ref().map_or(u64::MAX, |checks| checks.noted());
+        Retired { ptr, bytes: block.reserved(), serial: block.serial, noted }
+    }
+
+    /// The release of a block was enqueued on a stream, whose allocations may have the bytes from here on.
+    pub(crate) fn offer(&self, block: Retired, stream: u64) {
+        if let Some(offset) = self.offset(block.ptr) {
+            self.arena.write().offer(offset, block.serial, stream);
+        }
     }
 
     /// Undoes [`Device::retire`].
@@ -168,26 +207,32 @@ impl Device {
         }
     }
 
-    /// Gives the bytes that a retired block takes back.
-    pub(crate) fn release(&self, ptr: DevicePtr, bytes: u64) {
-        if let Some(offset) = self.offset(ptr) {
-            self.look(Operation::Free, "were freed", offset, bytes);
-            // While the block is neither live nor a gap, its pages are nobody's.
+    /// Gives the bytes of a retired block back, except those that were reused.
+    pub(crate) fn release(&self, block: Retired) {
+        let Some(offset) = self.offset(block.ptr) else { return };
+        let parts = self.arena.write().end_retiring(offset, block.bytes, block.serial);
+        // Who reused some of the block uses it by right, in work that was enqueued later.
+        let noted = if parts == [(offset, block.bytes)] { u64::MAX } else { block.noted };
+        self.look_at_first(noted, Operation::Free, "were freed", offset, block.bytes);
+        for &(offset, bytes) in &parts {
+            // While a part is neither live nor a gap, its pages are nobody's.
             if self.checks.is_some() {
                 self.memory.fill(offset as usize, bytes as usize, POISON_PATTERN);
             } else {
                 self.memory.give_back(offset, bytes);
             }
-            self.arena.write().release(offset);
         }
+        let mut arena = self.arena.write();
+        parts.into_iter().for_each(|part| arena.release(part));
     }
 
     /// Frees a block of the mock's own.
     pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
-        if let Some(offset) = self.offset(ptr) {
-            self.arena.write().retire(offset);
+        let Some(offset) = self.offset(ptr) else { return };
+        let block = self.arena.write().retire(offset);
+        if let Some(block) = block {
             self.forget(offset, bytes);
-            self.release(ptr, bytes.next_multiple_of(ALIGNMENT));
+            self.release(self.retired(ptr, block));
         }
     }
 

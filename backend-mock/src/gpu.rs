@@ -759,7 +759,7 @@ unsafe impl Backend for MockGpu {
         if options.bytes == 0 {
             return Err(operation.error(ErrorKind::InvalidArgument, "0 bytes were asked for, expected at least 1"));
         }
-        let ptr = device.allocate(operation, options.bytes, owner)?;
+        let ptr = device.allocate(operation, options.bytes, owner, in_order_of.as_ref().map(foreign::raw))?;
         if let Some(stream) = in_order_of {
             stream.note_allocation(operation, ptr, options.bytes as u64);
         }
@@ -771,9 +771,9 @@ unsafe impl Backend for MockGpu {
         shared.calls.enter(operation)?;
         let device = shared.device(operation, device)?;
         let Some(id) = stream else {
-            let bytes = device.retire(operation, ptr, false)?;
-            device.note_free(operation, ptr, bytes);
-            device.release(ptr, bytes);
+            let block = device.retire(operation, ptr, false)?;
+            device.note_free(operation, ptr, block.bytes);
+            device.release(block);
             return Ok(());
         };
         if !shared.capabilities.stream_ordered_memory {
@@ -781,8 +781,10 @@ unsafe impl Backend for MockGpu {
         }
         let stream = shared.stream(operation, id)?;
         State::same_device(operation, id, "the memory", device.ordinal)?;
-        let bytes = device.retire(operation, ptr, true)?;
-        stream.enqueue(operation, Command::Release { ptr, bytes }).inspect_err(|_| device.revive(ptr))
+        let block = device.retire(operation, ptr, true)?;
+        stream.enqueue(operation, Command::Release(block)).inspect_err(|_| device.revive(ptr))?;
+        device.offer(block, foreign::raw(&stream));
+        Ok(())
     }
 
     // ------------------------------------------------------------------ copies and fills

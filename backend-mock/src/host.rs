@@ -108,7 +108,7 @@ impl MockHost {
     /// In test mode, looks whether work uses memory that is given back or handed out.
     fn look(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) {
         if let Some(checks) = &self.checks {
-            checks.look(operation, what, range_of(ptr, bytes));
+            checks.look(u64::MAX, operation, what, range_of(ptr, bytes));
         }
     }
 

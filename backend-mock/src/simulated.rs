@@ -236,7 +236,7 @@ impl Hooks {
     /// # Errors
     /// `OutOfMemory`.
     pub fn take(&self, device: u32, bytes: usize) -> Result<DevicePtr> {
-        self.0.device(Operation::Allocate, device)?.allocate(Operation::Allocate, bytes, Owner::Mock)
+        self.0.device(Operation::Allocate, device)?.allocate(Operation::Allocate, bytes, Owner::Mock, None)
     }
 
     /// Undoes [`Hooks::take`].

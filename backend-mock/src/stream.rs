@@ -20,7 +20,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::capture::Part;
 use crate::checks::Noted;
-use crate::device::{self, Device};
+use crate::device::{self, Device, Retired};
 use crate::engine::Engine;
 use crate::event::{Point, Progress};
 use crate::kernel::{Panel, Product};
@@ -62,10 +62,7 @@ pub(crate) enum Command {
     Record(Arc<Point>),
     Wait(Arc<Point>),
     /// Gives back the bytes of a block that was freed in stream order.
-    Release {
-        ptr: DevicePtr,
-        bytes: u64,
-    },
+    Release(Retired),
     /// First half of a product: into the workspace.
     Multiply(Arc<Product>, Panel),
     /// Second half: from the workspace to the result.
@@ -116,7 +113,7 @@ impl Command {
                     device.lose();
                 }
             }
-            Self::Release { ptr, bytes } => device.release(ptr, bytes),
+            Self::Release(block) => device.release(block),
             Self::Multiply(product, panel) => product.multiply(memory(product.device), panel),
             Self::Finish(product, panel) => product.finish(memory(product.device), panel),
             Self::MultiplyAndFinish(product) => product.multiply_and_finish(memory(product.device)),
@@ -132,7 +129,7 @@ impl Command {
     fn give_up(self, device: &Device) -> Settled {
         match self {
             Self::Record(point) => return Some((point, Progress::Lost)),
-            Self::Release { ptr, bytes } => device.release(ptr, bytes),
+            Self::Release(block) => device.release(block),
             _ => {}
         }
         None
@@ -216,7 +213,7 @@ impl Stream {
         command: Command,
     ) -> Result<()> {
         // Memory is given back on a lost device too.
-        if !matches!(command, Command::Release { .. }) {
+        if !matches!(command, Command::Release(_)) {
             self.device().check_not_lost(operation)?;
         }
         let step = Step { command, origin: origin.clone() };

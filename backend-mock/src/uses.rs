@@ -164,7 +164,7 @@ pub(crate) fn uses(command: &Command, engine: &Engine) -> Vec<Use> {
             uses.extend(results(product, Panel { batch: 0, batches, row: 0, rows, column: 0, columns }, &on));
             uses
         }
-        Command::Record(_) | Command::Wait(_) | Command::Release { .. } => Vec::new(),
+        Command::Record(_) | Command::Wait(_) | Command::Release(_) => Vec::new(),
         // What it touches is not known here.
         #[cfg(feature = "simulated")]
         Command::Call(_) => Vec::new(),

@@ -33,7 +33,7 @@ const fn clause(of: &'static str, id: &'static str, promise: &'static str) -> Cl
     Clause { id, of, promise }
 }
 
-static CLAUSES: [Clause; 98] = [
+static CLAUSES: [Clause; 99] = [
     clause(
         "Backend",
         "backend.ids-checked",
@@ -90,6 +90,11 @@ static CLAUSES: [Clause; 98] = [
     clause("Backend", "memory.disjoint", "blocks that are alive do not overlap."),
     clause("Backend", "memory.zero", "0 bytes give `InvalidArgument`."),
     clause("Backend", "memory.exhausted", "more than there is gives `OutOfMemory`, and nothing changes."),
+    clause(
+        "Backend",
+        "memory.stream-ordered",
+        "work enqueued on a block's stream after the allocation has the bytes to itself, and so has work that waits for an event recorded there after it.",
+    ),
     clause(
         "Backend",
         "memory.free-returns",

@@ -400,6 +400,13 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `memory.disjoint`: blocks that are alive do not overlap.
     /// - `memory.zero`: 0 bytes give `InvalidArgument`.
     /// - `memory.exhausted`: more than there is gives `OutOfMemory`, and nothing changes.
+    /// - `memory.stream-ordered`: work enqueued on a block's stream after the allocation has the bytes to itself, and so has
+    ///   work that waits for an event recorded there after it.
+    ///
+    /// Nothing more is promised for stream-ordered memory. Its bytes may belong to a block that was freed in the order of
+    /// the same stream, whose work is still outstanding. Work of another stream that no event orders after the allocation
+    /// meets that work: each overwrites what the other writes. Core orders the first use on each other stream. Every other
+    /// caller must record an event after the allocation and make the other stream wait for it.
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr>;
 
     /// Frees a block. `stream` is `Some` for stream-ordered memory, which is then freed in the order of that stream, and

@@ -7,7 +7,7 @@ use crate::blas::{
     AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
     Workspace,
 };
-use crate::buffer::{DeviceSlice, Untyped};
+use crate::buffer::{DeviceSlice, Noted, Untyped};
 use crate::error::{Error, ErrorKind, Result};
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
@@ -223,16 +223,16 @@ impl<'s> BlasLease<'s> {
     fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
         product.check(self.stream)?;
         let Product { operation, gemm, blocks, .. } = product;
-        product::note_uses(self.stream.core(), blocks);
+        let noted = product::note_uses(self.stream.core(), blocks)?;
         let pooled = &mut *self.pooled;
         let mut turn = pooled.bound_turn(operation, self.stream)?;
         let (policy, data_type) = (policy(self.numerics, self.stream), gemm.shape.data_type);
         if !pooled.modes.suit(policy, data_type) {
             pooled.apply_numerics(operation, self.stream, policy, data_type)?;
         }
-        if turn.recording.is_some() {
+        if turn.recording.is_some() || noted != Noted::Ordered {
             check_recordable(operation, self.stream)?;
-            product::keep_recorded(&mut turn, blocks);
+            product::keep_recorded(operation, &mut turn, noted, blocks)?;
         }
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
         // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
@@ -485,10 +485,10 @@ impl<'s> LtLease<'s> {
         // Without a bias, D stands twice.
         let [block_a, block_b, block_d] = *blocks;
         let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
-        product::note_uses(self.stream.core(), blocks);
+        let noted = product::note_uses(self.stream.core(), blocks)?;
         let mut turn = self.pooled.bound_turn(operation, self.stream)?;
-        if turn.recording.is_some() {
-            product::keep_recorded(&mut turn, blocks);
+        if turn.recording.is_some() || noted != Noted::Ordered {
+            product::keep_recorded(operation, &mut turn, noted, blocks)?;
         }
         // SAFETY: as in `BlasLease::enqueue`; D is C, and the bias is live, long enough and apart from D.
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }

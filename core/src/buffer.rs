@@ -58,13 +58,42 @@ pub struct DeviceBuffer<T: Element> {
 pub(crate) struct DeviceBlock {
     pub(crate) runtime: Runtime,
     pub(crate) ptr: DevicePtr,
-    /// Key of the stream noted last, 0 for none; a stream that is noted again costs one load.
+    /// Key of the stream noted last as [`Noted::Ordered`], 0 for none; a stream that is noted again costs one load.
     last_use: AtomicU64,
     pub(crate) device: u32,
     /// Streams that use the block in a capture that is open.
     recording: AtomicU32,
-    uses: Mutex<Vec<StreamUse>>,
+    uses: Mutex<Vec<(StreamUse, Noted)>>,
     origin: Origin,
+}
+
+/// How the use of a block by a stream comes after the block's allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Noted {
+    /// All that the stream executes from here on does.
+    Ordered,
+    /// Each launch of the graph does: the stream takes part in a capture, where it cannot wait for work outside.
+    InCapture,
+}
+
+impl Noted {
+    pub(crate) fn and(self, other: Self) -> Self {
+        if self == Self::Ordered { other } else { self }
+    }
+
+    /// Refuses work that is executed and not recorded: the capture ended between note and call.
+    pub(crate) fn check_executed(self, operation: &'static str) -> Result<()> {
+        match self {
+            Self::Ordered => Ok(()),
+            Self::InCapture => Err(Error::new(
+                ErrorKind::Capture,
+                operation,
+                "another thread ended the capture of the stream during the call, which was to be recorded",
+            )
+            .with_hint("end a capture after the calls of all threads that it records")),
+        }
+    }
 }
 
 /// Where a block comes from, and so what is done with it in the end.
@@ -374,33 +403,88 @@ impl DeviceBlock {
         self.last_use.load(Ordering::Relaxed) == stream.key
     }
 
-    /// Notes that work on `stream` uses the block.
+    /// Notes that work on `stream` uses the block, before it is enqueued. The first note of a stream orders it after the
+    /// allocation of stream-ordered memory. The caller holds no turn.
     #[inline]
-    pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) {
-        if self.is_noted(stream) {
-            return;
-        }
-        let count = {
-            let mut uses = self.uses.lock();
-            if !uses.iter().any(|use_| use_.key() == stream.key) {
-                uses.push(stream.to_use());
-            }
-            uses.len()
+    pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
+        if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
+    }
+
+    #[cold]
+    fn note_anew(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
+        let home = match &self.origin {
+            Origin::Own { home: Some(home), .. } if home.key != stream.key => Some(home),
+            _ => None,
         };
-        self.last_use.store(stream.key, Ordering::Relaxed);
+        let mut noted = Noted::Ordered;
+        let mut uses = self.uses.lock();
+        let earlier = uses.iter().find(|(use_, _)| use_.key() == stream.key).map(|(_, noted)| *noted);
+        if let Some(home) = home
+            && earlier != Some(Noted::Ordered)
+        {
+            drop(uses);
+            // Whoever finds the stream in the list as ordered comes after the wait. Two threads may both make it wait.
+            noted = self.order_after_allocation(home, stream)?;
+            uses = self.uses.lock();
+        }
+        if earlier != Some(Noted::Ordered) {
+            match uses.iter_mut().find(|(use_, _)| use_.key() == stream.key) {
+                Some((_, earlier)) if noted == Noted::Ordered => *earlier = noted,
+                Some(_) => {}
+                None => uses.push((stream.to_use(), noted)),
+            }
+        }
+        let count = uses.len();
+        drop(uses);
+        if noted == Noted::Ordered {
+            self.last_use.store(stream.key, Ordering::Relaxed);
+        }
         // Now and then, so that a buffer that outlives many streams does not remember them all.
         if count >= 8 && count.is_power_of_two() {
             self.forget_ended_streams();
         }
+        Ok(noted)
+    }
+
+    /// Makes a stream wait, on the device, for the allocation of the block in the order of another one: until then, work of
+    /// the block that had the memory before may be outstanding. Waits for all that the other stream has come to meanwhile,
+    /// so that an allocation itself marks nothing.
+    fn order_after_allocation(&self, home: &StreamCore, stream: &StreamCore) -> Result<Noted> {
+        const OPERATION: &str = "stream_wait_event";
+        if stream.turn().recording.is_some() {
+            return Ok(Noted::InCapture);
+        }
+        let inner = &self.runtime.inner;
+        let wait = || {
+            // Where the home stream takes part in a capture, the allocation came before that.
+            let allocated = home.mark(inner)?;
+            let turn = stream.enter(OPERATION)?;
+            if turn.recording.is_some() {
+                return Ok(Noted::InCapture);
+            }
+            inner.backend.stream_wait_event(stream.id, allocated.event())?;
+            Ok(Noted::Ordered)
+        };
+        wait().map_err(|error: Error| {
+            let message = format!(
+                "{:?} cannot wait for the allocation of {:?} in the order of {:?}: {}",
+                stream.id,
+                self.ptr,
+                home.id,
+                error.message()
+            );
+            let unordered = Error::new(error.kind(), OPERATION, message).with_hint(error.hint());
+            error.code().into_iter().fold(unordered, Error::with_code)
+        })
     }
 
     /// Forgets the streams that have ended and are done. Keys are never used twice, so they are not noted again.
     #[cold]
     fn forget_ended_streams(&self) {
-        let ended: Vec<_> = self.uses.lock().iter().filter_map(StreamUse::if_ended).collect();
+        let ended: Vec<_> = self.uses.lock().iter().filter_map(|(use_, _)| use_.if_ended()).collect();
         for (key, mark) in ended {
             if self.runtime.inner.is_passed(&mark, false).unwrap_or(false) {
-                self.uses.lock().retain(|use_| use_.key() != key);
+                self.uses.lock().retain(|(use_, _)| use_.key() != key);
             }
         }
     }
@@ -408,7 +492,7 @@ impl DeviceBlock {
     /// Marks of the work on the block that is not known to be done. The second value: whether some could not be marked.
     fn outstanding(&self) -> (Vec<Arc<Mark>>, bool) {
         let inner = &self.runtime.inner;
-        let uses: Vec<StreamUse> = self.uses.lock().iter().map(StreamUse::clone).collect();
+        let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
         let mut unmarked = false;
         let mut outstanding = Vec::new();
         for use_ in uses.iter().filter(|use_| !use_.is_over(inner)) {
@@ -484,7 +568,7 @@ impl Drop for DeviceBlock {
         };
         let mut after = Vec::new();
         let mut unmarked = false;
-        for use_ in self.uses.get_mut() {
+        for (use_, _) in self.uses.get_mut() {
             match use_.mark(inner) {
                 Some(mark) => after.push(mark),
                 None => unmarked = true,

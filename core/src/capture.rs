@@ -29,7 +29,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::backend::{Backend, CaptureMode};
 use crate::blas::{BlasKind, Workspace};
-use crate::buffer::DeviceBlock;
+use crate::buffer::{DeviceBlock, Noted};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::Generation;
@@ -577,15 +577,22 @@ impl Recording {
 }
 
 impl TurnState {
-    /// Keeps a block that the call uses, where it is recorded.
+    /// Keeps the blocks that a call uses, where it is recorded; they were noted before.
     #[inline]
-    pub(crate) fn keep_device(&mut self, block: &Arc<DeviceBlock>) {
-        if let Some(recording) = &mut self.recording {
+    pub(crate) fn keep_device(
+        &mut self,
+        operation: &'static str,
+        noted: Noted,
+        blocks: &[&Arc<DeviceBlock>],
+    ) -> Result<()> {
+        let Some(recording) = &mut self.recording else { return noted.check_executed(operation) };
+        for &block in blocks {
             recording.parts.device.entry(Arc::as_ptr(block).addr()).or_insert_with(|| {
                 block.recording_began();
                 Arc::clone(block)
             });
         }
+        Ok(())
     }
 }
 
@@ -1023,10 +1030,12 @@ impl Recorded {
             RuntimeInner::check_marked(&recorded.block.uses).map(|()| begun)
         });
         let begun = begun.collect::<Result<Vec<_>>>()?;
-        self.device.values().for_each(|block| block.note_use(core));
+        let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
+        let noted = self.device.values().try_fold(Noted::Ordered, note)?;
         let mark = inner.device(stream.device()).events.take(&*inner.backend)?;
 
         let turn = core.enter_outside(OPERATION)?;
+        noted.check_executed(OPERATION)?;
         let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, mark)| mark);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
         let mut awaited: Vec<&Arc<Mark>> = begun.iter().flat_map(|begun| &begun.racing).collect();

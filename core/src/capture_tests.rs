@@ -240,6 +240,44 @@ fn an_event_of_a_capture_that_is_dropped_while_it_ends_is_nobodys_before_it_has(
 }
 
 #[test]
+fn a_call_that_was_to_be_recorded_is_not_executed_unordered() {
+    let (backend, runtime, device) = open();
+    let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (ordered, pinned) = (home.allocate::<u8>(64).unwrap(), runtime.pinned::<u8>(64).unwrap());
+    let ((has_begun, begun), (go_on, may_end)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    std::thread::scope(|scope| {
+        let capturing = &other;
+        scope.spawn(move || {
+            let record = |_: &Stream| {
+                has_begun.send(()).unwrap();
+                may_end.recv().unwrap();
+                Ok(())
+            };
+            drop(capturing.capture(record).unwrap());
+        });
+        begun.recv().unwrap();
+        let (stream, looks) = (other.id(), backend.clone());
+        // After the call has found the capture open, and before it is its turn.
+        backend.intrude("create_event", move || {
+            go_on.send(()).unwrap();
+            while looks.is_capturing(stream)? {
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+        let refused = other.copy_to_device(&pinned, &ordered).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Capture);
+        assert!(refused.message().contains("ended the capture"), "{refused}");
+    });
+    assert!(!backend.is_in_use(ordered.ptr().get()));
+    other.copy_to_device(&pinned, &ordered).unwrap();
+    assert!(backend.is_in_use(ordered.ptr().get()));
+    for stream in [&home, &other] {
+        backend.advance(stream.id());
+    }
+}
+
+#[test]
 fn what_was_dropped_in_a_lost_capture_is_held_to_the_cap() {
     let backend = ManualBackend::new();
     let options = RuntimeOptions::new().with_host_cache_bytes(0);

@@ -124,7 +124,8 @@ pub enum DeviceMemoryKind {
     Plain,
     /// Plain, and other processes may open it by this transport, which a vendor fixes when it allocates.
     Shareable(Transport),
-    /// Allocated in the order of this stream: usable by what is enqueued on it after the call.
+    /// Allocated in the order of this stream: usable by what is enqueued on it after the call, and by what an event orders
+    /// after that. See the clause `memory.stream-ordered` of [`Backend::allocate`](crate::Backend::allocate).
     StreamOrdered(StreamId),
 }
 

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use crate::blas::{DataType, Epilogue, Gemm, GemmShape, Transpose};
-use crate::buffer::{DeviceBlock, DeviceSlice, Untyped};
+use crate::buffer::{DeviceBlock, DeviceSlice, Noted, Untyped};
 use crate::error::{Error, ErrorKind, Result};
 use crate::scalar::Scalar;
 use crate::stream::{Stream, StreamCore, Turn};
@@ -175,23 +175,29 @@ impl<'b> Product<'b> {
 
 /// Notes that a stream uses these blocks.
 #[inline(always)]
-pub(crate) fn note_uses<const N: usize>(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>; N]) {
+pub(crate) fn note_uses<const N: usize>(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>; N]) -> Result<Noted> {
     if blocks.iter().any(|block| !block.is_noted(stream)) {
-        note_anew(stream, blocks);
+        return note_anew(stream, blocks);
     }
+    Ok(Noted::Ordered)
 }
 
 #[cold]
 #[inline(never)]
-fn note_anew(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>]) {
-    blocks.iter().for_each(|block| block.note_use(stream));
+fn note_anew(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>]) -> Result<Noted> {
+    blocks.iter().try_fold(Noted::Ordered, |noted, block| block.note_use(stream).map(|other| noted.and(other)))
 }
 
 /// Keeps the blocks of a product that is recorded.
 #[cold]
 #[inline(never)]
-pub(crate) fn keep_recorded(turn: &mut Turn<'_>, blocks: &[&Arc<DeviceBlock>]) {
-    blocks.iter().for_each(|block| turn.keep_device(block));
+pub(crate) fn keep_recorded(
+    operation: &'static str,
+    turn: &mut Turn<'_>,
+    noted: Noted,
+    blocks: &[&Arc<DeviceBlock>],
+) -> Result<()> {
+    turn.keep_device(operation, noted, blocks)
 }
 
 #[cfg(test)]

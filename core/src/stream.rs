@@ -556,8 +556,13 @@ impl Stream {
 
     // ---------------------------------------------------------------- memory
 
-    /// Allocates device memory in the order of this stream: for scratch, which is quicker that way. Other streams may use
-    /// it after a [`Stream::wait`] for a mark of this one. The contents are unspecified.
+    /// Allocates device memory in the order of this stream: for scratch, which is quicker that way. The contents are
+    /// unspecified.
+    ///
+    /// The memory may have belonged to a buffer whose work on this stream is outstanding. So the first use on each other
+    /// stream waits, on the device, for everything that this stream was given before that use. A graph that another stream
+    /// records does not wait while it is recorded; each of its launches does. Only the allocation is ordered by this: order
+    /// later work on the buffer by [`Stream::wait`].
     ///
     /// # Errors
     /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false; `Capture`
@@ -663,10 +668,11 @@ impl Stream {
             let (dst, src) = if to_host { (on_host, on_device) } else { (on_device, on_host) };
             MemoryCopy::new(dst, src, part.len())
         };
-        device.block.note_use(&self.core);
+        let noted = device.block.note_use(&self.core)?;
         let recordable = kind != CopyKind::Awaited;
         inner.use_pinned(operation, block, &self.core, to_host, recordable, |turn| {
-            turn.keep_device(device.block);
+            let kept = turn.keep_device(operation, noted, &[device.block]);
+            kept.map_err(|error| NotEnqueued { error, in_part: false })?;
             // No vendor copies across the border between two registrations.
             block.cut(range.clone()).try_for_each(|part| {
                 // SAFETY: both ranges lie in one live block each, that of the host in one registration. The device block is
@@ -708,11 +714,9 @@ impl Stream {
         }
         let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
         let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
-        src.block.note_use(&self.core);
-        dst.block.note_use(&self.core);
+        let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);
         let mut turn = self.core.enter(OPERATION)?;
-        turn.keep_device(src.block);
-        turn.keep_device(dst.block);
+        turn.keep_device(OPERATION, noted, &[src.block, dst.block])?;
         // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
         // has passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot reach either.
         unsafe { backend.copy(&copy, self.core.id) }
@@ -753,10 +757,10 @@ impl Stream {
     fn enqueue_fill<T: Element>(&self, dst: DeviceSlice<'_, T>, pattern: FillPattern, count: usize) -> Result<()> {
         let backend = self.backend("fill")?;
         self.check_here("fill", &dst.untyped())?;
-        dst.block.note_use(&self.core);
+        let noted = dst.block.note_use(&self.core)?;
         let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
         let mut turn = self.core.enter("fill")?;
-        turn.keep_device(dst.block);
+        turn.keep_device("fill", noted, &[dst.block])?;
         // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill, or after the
         // graph that keeps it. Its start is
         // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.

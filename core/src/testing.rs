@@ -362,6 +362,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn create_event(&self, device: u32, _: &EventOptions) -> Result<EventId> {
         self.watched.check();
+        self.intruder.enter("create_event")?;
         let mut state = self.state.lock();
         let id = self.id(&mut state, device);
         state.events.insert(id, None);

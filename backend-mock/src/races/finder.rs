@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::device::Retired;
 use crate::engine::Engine;
 use crate::event::Point;
 use crate::operation::{Calls, Operation};
@@ -346,7 +347,7 @@ impl Lane {
         (engine, stream): (&Engine, OnStream),
     ) {
         let (mut frees, mut touched) = (false, touches(command, engine));
-        if let Command::Release { ptr, bytes } = *command
+        if let Command::Release(Retired { ptr, bytes, .. }) = *command
             && let Some((store, start)) = engine.devices[stream.device as usize].place(ptr.get())
         {
             frees = true;

@@ -199,6 +199,67 @@ fn a_free_in_the_order_of_one_stream_does_not_wait_for_another() {
 }
 
 #[test]
+fn stream_ordered_memory_is_reused_before_its_free_is_reached() {
+    let ordered = |rig: &Rig, bytes| {
+        let options = AllocateOptions::new(bytes).with_kind(DeviceMemoryKind::StreamOrdered(rig.stream));
+        rig.gpu.allocate(0, &options).unwrap()
+    };
+    let fill = |rig: &Rig, block, value, stream| rig.fill(block, FillPattern::U8(value), 512, stream).unwrap();
+    for waits in [false, true] {
+        let rig = Rig::new(small().with_checks());
+        let (other, event) = (rig.stream(0), rig.event(0));
+        let earlier = ordered(&rig, 1024);
+        let holder = hold_up(&rig, rig.stream);
+        rig.fill(earlier, FillPattern::U8(1), 1024, rig.stream).unwrap();
+        rig.free(0, earlier, Some(rig.stream)).unwrap();
+        // Plain memory is not had from it, nor memory in the order of another stream.
+        let elsewhere = AllocateOptions::new(512).with_kind(DeviceMemoryKind::StreamOrdered(other));
+        assert!(rig.allocate(0, 512) != earlier && rig.gpu.allocate(0, &elsewhere).unwrap() != earlier);
+        let (block, behind) = (ordered(&rig, 512), ordered(&rig, 512));
+        assert_eq!((block, behind), (earlier, earlier.offset(512)));
+        if waits {
+            rig.gpu.record_event(event, rig.stream).unwrap();
+            rig.gpu.stream_wait_event(other, event).unwrap();
+        }
+        fill(&rig, behind, 3, rig.stream);
+        fill(&rig, block, 2, other);
+        if !waits {
+            rig.gpu.synchronize_stream(other).unwrap();
+        }
+        drop(holder);
+        rig.gpu.synchronize_device(0).unwrap();
+        // Who does not wait meets the work of the block that was there before.
+        let expected = if waits { 2 } else { 1 };
+        assert_eq!(rig.download::<u8>(block, 512, rig.stream), [expected; 512]);
+        assert_eq!(rig.download::<u8>(behind, 512, rig.stream), [3; 512]);
+        violations(&rig, 0);
+        for block in [block, behind] {
+            rig.free(0, block, Some(rig.stream)).unwrap();
+        }
+        rig.gpu.synchronize_stream(rig.stream).unwrap();
+        assert_eq!(rig.gpu.memory_info(0).unwrap().free, (64 << 20) - 2 * 512);
+    }
+}
+
+#[test]
+fn work_of_a_block_that_was_reused_is_still_blamed() {
+    let rig = Rig::new(small().with_checks());
+    let other = rig.stream(0);
+    let options = AllocateOptions::new(512).with_kind(DeviceMemoryKind::StreamOrdered(rig.stream));
+    let block = rig.gpu.allocate(0, &options).unwrap();
+    let (late, in_order) = (hold_up(&rig, other), hold_up(&rig, rig.stream));
+    rig.fill(block, FillPattern::U8(1), 512, other).unwrap();
+    rig.free(0, block, Some(rig.stream)).unwrap();
+    assert_eq!(rig.gpu.allocate(0, &options).unwrap(), block);
+    rig.fill(block, FillPattern::U8(2), 512, rig.stream).unwrap();
+    violations(&rig, 0);
+    drop(in_order);
+    rig.gpu.synchronize_stream(rig.stream).unwrap();
+    assert_says(&violations(&rig, 1)[0], &["were freed", "`fill`", &format!("{other:?}")]);
+    drop(late);
+}
+
+#[test]
 fn who_waits_is_never_blamed() {
     let rig = Rig::new(small().with_checks().with_devices(2).with_quarantine_frees(0));
     let (other, far) = (rig.stream(0), rig.stream(1));

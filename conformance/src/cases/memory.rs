@@ -21,6 +21,8 @@ cases! {
     stream_ordered_bytes_come_back: ["memory.free-returns"] needs [needs::has::stream_ordered_memory];
     stream_ordered_bytes_are_given_to_nobody_too_early: ["memory.disjoint", "stream.order"]
         needs [needs::has::stream_ordered_memory];
+    stream_ordered_bytes_are_there_in_order: ["memory.stream-ordered", "event.wait-orders"]
+        needs [needs::has::stream_ordered_memory];
     stream_ordered_free_keeps_work_before_it: ["memory.free-returns", "stream.order"]
         needs [needs::has::stream_ordered_memory];
 }
@@ -207,6 +209,49 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
             "stream-ordered memory was given to somebody else while work before its free was still to come"
         );
         Ok(Attempt::seen(not_there_yet))
+    })
+}
+
+fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult {
+    const BYTES: usize = 1 << 16;
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+        let (stream, other, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
+        let (before, allocated) = (Event::new(backend)?, Event::new(backend)?);
+        let ordered = |stream: &Stream<'_>| {
+            Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))
+        };
+        let earlier = [ordered(&stream)?, ordered(&stream)?, ordered(&stream)?];
+        busy.enqueue(&stream, helpings)?;
+        stream.record(&before)?;
+        for block in earlier {
+            stream.set(block.all(), 1)?;
+            block.free_in_order()?;
+        }
+        // On a stream that has nothing to do, and needs no event for memory in its own order.
+        let elsewhere = ordered(&third)?;
+        third.set(elsewhere.all(), 2)?;
+        // These may get the bytes of the earlier blocks, whose work is outstanding.
+        let (own, awaited) = (ordered(&stream)?, ordered(&stream)?);
+        stream.record(&allocated)?;
+        other.wait(&allocated)?;
+        stream.set(own.all(), 3)?;
+        other.set(awaited.all(), 4)?;
+        let pending = before.is_pending()?;
+        for stream in [&stream, &other, &third] {
+            stream.synchronize()?;
+        }
+        for (block, byte, order) in [
+            (&elsewhere, 2, "a stream that has nothing to do"),
+            (&own, 3, "the stream itself, after the allocation"),
+            (&awaited, 4, "a stream that waits for the allocation"),
+        ] {
+            check!(
+                block.read()? == [byte; BYTES],
+                "earlier work spoiled stream-ordered memory that is used on {order}"
+            );
+        }
+        Ok(Attempt::seen(pending))
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_core::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind};
+use highwater_core::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, StreamId};
 
 use super::super::Saboteur;
 use super::super::honest::{is, wrong};
@@ -113,6 +113,45 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
         });
         h.count(move |live| live.allocations += refused.get());
     }),
+    Saboteur::new(
+        "in-the-order-of-another",
+        "memory.stream-ordered",
+        "Gives memory that another stream is still to free.",
+        |h| {
+            // Freed blocks of each device and size, with the stream that is to free them.
+            let freed = Note::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
+            let blocks = Note::<HashMap<(u32, DevicePtr), usize>>::default();
+            let (given, given_out) = (freed.clone(), blocks.clone());
+            h.backend.allocate(move |honest, device, options| {
+                let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
+                    return honest.allocate(device, options);
+                };
+                honest.query_stream(stream)?;
+                let other = given.with(|freed| {
+                    let fits = |(key, (bytes, of)): (&(u32, DevicePtr), &(usize, StreamId))| {
+                        (key.0 == device && *bytes == options.bytes && *of != stream).then_some(*key)
+                    };
+                    let key = freed.iter().find_map(fits)?;
+                    freed.remove(&key).map(|_| key.1)
+                });
+                let ptr = other.map_or_else(|| honest.allocate(device, options), Ok)?;
+                given_out.with(|blocks| blocks.insert((device, ptr), options.bytes));
+                Ok(ptr)
+            });
+            let kept = freed.clone();
+            h.backend.free(move |honest, device, ptr, stream| {
+                let Some(stream) = stream else { return honest.free(device, ptr, None) };
+                match blocks.with(|blocks| blocks.remove(&(device, ptr))) {
+                    Some(bytes) if honest.is_busy(stream) => {
+                        kept.with(|freed| freed.insert((device, ptr), (bytes, stream)));
+                        Ok(())
+                    }
+                    _ => honest.free(device, ptr, Some(stream)),
+                }
+            });
+            h.count(move |live| live.allocations -= freed.with(|freed| freed.len() as u64));
+        },
+    ),
     Saboteur::new("blocks-kept", "memory.free-returns", "Keeps plain memory that is freed.", |h| {
         let kept = Note::new(0_u64);
         let freed = kept.clone();
