@@ -207,7 +207,14 @@ impl<T: Element> DeviceBuffer<T> {
         self.block.device
     }
 
-    /// Address of the first value, for calls of the vendor itself.
+    /// Address of the first value, for kernels and copies that the program enqueues itself. Highwater does not see such
+    /// work. The caller must:
+    /// - call [`Stream::note_device_use`] on the stream that executes the work, before the work is enqueued. Without the
+    ///   note, the memory is freed and handed out again while the work is queued;
+    /// - keep the buffer until the work is enqueued;
+    /// - touch no bytes beside the values of the buffer, and order the work after that of other streams on the same values
+    ///   (see [`Stream::wait`]);
+    /// - never free the address.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.block.ptr.offset(self.offset * size_of::<T>())
@@ -346,7 +353,7 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.block.device
     }
 
-    /// Address of the first value.
+    /// Address of the first value. The caller must keep the obligations of [`DeviceBuffer::ptr`].
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.block.ptr.offset(self.offset * size_of::<T>())

@@ -1,13 +1,15 @@
-//! Page-locked memory by address: which block an address lies in, and uses of it by code that Highwater does not see.
+//! Uses of memory by code that Highwater does not see, and page-locked memory by address: which block an address lies in.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::buffer::DeviceSlice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{HostBlock, HostBlockInfo};
 use crate::memory::HostPtr;
 use crate::pool::host::KeptBlock;
 use crate::runtime::Runtime;
+use crate::scalar::Element;
 use crate::stream::Stream;
 
 impl Runtime {
@@ -77,6 +79,57 @@ impl Stream {
         }
         inner.let_go_pinned(kept);
         noted
+    }
+
+    /// Notes that work of other code on this stream uses the values of `slice`: kernels and copies that the program enqueues
+    /// itself, with [`Stream::raw`] and [`DeviceBuffer::ptr`](crate::DeviceBuffer::ptr). `writes` says whether they write
+    /// the values. At present reads and writes are treated alike.
+    ///
+    /// Call it before the work is enqueued. One note covers everything that is enqueued on this stream until the buffer is
+    /// dropped. Afterward the memory is freed and reused only when this stream has executed that work. The first note
+    /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The work itself is not
+    /// ordered after work of other streams: see [`Stream::wait`].
+    ///
+    /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
+    /// a note of its own.
+    ///
+    /// ```
+    /// # use highwater_core::{Backend, DevicePtr, FillPattern, MemoryFill};
+    /// use highwater_core::Runtime;
+    /// use highwater_mock::{MockGpu, MockOptions};
+    ///
+    /// # let gpu = MockGpu::open(MockOptions::new())?;
+    /// # let launch_my_kernel = |raw_stream: u64, values: DevicePtr, count: usize| {
+    /// #     // SAFETY: the stream is alive for the time of the call, and the values until the work is done.
+    /// #     unsafe {
+    /// #         let stream = gpu.stream_from_raw(0, raw_stream)?;
+    /// #         gpu.fill(&MemoryFill::new(0, values, FillPattern::U32(1.5_f32.to_bits()), count), stream)?;
+    /// #         gpu.destroy_stream(stream)
+    /// #     }
+    /// # };
+    /// # let runtime = Runtime::new(gpu.clone())?;
+    /// let stream = runtime.device(0)?.create_stream()?;
+    /// let values = runtime.device(0)?.allocate::<f32>(1000)?;
+    /// stream.note_device_use(&values, true)?;
+    /// // On CUDA the raw stream is a `cudaStream_t`, and the address a `float *`.
+    /// launch_my_kernel(stream.raw()?, values.ptr(), values.len())?;
+    /// assert_eq!(stream.download(&values)?, vec![1.5; 1000]);
+    /// drop(values); // freed after the kernel, however long it takes
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; else what
+    /// ordering the stream after the allocation gives. Then the caller must not enqueue the work.
+    pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, writes: bool) -> Result<()> {
+        const OPERATION: &str = "note_device_use";
+        // Memory is kept for both alike.
+        let _ = writes;
+        let slice = slice.into();
+        self.runtime().inner.check(OPERATION)?;
+        self.check_slice(OPERATION, &slice.untyped())?;
+        let noted = slice.block.note_use(self.core())?;
+        self.core().enter(OPERATION)?.keep_device(OPERATION, noted, &[slice.block])
     }
 
     fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {

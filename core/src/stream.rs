@@ -452,6 +452,19 @@ impl Stream {
         self.core.id
     }
 
+    /// The vendor's handle of the stream, as a number: a `cudaStream_t` on CUDA, a `hipStream_t` on ROCm. For kernels and
+    /// copies that the program enqueues itself.
+    ///
+    /// The handle is valid while this stream or a clone of it lives. The caller must not destroy it, must not capture it
+    /// other than by [`Stream::capture`], and must note the memory that its work uses by [`Stream::note_device_use`] and
+    /// [`Stream::note_host_use`].
+    ///
+    /// # Errors
+    /// `Unsupported` if `foreign_objects` is false; else what the backend gives.
+    pub fn raw(&self) -> Result<u64> {
+        self.backend("raw_stream")?.raw_stream(self.core.id)
+    }
+
     /// Ordinal of the stream's device.
     #[must_use]
     pub fn device(&self) -> u32 {
@@ -575,7 +588,7 @@ impl Stream {
         DeviceBuffer::with_home(self.runtime.clone(), self.device(), len, kind, Some(Arc::clone(&self.core)))
     }
 
-    fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
+    pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
         if !slice.block.is_of(self) {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,

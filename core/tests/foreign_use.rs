@@ -1,0 +1,124 @@
+//! Work of the user's own on device memory: it gets the vendor's stream and an address, and core does not see it.
+
+use std::sync::Arc;
+
+use highwater_core::{
+    Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result, Runtime,
+};
+use highwater_mock::{MockGpu, MockOptions};
+
+const LEN: usize = 1000;
+const KERNEL: u32 = 7;
+
+/// A kernel of other code: writes [`KERNEL`] into so many values.
+fn launch(gpu: &MockGpu, raw: u64, values: DevicePtr) {
+    let fill = MemoryFill::new(0, values, FillPattern::U32(KERNEL), LEN);
+    // SAFETY: the tests keep the stream for the time of the call. Whether the memory stays allocated for long enough is what
+    // they are about; the mock checks that it is at the time of the call, and touches device memory by atomics only.
+    unsafe {
+        let stream = gpu.stream_from_raw(0, raw).unwrap();
+        gpu.fill(&fill, stream).unwrap();
+        gpu.destroy_stream(stream).unwrap();
+    }
+}
+
+fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
+    let gpu = MockGpu::open(options.with_devices(2)).unwrap();
+    (gpu.clone(), Runtime::new(gpu).unwrap())
+}
+
+/// Launches a kernel on a buffer and drops it, and looks what becomes of the memory: how often it was given away while the
+/// kernel was queued, and whether the next buffer holds what was put into it.
+fn dropped_after_launch(seed: u64, note: bool) -> Result<(u64, bool)> {
+    let (gpu, runtime) = open(MockOptions::new().with_schedule(seed).with_checks());
+    let device = runtime.device(0)?;
+    let (stream, other) = (device.create_stream()?, device.create_stream()?);
+    let buffer = device.allocate::<u32>(LEN)?;
+    if note {
+        stream.note_device_use(&buffer, true)?;
+    }
+    launch(&gpu, stream.raw()?, buffer.ptr());
+    drop(buffer);
+    runtime.reclaim()?;
+    let next = device.allocate::<u32>(LEN)?;
+    other.fill(&next, 1)?;
+    other.synchronize()?;
+    stream.synchronize()?;
+    let kept = other.download(&next)? == [1; LEN];
+    drop((next, stream, other, device));
+    assert_eq!(runtime.close()?.total(), 0);
+    Ok((gpu.violation_count(), kept))
+}
+
+#[test]
+fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
+    let rounds = |note| (0..50).map(move |seed| dropped_after_launch(seed, note).unwrap());
+    // Core cannot know of it, and what goes wrong shows that the other half of the test looks at the right thing.
+    assert!(rounds(false).any(|(violations, _)| violations > 0));
+    assert!(rounds(false).any(|(_, kept)| !kept));
+    for (seed, round) in rounds(true).enumerate() {
+        assert_eq!(round, (0, true), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_raw_stream_is_the_one_that_the_backend_names() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    assert_eq!(stream.raw().unwrap(), gpu.raw_stream(stream.id()).unwrap());
+    let (_, runtime) = open(MockOptions::new().with_capabilities(|can| can.foreign_objects = false));
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    assert_eq!(stream.raw().unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn a_graph_keeps_memory_that_a_recorded_kernel_was_noted_for() {
+    let (gpu, runtime) = open(MockOptions::new().with_checks());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let buffer = stream.upload(&[0_u32; LEN]).unwrap();
+    let mut graph = stream
+        .capture_with(CaptureMode::Relaxed, |stream| {
+            stream.note_device_use(&buffer, true)?;
+            launch(&gpu, stream.raw()?, buffer.ptr());
+            Ok(())
+        })
+        .unwrap();
+    stream.synchronize().unwrap();
+    drop(buffer);
+    runtime.reclaim().unwrap();
+    assert_eq!((runtime.statistics().graphs.device_blocks, gpu.live_objects().allocations), (1, 1));
+    graph.launch(&stream).unwrap();
+    drop(graph);
+    stream.synchronize().unwrap();
+    assert_eq!((gpu.live_objects().allocations, gpu.violation_count()), (0, 0));
+}
+
+#[test]
+fn a_note_orders_the_kernel_after_the_allocation() {
+    let (gpu, runtime) = open(MockOptions::new().with_race_detector(true));
+    let device = runtime.device(0).unwrap();
+    let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let buffer: DeviceBuffer<u32> = home.allocate(LEN).unwrap();
+    other.note_device_use(buffer.slice(0..1).unwrap(), false).unwrap();
+    launch(&gpu, other.raw().unwrap(), buffer.ptr());
+    gpu.check_races().unwrap();
+}
+
+#[test]
+fn notes_of_other_runtimes_and_of_streams_that_other_code_captures_are_refused() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let (stream, buffer) = (device.create_stream().unwrap(), device.allocate::<u32>(LEN).unwrap());
+    let (_, other) = open(MockOptions::new());
+    let elsewhere = other.device(0).unwrap().create_stream().unwrap();
+    let refused = elsewhere.note_device_use(&buffer, true).unwrap_err();
+    assert_eq!((refused.kind(), refused.operation()), (ErrorKind::InvalidPointer, "note_device_use"));
+    // A stream of another device may read the memory, as a peer.
+    runtime.device(1).unwrap().create_stream().unwrap().note_device_use(&buffer, false).unwrap();
+    // SAFETY: `stream` outlives the wrapper.
+    let wrapper = unsafe { device.stream_from_raw(stream.raw().unwrap()).unwrap() };
+    gpu.begin_capture(stream.id(), CaptureMode::Relaxed).unwrap();
+    assert_eq!(wrapper.note_device_use(&buffer, true).unwrap_err().kind(), ErrorKind::Capture);
+    // SAFETY: the test's own capture.
+    gpu.destroy_graph(unsafe { gpu.end_capture(stream.id()).unwrap() }).unwrap();
+}
