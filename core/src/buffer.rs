@@ -23,6 +23,20 @@ use crate::stream::{Stream, StreamCore, StreamUse};
 ///
 /// Dropping a buffer never waits: its memory is freed once every stream that used it has passed that use. Device work of
 /// different streams on one buffer is not ordered by itself; unordered access gives unspecified values and nothing worse.
+/// A stream that uses what another one wrote must wait for it, see [`Stream::wait`]. Waiting for the last writer of a whole
+/// buffer automatically would serialize streams that write disjoint parts of it, and would wait for all that the writer's
+/// stream was given later.
+///
+/// ```
+/// # use highwater_core::Runtime;
+/// # use highwater_mock::{MockGpu, MockOptions};
+/// # let device = Runtime::new(MockGpu::open(MockOptions::new())?)?.device(0)?;
+/// # let (uploads, products) = (device.create_stream()?, device.create_stream()?);
+/// let weights = uploads.upload(&[0.5_f32; 100])?;
+/// products.wait(&uploads.record()?)?; // else `products` may read the weights before they are there
+/// assert_eq!(products.download(&weights)?, [0.5; 100]);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
 ///
 /// The CPU cannot reach into a buffer:
 ///

@@ -795,7 +795,8 @@ impl Stream {
         self.copy_to_device(&staging, dst)
     }
 
-    /// A device buffer with these values, copied as by [`Stream::write`].
+    /// A device buffer with these values, copied as by [`Stream::write`]. Work on another stream must wait for the copy:
+    /// `other.wait(&stream.record()?)?`.
     ///
     /// # Errors
     /// As [`Stream::write`] and [`Device::allocate`](crate::Device::allocate).

@@ -7,7 +7,7 @@ use highwater_core::StreamId;
 
 use crate::operation::Operation;
 use crate::races::shadow::Access;
-use crate::races::site::{Frame, Site, first_of_program};
+use crate::races::site::{Frame, Origin, Site, first_of_program};
 use crate::uses::{Range, Space};
 
 /// What is wrong between two operations.
@@ -123,7 +123,7 @@ impl Place {
     }
 
     /// Who called, the innermost function first, without those of the mock and of the standard library. Without debug
-    /// information they have no locations.
+    /// information they have no locations. `Display` shows those of the program, and counts the others.
     #[must_use]
     pub fn frames(&self) -> Vec<Frame> {
         self.site.origin.frames()
@@ -166,13 +166,18 @@ impl fmt::Display for Place {
             None => f.write_str(", at once")?,
         }
         write!(f, ", called by thread `{}`", origin.thread)?;
-        let show = |f: &mut fmt::Formatter<'_>, frames: Vec<Frame>| {
-            frames.iter().try_for_each(|frame| write!(f, "\n      {frame}"))
+        let show = |f: &mut fmt::Formatter<'_>, origin: &Origin| {
+            let (frames, others) = origin.shown_frames();
+            frames.iter().try_for_each(|frame| write!(f, "\n      {frame}"))?;
+            if others == 0 {
+                return Ok(());
+            }
+            write!(f, "\n      and {others} frames of Highwater and the standard library")
         };
-        show(f, self.frames())?;
-        if self.site.recorded.is_some() {
+        show(f, origin)?;
+        if let Some(recorded) = &self.site.recorded {
             f.write_str("\n    recorded by")?;
-            show(f, self.recorded_frames())?;
+            show(f, recorded)?;
         }
         Ok(())
     }

@@ -83,15 +83,31 @@ impl Origin {
     /// The callers, the innermost first, without this crate, the standard library and what starts threads and programs.
     pub(crate) fn frames(&self) -> Vec<Frame> {
         let here = std::env::current_dir().unwrap_or_default();
-        match &self.backtrace {
-            Some(backtrace) if backtrace.status() == BacktraceStatus::Captured => {
-                let mut frames = parse(&backtrace.to_string());
-                frames.retain(|frame| frame.is_callers(&here));
-                frames
-            }
-            _ => Vec::new(),
-        }
+        let mut frames = self.all_frames();
+        frames.retain(|frame| frame.is_callers(&here));
+        frames
     }
+
+    /// What a report shows: the callers that are of the program, and how many other frames there are. If none is of the
+    /// program, all callers.
+    pub(crate) fn shown_frames(&self) -> (Vec<Frame>, usize) {
+        shown(self.all_frames(), &std::env::current_dir().unwrap_or_default())
+    }
+
+    fn all_frames(&self) -> Vec<Frame> {
+        let captured = self.backtrace.as_ref().filter(|backtrace| backtrace.status() == BacktraceStatus::Captured);
+        captured.map_or_else(Vec::new, |backtrace| parse(&backtrace.to_string()))
+    }
+}
+
+fn shown(mut frames: Vec<Frame>, here: &Path) -> (Vec<Frame>, usize) {
+    let all = frames.len();
+    frames.retain(|frame| frame.is_callers(here));
+    if frames.iter().any(|frame| !frame.is_of_core(here)) {
+        frames.retain(|frame| !frame.is_of_core(here));
+    }
+    let others = all - frames.len();
+    (frames, others)
 }
 
 /// The frames of a printed backtrace: a line `NUMBER: FUNCTION`, without the number where it was inlined into the next, and
@@ -217,5 +233,22 @@ mod tests {
         );
         let of_core: Vec<_> = frames.iter().map(|frame| frame.is_of_core(workspace)).collect();
         assert_eq!(of_core, [true, true, false, false]);
+    }
+
+    #[test]
+    fn a_report_shows_the_program_and_counts_the_rest() {
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let printed = PRINTED.replace("WORKSPACE", workspace.to_str().unwrap());
+        let texts = |printed: &str| {
+            let (frames, others) = shown(parse(printed), workspace);
+            (frames.iter().map(ToString::to_string).collect::<Vec<_>>(), others)
+        };
+        let (frames, others) = texts(&printed);
+        assert_eq!(frames, ["my_program::upload::{{closure}} at src/upload.rs:12:20", "main at src/main.rs:5:1"]);
+        assert_eq!(others, 11);
+        // Where nothing of the program is known, what there is.
+        let (before, _) = printed.split_once("   4: ").unwrap();
+        let (frames, others) = texts(before);
+        assert_eq!((frames.len(), others), (2, 4));
     }
 }
