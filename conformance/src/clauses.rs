@@ -33,7 +33,7 @@ const fn clause(of: &'static str, id: &'static str, promise: &'static str) -> Cl
     Clause { id, of, promise }
 }
 
-static CLAUSES: [Clause; 98] = [
+static CLAUSES: [Clause; 99] = [
     clause(
         "Backend",
         "backend.ids-checked",
@@ -207,6 +207,11 @@ static CLAUSES: [Clause; 98] = [
         "BlasHandle",
         "plan.alignment",
         "an operand that is not aligned as the plan says, or to its own elements, gives `InvalidArgument`.",
+    ),
+    clause(
+        "BlasHandle",
+        "blas.reset",
+        "later products are as those of a fresh handle; a stream and a workspace are bound anew before.",
     ),
     clause("BlasHandle", "blas.destroyed", "`live_objects().handles` goes down by one, after `destroy` or drop."),
     clause(

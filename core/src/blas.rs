@@ -610,8 +610,20 @@ pub trait BlasHandle: Send + fmt::Debug {
         Err(Error::lacks("destroy_plan", "lt_plans"))
     }
 
-    /// The vendor's handle, as a number, for code that calls the vendor itself.
+    /// The vendor's handle, as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes what that code
+    /// sets.
     fn raw(&self) -> u64;
+
+    /// Puts every setting that the vendor has on a handle back to that of a fresh one, whoever changed it. Its plans stay.
+    ///
+    /// A backend that cannot do so gives `Unsupported`, as this default does: core then destroys a handle that foreign code
+    /// had, and makes a new one. The same follows any other error.
+    ///
+    /// - `blas.reset`: later products are as those of a fresh handle; a stream and a workspace are bound anew before.
+    fn reset(&mut self) -> Result<()> {
+        Err(Error::new(ErrorKind::Unsupported, "reset", "this backend cannot restore the settings of a handle")
+            .with_hint("destroy the handle, and make a new one"))
+    }
 
     /// Destroys the vendor's handle; may wait for the device. Once only: later calls of any method give `InvalidHandle`.
     ///

@@ -898,9 +898,15 @@ impl RuntimeInner {
         if kind == BlasKind::Lt && !capabilities.lt_plans {
             return Err(Error::lacks("create_blas_handle", "lt_plans"));
         }
-        if let Some(pooled) = self.take_spare_handle(device, kind) {
-            return Ok(pooled);
+        match self.take_spare_handle(device, kind) {
+            Some(pooled) => Ok(pooled),
+            None => self.make_handle(device, kind),
         }
+    }
+
+    /// Makes a handle.
+    pub(crate) fn make_handle(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        let capabilities = &self.device(device).capabilities;
         // What a thread may do in a capture does not depend on the device.
         let _quiet = match capabilities.create_during_capture {
             true => None,
@@ -917,6 +923,19 @@ impl RuntimeInner {
         self.devices.iter().map(|device| device.capture_gate.quiet()).collect()
     }
 
+    /// Destroys a handle that another one has replaced; while a capture is open, with those that are idle later.
+    pub(crate) fn discard_handle(&self, mut pooled: PooledHandle) {
+        match self.quiet() {
+            // What is refused is counted.
+            Some(_quiet) => drop(self.note(pooled.handle.destroy())),
+            // Without a mark it is nobody's spare.
+            None => {
+                let device = pooled.handle.device();
+                self.spare_handles.lock().push(SpareHandle { device, pooled, after: None });
+            }
+        }
+    }
+
     /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. They
     /// stay while a capture is open: to destroy one waits for the device, which would lose the capture.
     fn destroy_idle_handles(&self) -> Result<()> {
@@ -930,15 +949,16 @@ impl RuntimeInner {
         result
     }
 
-    /// Keeps the handles of a stream that has ended for other streams.
+    /// Keeps the handles of a stream that is about to end for other streams. Those that cannot let go of it end with it.
     pub(crate) fn spare_handles_of(&self, key: PoolKey, after: Option<&Arc<Mark>>) {
-        for pool in [&self.blas_handles, &self.lt_handles] {
-            let spare = pool.take_key(key).into_iter().map(|pooled| SpareHandle {
-                device: key.device,
-                pooled: pooled.unbound(),
-                after: after.cloned(),
-            });
-            self.spare_handles.lock().extend(spare);
+        for mut pooled in [&self.blas_handles, &self.lt_handles].into_iter().flat_map(|pool| pool.take_key(key)) {
+            match pooled.unbind() {
+                Ok(()) => {
+                    let spare = SpareHandle { device: key.device, pooled, after: after.cloned() };
+                    self.spare_handles.lock().push(spare);
+                }
+                Err(_) => self.discard_handle(pooled),
+            }
         }
     }
 

@@ -95,6 +95,65 @@ fn a_lease_whose_rebinding_failed_used_a_workspace_that_was_given_back() {
 }
 
 #[test]
+fn settings_of_foreign_code_stayed_on_the_handle() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = stream.upload(&[0.0_f32; 16]).unwrap();
+    let mut lease = stream.blas().unwrap();
+    lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).unwrap()).unwrap();
+    lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    assert_eq!(stream.download(&c).unwrap(), [4.0; 16]);
+    drop(lease);
+    // Nor does it stay where foreign code panics, or where the handle cannot be bound again right away.
+    for fails in [false, true] {
+        let mut lease = stream.blas().unwrap();
+        let foreign = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            lease.with_raw(|raw| {
+                gpu.set_pointer_mode(raw.handle, true).unwrap();
+                assert!(fails, "foreign code panics");
+                gpu.fail_call(Operation::SetStream, 1, ErrorKind::Vendor).unwrap();
+            })
+        }));
+        assert_eq!(foreign.map(|lent| lent.unwrap_err().kind()).ok(), fails.then_some(ErrorKind::Vendor));
+        // The handle that is lent once more is as a fresh one, too.
+        lease.with_raw(|_| ()).unwrap();
+        drop(lease);
+        stream.blas().unwrap().gemm(&SHAPE, 2.0, &a, &a, 0.0, &c).unwrap();
+        assert_eq!(stream.download(&c).unwrap(), [8.0; 16]);
+    }
+    assert_eq!(runtime.statistics().blas_handles.created, 1);
+}
+
+#[test]
+fn a_handle_that_cannot_be_restored_goes_to_nobody() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let other = runtime.device(0).unwrap().create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = stream.upload(&[0.0_f32; 16]).unwrap();
+    let mut lease = stream.blas().unwrap();
+    gpu.fail_call(Operation::Reset, 1, ErrorKind::Unsupported).unwrap();
+    let lent = lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).map(|()| raw.handle).unwrap()).unwrap();
+    lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    assert_ne!(lease.with_raw(|raw| raw.handle).unwrap(), lent);
+    assert_eq!(gpu.set_pointer_mode(lent, true).unwrap_err().kind(), ErrorKind::InvalidHandle, "destroyed");
+    assert_eq!(gpu.live_objects().handles, 1);
+    // To destroy it while another stream is captured would lose the capture.
+    let graph = other.capture(|_| {
+        gpu.fail_call(Operation::Reset, 1, ErrorKind::Vendor).unwrap();
+        lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).unwrap()).unwrap();
+        assert_eq!(gpu.live_objects().handles, 2);
+        Ok(())
+    });
+    drop((lease, graph.unwrap()));
+    stream.blas().unwrap().gemm(&SHAPE, 2.0, &a, &a, 0.0, &c).unwrap();
+    assert_eq!(stream.download(&c).unwrap(), [8.0; 16]);
+    runtime.trim().unwrap();
+    assert_eq!(gpu.live_objects().handles, 1);
+}
+
+#[test]
 fn a_panic_in_foreign_code_lost_the_lent_workspace() {
     let (_gpu, runtime) = open(MockOptions::new());
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
