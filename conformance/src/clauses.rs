@@ -33,7 +33,7 @@ const fn clause(of: &'static str, id: &'static str, promise: &'static str) -> Cl
     Clause { id, of, promise }
 }
 
-static CLAUSES: [Clause; 99] = [
+static CLAUSES: [Clause; 100] = [
     clause(
         "Backend",
         "backend.ids-checked",
@@ -197,6 +197,11 @@ static CLAUSES: [Clause; 99] = [
         "D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.",
     ),
     clause("BlasHandle", "plan.epilogue", "for each epilogue; the bias is added to every column."),
+    clause(
+        "BlasHandle",
+        "plan.alpha-zero",
+        "with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the epilogue adds.",
+    ),
     clause(
         "BlasHandle",
         "plan.mixed",

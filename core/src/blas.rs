@@ -591,6 +591,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before
     ///   an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
+    /// - `plan.alpha-zero`: with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the
+    ///   epilogue adds.
     /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors'
     ///   type on the way.
     /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
