@@ -418,7 +418,7 @@ pub struct PlanOptions {
     pub shape: GemmShape,
     /// What follows the product.
     pub epilogue: Epilogue,
-    /// Bytes of workspace that the plan may use.
+    /// Bytes of workspace that the plan may use: with 0 it uses none, not even memory of the handle's own.
     pub workspace_bytes: usize,
     /// Every operand's address is a multiple of this, in bytes, and of its own elements' size, which may be more where
     /// the types are mixed; quicker kernels want 16 to 256.

@@ -193,7 +193,7 @@ impl<'s> BlasLease<'s> {
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
     /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the policy
-    ///   asks for; in a capture also where its BLAS takes no workspace.
+    ///   asks for; in a capture also where the BLAS has no workspace.
     /// - Else what the backend gives.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
@@ -325,9 +325,6 @@ impl<'s> LentWorkspace<'s> {
             }
             drop(turn);
             check_recordable("with_raw", stream)?;
-            if bytes == 0 {
-                return Ok(Self { stream, workspace: None, captured: true });
-            }
             // None where the capture has ended meanwhile.
             if let Some(workspace) = core.captured_workspace(inner, bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
@@ -558,13 +555,24 @@ impl<'s> LtLease<'s> {
 /// is not the handle's.
 #[cold]
 fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
-    if stream.runtime().inner.device(stream.device()).capabilities.blas_workspace {
+    let device = stream.runtime().inner.device(stream.device());
+    if device.workspace_bytes(BlasKind::Blas) > 0 {
         return Ok(());
     }
-    let message =
-        "the device's BLAS takes no workspace, and a recorded product would share its handle's memory with later ones";
-    Err(Error::new(ErrorKind::Unsupported, operation, message)
-        .with_hint("multiply outside of the capture, or use a release whose BLAS takes a workspace"))
+    let (why, hint) = if device.capabilities.blas_workspace {
+        (
+            "the BLAS workspace has 0 bytes",
+            "give it some: by `RuntimeOptions::with_blas_workspace_bytes`, or by the variable that says 0, such as \
+             CUBLAS_WORKSPACE_CONFIG",
+        )
+    } else {
+        (
+            "the device's BLAS takes no workspace",
+            "multiply outside of the capture, or use a release whose BLAS takes a workspace",
+        )
+    };
+    let message = format!("{why}, and a recorded product would share its handle's memory with later ones");
+    Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint(hint))
 }
 
 /// The policy that counts for a product: the lease's, else the thread's, else the runtime's.

@@ -39,8 +39,8 @@ use crate::workspace_config;
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct RuntimeOptions {
-    /// Bytes of BLAS workspace for each stream; else the backend's environment variables or its default. 0 leaves each
-    /// handle on its own workspace.
+    /// Bytes of BLAS workspace for each stream; else the backend's environment variables or its default. With 0 each
+    /// handle is on memory of its own: then each stream has handles of its own, and a capture records no products.
     pub blas_workspace_bytes: Option<usize>,
     /// Bytes that an Lt plan may use; else the backend's environment variables or its default.
     pub lt_workspace_bytes: Option<usize>,
@@ -214,6 +214,12 @@ impl DeviceState {
             BlasKind::Lt => self.lt_workspace_bytes,
             _ => self.blas_workspace_bytes,
         }
+    }
+
+    /// Whether handles of a kind stay with one stream: where the vendor wants it, and where products pass their intermediate
+    /// results through memory of the handle's own. A plan that was made for no workspace has none to pass.
+    pub(crate) fn handle_per_stream(&self, kind: BlasKind) -> bool {
+        self.capabilities.handle_per_stream || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
     }
 }
 
@@ -949,12 +955,15 @@ impl RuntimeInner {
         result
     }
 
-    /// Keeps the handles of a stream that is about to end for other streams. Those that cannot let go of it end with it.
-    pub(crate) fn spare_handles_of(&self, key: PoolKey, after: Option<&Arc<Mark>>) {
-        for mut pooled in [&self.blas_handles, &self.lt_handles].into_iter().flat_map(|pool| pool.take_key(key)) {
+    /// Keeps the handles of a stream that is about to end, and that no other could have, for other streams. Those that cannot
+    /// let go of it end with it.
+    pub(crate) fn spare_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+        let pools = [&self.blas_handles, &self.lt_handles].into_iter().zip(keys);
+        let of_stream = pools.filter(|(_, key)| key.affinity != 0);
+        for mut pooled in of_stream.flat_map(|(pool, key)| pool.take_key(key)) {
             match pooled.unbind() {
                 Ok(()) => {
-                    let spare = SpareHandle { device: key.device, pooled, after: after.cloned() };
+                    let spare = SpareHandle { device: pooled.handle.device(), pooled, after: after.cloned() };
                     self.spare_handles.lock().push(spare);
                 }
                 Err(_) => self.discard_handle(pooled),

@@ -95,6 +95,60 @@ fn a_lease_whose_rebinding_failed_used_a_workspace_that_was_given_back() {
 }
 
 #[test]
+fn handles_without_a_workspace_moved_between_streams_and_into_graphs() {
+    const N: usize = 48;
+    let gpu = MockGpu::open(MockOptions::new().with_gemm_gap(Duration::from_micros(20))).unwrap();
+    let options = RuntimeOptions::new().with_blas_workspace_bytes(0).with_lt_workspace_bytes(0);
+    let runtime = Runtime::with_options(gpu.clone(), &options).unwrap();
+    let device = runtime.device(0).unwrap();
+    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    // The memory that products pass their results through is the handle's, which one stream uses at a time.
+    let handles = [&streams[0], &streams[1], &streams[0]].map(|stream| {
+        let handle = stream.blas().unwrap().with_raw(|raw| (raw.handle, raw.workspace)).unwrap();
+        assert_eq!(handle.1, None);
+        handle.0
+    });
+    assert_eq!(handles[0], handles[2]);
+    assert_ne!(handles[0], handles[1]);
+    let shape = GemmShape::of::<f32>(N, N, N);
+    let factors = [1.0_f32, 2.0].map(|value| streams[0].upload(&[value; N * N]).unwrap());
+    streams[0].synchronize().unwrap();
+    for multiplies_plans in [false, true] {
+        let products: Vec<_> = (0..40).map(|_| device.allocate::<f32>(N * N).unwrap()).collect();
+        for (i, c) in products.iter().enumerate() {
+            let (stream, a, b) = (&streams[i % 2], &factors[i % 2], &factors[0]);
+            if multiplies_plans {
+                stream.lt().unwrap().matmul(&shape, Epilogue::None, 1.0, a, b, 0.0, c, None).unwrap();
+            } else {
+                stream.blas().unwrap().gemm(&shape, 1.0, a, b, 0.0, c).unwrap();
+            }
+        }
+        for (i, c) in products.iter().enumerate() {
+            assert_eq!(streams[i % 2].download(c).unwrap(), [(i % 2 + 1) as f32 * N as f32; N * N], "product {i}");
+        }
+    }
+    // A graph could run beside the next product of the handle; a plan for no workspace shares none.
+    let c = streams[0].upload(&[0.0_f32; N * N]).unwrap();
+    let [a, b] = &factors;
+    let mut graph = streams[0]
+        .capture(|stream| {
+            let error = stream.blas()?.gemm(&shape, 1.0, a, b, 0.0, &c).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains("workspace has 0 bytes"), "{error}");
+            assert_eq!(stream.blas()?.with_raw(|_| ()).unwrap_err().kind(), ErrorKind::Unsupported);
+            stream.lt()?.matmul(&shape, Epilogue::None, 1.0, a, b, 0.0, &c, None)
+        })
+        .unwrap();
+    graph.launch(&streams[0]).unwrap();
+    assert_eq!(streams[0].download(&c).unwrap(), [2.0 * N as f32; N * N]);
+    // The next stream has the handle of one that has ended and is done.
+    drop((streams, graph));
+    device.synchronize().unwrap();
+    let next = device.create_stream().unwrap();
+    assert!(handles.contains(&next.blas().unwrap().with_raw(|raw| raw.handle).unwrap()));
+}
+
+#[test]
 fn settings_of_foreign_code_stayed_on_the_handle() {
     let (gpu, runtime) = open(MockOptions::new());
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
