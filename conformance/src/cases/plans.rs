@@ -154,7 +154,11 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
         strides.map(|(stride_a, stride_b)| {
             Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
         }),
-    )
+    )?;
+    // Each column of the first D is followed by that of the second, and so on.
+    let side_by_side = StridedBatch { count: 4, stride_a: 384, stride_b: 480, stride_c: 16 };
+    let shape = shape.with_leading_dimensions(shape.lda, shape.ldb, 4 * 16 + 8).with_batch(side_by_side);
+    prove(backend, [Product::new(shape, 16).with_scale(0.5, 1.0)])
 }
 
 /// Products with an epilogue, without and with the old C.
