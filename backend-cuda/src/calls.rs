@@ -1,6 +1,6 @@
 //! The tables of calls that only CUDA has, and the vendor's symbols behind the tables that it shares.
 
-use highwater_core::driver::vendor_calls;
+use highwater_core::driver::{BlasSettings, vendor_calls};
 
 vendor_calls! {
     /// The driver's calls beyond [`Calls`](highwater_core::driver::Calls).
@@ -73,7 +73,83 @@ vendor_calls! {
             /// A part of the version: which, out.
             property: "GetProperty" (u32, *mut i32);
         }
-        optional {}
+        optional {
+            /// How many multiprocessors kernels are chosen for: handle, out.
+            get_sm_count: "GetSmCountTarget" (u64, *mut i32);
+            /// Sets it: handle, number.
+            set_sm_count: "SetSmCountTarget" (u64, i32);
+            /// When products are emulated: handle, out.
+            get_emulation: "GetEmulationStrategy" (u64, *mut i32);
+            /// Sets it: handle, strategy.
+            set_emulation: "SetEmulationStrategy" (u64, i32);
+            /// Which special values emulation keeps: handle, out.
+            get_special_values: "GetEmulationSpecialValuesSupport" (u64, *mut i32);
+            /// Sets them: handle, mask.
+            set_special_values: "SetEmulationSpecialValuesSupport" (u64, i32);
+            /// Who decides on the bits of emulation: handle, out.
+            get_mantissa_control: "GetFixedPointEmulationMantissaControl" (u64, *mut i32);
+            /// Sets it: handle, control.
+            set_mantissa_control: "SetFixedPointEmulationMantissaControl" (u64, i32);
+            /// The most bits of emulation: handle, out.
+            get_mantissa_bits: "GetFixedPointEmulationMaxMantissaBitCount" (u64, *mut i32);
+            /// Sets it: handle, bits.
+            set_mantissa_bits: "SetFixedPointEmulationMaxMantissaBitCount" (u64, i32);
+            /// What is added to those bits: handle, out.
+            get_mantissa_offset: "GetFixedPointEmulationMantissaBitOffset" (u64, *mut i32);
+            /// Sets it: handle, bits.
+            set_mantissa_offset: "SetFixedPointEmulationMantissaBitOffset" (u64, i32);
+            /// Where products report how many bits they took: handle, an address on the device or 0.
+            set_mantissa_report: "SetFixedPointEmulationMantissaBitCountPointer" (u64, u64);
+        }
+    }
+}
+
+/// Reads a setting of a handle, and sets it.
+type Setting = (Option<unsafe extern "C" fn(u64, *mut i32) -> i32>, Option<unsafe extern "C" fn(u64, i32) -> i32>);
+
+impl CublasCalls {
+    /// What only handles of cuBLAS can be set to. A logger is the process's and not a handle's.
+    fn settings(&self) -> [Setting; 6] {
+        [
+            (self.get_sm_count, self.set_sm_count),
+            (self.get_emulation, self.set_emulation),
+            (self.get_special_values, self.set_special_values),
+            (self.get_mantissa_control, self.set_mantissa_control),
+            (self.get_mantissa_bits, self.set_mantissa_bits),
+            (self.get_mantissa_offset, self.set_mantissa_offset),
+        ]
+    }
+
+    /// What a fresh handle has. Its defaults depend on the version and on environment variables, so they are asked for.
+    ///
+    /// # Safety
+    /// The handle is alive.
+    pub(crate) unsafe fn settings_of(&self, handle: u64) -> BlasSettings {
+        self.settings().map(|(get, set)| {
+            let (get, _) = get.zip(set)?;
+            let mut value = 0;
+            // SAFETY: the caller vouches for the handle; the call writes one number that lives until it returns.
+            (unsafe { get(handle, &mut value) } == 0).then_some(value)
+        })
+    }
+
+    /// Sets all of it again.
+    ///
+    /// # Safety
+    /// The handle is alive.
+    ///
+    /// # Errors
+    /// cuBLAS's code.
+    pub(crate) unsafe fn restore(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+        let done = |code| if code == 0 { Ok(()) } else { Err(code) };
+        for ((_, set), value) in self.settings().into_iter().zip(fresh) {
+            if let (Some(set), Some(value)) = (set, value) {
+                // SAFETY: passed on from the caller.
+                done(unsafe { set(handle, *value) })?;
+            }
+        }
+        // SAFETY: passed on from the caller. No address stands for no report, as on a fresh handle.
+        self.set_mantissa_report.map_or(Ok(()), |set| done(unsafe { set(handle, 0) }))
     }
 }
 
@@ -109,7 +185,7 @@ pub(crate) fn driver_symbol(name: &str) -> String {
 /// cuBLAS's symbol of a name in the tables.
 pub(crate) fn blas_symbol(name: &str) -> String {
     match name {
-        "Create" | "Destroy" | "SetStream" | "SetWorkspace" => format!("cublas{name}_v2"),
+        "Create" | "Destroy" | "SetStream" | "SetWorkspace" | "SetPointerMode" => format!("cublas{name}_v2"),
         _ => format!("cublas{name}"),
     }
 }

@@ -2,17 +2,25 @@
 //! each device.
 
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use highwater_core::driver::{Calls, Found, Initialised, Search};
 use highwater_core::{Error, ErrorKind};
 
 use crate::calls::{self, CudaCalls};
+use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
 /// The oldest version of CUDA that a driver may know: 12.2.
 const OLDEST: i32 = 12_020;
+
+/// The smallest block of zeros: one that does for most products.
+const LEAST_ZEROS: usize = 64 << 10;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A driver that was initialised.
 #[derive(Debug)]
@@ -30,6 +38,8 @@ pub(crate) struct Device {
     pub(crate) number: i32,
     /// Retained when it is first needed and never released: a last release would end every library's work in it.
     context: OnceLock<u64>,
+    /// Blocks of zeros, their addresses and bytes: never written again, and never freed, because graphs refer to them.
+    zeros: Mutex<Vec<(u64, usize)>>,
 }
 
 impl Driver {
@@ -75,7 +85,7 @@ impl Driver {
             let mut number = 0;
             // SAFETY: as above.
             check(unsafe { (own.device)(&mut number, ordinal) })?;
-            Ok(Device { number, context: OnceLock::new() })
+            Ok(Device { number, context: OnceLock::new(), zeros: Mutex::default() })
         };
         let devices = (0..count).map(number).collect::<Result<Vec<_>, Error>>()?;
         if devices.is_empty() {
@@ -92,6 +102,46 @@ impl Driver {
         match device.context.get() {
             Some(context) => Ok(*context),
             None => self.retain(device),
+        }
+    }
+
+    /// The address of so many bytes of zeros on a device, which is current; the calling thread may make calls that a capture
+    /// forbids. Products read them from any stream, because they were written before anybody had the address.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub(crate) fn zeros(&self, device: u32, bytes: usize) -> Result<u64, i32> {
+        let Some(state) = self.devices.get(device as usize) else { return self.context(device).map(|_| 0) };
+        let find = || lock(&state.zeros).iter().find(|block| block.1 >= bytes).map(|block| block.0);
+        if let Some(address) = find() {
+            return Ok(address);
+        }
+        // Each at least twice the one before, so that all of them together are few.
+        let bytes = bytes.checked_next_power_of_two().unwrap_or(bytes).max(LEAST_ZEROS);
+        let address = self.make_zeros(bytes)?;
+        lock(&state.zeros).push((address, bytes));
+        Ok(address)
+    }
+
+    /// New memory of the current device, filled with zeros.
+    fn make_zeros(&self, bytes: usize) -> Result<u64, i32> {
+        let calls = &self.calls;
+        let done = |code| if code == 0 { Ok(()) } else { Err(code) };
+        let (mut address, mut stream) = (0, 0);
+        // SAFETY: each call writes one number that lives until it returns.
+        unsafe {
+            done((calls.allocate)(&mut address, bytes))?;
+            // A stream of its own: what is filled on another is perhaps recorded, or waited for by a default stream.
+            let filled = done((calls.stream_create)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
+                let filled = done((calls.fill_8)(address, 0, bytes, stream));
+                let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
+                // It is idle, or the device is lost.
+                filled.and(done((calls.stream_destroy)(stream)))
+            });
+            if filled.is_err() {
+                (calls.free)(address);
+            }
+            filled.map(|()| address)
         }
     }
 

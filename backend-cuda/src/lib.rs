@@ -92,7 +92,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
     identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
     identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
-    let platform = Cuda { driver, mapped: MappedCalls::new(&driver.own), blas, lt: lt_calls };
+    let platform = Cuda { driver, mapped: MappedCalls::new(&driver.own), blas, cublas: own, lt: lt_calls };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices })
 }

@@ -160,18 +160,11 @@ struct Plan {
     alignments: [usize; 2],
     doubles: bool,
     has_bias: bool,
-    has_epilogue: bool,
     /// The bias that the description refers to.
     bias: Option<DevicePtr>,
 }
 
 impl Plan {
-    /// The least number above 0 in the type of alpha.
-    #[cold]
-    fn least_alpha(&self) -> f64 {
-        if self.doubles { f64::from_bits(1) } else { f64::from(f32::from_bits(1)) }
-    }
-
     /// Whether an operand is not aligned as the plan was made for.
     #[inline]
     fn misplaces(&self, arguments: &PlanArguments) -> bool {
@@ -180,6 +173,26 @@ impl Plan {
         let factors = arguments.a.get() | arguments.b.get();
         let results = arguments.c.get() | arguments.d.get() | bias;
         factors & of_factors | results & of_results != 0
+    }
+
+    /// Whether A and B matter with this alpha, in its type.
+    #[inline]
+    fn reads_factors(&self, alpha: f64) -> bool {
+        if self.doubles { alpha != 0.0 } else { alpha as f32 != 0.0 }
+    }
+
+    /// What is wrong with a run, if anything is.
+    #[inline]
+    fn refuses(
+        &self,
+        operation: &'static str,
+        arguments: &PlanArguments,
+        workspace: Option<Workspace>,
+    ) -> Option<Error> {
+        let bytes = workspace.map_or(0, |workspace| workspace.bytes);
+        let lacks_bias = self.has_bias && arguments.bias.is_none();
+        (lacks_bias || self.misplaces(arguments) || bytes < self.workspace_bytes)
+            .then(|| self.refusal(operation, arguments, bytes))
     }
 
     /// What is wrong with a run.
@@ -212,6 +225,16 @@ impl Plan {
     }
 }
 
+/// What was asked for, and the plans that do it.
+#[derive(Debug)]
+struct Planned {
+    options: PlanOptions,
+    /// `None` where k is 0, which cuBLASLt does not describe.
+    product: Option<Plan>,
+    /// For runs in which A and B do not matter; made by the first of them.
+    without_factors: Option<Plan>,
+}
+
 /// A handle of cuBLASLt.
 pub(crate) struct LtBlas {
     room: Arc<Room<Cuda>>,
@@ -221,7 +244,7 @@ pub(crate) struct LtBlas {
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
     /// By their numbers, which ascend. `None` for products without an element, which cuBLASLt does not describe.
-    plans: Vec<(u64, Option<Box<Plan>>)>,
+    plans: Vec<(u64, Option<Box<Planned>>)>,
     next_plan: u64,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<Cuda>>,
@@ -434,9 +457,138 @@ impl LtBlas {
             alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
-            has_epilogue: options.epilogue != Epilogue::None,
             bias: None,
         })
+    }
+
+    /// A plan for `epilogue(beta * C)`: a column of zeros times a row of zeros in place of A and B, from one block of zeros.
+    fn plan_without_factors(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
+        let mut options = *options;
+        let shape = &mut options.shape;
+        (shape.transpose_a, shape.transpose_b) = (Transpose::No, Transpose::No);
+        (shape.k, shape.lda, shape.ldb) = (1, shape.m, 1);
+        if let Some(batch) = &mut shape.batch {
+            (batch.stride_a, batch.stride_b) = (0, 0);
+        }
+        // What it was made with may be less than another algorithm needs, and a sum of one term needs none.
+        options.workspace_bytes = 0;
+        self.plan(operation, &options)
+    }
+
+    /// Runs a plan whose alpha or k is 0. cuBLASLt leaves the epilogue out with some of its algorithms then, or refuses the
+    /// product, and any other alpha would have what is in A and B show in D.
+    ///
+    /// # Safety
+    /// As [`BlasHandle::run_plan`].
+    #[cold]
+    #[inline(never)]
+    unsafe fn run_without_factors(
+        &mut self,
+        operation: &'static str,
+        index: usize,
+        arguments: &PlanArguments,
+    ) -> Result<()> {
+        let Some((_, Some(planned))) = self.plans.get(index) else { return Ok(()) };
+        let options = planned.options;
+        let shape = &options.shape;
+        let room = Arc::clone(&self.room);
+        let zeros = {
+            let _relaxed = room.relaxed();
+            let _current = room.make_current(operation, self.device)?;
+            let bytes = shape.m.max(shape.n).saturating_mul(shape.data_type.bytes());
+            room.platform().driver.zeros(self.device, bytes).or_else(|code| room.check(operation, code).map(|()| 0))?
+        };
+        let made = match &planned.without_factors {
+            None => {
+                let _current = room.make_current(operation, self.device)?;
+                Some(self.plan_without_factors(operation, &options)?)
+            }
+            Some(_) => None,
+        };
+        let Some((_, Some(planned))) = self.plans.get_mut(index) else { return Ok(()) };
+        let plan = match made {
+            Some(made) => planned.without_factors.insert(made),
+            None => match &mut planned.without_factors {
+                Some(plan) => plan,
+                None => return Ok(()),
+            },
+        };
+        if let Some(refusal) = plan.refuses(operation, arguments, self.workspace) {
+            return Err(refusal);
+        }
+        let mut arguments = *arguments;
+        (arguments.a, arguments.b) = (DevicePtr::new(zeros), DevicePtr::new(zeros));
+        // What is added to beta * C, whose sign a 0 keeps: then it is -0.
+        arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
+        let call = Call { room: &room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        // SAFETY: passed on from the caller; the zeros stay for good.
+        unsafe { call.run(operation, self.device, plan, &arguments) }
+    }
+}
+
+/// What a run takes from its handle.
+#[derive(Debug, Clone, Copy)]
+struct Call<'h> {
+    room: &'h Room<Cuda>,
+    handle: u64,
+    stream: Option<StreamId>,
+    workspace: Option<Workspace>,
+}
+
+impl Call<'_> {
+    /// Enqueues a run that was not refused.
+    ///
+    /// # Safety
+    /// As [`BlasHandle::run_plan`].
+    #[inline(always)]
+    unsafe fn run(
+        self,
+        operation: &'static str,
+        device: u32,
+        plan: &mut Plan,
+        arguments: &PlanArguments,
+    ) -> Result<()> {
+        let Self { room, handle, stream, workspace } = self;
+        let Some(stream) = stream else { return Err(no_stream(operation)) };
+        let (bound, bytes) = workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
+        let lt = &room.platform().lt;
+        let held = room.stream(operation, stream)?;
+        let _current = room.make_current(operation, device)?;
+        let bias = if plan.has_bias { arguments.bias } else { None };
+        if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
+            let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
+            plan.product.set(operation, lt.table.product_set, which, &bias.get())?;
+            plan.bias = Some(bias);
+        }
+        let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
+        let [alpha, beta]: [*const u8; 2] = if plan.doubles {
+            [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()]
+        } else {
+            [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
+        };
+        // SAFETY: the handle, the stream and the plan are alive; the caller vouches for the matrices and the workspace; the
+        // factors are read during the call.
+        let code = unsafe {
+            (lt.matmul)(
+                handle,
+                plan.product.raw,
+                alpha,
+                arguments.a.get(),
+                plan.a.raw,
+                arguments.b.get(),
+                plan.b.raw,
+                beta,
+                arguments.c.get(),
+                plan.c.raw,
+                arguments.d.get(),
+                plan.c.raw,
+                &plan.algorithm,
+                bound,
+                bytes,
+                held.raw(),
+            )
+        };
+        if code == 0 { Ok(()) } else { Err(room.blas_error(operation, &CUBLAS, device, code)) }
     }
 }
 
@@ -554,7 +706,11 @@ impl BlasHandle for LtBlas {
             None
         } else {
             let _current = self.room.make_current(OPERATION, self.device)?;
-            Some(Box::new(self.plan(OPERATION, options)?))
+            let (product, without_factors) = match options.shape.k {
+                0 => (None, Some(self.plan_without_factors(OPERATION, options)?)),
+                _ => (Some(self.plan(OPERATION, options)?), None),
+            };
+            Some(Box::new(Planned { options: *options, product, without_factors }))
         };
         let id = self.next_plan;
         self.next_plan += 1;
@@ -566,53 +722,18 @@ impl BlasHandle for LtBlas {
         const OPERATION: &str = "run_plan";
         self.enter(OPERATION)?;
         let Some(index) = self.place_of(plan) else { return Err(no_plan(OPERATION, plan)) };
-        let Some(plan) = &mut self.plans[index].1 else { return Ok(()) };
-        let Some(stream) = self.stream else { return Err(no_stream(OPERATION)) };
-        let bias = if plan.has_bias { arguments.bias } else { None };
-        let (bound, bytes) = self.workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
-        if plan.has_bias && bias.is_none() || plan.misplaces(arguments) || bytes < plan.workspace_bytes {
-            return Err(plan.refusal(OPERATION, arguments, bytes));
-        }
-        let lt = &self.room.platform().lt;
-        let held = self.room.stream(OPERATION, stream)?;
-        let _current = self.room.make_current(OPERATION, self.device)?;
-        if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
-            let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
-            plan.product.set(OPERATION, lt.table.product_set, which, &bias.get())?;
-            plan.bias = Some(bias);
-        }
-        // With an alpha of 0, some of cuBLASLt's algorithms leave the epilogue out. The least alpha there is adds nothing to
-        // finite products.
-        let alpha = if arguments.alpha == 0.0 && plan.has_epilogue { plan.least_alpha() } else { arguments.alpha };
-        let (doubles, floats) = ([alpha, arguments.beta], [alpha as f32, arguments.beta as f32]);
-        let [alpha, beta]: [*const u8; 2] = if plan.doubles {
-            [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()]
-        } else {
-            [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
+        let Some(planned) = &mut self.plans[index].1 else { return Ok(()) };
+        let plan = match &mut planned.product {
+            Some(plan) if plan.reads_factors(arguments.alpha) => plan,
+            // SAFETY: passed on from the caller.
+            _ => return unsafe { self.run_without_factors(OPERATION, index, arguments) },
         };
-        // SAFETY: the handle, the stream and the plan are alive; the caller vouches for the matrices and the workspace; the
-        // factors are read during the call.
-        let code = unsafe {
-            (lt.matmul)(
-                self.raw,
-                plan.product.raw,
-                alpha,
-                arguments.a.get(),
-                plan.a.raw,
-                arguments.b.get(),
-                plan.b.raw,
-                beta,
-                arguments.c.get(),
-                plan.c.raw,
-                arguments.d.get(),
-                plan.c.raw,
-                &plan.algorithm,
-                bound,
-                bytes,
-                held.raw(),
-            )
-        };
-        if code == 0 { Ok(()) } else { Err(self.room.blas_error(OPERATION, &CUBLAS, self.device, code)) }
+        if let Some(refusal) = plan.refuses(OPERATION, arguments, self.workspace) {
+            return Err(refusal);
+        }
+        let call = Call { room: &self.room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        // SAFETY: passed on from the caller.
+        unsafe { call.run(OPERATION, self.device, plan, arguments) }
     }
 
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
@@ -625,6 +746,13 @@ impl BlasHandle for LtBlas {
 
     fn raw(&self) -> u64 {
         self.raw
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.enter("reset")?;
+        // A handle of cuBLASLt has no settings: logger and cache are the process's.
+        (self.stream, self.workspace) = (None, None);
+        Ok(())
     }
 
     fn destroy(&mut self) -> Result<()> {

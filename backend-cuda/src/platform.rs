@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
-use highwater_core::driver::{Blas, Calls, Codes, Platform, Quirks, Room, SharedBlock};
+use highwater_core::driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, Room, SharedBlock};
 use highwater_core::{BlasHandle, Error, MemoryHandle, Result, Transport};
 
+use crate::calls::CublasCalls;
 use crate::codes;
 use crate::driver::Driver;
 use crate::lt::{LtBlas, LtCalls};
@@ -18,6 +19,7 @@ pub(crate) struct Cuda {
     pub(crate) driver: &'static Driver,
     pub(crate) mapped: Option<MappedCalls>,
     pub(crate) blas: Blas,
+    pub(crate) cublas: CublasCalls,
     pub(crate) lt: LtCalls,
 }
 
@@ -121,6 +123,16 @@ unsafe impl Platform for Cuda {
 
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         self.mapped("open_memory")?.open(self.number(device), handle)
+    }
+
+    fn blas_settings(&self, handle: u64) -> BlasSettings {
+        // SAFETY: the handle was just made.
+        unsafe { self.cublas.settings_of(handle) }
+    }
+
+    fn restore_blas(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+        // SAFETY: the handle is alive.
+        unsafe { self.cublas.restore(handle, fresh) }
     }
 
     fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {

@@ -114,6 +114,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
             destroy = cublasDestroy_v2(_);
             set_stream = cublasSetStream_v2(_, _);
             set_atomics_mode = cublasSetAtomicsMode(_, _);
+            set_pointer_mode = cublasSetPointerMode_v2(_, _);
         }
         optional {
             set_workspace = cublasSetWorkspace_v2(_, _, _);
@@ -123,9 +124,28 @@ fn the_calls_of_cublas_are_those_of_its_header() {
     check(BlasCalls::NAMES, blas_symbol, &pairs, &[]);
     let pairs = witness_pairs! { CublasCalls, rust cublas::sys,
         required { property = cublasGetProperty(_, _); }
-        optional {}
+        optional {
+            get_sm_count = cublasGetSmCountTarget(_, _);
+            set_sm_count = cublasSetSmCountTarget(_, _);
+            get_emulation = cublasGetEmulationStrategy(_, _);
+            set_emulation = cublasSetEmulationStrategy(_, _);
+        }
     };
-    check(CublasCalls::NAMES, blas_symbol, &pairs, &[]);
+    // Later than the header of CUDA 13.0, whose types of these arguments are there already: an enum of 32 bits each.
+    let later = [
+        "get_special_values",
+        "set_special_values",
+        "get_mantissa_control",
+        "set_mantissa_control",
+        "get_mantissa_bits",
+        "set_mantissa_bits",
+        "get_mantissa_offset",
+        "set_mantissa_offset",
+        "set_mantissa_report",
+    ];
+    check(CublasCalls::NAMES, blas_symbol, &pairs, &later);
+    assert_eq!(size_of::<cublas::sys::cudaEmulationMantissaControl_t>(), size_of::<i32>());
+    assert_eq!(size_of::<cublas::sys::cudaEmulationSpecialValuesSupport_t>(), size_of::<i32>());
     let gemm =
         in_header(cublas::sys::cublasGemmEx as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _);
     assert_eq!(GemmCall::<i32>::classes(), gemm);

@@ -287,3 +287,50 @@ fn a_product_that_loses_the_device_is_told_as_that() {
     assert_eq!(backend.allocate(0, &AllocateOptions::new(64)).unwrap_err().kind(), ErrorKind::DeviceLost);
     // What is left is left to the end of the process; dropping it does no harm.
 }
+
+/// A function of cuBLAS, past the backend.
+///
+/// # Safety
+/// The symbol is a function of that type.
+unsafe fn cublas<F: Copy>(symbol: &str) -> F {
+    let file = highwater_core::driver::loaded_files("libcublas.so").pop().unwrap();
+    // SAFETY: the library is in this process already; the caller vouches for the type.
+    unsafe {
+        let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
+        *library.get::<F>(symbol.as_bytes()).unwrap()
+    }
+}
+
+#[test]
+fn settings_of_foreign_code_do_not_stay_on_a_handle() {
+    let Some(backend) = open("settings_of_foreign_code_do_not_stay_on_a_handle") else { return };
+    type Set = unsafe extern "C" fn(u64, u32) -> i32;
+    type Get = unsafe extern "C" fn(u64, *mut u32) -> i32;
+    let runtime = Runtime::new(backend).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 256]).unwrap();
+    let c = stream.upload(&[0.0_f32; 256]).unwrap();
+    let shape = GemmShape::of::<f32>(16, 16, 16);
+    // Set, get, what foreign code sets, and what a fresh handle of the backend has.
+    let settings = [
+        ("cublasSetPointerMode_v2", "cublasGetPointerMode_v2", 1, 0),
+        ("cublasSetMathMode", "cublasGetMathMode", 2, 16),
+        ("cublasSetAtomicsMode", "cublasGetAtomicsMode", 1, 0),
+        ("cublasSetSmCountTarget", "cublasGetSmCountTarget", 8, 0),
+        ("cublasSetEmulationStrategy", "cublasGetEmulationStrategy", 2, 0),
+    ];
+    for (set, get, foreign, fresh) in settings {
+        // SAFETY: the vendor's functions, with its arguments.
+        let (set, get) = unsafe { (cublas::<Set>(set), cublas::<Get>(get)) };
+        let mut lease = stream.blas().unwrap();
+        // SAFETY: the handle is lent for the call.
+        lease.with_raw(|raw| assert_eq!(unsafe { set(raw.handle, foreign) }, 0)).unwrap();
+        lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
+        assert_eq!(stream.download(&c).unwrap(), [16.0; 256]);
+        let mut found = u32::MAX;
+        // SAFETY: as above; the number lives until the call returns.
+        lease.with_raw(|raw| assert_eq!(unsafe { get(raw.handle, &mut found) }, 0)).unwrap();
+        assert_eq!(found, fresh);
+    }
+    assert_eq!(runtime.statistics().blas_handles.created, 1);
+}

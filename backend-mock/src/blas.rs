@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use highwater_core::{
     AtomicsMode, BlasHandle, BlasKind, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments, PlanId,
@@ -43,6 +43,8 @@ struct Context {
     known_workspace: Option<(Workspace, u64)>,
     math_mode: MathMode,
     atomics_mode: AtomicsMode,
+    /// Whether alpha and beta are read on the device, which only foreign code asks for.
+    scales_on_device: Arc<AtomicBool>,
     plans: HashMap<PlanId, PlanOptions>,
     /// Last, so that what the fields above refer to outlives them.
     gpu: Arc<Shared>,
@@ -63,10 +65,13 @@ impl MockBlas {
         let ptr = gpu.device(operation, device)?.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock, None)?;
         let own = OwnWorkspace { engine: Arc::clone(&gpu.engine), device, ptr, bytes: OWN_WORKSPACE_BYTES };
         gpu.handles.fetch_add(1, Ordering::Relaxed);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let scales_on_device = Arc::default();
+        gpu.raw_handles.lock().insert(number, Arc::clone(&scales_on_device));
         Ok(Self(ManuallyDrop::new(Context {
             kind,
             device,
-            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            number,
             tally: gpu.calls.open_tally(),
             own: Some(Arc::new(own)),
             stream: None,
@@ -74,6 +79,7 @@ impl MockBlas {
             known_workspace: None,
             math_mode: MathMode::default(),
             atomics_mode: AtomicsMode::default(),
+            scales_on_device,
             plans: HashMap::new(),
             gpu: Arc::clone(gpu),
         })))
@@ -132,6 +138,7 @@ impl Context {
         if self.own.take().is_some() {
             self.stream = None;
             self.plans.clear();
+            self.gpu.raw_handles.lock().remove(&self.number);
             self.gpu.handles.fetch_sub(1, Ordering::Relaxed);
         }
     }
@@ -279,6 +286,12 @@ impl BlasHandle for MockBlas {
         let operation = Operation::Gemm;
         self.0.enter_as(operation, BlasKind::Blas)?;
         self.0.check_type(operation, &gemm.shape)?;
+        // Relaxed: whoever changed it had the handle before, by the caller's leave.
+        if self.0.scales_on_device.load(Ordering::Relaxed) {
+            return Err(operation
+                .error(ErrorKind::InvalidPointer, "the device read alpha at an address of the host")
+                .with_hint("foreign code has set the handle's pointer mode; put it back"));
+        }
         let mut product = RawProduct::new(gemm.shape, gemm.a, gemm.b, gemm.c);
         product.alpha = Scale::Value(gemm.alpha);
         product.beta = Scale::Value(gemm.beta);
@@ -348,6 +361,16 @@ impl BlasHandle for MockBlas {
 
     fn raw(&self) -> u64 {
         self.0.number
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        let context = &mut *self.0;
+        context.enter(Operation::Reset)?;
+        (context.stream, context.workspace) = (None, None);
+        (context.math_mode, context.atomics_mode) = (MathMode::default(), AtomicsMode::default());
+        // Relaxed: see `gemm`.
+        context.scales_on_device.store(false, Ordering::Relaxed);
+        Ok(())
     }
 
     fn destroy(&mut self) -> Result<()> {

@@ -1,9 +1,10 @@
 //! [`MockGpu`]: the `Backend` of the simulated devices.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
@@ -67,6 +68,8 @@ pub(crate) struct State {
     captures: Mutex<OpenCaptures>,
     host: Arc<MockHost>,
     pub(crate) handles: AtomicU64,
+    /// What foreign code can change of the BLAS handles, by their raw numbers.
+    pub(crate) raw_handles: Mutex<HashMap<u64, Arc<AtomicBool>>>,
     create_handle_latency_ns: Vec<AtomicU64>,
     pub(crate) gemm_gap: Duration,
     /// The descriptors that exported handles carry.
@@ -175,6 +178,7 @@ impl MockGpu {
             captures: Mutex::new(OpenCaptures::default()),
             host: Arc::new(host),
             handles: AtomicU64::new(0),
+            raw_handles: Mutex::default(),
             create_handle_latency_ns: (0..options.devices)
                 .map(|device| AtomicU64::new(nanoseconds(create_handle_latency(device))))
                 .collect(),
@@ -211,6 +215,20 @@ impl MockGpu {
         let setting = self.shared.create_handle_latency_ns.get(device as usize);
         let setting = setting.ok_or_else(|| self.shared.no_device("set_create_handle_latency", device))?;
         setting.store(nanoseconds(latency), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Does what foreign code does that sets the pointer mode of a raw BLAS handle: with `true`, the device reads alpha and
+    /// beta. A product of the handle is then `InvalidPointer`, because the trait passes addresses of the host.
+    ///
+    /// # Errors
+    /// `InvalidHandle` for a number that is no live handle's.
+    pub fn set_pointer_mode(&self, raw: u64, on_device: bool) -> Result<()> {
+        let handle = self.shared.raw_handles.lock().get(&raw).cloned().ok_or_else(|| {
+            Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is no live handle"))
+                .with_hint("pass what `BlasHandle::raw` gave, while the handle lives")
+        })?;
+        handle.store(on_device, Ordering::Relaxed);
         Ok(())
     }
 

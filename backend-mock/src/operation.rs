@@ -80,6 +80,7 @@ operations! {
     RunPlan "run_plan",
     DestroyPlan "destroy_plan",
     Destroy "destroy",
+    Reset "reset",
     HostAllocate "host_allocate",
     HostFree "host_free",
     HostRegister "host_register",

@@ -116,6 +116,7 @@ witness_sizes! { BlasCalls, c hipblas,
         destroy = hipblasDestroy(_);
         set_stream = hipblasSetStream(_, _);
         set_atomics_mode = hipblasSetAtomicsMode(_, _);
+        set_pointer_mode = hipblasSetPointerMode(_, _);
     }
     optional {}
 }

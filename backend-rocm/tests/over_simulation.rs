@@ -67,7 +67,16 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
 /// # Safety
 /// The symbol is a function of that type.
 unsafe fn hip<F: Copy>(symbol: &str) -> F {
-    let file = highwater_core::driver::loaded_files("libamdhip64.so").pop().unwrap();
+    // SAFETY: passed on from the caller.
+    unsafe { of_library("libamdhip64.so", symbol) }
+}
+
+/// A function of a library that the backend has opened, past the backend.
+///
+/// # Safety
+/// The symbol is a function of that type.
+unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
+    let file = highwater_core::driver::loaded_files(library).pop().unwrap();
     // SAFETY: the library is in this process already; the caller vouches for the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
@@ -1094,5 +1103,53 @@ fn a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures() 
     } else {
         recorded.unwrap();
         assert_eq!(stream.download(&c).unwrap(), [8.0; 4]);
+    }
+}
+
+type SetMode = unsafe extern "C" fn(u64, u32) -> i32;
+type GetStream = unsafe extern "C" fn(u64, *mut u64) -> i32;
+
+#[test]
+fn settings_of_foreign_code_do_not_stay_on_a_handle() {
+    let Some(backend) = open("settings_of_foreign_code_do_not_stay_on_a_handle") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let (a, c) = (stream.upload(&[2.0_f32; 4]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
+    let shape = GemmShape::of::<f32>(2, 2, 2);
+    for set in ["hipblasSetPointerMode", "hipblasSetAtomicsMode"] {
+        // SAFETY: the vendor's function, with its arguments.
+        let set = unsafe { of_library::<SetMode>("libhipblas.so", set) };
+        let mut lease = stream.blas().unwrap();
+        // SAFETY: the handle is lent for the call.
+        lease.with_raw(|raw| assert_eq!(unsafe { set(raw.handle, 1) }, 0)).unwrap();
+        lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
+        assert_eq!(stream.download(&c).unwrap(), [8.0; 4]);
+    }
+    assert_eq!(runtime.statistics().blas_handles.created, 1);
+}
+
+#[test]
+fn a_spare_handle_is_bound_to_no_stream_that_has_ended() {
+    let Some(backend) = open("a_spare_handle_is_bound_to_no_stream_that_has_ended") else { return };
+    let is_per_stream = backend.capabilities(0).unwrap().handle_per_stream;
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    // SAFETY: the vendor's function, with its arguments.
+    let get_stream = unsafe { of_library::<GetStream>("libhipblas.so", "hipblasGetStream") };
+    let bound = |handle| {
+        let mut stream = u64::MAX;
+        // SAFETY: the handle lives in the pool, or as a spare one; the number lives until the call returns.
+        assert_eq!(unsafe { get_stream(handle, &mut stream) }, 0);
+        stream
+    };
+    let stream = device.create_stream().unwrap();
+    let handle = stream.blas().unwrap().with_raw(|raw| raw.handle).unwrap();
+    assert_ne!(bound(handle), 0);
+    drop(stream);
+    if is_per_stream {
+        assert_eq!(bound(handle), 0, "the default stream, which does not end");
+        device.synchronize().unwrap();
+        let next = device.create_stream().unwrap();
+        assert_eq!(next.blas().unwrap().with_raw(|raw| raw.handle).unwrap(), handle);
     }
 }

@@ -33,7 +33,7 @@ const fn clause(of: &'static str, id: &'static str, promise: &'static str) -> Cl
     Clause { id, of, promise }
 }
 
-static CLAUSES: [Clause; 99] = [
+static CLAUSES: [Clause; 101] = [
     clause(
         "Backend",
         "backend.ids-checked",
@@ -204,6 +204,11 @@ static CLAUSES: [Clause; 99] = [
     clause("BlasHandle", "plan.epilogue", "for each epilogue; the bias is added to every column."),
     clause(
         "BlasHandle",
+        "plan.alpha-zero",
+        "with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the epilogue adds.",
+    ),
+    clause(
+        "BlasHandle",
         "plan.mixed",
         "as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors' type on the way.",
     ),
@@ -212,6 +217,11 @@ static CLAUSES: [Clause; 99] = [
         "BlasHandle",
         "plan.alignment",
         "an operand that is not aligned as the plan says, or to its own elements, gives `InvalidArgument`.",
+    ),
+    clause(
+        "BlasHandle",
+        "blas.reset",
+        "later products are as those of a fresh handle; a stream and a workspace are bound anew before.",
     ),
     clause("BlasHandle", "blas.destroyed", "`live_objects().handles` goes down by one, after `destroy` or drop."),
     clause(

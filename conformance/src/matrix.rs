@@ -99,15 +99,26 @@ impl Product {
         self
     }
 
-    pub(crate) fn with_nan_in_factors(mut self) -> Self {
-        self.a.fill(f64::NAN);
-        self.b.fill(f64::NAN);
+    pub(crate) fn with_nan_in_factors(self) -> Self {
+        self.with_factors(f64::NAN)
+    }
+
+    pub(crate) fn with_ones_in_factors(self) -> Self {
+        self.with_factors(1.0)
+    }
+
+    /// The same with this value in every element of A and B.
+    pub(crate) fn with_factors(mut self, value: f64) -> Self {
+        self.a.fill(value);
+        self.b.fill(value);
         self
     }
 
-    pub(crate) fn with_ones_in_factors(mut self) -> Self {
-        self.a.fill(1.0);
-        self.b.fill(1.0);
+    /// The same with this value in every element of the bias, where there is one.
+    pub(crate) fn with_bias(mut self, value: f64) -> Self {
+        if let Some(bias) = &mut self.bias {
+            bias.fill(value);
+        }
         self
     }
 

@@ -724,6 +724,11 @@ struct hw_table {
     int32_t (*open_event)(hw_backend *backend, uint32_t device, const hw_event_handle *event, hw_id *answer, hw_error *error);
     /* The program has closed the descriptor that came with this `descriptor_token`. */
     int32_t (*release_descriptor)(hw_backend *backend, uint64_t token, hw_error *error);
+
+    /* ---- group reset: restoring a handle that foreign code had */
+    /* Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. Where this fails or is
+     * missing, handles that foreign code had are destroyed. */
+    int32_t (*handle_reset)(hw_handle *handle, hw_error *error);
 };
 
 /* The one symbol of a plugin. `host` lives as long as the process. Null refuses the program. */

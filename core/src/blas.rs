@@ -102,7 +102,8 @@ pub struct StridedBatch {
     pub stride_a: usize,
     /// Elements from one B to the next; 0 uses the same B in each product.
     pub stride_b: usize,
-    /// Elements from one C to the next; the Cs do not overlap.
+    /// Elements from one C to the next. The Cs lie one behind the other, or side by side: then each column of the first is
+    /// followed by that of the second, and so on, and `ldc` spans all of them.
     pub stride_c: usize,
 }
 
@@ -281,7 +282,7 @@ impl GemmShape {
         let all = match &self.batch {
             None => one,
             Some(batch) => {
-                if batch.count > 1 && batch.stride_c < one.c {
+                if !self.keeps_apart(batch, one.c) {
                     return None;
                 }
                 let batched = |one: usize, stride: usize| match batch.count {
@@ -303,6 +304,16 @@ impl GemmShape {
         (leading && fits).then_some(all)
     }
 
+    /// Whether the Cs of a batch, each of which reaches so many elements, lie one behind the other or side by side.
+    #[inline]
+    fn keeps_apart(&self, batch: &StridedBatch, reach: usize) -> bool {
+        let side_by_side = || {
+            let all = (batch.count - 1).checked_mul(batch.stride_c).and_then(|last| last.checked_add(self.m));
+            batch.stride_c >= self.m && all.is_some_and(|all| all <= self.ldc)
+        };
+        batch.count <= 1 || batch.stride_c >= reach || side_by_side()
+    }
+
     /// What is wrong with a shape that reaches nowhere.
     #[cold]
     fn unreachable(&self, operation: &'static str) -> Error {
@@ -317,11 +328,20 @@ impl GemmShape {
         }
         let alone = Self { batch: None, ..*self };
         if let (Some(batch), Some(one)) = (&self.batch, alone.reach())
-            && batch.count > 1
-            && batch.stride_c < one.c
+            && !self.keeps_apart(batch, one.c)
         {
-            return invalid(format!("stride_c is {}, but one C reaches {} elements", batch.stride_c, one.c))
-                .with_hint("the Cs of a batch may not overlap");
+            let StridedBatch { count, stride_c, .. } = batch;
+            return invalid(format!(
+                "stride_c is {stride_c}, but one C reaches {} elements, and ldc is {}",
+                one.c, self.ldc
+            ))
+            .with_hint(format!(
+                "let the Cs of the batch lie one behind the other (stride_c at least {}), or side by side (stride_c at \
+                     least {} and ldc at least {} * stride_c + {1})",
+                one.c,
+                self.m,
+                count - 1
+            ));
         }
         invalid(format!("{self:?} reaches past the address space"))
             .with_hint("check the sizes, leading dimensions and strides")
@@ -418,7 +438,7 @@ pub struct PlanOptions {
     pub shape: GemmShape,
     /// What follows the product.
     pub epilogue: Epilogue,
-    /// Bytes of workspace that the plan may use.
+    /// Bytes of workspace that the plan may use: with 0 it uses none, not even memory of the handle's own.
     pub workspace_bytes: usize,
     /// Every operand's address is a multiple of this, in bytes, and of its own elements' size, which may be more where
     /// the types are mixed; quicker kernels want 16 to 256.
@@ -591,6 +611,8 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before
     ///   an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
     /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
+    /// - `plan.alpha-zero`: with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the
+    ///   epilogue adds.
     /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors'
     ///   type on the way.
     /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
@@ -610,8 +632,20 @@ pub trait BlasHandle: Send + fmt::Debug {
         Err(Error::lacks("destroy_plan", "lt_plans"))
     }
 
-    /// The vendor's handle, as a number, for code that calls the vendor itself.
+    /// The vendor's handle, as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes what that code
+    /// sets.
     fn raw(&self) -> u64;
+
+    /// Puts every setting that the vendor has on a handle back to that of a fresh one, whoever changed it. Its plans stay.
+    ///
+    /// A backend that cannot do so gives `Unsupported`, as this default does: core then destroys a handle that foreign code
+    /// had, and makes a new one. The same follows any other error.
+    ///
+    /// - `blas.reset`: later products are as those of a fresh handle; a stream and a workspace are bound anew before.
+    fn reset(&mut self) -> Result<()> {
+        Err(Error::new(ErrorKind::Unsupported, "reset", "this backend cannot restore the settings of a handle")
+            .with_hint("destroy the handle, and make a new one"))
+    }
 
     /// Destroys the vendor's handle; may wait for the device. Once only: later calls of any method give `InvalidHandle`.
     ///
@@ -644,6 +678,37 @@ mod tests {
     }
 
     #[test]
+    fn the_cs_of_a_batch_lie_one_behind_the_other_or_side_by_side() {
+        for (m, n, ldc, stride_c, count) in (0..4_usize)
+            .flat_map(|m| (0..4).flat_map(move |n| (1..12).flat_map(move |ldc| (0..14).map(move |s| (m, n, ldc, s)))))
+            .flat_map(|(m, n, ldc, stride)| (0..4).map(move |count| (m, n, ldc, stride, count)))
+            .filter(|(m, _, ldc, ..)| ldc >= m)
+        {
+            let batch = StridedBatch { count, stride_a: 0, stride_b: 0, stride_c };
+            let shape =
+                GemmShape::new(DataType::F32, m, n, 1).with_leading_dimensions(m.max(1), 1, ldc).with_batch(batch);
+            let mut elements: Vec<usize> = (0..count)
+                .flat_map(|c| (0..n).flat_map(move |column| (0..m).map(move |row| c * stride_c + column * ldc + row)))
+                .collect();
+            let all = elements.len();
+            elements.sort_unstable();
+            elements.dedup();
+            let apart = elements.len() == all;
+            match shape.extents("t") {
+                Ok(extents) => {
+                    assert!(apart, "{shape:?}");
+                    assert_eq!(extents.c, elements.last().map_or(0, |last| last + 1), "{shape:?}");
+                }
+                // What is refused overlaps, or is neither of the two orders.
+                Err(_) => {
+                    let one = (n - 1) * ldc + m;
+                    assert!(!apart || (stride_c < one && (count - 1) * stride_c + m > ldc), "{shape:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_wider_result_changes_its_own_bytes_and_no_count_of_elements() {
         let shape = GemmShape::new(DataType::F16, 3, 4, 5);
         let mixed = shape.with_output(DataType::F32);
@@ -663,7 +728,9 @@ mod tests {
         let error = shape.with_leading_dimensions(2, 5, 3).extents("gemm").unwrap_err();
         assert!(error.to_string().contains("lda is 2, the matrix has 3 rows"), "{error}");
         let overlapping = StridedBatch { count: 2, stride_a: 0, stride_b: 0, stride_c: 11 };
-        assert!(shape.with_batch(overlapping).extents("gemm").is_err());
+        let error = shape.with_batch(overlapping).extents("gemm").unwrap_err();
+        assert!(error.to_string().contains("stride_c is 11, but one C reaches 12 elements, and ldc is 3"), "{error}");
+        assert!(error.hint().contains("stride_c at least 3 and ldc at least 1 * stride_c + 3"), "{error}");
         let huge = GemmShape::new(DataType::F32, usize::MAX / 2, 4, 5);
         assert_eq!(huge.extents("gemm").unwrap_err().kind(), ErrorKind::InvalidArgument);
         assert!(GemmShape::new(DataType::F64, 1 << 31, 1 << 31, 1).extents("gemm").is_err());

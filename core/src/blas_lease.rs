@@ -12,6 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
 use crate::product::{self, Product};
+use crate::runtime::RuntimeInner;
 use crate::scalar::Scalar;
 use crate::stream::{Stream, Turn};
 
@@ -25,6 +26,8 @@ pub(crate) struct PooledHandle {
     pub(crate) kind: BlasKind,
     /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
     bound: u64,
+    /// Whether foreign code had the handle since its settings were known. Then it is bound to nothing.
+    lent: bool,
     /// The modes that are set on the handle. Plans have modes of their own.
     modes: Modes,
     /// Plans belong to the handle that made them, so every handle has its own.
@@ -35,13 +38,16 @@ pub(crate) struct PooledHandle {
 
 impl PooledHandle {
     pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
-        Self { handle, kind, bound: 0, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
+        Self { handle, kind, bound: 0, lent: false, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
     }
 
-    /// The handle of a stream that has ended, for any stream.
-    pub(crate) fn unbound(mut self) -> Self {
+    /// Lets go of the stream that is about to end: to the vendor, the handle is bound to it until then.
+    pub(crate) fn unbind(&mut self) -> Result<()> {
         self.bound = 0;
-        self
+        self.modes = Modes::default();
+        self.handle.reset()?;
+        self.lent = false;
+        Ok(())
     }
 
     /// Binds the stream and its workspace, or that of the capture that it takes part in. A key is never used twice, so an
@@ -60,11 +66,25 @@ impl PooledHandle {
         let (key, workspace) = stream.core().binding(&stream.runtime().inner, self.kind)?;
         // Whatever fails below leaves the handle's state unknown.
         self.bound = 0;
+        self.take_back(&stream.runtime().inner)?;
         self.handle.set_stream(stream.id())?;
         // SAFETY: the workspace is the stream's own and lives until the stream has ended and passed its last use, or it is
         // the capture's, which keeps it. Every product that uses it is enqueued on this stream, under the stream's turn.
         unsafe { self.handle.set_workspace(workspace)? };
         self.bound = key;
+        Ok(())
+    }
+
+    /// Restores a handle that foreign code had, or puts a new one in its place.
+    fn take_back(&mut self, runtime: &RuntimeInner) -> Result<()> {
+        if !self.lent {
+            return Ok(());
+        }
+        if self.handle.reset().is_err() {
+            let fresh = runtime.make_handle(self.handle.device(), self.kind)?;
+            runtime.discard_handle(std::mem::replace(self, fresh));
+        }
+        self.lent = false;
         Ok(())
     }
 
@@ -173,7 +193,7 @@ impl<'s> BlasLease<'s> {
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
     /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the policy
-    ///   asks for; in a capture also where its BLAS takes no workspace.
+    ///   asks for; in a capture also where the BLAS has no workspace.
     /// - Else what the backend gives.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
@@ -243,8 +263,14 @@ impl<'s> BlasLease<'s> {
     /// Lends the vendor's handle to code that calls the vendor itself.
     ///
     /// For the time of the call the handle is bound to this stream and to a workspace of its own, so foreign code needs
-    /// no turn, and is in the modes of the policy that counts here. Afterwards the handle is bound anew, whatever was done
-    /// to it; it must not be destroyed. A capture of the stream does not begin meanwhile; where one is open, the workspace
+    /// no turn, and is in the modes of the policy that counts here. It must not be destroyed.
+    ///
+    /// Before the handle is used again, every setting is as on a fresh one, also where `foreign` panics: pointer, math and
+    /// atomics mode, stream and workspace, and with cuBLAS the target of multiprocessors and what there is about emulation.
+    /// Where that is refused, or the backend cannot restore a handle, it is destroyed and another one takes its place. A
+    /// logger belongs to the process and not to a handle: what foreign code sets there stays.
+    ///
+    /// A capture of the stream does not begin meanwhile; where one is open, the workspace
     /// belongs to it, and it must not end meanwhile.
     ///
     /// # Errors
@@ -253,13 +279,16 @@ impl<'s> BlasLease<'s> {
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
         inner.check("with_raw")?;
+        // Where the time before failed.
+        self.pooled.take_back(inner)?;
         // Foreign code may multiply any type.
         self.pooled.apply_numerics("with_raw", self.stream, policy(self.numerics, self.stream), DataType::F32)?;
         let lent = LentWorkspace::take(self.stream)?;
         let pooled = &mut *self.pooled;
-        // What foreign code changes is not known, so all of it is set again by the next binding. The workspace goes back
+        // What foreign code changes is not known, so all of it is undone by the next binding. The workspace goes back
         // after that binding, or where there is none: before a product uses the handle, it is bound anew.
         pooled.bound = 0;
+        pooled.lent = true;
         pooled.modes = Modes::default();
         pooled.handle.set_stream(self.stream.id())?;
         // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's, or kept by the
@@ -296,9 +325,6 @@ impl<'s> LentWorkspace<'s> {
             }
             drop(turn);
             check_recordable("with_raw", stream)?;
-            if bytes == 0 {
-                return Ok(Self { stream, workspace: None, captured: true });
-            }
             // None where the capture has ended meanwhile.
             if let Some(workspace) = core.captured_workspace(inner, bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
@@ -529,13 +555,24 @@ impl<'s> LtLease<'s> {
 /// is not the handle's.
 #[cold]
 fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
-    if stream.runtime().inner.device(stream.device()).capabilities.blas_workspace {
+    let device = stream.runtime().inner.device(stream.device());
+    if device.workspace_bytes(BlasKind::Blas) > 0 {
         return Ok(());
     }
-    let message =
-        "the device's BLAS takes no workspace, and a recorded product would share its handle's memory with later ones";
-    Err(Error::new(ErrorKind::Unsupported, operation, message)
-        .with_hint("multiply outside of the capture, or use a release whose BLAS takes a workspace"))
+    let (why, hint) = if device.capabilities.blas_workspace {
+        (
+            "the BLAS workspace has 0 bytes",
+            "give it some: by `RuntimeOptions::with_blas_workspace_bytes`, or by the variable that says 0, such as \
+             CUBLAS_WORKSPACE_CONFIG",
+        )
+    } else {
+        (
+            "the device's BLAS takes no workspace",
+            "multiply outside of the capture, or use a release whose BLAS takes a workspace",
+        )
+    };
+    let message = format!("{why}, and a recorded product would share its handle's memory with later ones");
+    Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint(hint))
 }
 
 /// The policy that counts for a product: the lease's, else the thread's, else the runtime's.

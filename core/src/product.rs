@@ -91,10 +91,12 @@ impl<'b> Product<'b> {
             return false;
         }
         let reach_c = reach(m, n, ldc);
+        if !(ldc >= m && len_c >= reach_c) {
+            return false;
+        }
+        // No longer than the buffers, whose bytes can be counted.
         let end_c = c.offset(reach_c * of_result.bytes());
-        ldc >= m
-            && len_c >= reach_c
-            && (end_c <= *a || a.offset(reach_a * of_factors.bytes()) <= *c)
+        (end_c <= *a || a.offset(reach_a * of_factors.bytes()) <= *c)
             && (end_c <= *b || b.offset(reach_b * of_factors.bytes()) <= *c)
     }
 
@@ -260,6 +262,28 @@ mod tests {
 
     thread_local! {
         static RIGS: [Rig; 2] = [Rig::new(false), Rig::new(true)];
+    }
+
+    #[test]
+    fn a_c_whose_bytes_cannot_be_counted_is_refused() {
+        RIGS.with(|[Rig(stream, buffers), _]| {
+            // So many columns of 8 bytes each are more than there are addresses, and wrap to few.
+            let (n, ldc) = ((1 << 30) + 2, (1 << 31) - 1);
+            for data_type in [DataType::F64, DataType::F32] {
+                let shape = GemmShape::new(data_type, 1, n, 1).with_leading_dimensions(1, 1, ldc);
+                let [ours, other] = [0, 512].map(|at| DeviceSlice::from(&buffers[0]).untyped().ptr.offset(at));
+                let product = Product {
+                    operation: "gemm",
+                    gemm: Gemm::new(shape, ours, ours, other),
+                    blocks: [DeviceSlice::from(&buffers[0]).untyped().block; 3],
+                    // Of factors that are large enough.
+                    lens: [1, n, BYTES],
+                    types: [data_type; 2],
+                };
+                assert!(!product.is_plain(stream));
+                assert_eq!(product.check(stream).unwrap_err().kind(), ErrorKind::InvalidArgument);
+            }
+        });
     }
 
     proptest! {

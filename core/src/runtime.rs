@@ -39,8 +39,8 @@ use crate::workspace_config;
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct RuntimeOptions {
-    /// Bytes of BLAS workspace for each stream; else the backend's environment variables or its default. 0 leaves each
-    /// handle on its own workspace.
+    /// Bytes of BLAS workspace for each stream; else the backend's environment variables or its default. With 0 each
+    /// handle is on memory of its own: then each stream has handles of its own, and a capture records no products.
     pub blas_workspace_bytes: Option<usize>,
     /// Bytes that an Lt plan may use; else the backend's environment variables or its default.
     pub lt_workspace_bytes: Option<usize>,
@@ -214,6 +214,12 @@ impl DeviceState {
             BlasKind::Lt => self.lt_workspace_bytes,
             _ => self.blas_workspace_bytes,
         }
+    }
+
+    /// Whether handles of a kind stay with one stream: where the vendor wants it, and where products pass their intermediate
+    /// results through memory of the handle's own. A plan that was made for no workspace has none to pass.
+    pub(crate) fn handle_per_stream(&self, kind: BlasKind) -> bool {
+        self.capabilities.handle_per_stream || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
     }
 }
 
@@ -898,9 +904,15 @@ impl RuntimeInner {
         if kind == BlasKind::Lt && !capabilities.lt_plans {
             return Err(Error::lacks("create_blas_handle", "lt_plans"));
         }
-        if let Some(pooled) = self.take_spare_handle(device, kind) {
-            return Ok(pooled);
+        match self.take_spare_handle(device, kind) {
+            Some(pooled) => Ok(pooled),
+            None => self.make_handle(device, kind),
         }
+    }
+
+    /// Makes a handle.
+    pub(crate) fn make_handle(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        let capabilities = &self.device(device).capabilities;
         // What a thread may do in a capture does not depend on the device.
         let _quiet = match capabilities.create_during_capture {
             true => None,
@@ -917,6 +929,19 @@ impl RuntimeInner {
         self.devices.iter().map(|device| device.capture_gate.quiet()).collect()
     }
 
+    /// Destroys a handle that another one has replaced; while a capture is open, with those that are idle later.
+    pub(crate) fn discard_handle(&self, mut pooled: PooledHandle) {
+        match self.quiet() {
+            // What is refused is counted.
+            Some(_quiet) => drop(self.note(pooled.handle.destroy())),
+            // Without a mark it is nobody's spare.
+            None => {
+                let device = pooled.handle.device();
+                self.spare_handles.lock().push(SpareHandle { device, pooled, after: None });
+            }
+        }
+    }
+
     /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. They
     /// stay while a capture is open: to destroy one waits for the device, which would lose the capture.
     fn destroy_idle_handles(&self) -> Result<()> {
@@ -930,15 +955,19 @@ impl RuntimeInner {
         result
     }
 
-    /// Keeps the handles of a stream that has ended for other streams.
-    pub(crate) fn spare_handles_of(&self, key: PoolKey, after: Option<&Arc<Mark>>) {
-        for pool in [&self.blas_handles, &self.lt_handles] {
-            let spare = pool.take_key(key).into_iter().map(|pooled| SpareHandle {
-                device: key.device,
-                pooled: pooled.unbound(),
-                after: after.cloned(),
-            });
-            self.spare_handles.lock().extend(spare);
+    /// Keeps the handles of a stream that is about to end, and that no other could have, for other streams. Those that cannot
+    /// let go of it end with it.
+    pub(crate) fn spare_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+        let pools = [&self.blas_handles, &self.lt_handles].into_iter().zip(keys);
+        let of_stream = pools.filter(|(_, key)| key.affinity != 0);
+        for mut pooled in of_stream.flat_map(|(pool, key)| pool.take_key(key)) {
+            match pooled.unbind() {
+                Ok(()) => {
+                    let spare = SpareHandle { device: pooled.handle.device(), pooled, after: after.cloned() };
+                    self.spare_handles.lock().push(spare);
+                }
+                Err(_) => self.discard_handle(pooled),
+            }
         }
     }
 

@@ -75,8 +75,9 @@ pub(crate) struct StreamCore {
     own_process: fork::Guard,
     backend: Arc<dyn Backend>,
     runtime: Weak<RuntimeInner>,
-    /// Which handles can be bound to the stream.
-    pool_key: PoolKey,
+    /// Which BLAS handles can be bound to the stream, and which Lt handles.
+    blas_key: PoolKey,
+    lt_key: PoolKey,
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
@@ -360,9 +361,7 @@ impl Drop for StreamCore {
                     runtime.give_back_workspace_after(*workspace, self.id.device(), Arc::clone(last));
                 }
             }
-            if self.pool_key.affinity != 0 {
-                runtime.spare_handles_of(self.pool_key, last.as_ref());
-            }
+            runtime.spare_handles_of([self.blas_key, self.lt_key], last.as_ref());
         }
         if !self.owned {
             return;
@@ -401,7 +400,8 @@ impl Stream {
         let device = id.device();
         let key = StreamCore::next_key();
         let capabilities = &runtime.inner.device(device).capabilities;
-        let handle_per_stream = capabilities.handle_per_stream;
+        let state = runtime.inner.device(device);
+        let key_of = |kind| PoolKey { device, affinity: if state.handle_per_stream(kind) { key } else { 0 } };
         let core = StreamCore {
             id,
             key,
@@ -409,7 +409,8 @@ impl Stream {
             runtime: Arc::downgrade(&runtime.inner.0),
             products: Products::of(capabilities),
             own_process: fork::Guard::of(runtime.inner.generation),
-            pool_key: PoolKey { device, affinity: if handle_per_stream { key } else { 0 } },
+            blas_key: key_of(BlasKind::Blas),
+            lt_key: key_of(BlasKind::Lt),
             owned,
             end: Arc::default(),
             turn: Mutex::default(),
@@ -900,7 +901,7 @@ impl Stream {
             .runtime
             .inner
             .blas_handles
-            .lease(self.core.pool_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Blas))?;
+            .lease(self.core.blas_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Blas))?;
         BlasLease::bind(self, lease)
     }
 
@@ -914,7 +915,7 @@ impl Stream {
             .runtime
             .inner
             .lt_handles
-            .lease(self.core.pool_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Lt))?;
+            .lease(self.core.lt_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Lt))?;
         LtLease::bind(self, lease)
     }
 }

@@ -168,6 +168,19 @@ fn taking_a_pooled_handle_again_does_not_cross_the_table() {
 }
 
 #[test]
+fn a_handle_of_a_plugin_that_cannot_reset_it_is_replaced_after_it_was_lent() {
+    let backend = opened("NOTHING");
+    let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    assert_eq!(handle.reset().unwrap_err().kind(), ErrorKind::Unsupported);
+    drop(handle);
+    let runtime = Runtime::new(Arc::clone(&backend)).unwrap();
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let mut lease = stream.blas().unwrap();
+    lease.with_raw(|_| ()).unwrap();
+    lease.with_raw(|_| ()).unwrap();
+}
+
+#[test]
 fn a_forked_child_opens_nothing_of_its_parents_plugins() {
     let plugin = loaded("NOTHING").unwrap();
     // SAFETY: the child makes one call, which looks at a page and makes an error, and ends with `_exit`.

@@ -95,6 +95,119 @@ fn a_lease_whose_rebinding_failed_used_a_workspace_that_was_given_back() {
 }
 
 #[test]
+fn handles_without_a_workspace_moved_between_streams_and_into_graphs() {
+    const N: usize = 48;
+    let gpu = MockGpu::open(MockOptions::new().with_gemm_gap(Duration::from_micros(20))).unwrap();
+    let options = RuntimeOptions::new().with_blas_workspace_bytes(0).with_lt_workspace_bytes(0);
+    let runtime = Runtime::with_options(gpu.clone(), &options).unwrap();
+    let device = runtime.device(0).unwrap();
+    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    // The memory that products pass their results through is the handle's, which one stream uses at a time.
+    let handles = [&streams[0], &streams[1], &streams[0]].map(|stream| {
+        let handle = stream.blas().unwrap().with_raw(|raw| (raw.handle, raw.workspace)).unwrap();
+        assert_eq!(handle.1, None);
+        handle.0
+    });
+    assert_eq!(handles[0], handles[2]);
+    assert_ne!(handles[0], handles[1]);
+    let shape = GemmShape::of::<f32>(N, N, N);
+    let factors = [1.0_f32, 2.0].map(|value| streams[0].upload(&[value; N * N]).unwrap());
+    streams[0].synchronize().unwrap();
+    for multiplies_plans in [false, true] {
+        let products: Vec<_> = (0..40).map(|_| device.allocate::<f32>(N * N).unwrap()).collect();
+        for (i, c) in products.iter().enumerate() {
+            let (stream, a, b) = (&streams[i % 2], &factors[i % 2], &factors[0]);
+            if multiplies_plans {
+                stream.lt().unwrap().matmul(&shape, Epilogue::None, 1.0, a, b, 0.0, c, None).unwrap();
+            } else {
+                stream.blas().unwrap().gemm(&shape, 1.0, a, b, 0.0, c).unwrap();
+            }
+        }
+        for (i, c) in products.iter().enumerate() {
+            assert_eq!(streams[i % 2].download(c).unwrap(), [(i % 2 + 1) as f32 * N as f32; N * N], "product {i}");
+        }
+    }
+    // A graph could run beside the next product of the handle; a plan for no workspace shares none.
+    let c = streams[0].upload(&[0.0_f32; N * N]).unwrap();
+    let [a, b] = &factors;
+    let mut graph = streams[0]
+        .capture(|stream| {
+            let error = stream.blas()?.gemm(&shape, 1.0, a, b, 0.0, &c).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains("workspace has 0 bytes"), "{error}");
+            assert_eq!(stream.blas()?.with_raw(|_| ()).unwrap_err().kind(), ErrorKind::Unsupported);
+            stream.lt()?.matmul(&shape, Epilogue::None, 1.0, a, b, 0.0, &c, None)
+        })
+        .unwrap();
+    graph.launch(&streams[0]).unwrap();
+    assert_eq!(streams[0].download(&c).unwrap(), [2.0 * N as f32; N * N]);
+    // The next stream has the handle of one that has ended and is done.
+    drop((streams, graph));
+    device.synchronize().unwrap();
+    let next = device.create_stream().unwrap();
+    assert!(handles.contains(&next.blas().unwrap().with_raw(|raw| raw.handle).unwrap()));
+}
+
+#[test]
+fn settings_of_foreign_code_stayed_on_the_handle() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = stream.upload(&[0.0_f32; 16]).unwrap();
+    let mut lease = stream.blas().unwrap();
+    lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).unwrap()).unwrap();
+    lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    assert_eq!(stream.download(&c).unwrap(), [4.0; 16]);
+    drop(lease);
+    // Nor does it stay where foreign code panics, or where the handle cannot be bound again right away.
+    for fails in [false, true] {
+        let mut lease = stream.blas().unwrap();
+        let foreign = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            lease.with_raw(|raw| {
+                gpu.set_pointer_mode(raw.handle, true).unwrap();
+                assert!(fails, "foreign code panics");
+                gpu.fail_call(Operation::SetStream, 1, ErrorKind::Vendor).unwrap();
+            })
+        }));
+        assert_eq!(foreign.map(|lent| lent.unwrap_err().kind()).ok(), fails.then_some(ErrorKind::Vendor));
+        // The handle that is lent once more is as a fresh one, too.
+        lease.with_raw(|_| ()).unwrap();
+        drop(lease);
+        stream.blas().unwrap().gemm(&SHAPE, 2.0, &a, &a, 0.0, &c).unwrap();
+        assert_eq!(stream.download(&c).unwrap(), [8.0; 16]);
+    }
+    assert_eq!(runtime.statistics().blas_handles.created, 1);
+}
+
+#[test]
+fn a_handle_that_cannot_be_restored_goes_to_nobody() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let other = runtime.device(0).unwrap().create_stream().unwrap();
+    let a = stream.upload(&[1.0_f32; 16]).unwrap();
+    let c = stream.upload(&[0.0_f32; 16]).unwrap();
+    let mut lease = stream.blas().unwrap();
+    gpu.fail_call(Operation::Reset, 1, ErrorKind::Unsupported).unwrap();
+    let lent = lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).map(|()| raw.handle).unwrap()).unwrap();
+    lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
+    assert_ne!(lease.with_raw(|raw| raw.handle).unwrap(), lent);
+    assert_eq!(gpu.set_pointer_mode(lent, true).unwrap_err().kind(), ErrorKind::InvalidHandle, "destroyed");
+    assert_eq!(gpu.live_objects().handles, 1);
+    // To destroy it while another stream is captured would lose the capture.
+    let graph = other.capture(|_| {
+        gpu.fail_call(Operation::Reset, 1, ErrorKind::Vendor).unwrap();
+        lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).unwrap()).unwrap();
+        assert_eq!(gpu.live_objects().handles, 2);
+        Ok(())
+    });
+    drop((lease, graph.unwrap()));
+    stream.blas().unwrap().gemm(&SHAPE, 2.0, &a, &a, 0.0, &c).unwrap();
+    assert_eq!(stream.download(&c).unwrap(), [8.0; 16]);
+    runtime.trim().unwrap();
+    assert_eq!(gpu.live_objects().handles, 1);
+}
+
+#[test]
 fn a_panic_in_foreign_code_lost_the_lent_workspace() {
     let (_gpu, runtime) = open(MockOptions::new());
     let stream = runtime.device(0).unwrap().create_stream().unwrap();

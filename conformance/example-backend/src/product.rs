@@ -129,6 +129,12 @@ impl BlasHandle for Handle {
         std::ptr::from_ref(self).addr() as u64
     }
 
+    fn reset(&mut self) -> Result<()> {
+        self.check("reset")?;
+        self.stream = None;
+        Ok(())
+    }
+
     fn destroy(&mut self) -> Result<()> {
         self.check("destroy")?;
         self.alive = None;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use highwater_core::{
-    AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, GemmShape, MathMode, Workspace,
+    AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
 };
 
 use crate::attempts::{Attempt, attempts};
@@ -42,6 +42,7 @@ cases! {
         needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
     equal_calls_give_equal_bits_after_atomics: ["blas.deterministic"]
         needs [needs::has::gemm_f32, needs::has::atomics_mode];
+    settings_are_those_of_a_fresh_handle_after_a_reset: ["blas.reset"] needs [needs::has::gemm_f32];
     tf32_products_are_close: ["gemm.value"] needs [needs::has::gemm_f32, needs::has::tf32];
     creation_delays_nobody: ["blas.create-concurrent"];
 }
@@ -255,6 +256,36 @@ fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
         let got = placed.bytes_of_c()?;
         let same = first.get_or_insert_with(|| got.clone()) == &got;
         check!(same, "without atomics, the product after {round} changes of the stream has other bits than the first");
+    }
+    Ok(())
+}
+
+/// A backend may say that it cannot; then the handle is as it was.
+fn settings_are_those_of_a_fresh_handle_after_a_reset(backend: &dyn Backend) -> CaseResult {
+    let capabilities = backend.capabilities(DEVICE)?;
+    let bytes = workspace_bytes(backend)?;
+    let memory = Block::filled(backend, bytes, 0)?;
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
+    for _ in 0..2 {
+        if capabilities.tf32 {
+            handle.raw_mut().set_math_mode(MathMode::Tf32)?;
+        }
+        if capabilities.atomics_mode {
+            handle.raw_mut().set_atomics_mode(AtomicsMode::Allowed)?;
+        }
+        handle.offer_workspace(&memory, 0..bytes)?;
+        match handle.raw_mut().reset() {
+            Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(()),
+            reset => reset?,
+        }
+        handle.set_stream(&stream)?;
+        stream.set(memory.all(), 0x5b)?;
+        for (seed, shape) in shapes().enumerate() {
+            Product::new(shape, seed as u64).with_scale(1.5, 0.5).prove(backend, &mut handle, &stream)?;
+        }
+        let untouched = memory.read()?.iter().all(|&byte| byte == 0x5b);
+        check!(untouched, "products wrote to a workspace that was bound before the handle was reset");
     }
     Ok(())
 }

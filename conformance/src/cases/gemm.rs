@@ -89,6 +89,8 @@ cases! {
     stores_more_than_the_factors_type_holds_bf16_to_f32: ["gemm.mixed", "gemm.value"]
         needs [needs::has::gemm_bf16, needs::has::gemm_mixed];
     other_pairs_of_types_are_refused: ["gemm.mixed-pairs"];
+    multiplies_batches_side_by_side: ["gemm.strided-batch", "gemm.leading-dimension"]
+        needs [needs::has::gemm_f32, needs::has::strided_batch];
     shares_factors_in_a_batch: ["gemm.strided-batch"] needs [needs::has::gemm_f32, needs::has::strided_batch];
     multiplies_transposed_batches_with_gaps: ["gemm.strided-batch", "gemm.transpose", "gemm.leading-dimension"]
         needs [needs::has::gemm_f32, needs::has::strided_batch];
@@ -378,6 +380,19 @@ fn multiplies_batches_f16(backend: &dyn Backend) -> CaseResult {
 
 fn multiplies_batches_bf16(backend: &dyn Backend) -> CaseResult {
     multiplies_batches(backend, DataType::Bf16)
+}
+
+/// Each column of the first C is followed by that of the second, and so on.
+fn multiplies_batches_side_by_side(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 9, 10, 11);
+    prove(
+        backend,
+        [9, 12].map(|stride_c| {
+            let batch = StridedBatch { count: 4, stride_a: 99, stride_b: 110, stride_c };
+            let shape = shape.with_leading_dimensions(9, 11, 4 * stride_c).with_batch(batch);
+            Product::new(shape, 132).with_scale(1.5, -0.5)
+        }),
+    )
 }
 
 fn shares_factors_in_a_batch(backend: &dyn Backend) -> CaseResult {

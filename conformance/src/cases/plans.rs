@@ -46,6 +46,20 @@ cases! {
         needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
     add_a_bias_to_every_product_of_a_batch: ["plan.epilogue"]
         needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
+    ignore_the_factors_with_alpha_zero: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    ignore_the_factors_with_alpha_zero_f64: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f64];
+    ignore_the_factors_with_alpha_zero_f16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f16];
+    ignore_the_factors_with_alpha_zero_bf16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_bf16];
+    ignore_the_factors_with_alpha_zero_f16_to_f32: ["plan.alpha-zero", "plan.mixed"]
+        needs [needs::has::gemm_f16, needs::has::gemm_mixed, needs::has::lt_plans];
+    ignore_the_factors_with_alpha_zero_bf16_to_f32: ["plan.alpha-zero", "plan.mixed"]
+        needs [needs::has::gemm_bf16, needs::has::gemm_mixed, needs::has::lt_plans];
+    ignore_the_factors_of_a_batch_with_alpha_zero: ["plan.alpha-zero"]
+        needs [needs::has::lt_plans, needs::has::gemm_f32, needs::has::strided_batch];
+    apply_their_epilogue_with_k_zero: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    apply_their_epilogue_with_k_zero_f16: ["plan.alpha-zero"] needs [needs::has::lt_plans, needs::has::gemm_f16];
+    run_with_alpha_zero_and_without_a_workspace: ["plan.alpha-zero"]
+        needs [needs::has::lt_plans, needs::has::gemm_f32];
     equal_runs_give_equal_bits: ["blas.deterministic"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     equal_runs_give_equal_bits_from_bf16_to_f32: ["blas.deterministic", "plan.mixed"]
         needs [needs::has::lt_plans, needs::has::gemm_bf16, needs::has::gemm_mixed];
@@ -140,7 +154,11 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
         strides.map(|(stride_a, stride_b)| {
             Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
         }),
-    )
+    )?;
+    // Each column of the first D is followed by that of the second, and so on.
+    let side_by_side = StridedBatch { count: 4, stride_a: 384, stride_b: 480, stride_c: 16 };
+    let shape = shape.with_leading_dimensions(shape.lda, shape.ldb, 4 * 16 + 8).with_batch(side_by_side);
+    prove(backend, [Product::new(shape, 16).with_scale(0.5, 1.0)])
 }
 
 /// Products with an epilogue, without and with the old C.
@@ -175,9 +193,7 @@ fn add_a_bias_and_apply_gelu(backend: &dyn Backend) -> CaseResult {
 /// Every epilogue that half types have, which is all of them, on every third shape.
 fn every_epilogue(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     let types = types.into();
-    let epilogues =
-        [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
-    epilogues.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
+    EPILOGUES.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
 }
 
 fn multiply_f16_with_every_epilogue(backend: &dyn Backend) -> CaseResult {
@@ -198,6 +214,93 @@ fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> Case
     let shape = types.shape(16, 20, 24).with_batch(batch);
     let epilogues = [Epilogue::Bias, Epilogue::BiasGelu];
     prove(backend, epilogues.map(|epilogue| Product::new(shape, 11).with_epilogue(epilogue)))
+}
+
+const EPILOGUES: [Epilogue; 6] =
+    [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
+
+/// Products of which nothing is left but C and a bias that is small beside whatever the factors could add.
+fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product> {
+    // The last is a number of every type, and its square of none but the widest.
+    let factors = [f64::NAN, f64::INFINITY, 60_000.0];
+    EPILOGUES.into_iter().flat_map(move |epilogue| {
+        factors.into_iter().zip([0.0, -0.5, 1.0]).map(move |(factor, beta)| {
+            let product = Product::new(shape, 14).with_scale(alpha, beta).with_epilogue(epilogue);
+            let bias =
+                if shape.output == DataType::F32 || shape.output == DataType::F64 { 2.0_f64.powi(-27) } else { 0.5 };
+            product.with_factors(factor).with_bias(bias)
+        })
+    })
+}
+
+fn ignore_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
+    let types = types.into();
+    let shape = types.shape(33, 20, 24);
+    let padded = shape.with_leading_dimensions(shape.lda + 8, shape.ldb + 8, shape.ldc + 8);
+    [padded, shape.with_transposed_a().with_transposed_b()]
+        .into_iter()
+        .try_for_each(|shape| prove(backend, without_factors(shape, 0.0)))
+}
+
+fn ignore_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
+    let shape = GemmShape::new(DataType::F32, 16, 16, 16);
+    // Their products are infinite, and what is next to nothing of them is not.
+    let large = without_factors(shape, 0.0).map(|product| product.with_factors(1e30));
+    prove(backend, large)?;
+    ignore_the_factors(backend, DataType::F32)
+}
+
+fn ignore_the_factors_with_alpha_zero_f64(backend: &dyn Backend) -> CaseResult {
+    ignore_the_factors(backend, DataType::F64)
+}
+
+fn ignore_the_factors_with_alpha_zero_f16(backend: &dyn Backend) -> CaseResult {
+    ignore_the_factors(backend, DataType::F16)
+}
+
+fn ignore_the_factors_with_alpha_zero_bf16(backend: &dyn Backend) -> CaseResult {
+    ignore_the_factors(backend, DataType::Bf16)
+}
+
+fn ignore_the_factors_with_alpha_zero_f16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignore_the_factors(backend, Types::to_f32(DataType::F16))
+}
+
+fn ignore_the_factors_with_alpha_zero_bf16_to_f32(backend: &dyn Backend) -> CaseResult {
+    ignore_the_factors(backend, Types::to_f32(DataType::Bf16))
+}
+
+fn ignore_the_factors_of_a_batch_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
+    let batch = StridedBatch { count: 3, stride_a: 384, stride_b: 480, stride_c: 320 };
+    prove(backend, without_factors(GemmShape::new(DataType::F32, 16, 20, 24).with_batch(batch), 0.0))
+}
+
+fn apply_their_epilogue_with_k_zero(backend: &dyn Backend) -> CaseResult {
+    prove(backend, without_factors(GemmShape::new(DataType::F32, 9, 10, 0), 2.0))?;
+    prove(backend, without_factors(GemmShape::new(DataType::F32, 9, 10, 0).with_transposed_a(), 0.0))
+}
+
+fn apply_their_epilogue_with_k_zero_f16(backend: &dyn Backend) -> CaseResult {
+    prove(backend, without_factors(GemmShape::new(DataType::F16, 16, 24, 0), 2.0))
+}
+
+/// One plan, with and without its factors in turn, on a handle that has no workspace.
+fn run_with_alpha_zero_and_without_a_workspace(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
+    let shape = GemmShape::new(DataType::F32, 40, 300, 16);
+    let plan = handle.raw_mut().create_plan(&PlanOptions::new(shape, Epilogue::BiasRelu, 0))?;
+    for alpha in [1.0, 0.0, 2.0, 0.0, -1.0] {
+        let mut product = Product::new(shape, 15).with_scale(alpha, 0.5).with_epilogue(Epilogue::BiasRelu);
+        if alpha == 0.0 {
+            product = product.with_nan_in_factors();
+        }
+        let placed = product.place(backend)?;
+        handle.run_plan(plan, &shape, (alpha, 0.5), placed.operands(), None, placed.bias.as_ref())?;
+        stream.synchronize()?;
+        placed.check(&product)?;
+    }
+    Ok(())
 }
 
 fn equal_runs_give_equal_bits(backend: &dyn Backend) -> CaseResult {

@@ -80,6 +80,7 @@ hooks! {
         create_plan(&PlanOptions) -> Result<PlanId>;
         run_plan(PlanId, &PlanArguments) -> Result<()>;
         destroy_plan(PlanId) -> Result<()>;
+        reset() -> Result<()>;
         destroy() -> Result<()>;
     }
 }

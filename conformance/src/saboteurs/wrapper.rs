@@ -311,6 +311,7 @@ impl BlasHandle for WrappedHandle {
             set_atomics_mode(mode: AtomicsMode) -> Result<()>;
             create_plan(options: &PlanOptions) -> Result<PlanId>;
             destroy_plan(plan: PlanId) -> Result<()>;
+            reset() -> Result<()>;
             destroy() -> Result<()>;
         }
         unsafe {

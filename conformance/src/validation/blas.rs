@@ -175,6 +175,12 @@ impl BlasHandle for WatchedHandle {
         self.inner.raw()
     }
 
+    fn reset(&mut self) -> Result<()> {
+        self.calling("reset", None, |handle| handle.reset())?;
+        self.bound = None;
+        Ok(())
+    }
+
     fn destroy(&mut self) -> Result<()> {
         self.calling("destroy", None, |handle| handle.destroy())?;
         self.destroyed = true;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::calls::{GemmBatchCall, GemmCall};
-use super::platform::{Blas, Platform, Quirks};
+use super::platform::{Blas, BlasSettings, Platform, Quirks};
 use super::room::{HandleCount, Room};
 use crate::blas::{AtomicsMode, BlasHandle, BlasKind, DataType, Gemm, GemmShape, MathMode, Transpose, Workspace};
 use crate::capability::Products;
@@ -23,6 +23,8 @@ pub(super) struct DriverBlas<P: Platform> {
     numbers: Numbers,
     /// What the device multiplies.
     products: Products,
+    /// What only this vendor's handles can be set to, as the fresh handle had it.
+    settings: BlasSettings,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<P>>,
 }
@@ -53,6 +55,7 @@ impl<P: Platform> DriverBlas<P> {
             workspace: None,
             numbers: Numbers::new(quirks, MathMode::Default),
             products,
+            settings: room.platform.blas_settings(raw),
             count: Some(room.count_handle()),
         };
         if let (Some([first, _]), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
@@ -67,6 +70,28 @@ impl<P: Platform> DriverBlas<P> {
             blas.codes.check(OPERATION, code)?;
         }
         Ok(handle)
+    }
+
+    /// Sets everything as [`DriverBlas::create`] leaves it. The default stream is bound then, and the handle's own workspace.
+    fn restore(&mut self, operation: &'static str) -> Result<()> {
+        let platform = &self.room.platform;
+        let (quirks, calls) = (platform.quirks(), &platform.blas().calls);
+        // SAFETY: each is the vendor's call for a setting of this handle, which is alive. The default stream outlives it, and
+        // no address stands for its own workspace.
+        unsafe {
+            self.check(operation, (calls.set_stream)(self.raw, 0))?;
+            if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
+                self.check(operation, set(self.raw, 0, 0))?;
+            }
+            self.check(operation, (calls.set_pointer_mode)(self.raw, 0))?;
+            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes[0]))?;
+            if let Some(set) = calls.set_math_mode {
+                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |[first, _]| first)))?;
+            }
+        }
+        platform.restore_blas(self.raw, &self.settings).or_else(|code| self.check(operation, code))?;
+        self.numbers = Numbers::new(quirks, MathMode::Default);
+        Ok(())
     }
 
     #[inline(always)]
@@ -472,6 +497,17 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
 
     fn raw(&self) -> u64 {
         self.raw
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        const OPERATION: &str = "reset";
+        self.enter(OPERATION)?;
+        // What is bound is not known, whatever follows.
+        (self.stream, self.workspace) = (None, None);
+        let room = Arc::clone(&self.room);
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, self.device)?;
+        self.restore(OPERATION)
     }
 
     fn destroy(&mut self) -> Result<()> {

@@ -149,6 +149,9 @@ impl Blas {
     }
 }
 
+/// Numbers that a platform reads off a fresh BLAS handle; `None` for a setting that the library lacks.
+pub type BlasSettings = [Option<i32>; 6];
+
 /// Memory that other processes can open by a descriptor or over a fabric: what was made for it.
 #[derive(Debug)]
 pub struct SharedBlock {
@@ -260,6 +263,21 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     /// `Unsupported`, with what is missing and where it was looked for.
     fn may_create_blas(&self, device: u32) -> Result<()> {
         let _ = device;
+        Ok(())
+    }
+
+    /// What a fresh BLAS handle has for settings that only this vendor has; for [`Platform::restore_blas`].
+    fn blas_settings(&self, handle: u64) -> BlasSettings {
+        let _ = handle;
+        BlasSettings::default()
+    }
+
+    /// Sets them again, whatever other code has set.
+    ///
+    /// # Errors
+    /// The vendor's code.
+    fn restore_blas(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+        let _ = (handle, fresh);
         Ok(())
     }
 

@@ -190,7 +190,7 @@ impl<P: Platform> Drop for Current<'_, P> {
 
 /// The calling thread may make calls that a capture forbids, until this is dropped.
 #[derive(Debug)]
-pub(super) struct Relaxed<'r, P: Platform> {
+pub struct Relaxed<'r, P: Platform> {
     exchange: Option<(&'r P, unsafe extern "C" fn(*mut u32) -> i32)>,
     previous: u32,
 }
@@ -442,7 +442,7 @@ impl<P: Platform> Room<P> {
 
     /// Lets this thread make calls that a capture forbids.
     #[inline(never)]
-    pub(super) fn relaxed(&self) -> Relaxed<'_, P> {
+    pub fn relaxed(&self) -> Relaxed<'_, P> {
         let mut relaxed = Relaxed { exchange: None, previous: RELAXED };
         if let Some(exchange) = self.platform.calls().capture_mode {
             // SAFETY: the call reads and writes one number that lives until it returns.

@@ -407,6 +407,7 @@ vendor_functions! {
     }
     blas_set_atomics_mode(handle: u64, _mode: u32) { call("blas_set_atomics_mode", &[handle], |_| 0) }
     blas_set_workspace(handle: u64, _memory: u64, _bytes: usize) { call("blas_set_workspace", &[handle], |_| 0) }
+    blas_set_pointer_mode(handle: u64, _mode: u32) { call("blas_set_pointer_mode", &[handle], |_| 0) }
     blas_set_math_mode(handle: u64, _mode: u32) { call("blas_set_math_mode", &[handle], |_| 0) }
 }
 
@@ -495,6 +496,7 @@ static BLAS: Blas = Blas {
         destroy: blas_destroy,
         set_stream: blas_set_stream,
         set_atomics_mode: blas_set_atomics_mode,
+        set_pointer_mode: blas_set_pointer_mode,
         set_workspace: Some(blas_set_workspace),
         set_math_mode: Some(blas_set_math_mode),
     },

@@ -164,6 +164,7 @@ const fn words(group: Group) -> &'static str {
         Group::Lt => "Lt plans",
         Group::Capture => "stream capture and replay",
         Group::Ipc => "memory and events of other processes",
+        Group::Reset => "restoring a handle that foreign code had",
     }
 }
 

@@ -336,6 +336,10 @@ impl BlasHandle for ImportedHandle {
         self.link.handle_raw(self.handle.as_ptr()).unwrap_or(0)
     }
 
+    fn reset(&mut self) -> Result<()> {
+        self.link.handle_reset(self.handle.as_ptr())
+    }
+
     fn destroy(&mut self) -> Result<()> {
         self.link.handle_destroy(self.handle.as_ptr())
     }

@@ -38,11 +38,13 @@ pub(super) enum Group {
     Capture,
     /// Memory and events of other processes.
     Ipc,
+    /// Restoring a handle that foreign code had.
+    Reset,
 }
 
 impl Group {
     /// Every group.
-    pub(super) const ALL: [Self; 9] = [
+    pub(super) const ALL: [Self; 10] = [
         Self::Required,
         Self::Timing,
         Self::Foreign,
@@ -52,6 +54,7 @@ impl Group {
         Self::Lt,
         Self::Capture,
         Self::Ipc,
+        Self::Reset,
     ];
 
     /// Its name, as it stands in messages and in the header.
@@ -66,6 +69,7 @@ impl Group {
             Self::Lt => "lt",
             Self::Capture => "capture",
             Self::Ipc => "ipc",
+            Self::Reset => "reset",
         }
     }
 }
@@ -350,6 +354,12 @@ macro_rules! slots {
                 // SAFETY: the program gives each token back once.
                 unsafe { crate::plugin::cross::drop_descriptor(token) };
                 Ok(())
+            }
+
+            /// Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. Where this fails or is
+            /// missing, handles that foreign code had are destroyed.
+            Reset handle handle_reset "reset" () {
+                handle.reset()
             }
         }
     };

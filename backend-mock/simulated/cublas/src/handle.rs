@@ -45,6 +45,10 @@ pub(crate) struct State {
     pub(crate) atomics_mode: u32,
     /// `cublasPointerMode_t`.
     pub(crate) pointer_mode: u32,
+    /// How many multiprocessors kernels are chosen for; 0 is all.
+    pub(crate) sm_count_target: i32,
+    /// `cublasEmulationStrategy_t`.
+    pub(crate) emulation_strategy: u32,
 }
 
 impl State {
@@ -56,7 +60,19 @@ impl State {
             Some(bytes) => driver.allocate(bytes)?,
             None => driver.allocate(OWN_BYTES.min(driver.device_memory(home)? / OWN_PART).max(1))?,
         };
-        Ok(Self { home, own, stream: 0, workspace: None, math_mode: 0, atomics_mode: 0, pointer_mode: 0 })
+        let (stream, workspace, sm_count_target, emulation_strategy) = (0, None, 0, 0);
+        let (math_mode, atomics_mode, pointer_mode) = (0, 0, 0);
+        Ok(Self {
+            home,
+            own,
+            stream,
+            workspace,
+            math_mode,
+            atomics_mode,
+            pointer_mode,
+            sm_count_target,
+            emulation_strategy,
+        })
     }
 
     /// Waits for the device, and gives the handle's memory back.
@@ -107,6 +123,23 @@ impl State {
             return Err(status::INVALID_VALUE);
         }
         self.math_mode = mode;
+        Ok(())
+    }
+
+    pub(crate) fn set_sm_count_target(&mut self, count: i32) -> Result<(), u32> {
+        if count < 0 {
+            return Err(status::INVALID_VALUE);
+        }
+        self.sm_count_target = count;
+        Ok(())
+    }
+
+    /// By default, where it is faster, or always.
+    pub(crate) fn set_emulation_strategy(&mut self, strategy: u32) -> Result<(), u32> {
+        if strategy > 2 {
+            return Err(status::INVALID_VALUE);
+        }
+        self.emulation_strategy = strategy;
         Ok(())
     }
 

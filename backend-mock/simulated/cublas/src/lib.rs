@@ -119,6 +119,28 @@ export! {
         unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
     }
 
+    /// Changes nothing about a product here.
+    fn cublasSetSmCountTarget(handle: *mut c_void, count: i32) {
+        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
+        unsafe { with(handle, |state| state.set_sm_count_target(count)) }
+    }
+
+    fn cublasGetSmCountTarget(handle: *mut c_void, count: *mut i32) {
+        // SAFETY: as above, and the caller gives a place for a number, or null.
+        unsafe { put(count, with(handle, |state| Ok(state.sm_count_target))?, INVALID_VALUE) }
+    }
+
+    /// Changes nothing about a product here.
+    fn cublasSetEmulationStrategy(handle: *mut c_void, strategy: u32) {
+        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
+        unsafe { with(handle, |state| state.set_emulation_strategy(strategy)) }
+    }
+
+    fn cublasGetEmulationStrategy(handle: *mut c_void, strategy: *mut u32) {
+        // SAFETY: as above, and the caller gives a place for a number, or null.
+        unsafe { put(strategy, with(handle, |state| Ok(state.emulation_strategy))?, INVALID_VALUE) }
+    }
+
     fn cublasSgemm_v2(
         handle: *mut c_void, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: *const f32, a: *const f32, lda: i32, b: *const f32, ldb: i32,

@@ -29,6 +29,10 @@ fn every_exported_function_has_the_types_of_the_vendors_header() {
         cublasGetAtomicsMode(_, _);
         cublasSetPointerMode_v2(_, _);
         cublasGetPointerMode_v2(_, _);
+        cublasSetSmCountTarget(_, _);
+        cublasGetSmCountTarget(_, _);
+        cublasSetEmulationStrategy(_, _);
+        cublasGetEmulationStrategy(_, _);
         cublasSgemm_v2(_, _, _, _, _, _, _, _, _, _, _, _, _, _);
         cublasDgemm_v2(_, _, _, _, _, _, _, _, _, _, _, _, _, _);
         cublasSgemmStridedBatched(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);

@@ -220,6 +220,15 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("plans-with-atomics", "blas.deterministic", "Makes plans that add with atomics.", |h| {
         h.handle.create_plan(|handle, options| handle.create_plan(&options.with_atomics_mode(AtomicsMode::Allowed)));
     }),
+    Saboteur::new("settings-stay", "blas.reset", "Resets nothing of a handle, and says that it did.", |h| {
+        h.handle.reset(|_| Ok(()));
+    }),
+    Saboteur::new("reset-forgets-the-precision", "blas.reset", "Resets all of a handle but TF32.", |h| {
+        h.handle.reset(|handle| {
+            handle.reset()?;
+            handle.set_math_mode(MathMode::Tf32)
+        });
+    }),
     Saboteur::new("handles-not-counted", "blas.destroyed", "Leaves handles out of its counts.", |h| {
         h.count(|live| live.handles = 0);
     }),

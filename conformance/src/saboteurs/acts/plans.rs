@@ -89,6 +89,50 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             handle.run_plan(plan, &off).or_else(|_| handle.run_plan(plan, arguments))
         });
     }),
+    Saboteur::new(
+        "plans-read-factors",
+        "plan.alpha-zero",
+        "Multiplies A and B with the least number above 0 where alpha is 0.",
+        |h| {
+            run(h, |arguments| {
+                if arguments.alpha == 0.0 {
+                    arguments.alpha = f64::from(f32::from_bits(1));
+                }
+            });
+        },
+    ),
+    Saboteur::new("plans-without-k-refused", "plan.alpha-zero", "Refuses plans with k 0.", |h| {
+        h.handle.create_plan(|handle, options| match options.shape.k {
+            0 => Err(wrong(ErrorKind::InvalidArgument, "create_plan")),
+            _ => handle.create_plan(options),
+        });
+    }),
+    Saboteur::new(
+        "epilogue-lost-with-alpha-zero",
+        "plan.alpha-zero",
+        "Scales C and applies no epilogue where alpha is 0.",
+        |h| {
+            let plain = Note::<HashMap<(u64, PlanId), PlanId>>::default();
+            let made = plain.clone();
+            h.handle.create_plan(move |handle, options| {
+                let plan = handle.create_plan(options)?;
+                let mut without = *options;
+                without.epilogue = Epilogue::None;
+                let other = handle.create_plan(&without)?;
+                made.with(|made| made.insert((handle.raw(), plan), other));
+                Ok(plan)
+            });
+            h.handle.run_plan(move |handle, plan, arguments| {
+                let other = plain.with(|plain| plain.get(&(handle.raw(), plan)).copied());
+                let mut without = *arguments;
+                without.bias = None;
+                match other {
+                    Some(other) if arguments.alpha == 0.0 => handle.run_plan(other, &without),
+                    _ => handle.run_plan(plan, arguments),
+                }
+            });
+        },
+    ),
     Saboteur::new("plans-ignore-the-output", "plan.mixed", "Makes plans for results of the factors' type.", |h| {
         planned(h, |options| options.shape.output = options.shape.data_type);
     }),
