@@ -9,9 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm,
-    GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime, StreamId,
-    StreamOptions, Ticket, Transport,
+    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, Epilogue, ErrorKind, EventOptions,
+    FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime,
+    StreamId, StreamOptions, Ticket, Transport,
 };
 
 /// The backend, in the run over the simulation; `None` where the test has just been made to run there.
@@ -286,4 +286,54 @@ fn a_product_that_loses_the_device_is_told_as_that() {
     assert_eq!(error.code(), Some(700), "{error}");
     assert_eq!(backend.allocate(0, &AllocateOptions::new(64)).unwrap_err().kind(), ErrorKind::DeviceLost);
     // What is left is left to the end of the process; dropping it does no harm.
+}
+
+#[test]
+fn backends_opened_twice_do_not_lose_each_others_captures() {
+    let Some(backend) = open("backends_opened_twice_do_not_lose_each_others_captures") else { return };
+    for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        let again = highwater_cuda::open().unwrap();
+        let (runtime, other) = (Runtime::new(backend.clone()).unwrap(), Runtime::new(again.clone()).unwrap());
+        let (device, theirs) = (runtime.device(0).unwrap(), other.device(0).unwrap());
+        let stream = device.create_stream().unwrap();
+        let block = stream.upload(&[1_u8; 64]).unwrap();
+        // A handle that no thread has claimed, which is destroyed by what follows.
+        let work = || {
+            let stream = theirs.create_stream().unwrap();
+            let (a, b) = (stream.upload(&[2.0_f32]).unwrap(), stream.upload(&[3.0_f32]).unwrap());
+            let c = theirs.allocate::<f32>(1).unwrap();
+            stream.blas().unwrap().gemm(&GemmShape::of::<f32>(1, 1, 1), 1.0, &a, &b, 0.0, &c).unwrap();
+            assert_eq!(stream.download(&c).unwrap(), [6.0]);
+        };
+        std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+        let harm = move || {
+            let stream = theirs.create_stream().unwrap();
+            let event = stream.record().unwrap();
+            for _ in 0..100 {
+                stream.is_complete().unwrap();
+                event.is_complete().unwrap();
+            }
+            other.trim().unwrap();
+            assert_eq!(again.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
+            assert_eq!(theirs.synchronize().unwrap_err().kind(), ErrorKind::Capture);
+            let too_much = theirs.info().memory_bytes as usize;
+            assert_eq!(theirs.allocate::<u8>(too_much).unwrap_err().kind(), ErrorKind::OutOfMemory);
+            drop((stream, event, theirs));
+            move || other.close().unwrap()
+        };
+        let mut end = None;
+        let mut graph = stream
+            .capture_with(mode, |stream| {
+                let close = std::thread::scope(|scope| scope.spawn(harm).join().unwrap());
+                end = Some(std::thread::spawn(close));
+                stream.fill(&block, 7)
+            })
+            .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
+        // Nothing of the other is left; it was opened by itself.
+        assert_eq!(end.unwrap().join().unwrap().total(), 0, "{mode:?}");
+        graph.launch(&stream).unwrap();
+        assert_eq!(stream.download(&block).unwrap(), [7; 64]);
+        drop((graph, block, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
 }

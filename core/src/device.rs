@@ -148,8 +148,8 @@ impl Device {
     /// Waits for every stream of the device.
     ///
     /// # Errors
-    /// `Capture` where a stream of the device takes part in a capture; else what the backend gives, and an error of earlier
-    /// work may show up here.
+    /// `Capture` where a stream of the device takes part in a capture, also in one of another runtime; else what the backend
+    /// gives, and an error of earlier work may show up here.
     pub fn synchronize(&self) -> Result<()> {
         let inner = &self.runtime.inner;
         inner.check("synchronize_device")?;

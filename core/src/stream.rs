@@ -364,10 +364,8 @@ impl Drop for StreamCore {
                 runtime.spare_handles_of(self.pool_key, last.as_ref());
             }
         }
-        if !self.owned {
-            return;
-        }
-        match runtime {
+        match &runtime {
+            _ if !self.owned => {}
             Some(runtime) => runtime.destroy_or_defer(Dropped::Stream(self.id)),
             None => {
                 if let Err(error) = self.backend.destroy_stream(self.id) {
@@ -375,6 +373,8 @@ impl Drop for StreamCore {
                 }
             }
         }
+        // Perhaps the last that refers to it.
+        runtime.into_iter().for_each(capture::let_go);
     }
 }
 

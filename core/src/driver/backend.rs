@@ -1,7 +1,6 @@
 //! [`DriverBackend`]: the trait `Backend` over a vendor's table of calls.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::blas::DriverBlas;
 use super::host::DriverHost;
@@ -207,7 +206,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "synchronize_device";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        if room.device(OPERATION, device)?.captures.load(Ordering::Relaxed) != 0 {
+        room.device(OPERATION, device)?;
+        if room.captures.are_open_on(device) {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
                 .with_hint("end the capture first, or wait for single streams"));
         }
@@ -623,7 +623,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             CaptureMode::Relaxed => 2,
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
-        room.capture_began(stream.device());
+        room.captures.began(stream.device());
         if mode == CaptureMode::Global {
             // Threads that ask have looked before, and are answered first.
             records::wait_for_questions();
@@ -636,13 +636,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             room.check(OPERATION, begin())
         };
         if outcome.is_err() {
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
             return outcome;
         }
         held.set_captor(if mode == CaptureMode::Relaxed { 0 } else { room::this_thread() });
         if held.set_flag(CAPTURES, true) {
             // Other code has ended the capture before, which was counted until now.
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
         }
         outcome
     }
@@ -674,7 +674,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let dead = code != 0 && room.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // A stream that joined a capture does not end it.
         if (dead || status == 0) && held.set_flag(CAPTURES, false) {
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
         }
         if room.streams_die() && (dead || status == 0) {
             let origin = held.raw();
