@@ -56,7 +56,7 @@ impl Stream {
     /// part or an event recorded in it; waits for events from outside; allocating device memory and making streams; access
     /// by the CPU to page-locked memory that is recorded. Allocate before. Where the capability
     /// `create_during_capture` is false, run the work once before it is captured, so that handles exist. A capture waits to
-    /// begin while other threads wait for the stream or for its device.
+    /// begin while other threads wait for the stream or for its device; threads that come to wait meanwhile come after it.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -634,9 +634,7 @@ fn take_part(
     }
     let mark = device.events.take(&*inner.backend)?;
     let mut turn = core.enter(operation)?;
-    while turn.waiting > 0 && turn.recording.is_none() {
-        core.wait_settled(&mut turn);
-    }
+    core.wait_settled(&mut turn);
     if turn.recording.is_some() {
         drop(turn);
         return refused("the stream takes part in a capture already", "end that capture first");

@@ -80,7 +80,7 @@ pub(crate) struct StreamCore {
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
-    /// Wakes a capture that waits for those who wait for the stream.
+    /// Wakes a capture that waits for those who wait for the stream, and those who come after it.
     settled: Condvar,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
     blas_workspace: OnceLock<Option<Workspace>>,
@@ -96,6 +96,8 @@ pub(crate) struct StreamCore {
 pub(crate) struct TurnState {
     /// Threads that wait for the stream; no capture begins meanwhile.
     pub(crate) waiting: u32,
+    /// Captures that are about to begin and wait for those threads. Threads that come to wait come after them.
+    beginning: u32,
     /// Raw handles of the stream that are lent to foreign code; no capture begins meanwhile.
     pub(crate) lent: u32,
     /// The stream's part in a capture.
@@ -247,9 +249,27 @@ impl StreamCore {
         if turn.recording.is_some() { Err(capture::nothing_is_executed(operation)) } else { Ok(turn) }
     }
 
-    /// Waits until nobody waits for the stream.
+    /// Waits until no thread waits for the stream, for a capture that is about to begin. Threads that come meanwhile find the
+    /// capture, or go on where it did not begin.
     pub(crate) fn wait_settled(&self, turn: &mut Turn<'_>) {
-        self.settled.wait(turn);
+        turn.beginning += 1;
+        while turn.waiting > 0 && turn.recording.is_none() {
+            self.settled.wait(turn);
+        }
+        turn.beginning -= 1;
+        self.settled.notify_all();
+    }
+
+    /// The turn, for a call that waits for the stream: after the captures that are about to begin.
+    fn enter_to_wait(&self, operation: &'static str) -> Result<Turn<'_>> {
+        let mut turn = self.enter_outside(operation)?;
+        while turn.beginning > 0 {
+            self.settled.wait(&mut turn);
+            if turn.recording.is_some() {
+                return Err(capture::nothing_is_executed(operation));
+            }
+        }
+        Ok(turn)
     }
 
     /// Waits for everything enqueued on the stream. No capture begins meanwhile.
@@ -492,7 +512,7 @@ impl Stream {
     /// As [`Stream::is_complete`].
     pub fn synchronize(&self) -> Result<()> {
         self.backend("synchronize_stream")?;
-        self.core.wait_for_all(self.core.enter_outside("synchronize_stream")?)?;
+        self.core.wait_for_all(self.core.enter_to_wait("synchronize_stream")?)?;
         self.runtime.inner.reclaim_in_passing();
         Ok(())
     }

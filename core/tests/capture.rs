@@ -1037,3 +1037,36 @@ fn a_runtime_dropped_inside_a_capture_ends_after_it() {
     drop((graph, block, stream));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
+
+#[test]
+fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
+    const ROUNDS: u32 = 3000;
+    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(1)));
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let block = stream.upload(&[1_u8]).unwrap();
+    let (began, most) = (AtomicBool::new(false), std::sync::atomic::AtomicU32::new(0));
+    let all_wait = Barrier::new(4);
+    // Enqueues, so that there is always something to wait for.
+    let wait = || {
+        all_wait.wait();
+        let mut rounds = 0;
+        while !began.load(Ordering::Relaxed) && rounds < ROUNDS {
+            stream.fill(&block, 2).unwrap();
+            let waited = stream.synchronize();
+            assert!(waited.is_ok() || kind(waited) == ErrorKind::Capture);
+            rounds += 1;
+        }
+        most.fetch_max(rounds, Ordering::Relaxed);
+    };
+    thread::scope(|scope| {
+        (0..3).for_each(|_| drop(scope.spawn(wait)));
+        all_wait.wait();
+        let graph = stream.capture(|_| {
+            began.store(true, Ordering::Relaxed);
+            Ok(())
+        });
+        graph.unwrap();
+    });
+    assert!(most.into_inner() < ROUNDS, "the capture began when nobody waited any more");
+    stream.synchronize().unwrap();
+}
