@@ -337,3 +337,35 @@ fn backends_opened_twice_do_not_lose_each_others_captures() {
         assert_eq!(runtime.close().unwrap().total(), 0);
     }
 }
+
+#[test]
+fn cudarcs_default_streams_are_wrapped_by_their_handles() {
+    let Some(backend) = open("cudarcs_default_streams_are_wrapped_by_their_handles") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let context = cudarc::driver::CudaContext::new(0).unwrap();
+    // What candle's default device hands out.
+    let theirs = context.per_thread_stream();
+    let handle = theirs.cu_stream().addr() as u64;
+    assert_eq!(handle, 2);
+    // SAFETY: default streams never end.
+    let wrap = |handle| unsafe { device.stream_from_raw(handle) };
+    for (handle, is_legacy) in [(handle, false), (1, true)] {
+        let stream = wrap(handle).unwrap();
+        assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
+        let block = device.allocate::<u8>(1024).unwrap();
+        stream.fill(&block, 7).unwrap();
+        // In their order, without a wait: the legacy stream and that of a thread wait for each other.
+        let mut bytes = vec![0_u8; 1024];
+        // SAFETY: the range is the block's, and the copy has been made when the call returns.
+        unsafe {
+            cudarc::driver::result::memcpy_dtoh_async(&mut bytes, block.ptr().get(), theirs.cu_stream()).unwrap();
+        }
+        theirs.synchronize().unwrap();
+        assert_eq!(bytes, [7; 1024]);
+    }
+    let refused = wrap(0).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

@@ -1096,3 +1096,24 @@ fn a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures() 
         assert_eq!(stream.download(&c).unwrap(), [8.0; 4]);
     }
 }
+
+#[test]
+fn hips_default_streams_are_wrapped_by_their_handles() {
+    let Some(backend) = open("hips_default_streams_are_wrapped_by_their_handles") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    // SAFETY: default streams never end.
+    let wrap = |handle| unsafe { device.stream_from_raw(handle) };
+    for (handle, is_legacy) in [(0, true), (2, false)] {
+        let stream = wrap(handle).unwrap();
+        assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
+        let block = stream.upload(&[7_u8; 1024]).unwrap();
+        assert_eq!(stream.download(&block).unwrap(), [7; 1024]);
+    }
+    // Newer versions call it the legacy default stream too.
+    let refused = wrap(1).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.hint().contains("legacy_default"), "{refused}");
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

@@ -79,8 +79,8 @@ impl Stream {
     ///
     /// # Errors
     /// What `record` gives; then, and when it panics, the capture has ended and nothing is kept. `Unsupported` where the
-    /// capability `capture` is false; `Capture` where the stream takes part in a capture already, is the legacy default
-    /// stream, or a stream that joined was not waited for; else what the backend gives.
+    /// capability `capture` is false; `Capture` where the stream takes part in a capture already, is a default stream,
+    /// or a stream that joined was not waited for; else what the backend gives.
     pub fn capture(&self, record: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
         self.capture_with(CaptureMode::default(), record)
     }
@@ -621,8 +621,8 @@ fn take_part(
     let core = stream.core();
     let device = inner.device(stream.device());
     let refused = |message: &str, hint: &str| Err(Error::new(ErrorKind::Capture, operation, message).with_hint(hint));
-    if core.id.is_legacy_default() {
-        return refused("the legacy default stream cannot take part in a capture", "capture a stream made for it");
+    if core.id.is_legacy_default() || core.id.is_per_thread_default() {
+        return refused("a default stream cannot take part in a capture", "capture a stream made for it");
     }
     let capturing = device.capture_gate.capturing();
     let mut reserved = Reserved { runtime: inner, device: stream.device(), workspaces: Vec::new() };

@@ -587,13 +587,6 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- marks
 
-    /// Marks the point that `stream` has reached. It takes part in no capture: its end sees to that.
-    pub(crate) fn mark(&self, stream: StreamId) -> Result<Mark> {
-        let mark = self.device(stream.device()).events.take(&*self.backend)?;
-        self.backend.record_event(mark.event(), stream)?;
-        Ok(mark)
-    }
-
     pub(crate) fn is_passed(&self, mark: &Mark, wait: bool) -> Result<bool> {
         if wait {
             self.backend.synchronize_event(mark.event())?;

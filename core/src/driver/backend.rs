@@ -245,9 +245,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         let quirks = room.platform.quirks();
-        if raw == 0 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream"))
-                .with_hint("use `StreamId::legacy_default` for the legacy default stream"));
+        // In both vendors, handles below are names of default streams.
+        if raw <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
+            let hint = if raw == quirks.per_thread_stream {
+                "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`"
+            } else {
+                "use `StreamId::legacy_default`, or `Device::legacy_default_stream`"
+            };
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream")).with_hint(hint)
+            );
         }
         // SAFETY: the caller vouches that the stream is alive.
         match unsafe { room.platform.stream_is_of(raw, device) } {

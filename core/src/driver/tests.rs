@@ -121,6 +121,17 @@ fn the_per_thread_default_stream_is_not_captured() {
 }
 
 #[test]
+fn the_handle_of_a_default_stream_is_refused_with_the_right_call() {
+    let fake = Fake::new();
+    for (raw, call) in [(0, "legacy_default"), (1, "legacy_default"), (2, "per_thread_default")] {
+        // SAFETY: default streams never end.
+        let error = unsafe { fake.backend.stream_from_raw(0, raw) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.hint().contains(call), "{raw}: {error}");
+    }
+}
+
+#[test]
 fn a_foreign_stream_is_not_used_any_more_once_it_was_given_back() {
     let fake = Fake::new();
     let backend = &fake.backend;
