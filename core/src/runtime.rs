@@ -693,6 +693,11 @@ impl RuntimeInner {
                 break;
             }
             let Some(mut free) = self.deferred.pop() else { break };
+            free.mark_later(self);
+            if free.unmarked {
+                self.strand(free);
+                continue;
+            }
             while let Some(mark) = free.after.last() {
                 match self.is_passed(mark, wait) {
                     Ok(true) => drop(free.after.pop()),
@@ -703,7 +708,7 @@ impl RuntimeInner {
                     }
                 }
             }
-            if !free.after.is_empty() {
+            if !free.after.is_empty() || !free.later.is_empty() {
                 pending += 1;
                 self.deferred.push(free);
                 continue;
@@ -737,7 +742,7 @@ impl RuntimeInner {
         let in_order = || {
             // Where other code captures the stream, that ends too.
             let Ok(turn) = home.enter("free") else { return Ok(false) };
-            if turn.recording.is_some() {
+            if turn.recording.is_some() || home.refuse_if_captured("free").is_err() {
                 return Ok(false);
             }
             free.after.iter().try_for_each(|mark| self.backend.stream_wait_event(home.id, mark.event()))?;

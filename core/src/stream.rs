@@ -81,6 +81,8 @@ pub(crate) struct StreamCore {
     asks: bool,
     /// Whether other code may capture the stream, so that the backend has to be asked.
     ask_capture: bool,
+    /// Whether the device captures at all. The id of any stream may have gone to code that captures it.
+    can_capture: bool,
     /// What the device multiplies.
     pub(crate) products: Products,
     own_process: fork::Guard,
@@ -200,6 +202,14 @@ struct StreamEnd {
     ended: Condvar,
 }
 
+/// How far the use of a stream could be marked.
+pub(crate) enum Marked {
+    By(Arc<Mark>),
+    /// Not while other code captures the stream: a mark would become a part of the graph, and would never be passed.
+    Later,
+    Never,
+}
+
 /// What a buffer remembers of a stream that used it. It does not keep the stream alive.
 #[derive(Debug, Clone)]
 pub(crate) struct StreamUse {
@@ -229,23 +239,33 @@ impl StreamUse {
                 drop(turn);
                 runtime.is_passed(&before, false).unwrap_or(false)
             }
-            None => runtime.backend.query_stream(stream.id).is_ok_and(Completion::is_complete),
+            None => {
+                // To ask would lose a capture by other code.
+                stream.refuse_if_captured("query_stream").is_ok()
+                    && runtime.backend.query_stream(stream.id).is_ok_and(Completion::is_complete)
+            }
         }
     }
 
-    /// A mark after everything that was enqueued on the stream so far; `None` where it could not be recorded.
-    pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Option<Arc<Mark>> {
+    /// Marks what was enqueued on the stream so far.
+    pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Marked {
         if let Some(stream) = self.stream.upgrade() {
             // The reference keeps the stream from being destroyed meanwhile.
-            let marked = stream.mark(runtime);
-            return marked.inspect_err(|error| runtime.count_failed_release(error)).ok();
+            return match stream.mark(runtime) {
+                Ok(mark) => Marked::By(mark),
+                Err(error) if error.kind() == ErrorKind::Capture => Marked::Later,
+                Err(error) => {
+                    runtime.count_failed_release(&error);
+                    Marked::Never
+                }
+            };
         }
         // The last user is gone: its thread has set the last mark, or is about to.
         let mut last = self.end.last.lock();
         while last.is_none() {
             self.end.ended.wait(&mut last);
         }
-        last.clone().flatten()
+        last.clone().flatten().map_or(Marked::Never, Marked::By)
     }
 }
 
@@ -335,12 +355,21 @@ impl StreamCore {
             None => None,
         };
         let mut turn = self.turn();
-        if self.ask_capture && turn.recording.is_none() && self.backend.is_capturing(self.id)? {
-            return Err(Error::new(ErrorKind::Capture, operation, "the stream is being captured by other code")
-                .with_hint("capture it with `Stream::capture`, so that the graph keeps the memory it uses"));
+        if self.ask_capture && turn.recording.is_none() {
+            self.refuse_if_captured(operation)?;
         }
         turn.leaves = leaves;
         Ok(turn)
+    }
+
+    /// Refuses what must not become a part of a capture by other code. The caller has the turn, and the stream takes part in no
+    /// capture of core's.
+    pub(crate) fn refuse_if_captured(&self, operation: &'static str) -> Result<()> {
+        if self.can_capture && self.backend.is_capturing(self.id)? {
+            return Err(Error::new(ErrorKind::Capture, operation, "the stream is being captured by other code")
+                .with_hint("capture it with `Stream::capture`, so that the graph keeps the memory it uses"));
+        }
+        Ok(())
     }
 
     /// The turn, for a call that makes no sense in a capture or would lose it.
@@ -398,6 +427,7 @@ impl StreamCore {
         if let Some(recording) = &turn.recording {
             return Ok(Arc::clone(&recording.before));
         }
+        self.refuse_if_captured("record_event")?;
         self.backend.record_event(mark.event(), self.id)?;
         drop(turn);
         Ok(Arc::new(mark))
@@ -561,6 +591,7 @@ impl Stream {
             bound_as: AtomicU64::new(key),
             asks: owner.is_some() || (foreign && capabilities.capture),
             ask_capture: foreign && capabilities.capture,
+            can_capture: capabilities.capture,
             owner,
             blas_workspace: OnceLock::new(),
             lt_workspace: OnceLock::new(),

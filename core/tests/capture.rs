@@ -1044,29 +1044,64 @@ fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
     let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(1)));
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
     let block = stream.upload(&[1_u8]).unwrap();
-    let (began, most) = (AtomicBool::new(false), std::sync::atomic::AtomicU32::new(0));
+    let most = std::sync::atomic::AtomicU32::new(0);
     let all_wait = Barrier::new(4);
     // Enqueues, so that there is always something to wait for.
     let wait = || {
         all_wait.wait();
         let mut rounds = 0;
-        while !began.load(Ordering::Relaxed) && rounds < ROUNDS {
+        while rounds < ROUNDS {
             stream.fill(&block, 2).unwrap();
-            let waited = stream.synchronize();
-            assert!(waited.is_ok() || kind(waited) == ErrorKind::Capture);
+            if let Err(error) = stream.synchronize() {
+                assert_eq!(error.kind(), ErrorKind::Capture);
+                break;
+            }
             rounds += 1;
         }
         most.fetch_max(rounds, Ordering::Relaxed);
     };
     thread::scope(|scope| {
-        (0..3).for_each(|_| drop(scope.spawn(wait)));
+        let threads: Vec<_> = (0..3).map(|_| scope.spawn(wait)).collect();
         all_wait.wait();
         let graph = stream.capture(|_| {
-            began.store(true, Ordering::Relaxed);
+            // Each finds it open.
+            while !threads.iter().all(|thread| thread.is_finished()) {
+                thread::yield_now();
+            }
             Ok(())
         });
         graph.unwrap();
     });
     assert!(most.into_inner() < ROUNDS, "the capture began when nobody waited any more");
     stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (used, ordered) = (stream.upload(&[1_u8; 64]).unwrap(), stream.allocate::<u8>(64).unwrap());
+    let (unused, elsewhere) = (device.allocate::<u8>(64).unwrap(), other.upload(&[2_u8; 64]).unwrap());
+    stream.fill(&ordered, 3).unwrap();
+    stream.synchronize().unwrap();
+    gpu.begin_capture(stream.id(), CaptureMode::Relaxed).unwrap();
+    drop((used, ordered, unused, elsewhere));
+    other.synchronize().unwrap();
+    for _ in 0..3 {
+        runtime.reclaim().unwrap();
+    }
+    assert_eq!(gpu.live_objects().allocations, 2, "what the stream used");
+    assert_eq!(runtime.statistics().failed_releases, 0);
+    // The capture was not disturbed.
+    // SAFETY: this test began it, past core.
+    let graph = unsafe { gpu.end_capture(stream.id()) }.unwrap();
+    gpu.destroy_graph(graph).unwrap();
+    runtime.reclaim().unwrap();
+    stream.synchronize().unwrap();
+    runtime.reclaim().unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(gpu.live_objects().allocations, 0);
+    drop((stream, other, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }
