@@ -488,6 +488,19 @@ impl Drop for Made<'_> {
     }
 }
 
+/// Tells those who wait for the end of a stream, also where the backend panics in it.
+struct Ending<'s> {
+    end: &'s StreamEnd,
+    last: Option<Arc<Mark>>,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        *self.end.last.lock() = Some(self.last.take());
+        self.end.ended.notify_all();
+    }
+}
+
 impl Drop for StreamCore {
     fn drop(&mut self) {
         if !self.is_own_process() {
@@ -496,13 +509,13 @@ impl Drop for StreamCore {
         // Where the runtime is ending, no buffer is left to ask, and it frees all workspaces itself.
         let runtime = self.runtime.upgrade();
         let may_release = runtime.as_ref().map_or_else(|| !self.backend.is_exiting(), |runtime| runtime.may_release());
+        let mut ending = Ending { end: &self.end, last: None };
         let last = runtime
             .as_ref()
             .filter(|_| may_release)
             .and_then(|runtime| self.mark(runtime).inspect_err(|error| runtime.count_failed_release(error)).ok());
-        // Whatever happened: who waits for the end goes on.
-        *self.end.last.lock() = Some(last.clone());
-        self.end.ended.notify_all();
+        ending.last.clone_from(&last);
+        drop(ending);
         if !may_release {
             return;
         }
