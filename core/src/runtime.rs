@@ -323,7 +323,7 @@ impl Runtime {
         self.inner.backend.identity()
     }
 
-    /// The backend itself.
+    /// The backend itself. The caller must keep the memory that a capture begun here records: core does not know of it.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.inner.backend
@@ -363,6 +363,9 @@ impl Runtime {
 
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
     /// a stream is synchronised. In a thread that is inside a capture it does nothing.
+    ///
+    /// A vendor's free may wait for all work on the device: CUDA's does, and other threads that allocate or enqueue wait with it.
+    /// For memory that comes and goes beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep the buffers.
     ///
     /// # Errors
     /// What the backend gives when it is asked about an event; nothing is lost.

@@ -184,7 +184,7 @@ impl LeavesMark<'_> {
     fn record(&mut self, state: &mut TurnState) {
         let Some(mark) = self.mark.take() else { return };
         let recorded = self.stream.backend.record_event(mark.event(), self.stream.id);
-        self.before = std::mem::replace(&mut state.latest, Some(Arc::new(mark)));
+        self.before = state.latest.replace(Arc::new(mark));
         if let Err(error) = recorded {
             tracing::warn!("what was enqueued on {:?} could not be marked: {error}", self.stream.id);
             // Not the event before: it would say less than what was enqueued.
