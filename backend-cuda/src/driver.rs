@@ -2,10 +2,10 @@
 //! each device.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_core::driver::{Calls, Found, Initialised, Search};
+use highwater_core::driver::{Calls, Captures, Found, Initialised, Search};
 use highwater_core::{Error, ErrorKind};
 
 use crate::calls::{self, CudaCalls};
@@ -30,6 +30,8 @@ pub(crate) struct Driver {
     /// The version of CUDA that it knows: 1000 * major + 10 * minor.
     pub(crate) version: i32,
     pub(crate) devices: Vec<Device>,
+    /// What is captured in it.
+    pub(crate) captures: Arc<Captures>,
 }
 
 /// A device and its primary context.
@@ -91,7 +93,8 @@ impl Driver {
         if devices.is_empty() {
             return Err(codes::CUDA.error(OPERATION, cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE as i32));
         }
-        Ok(Self { calls, own, version, devices })
+        let captures = Arc::new(Captures::new(devices.len()));
+        Ok(Self { calls, own, version, devices, captures })
     }
 
     /// The primary context of a device, retained once.

@@ -94,7 +94,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
     let platform = Cuda { driver, mapped: MappedCalls::new(&driver.own), blas, cublas: own, lt: lt_calls };
     let devices = devices::describe(&platform)?;
-    Ok(Opened { platform, identity, devices })
+    Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }
 
 /// The version of cuBLAS.

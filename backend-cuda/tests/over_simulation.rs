@@ -9,9 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Epilogue, ErrorKind, EventOptions, FillPattern, Gemm,
-    GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime, StreamId,
-    StreamOptions, Ticket, Transport,
+    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, Epilogue, ErrorKind, EventOptions,
+    FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime,
+    StreamId, StreamOptions, Ticket, Transport,
 };
 
 /// The backend, in the run over the simulation; `None` where the test has just been made to run there.
@@ -333,4 +333,86 @@ fn settings_of_foreign_code_do_not_stay_on_a_handle() {
         assert_eq!(found, fresh);
     }
     assert_eq!(runtime.statistics().blas_handles.created, 1);
+}
+
+#[test]
+fn backends_opened_twice_do_not_lose_each_others_captures() {
+    let Some(backend) = open("backends_opened_twice_do_not_lose_each_others_captures") else { return };
+    for mode in [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
+        let again = highwater_cuda::open().unwrap();
+        let (runtime, other) = (Runtime::new(backend.clone()).unwrap(), Runtime::new(again.clone()).unwrap());
+        let (device, theirs) = (runtime.device(0).unwrap(), other.device(0).unwrap());
+        let stream = device.create_stream().unwrap();
+        let block = stream.upload(&[1_u8; 64]).unwrap();
+        // A handle that no thread has claimed, which is destroyed by what follows.
+        let work = || {
+            let stream = theirs.create_stream().unwrap();
+            let (a, b) = (stream.upload(&[2.0_f32]).unwrap(), stream.upload(&[3.0_f32]).unwrap());
+            let c = theirs.allocate::<f32>(1).unwrap();
+            stream.blas().unwrap().gemm(&GemmShape::of::<f32>(1, 1, 1), 1.0, &a, &b, 0.0, &c).unwrap();
+            assert_eq!(stream.download(&c).unwrap(), [6.0]);
+        };
+        std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+        let harm = move || {
+            let stream = theirs.create_stream().unwrap();
+            let event = stream.record().unwrap();
+            for _ in 0..100 {
+                stream.is_complete().unwrap();
+                event.is_complete().unwrap();
+            }
+            other.trim().unwrap();
+            assert_eq!(again.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
+            assert_eq!(theirs.synchronize().unwrap_err().kind(), ErrorKind::Capture);
+            let too_much = theirs.info().memory_bytes as usize;
+            assert_eq!(theirs.allocate::<u8>(too_much).unwrap_err().kind(), ErrorKind::OutOfMemory);
+            drop((stream, event, theirs));
+            move || other.close().unwrap()
+        };
+        let mut end = None;
+        let mut graph = stream
+            .capture_with(mode, |stream| {
+                let close = std::thread::scope(|scope| scope.spawn(harm).join().unwrap());
+                end = Some(std::thread::spawn(close));
+                stream.fill(&block, 7)
+            })
+            .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
+        // Nothing of the other is left; it was opened by itself.
+        assert_eq!(end.unwrap().join().unwrap().total(), 0, "{mode:?}");
+        graph.launch(&stream).unwrap();
+        assert_eq!(stream.download(&block).unwrap(), [7; 64]);
+        drop((graph, block, stream, device));
+        assert_eq!(runtime.close().unwrap().total(), 0);
+    }
+}
+
+#[test]
+fn cudarcs_default_streams_are_wrapped_by_their_handles() {
+    let Some(backend) = open("cudarcs_default_streams_are_wrapped_by_their_handles") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let context = cudarc::driver::CudaContext::new(0).unwrap();
+    // What candle's default device hands out.
+    let theirs = context.per_thread_stream();
+    let handle = theirs.cu_stream().addr() as u64;
+    assert_eq!(handle, 2);
+    // SAFETY: default streams never end.
+    let wrap = |handle| unsafe { device.stream_from_raw(handle) };
+    for (handle, is_legacy) in [(handle, false), (1, true)] {
+        let stream = wrap(handle).unwrap();
+        assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
+        let block = device.allocate::<u8>(1024).unwrap();
+        stream.fill(&block, 7).unwrap();
+        // In their order, without a wait: the legacy stream and that of a thread wait for each other.
+        let mut bytes = vec![0_u8; 1024];
+        // SAFETY: the range is the block's, and the copy has been made when the call returns.
+        unsafe {
+            cudarc::driver::result::memcpy_dtoh_async(&mut bytes, block.ptr().get(), theirs.cu_stream()).unwrap();
+        }
+        theirs.synchronize().unwrap();
+        assert_eq!(bytes, [7; 1024]);
+    }
+    let refused = wrap(0).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
 }

@@ -1,8 +1,9 @@
 //! The HIP runtime, initialised once for each library file and kept to the end of the process.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use highwater_core::driver::{Calls, Found, Initialised, LibraryName, Search};
+use highwater_core::driver::{Calls, Captures, Found, Initialised, LibraryName, Search};
 use highwater_core::{Error, ErrorKind};
 
 use crate::calls::{self, HipCalls};
@@ -17,6 +18,8 @@ pub(crate) struct Driver {
     pub(crate) version: i32,
     /// How many devices there are.
     pub(crate) devices: i32,
+    /// What is captured in it.
+    pub(crate) captures: Arc<Captures>,
 }
 
 impl Driver {
@@ -60,7 +63,8 @@ impl Driver {
         if devices < 1 {
             return Err(codes::HIP.error("open", quirks::NO_DEVICE));
         }
-        Ok(Self { calls, own, version, devices })
+        let captures = Arc::new(Captures::new(devices.unsigned_abs() as usize));
+        Ok(Self { calls, own, version, devices, captures })
     }
 
     /// The major version of HIP.

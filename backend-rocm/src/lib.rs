@@ -90,7 +90,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let kernels = Kernels::new(&hipblas.library);
     let platform = Rocm { driver, blas, quirks: products.quirks, kernels, architectures };
     let devices = devices::describe(&platform)?;
-    Ok(Opened { platform, identity, devices })
+    Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }
 
 /// Whether this hipBLAS is of the same release as HIP: by its file's name, or by a symbol that only hipBLAS 2 has.

@@ -1153,3 +1153,24 @@ fn a_spare_handle_is_bound_to_no_stream_that_has_ended() {
         assert_eq!(next.blas().unwrap().with_raw(|raw| raw.handle).unwrap(), handle);
     }
 }
+
+#[test]
+fn hips_default_streams_are_wrapped_by_their_handles() {
+    let Some(backend) = open("hips_default_streams_are_wrapped_by_their_handles") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    // SAFETY: default streams never end.
+    let wrap = |handle| unsafe { device.stream_from_raw(handle) };
+    for (handle, is_legacy) in [(0, true), (2, false)] {
+        let stream = wrap(handle).unwrap();
+        assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
+        let block = stream.upload(&[7_u8; 1024]).unwrap();
+        assert_eq!(stream.download(&block).unwrap(), [7; 1024]);
+    }
+    // Newer versions call it the legacy default stream too.
+    let refused = wrap(1).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.hint().contains("legacy_default"), "{refused}");
+    drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

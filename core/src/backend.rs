@@ -59,7 +59,8 @@ pub struct DeviceInfo {
     pub uuid: [u8; 16],
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// PCI address as `domain:bus:device.function`, where it has one.
+    /// PCI address as `domain:bus:device.function`. Core takes devices with equal addresses and UUIDs for one device, on which
+    /// runtimes keep out of the way of each other's captures. `None` for a device that is the backend's alone.
     pub pci_address: Option<String>,
     /// NUMA node that it is attached to, where known.
     pub numa_node: Option<u32>,

@@ -17,7 +17,7 @@ use crate::pool::events::Mark;
 use crate::runtime::Runtime;
 use crate::scalar::Element;
 use crate::sharing::{ExportKey, Import, Ticket};
-use crate::stream::{Stream, StreamCore, StreamUse};
+use crate::stream::{Marked, Stream, StreamCore, StreamUse};
 
 /// `len` values of `T` in the memory of one device.
 ///
@@ -518,9 +518,9 @@ impl DeviceBlock {
         let mut outstanding = Vec::new();
         for use_ in uses.iter().filter(|use_| !use_.is_over(inner)) {
             match use_.mark(inner) {
-                Some(mark) if inner.is_passed(&mark, false).unwrap_or(false) => {}
-                Some(mark) => outstanding.push(mark),
-                None => unmarked = true,
+                Marked::By(mark) if inner.is_passed(&mark, false).unwrap_or(false) => {}
+                Marked::By(mark) => outstanding.push(mark),
+                Marked::Later | Marked::Never => unmarked = true,
             }
         }
         (outstanding, unmarked)
@@ -587,18 +587,13 @@ impl Drop for DeviceBlock {
                 (home.take(), shareable.as_ref().and_then(|(_, export)| export.get().copied()))
             }
         };
-        let mut after = Vec::new();
-        let mut unmarked = false;
-        for (use_, _) in self.uses.get_mut() {
-            match use_.mark(inner) {
-                Some(mark) => after.push(mark),
-                None => unmarked = true,
-            }
-        }
-        let free = DeferredFree { device: self.device, ptr: self.ptr, home, after, unmarked };
+        let later = std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect();
+        let mut free =
+            DeferredFree { device: self.device, ptr: self.ptr, home, after: Vec::new(), later, unmarked: false };
+        free.mark_later(inner);
         // Other processes may have it open: then it waits in limbo.
         let Some(free) = inner.close_export(export, free) else { return };
-        if free.home.is_none() || free.unmarked || in_capture() {
+        if free.home.is_none() || free.unmarked || !free.later.is_empty() || in_capture() {
             return inner.defer_free(free);
         }
         // Freed in the order of its own stream, which first waits, on the device, for the others.

@@ -17,7 +17,7 @@
 //! waits, on the device, for the uses that it would race with, and counts as a use itself. See `pool/block_uses.rs` for
 //! how the CPU is kept apart.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
@@ -25,7 +25,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::backend::{Backend, CaptureMode};
 use crate::blas::{BlasKind, Workspace};
@@ -33,6 +33,7 @@ use crate::buffer::{DeviceBlock, Noted};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::Generation;
+use crate::gate::CaptureGate;
 use crate::id::{GraphExecId, GraphId, StreamId};
 use crate::memory::HostPtr;
 use crate::pool::events::Mark;
@@ -55,7 +56,7 @@ impl Stream {
     /// part or an event recorded in it; waits for events from outside; allocating device memory and making streams; access
     /// by the CPU to page-locked memory that is recorded. Allocate before. Where the capability
     /// `create_during_capture` is false, run the work once before it is captured, so that handles exist. A capture waits to
-    /// begin while other threads wait for the stream or for its device.
+    /// begin while other threads wait for the stream or for its device; threads that come to wait meanwhile come after it.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -78,8 +79,8 @@ impl Stream {
     ///
     /// # Errors
     /// What `record` gives; then, and when it panics, the capture has ended and nothing is kept. `Unsupported` where the
-    /// capability `capture` is false; `Capture` where the stream takes part in a capture already, is the legacy default
-    /// stream, or a stream that joined was not waited for; else what the backend gives.
+    /// capability `capture` is false; `Capture` where the stream takes part in a capture already, is a default stream,
+    /// or a stream that joined was not waited for; else what the backend gives.
     pub fn capture(&self, record: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
         self.capture_with(CaptureMode::default(), record)
     }
@@ -192,6 +193,8 @@ pub struct GraphStatistics {
 thread_local! {
     /// Captures that this thread has begun and not ended.
     static OPEN_CAPTURES: Cell<u32> = const { Cell::new(0) };
+    /// Runtimes whose last user was dropped inside a capture of this thread.
+    static ENDING: RefCell<Vec<Arc<RuntimeInner>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Whether this thread is inside a capture.
@@ -202,6 +205,23 @@ pub(crate) fn in_capture() -> bool {
 fn count_open(change: i32) {
     // Where the thread is ending, there is nothing left to refuse or to defer.
     let _ = OPEN_CAPTURES.try_with(|open| open.set(open.get().saturating_add_signed(change)));
+}
+
+/// Lets go of a runtime, whose end waits for captures. Inside a capture of this thread it would wait for ever: the end of
+/// that capture lets go then.
+pub(crate) fn let_go(runtime: Arc<RuntimeInner>) {
+    if in_capture() {
+        // Where the thread is ending, the runtime ends here, without waiting.
+        let _ = ENDING.try_with(|ending| ending.borrow_mut().push(runtime));
+    }
+}
+
+/// Ends the runtimes that were dropped inside a capture, once this thread is inside none.
+fn end_runtimes() {
+    if !in_capture() {
+        // Out of the cell first: the end of a runtime runs code of the backend.
+        drop(ENDING.try_with(RefCell::take));
+    }
 }
 
 /// Refuses what a thread inside a capture must not do.
@@ -238,80 +258,6 @@ pub(crate) fn warm_up_first(operation: &'static str, what: &str) -> Error {
     .with_hint("warm up first: run the same work once before the capture")
 }
 
-/// Keeps calls that stop a whole device and captures apart: waiting for the device, destroying handles.
-#[derive(Debug, Default)]
-pub(crate) struct DeviceGate {
-    state: Mutex<Gate>,
-    quiet_ended: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Gate {
-    /// Streams of the device that take part in a capture, or are about to.
-    capturing: u32,
-    /// Calls under way that a capture must not begin in.
-    quiet: u32,
-}
-
-/// No capture is open on the device, and none begins until this is dropped.
-pub(crate) struct Quiet<'g>(&'g DeviceGate);
-
-/// A stream of the device takes part in a capture, until this is dropped or forgotten.
-struct Capturing<'g>(&'g DeviceGate);
-
-impl DeviceGate {
-    /// Keeps captures from beginning; `None` where one is open.
-    pub(crate) fn quiet(&self) -> Option<Quiet<'_>> {
-        let mut state = self.state.lock();
-        if state.capturing > 0 {
-            return None;
-        }
-        state.quiet += 1;
-        Some(Quiet(self))
-    }
-
-    fn capturing(&self) -> Capturing<'_> {
-        let mut state = self.state.lock();
-        state.capturing += 1;
-        let capturing = Capturing(self);
-        while state.quiet > 0 {
-            self.quiet_ended.wait(&mut state);
-        }
-        capturing
-    }
-
-    fn capture_ended(&self) {
-        self.state.lock().capturing -= 1;
-    }
-
-    fn capturing_streams(&self) -> u64 {
-        u64::from(self.state.lock().capturing)
-    }
-
-    #[cfg(test)]
-    pub(crate) fn is_locked(&self) -> bool {
-        self.state.is_locked()
-    }
-
-    #[cfg(test)]
-    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.state.lock())
-    }
-}
-
-impl Drop for Quiet<'_> {
-    fn drop(&mut self) {
-        self.0.state.lock().quiet -= 1;
-        self.0.quiet_ended.notify_all();
-    }
-}
-
-impl Drop for Capturing<'_> {
-    fn drop(&mut self) {
-        self.0.capture_ended();
-    }
-}
-
 // ------------------------------------------------------------------------------------------------------- the runtime
 
 /// Graphs of a runtime, and what was dropped where it could not be destroyed.
@@ -332,9 +278,9 @@ pub(crate) enum Dropped {
 }
 
 impl Graphs {
-    pub(crate) fn statistics<'d>(&self, gates: impl Iterator<Item = &'d DeviceGate>) -> GraphStatistics {
+    pub(crate) fn statistics<'d>(&self, gates: impl Iterator<Item = &'d CaptureGate>) -> GraphStatistics {
         GraphStatistics {
-            capturing_streams: gates.map(DeviceGate::capturing_streams).sum(),
+            capturing_streams: gates.map(CaptureGate::capturing_streams).sum(),
             graphs: self.live.load(Ordering::Relaxed),
             device_blocks: self.device_blocks.load(Ordering::Relaxed),
             pinned_blocks: self.pinned_blocks.load(Ordering::Relaxed),
@@ -682,8 +628,8 @@ fn take_part(
     let core = stream.core();
     let device = inner.device(stream.device());
     let refused = |message: &str, hint: &str| Err(Error::new(ErrorKind::Capture, operation, message).with_hint(hint));
-    if core.id.is_legacy_default() {
-        return refused("the legacy default stream cannot take part in a capture", "capture a stream made for it");
+    if core.id.is_legacy_default() || core.id.is_per_thread_default() {
+        return refused("a default stream cannot take part in a capture", "capture a stream made for it");
     }
     let capturing = device.capture_gate.capturing();
     let mut reserved = Reserved { runtime: inner, device: stream.device(), workspaces: Vec::new() };
@@ -695,9 +641,7 @@ fn take_part(
     }
     let mark = device.events.take(&*inner.backend)?;
     let mut turn = core.enter(operation)?;
-    while turn.waiting > 0 && turn.recording.is_none() {
-        core.wait_settled(&mut turn);
-    }
+    core.wait_settled(&mut turn);
     if turn.recording.is_some() {
         drop(turn);
         return refused("the stream takes part in a capture already", "end that capture first");
@@ -893,6 +837,7 @@ impl<'s> OpenCapture<'s> {
         {
             tracing::debug!("what was dropped in a capture could not all be destroyed: {error}");
         }
+        end_runtimes();
         (ended, recorded)
     }
 }
@@ -918,6 +863,7 @@ impl Drop for OpenCapture<'_> {
         if !inner.generation.is_current() {
             // The capture is the parent's; its locks may be held by threads that do not exist here.
             count_open(-1);
+            end_runtimes();
             return;
         }
         let (ended, recorded) = self.end();

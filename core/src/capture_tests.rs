@@ -289,6 +289,29 @@ fn what_was_dropped_in_a_lost_capture_is_held_to_the_cap() {
     assert_eq!(runtime.statistics().host.held_blocks, 0);
 }
 
+#[test]
+fn a_backend_that_panics_while_a_stream_ends_keeps_nobody_waiting() {
+    let (backend, runtime, device) = open();
+    let stream = device.create_stream().unwrap();
+    let (buffer, pinned) = (device.allocate::<u8>(64).unwrap(), runtime.pinned::<u8>(64).unwrap());
+    stream.copy_to_device(&pinned, &buffer).unwrap();
+    backend.intrude("record_event", || panic!("told to panic"));
+    let drops = std::panic::AssertUnwindSafe(|| drop(stream));
+    assert!(std::panic::catch_unwind(drops).is_err());
+    // In a thread of its own, so that the test fails where it waits for ever.
+    let (dropped, is_dropped) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        drop(buffer);
+        dropped.send(()).unwrap();
+    });
+    is_dropped.recv_timeout(std::time::Duration::from_secs(20)).expect("the buffer waits for the end of the stream");
+    runtime.reclaim().unwrap();
+    assert_eq!(backend.live_objects().allocations, 1, "nobody can tell when the copy is done");
+    drop((pinned, device));
+    runtime.close().unwrap();
+    assert_eq!(backend.live_objects().allocations, 0);
+}
+
 // -------------------------------------------------------------------------------------------------- random sequences
 
 #[derive(Debug, Clone)]

@@ -5,6 +5,7 @@ use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
 use crate::capture::refuse_in_capture;
 use crate::error::{Error, ErrorKind, Result};
+use crate::id::StreamId;
 use crate::ipc::Transport;
 use crate::memory::{DeviceMemoryKind, MemoryInfo};
 use crate::runtime::Runtime;
@@ -79,8 +80,7 @@ impl Device {
         Ok(Stream::new(self.runtime.clone(), inner.backend.create_stream(self.ordinal, options)?, true))
     }
 
-    /// The vendor's legacy default stream. (The per-thread one is not offered: the thread that drops a buffer could not mark
-    /// the point up to which another thread's stream uses it.)
+    /// The vendor's legacy default stream.
     ///
     /// # Errors
     /// `Unsupported` where `legacy_default_stream` is false.
@@ -91,20 +91,56 @@ impl Device {
         Ok(Stream::legacy_default(self.runtime.clone(), self.ordinal))
     }
 
-    /// Wraps a stream that other code made and keeps.
+    /// The vendor's default stream of the calling thread. Only this thread can use it: in others its calls give `InvalidState`,
+    /// because the vendor's handle names another stream there. It may be dropped anywhere, and so may the buffers that it used.
+    ///
+    /// Each call leaves a mark on the stream, so it is slower than others, and it takes part in no capture and allocates no
+    /// stream-ordered memory.
     ///
     /// # Errors
-    /// `Unsupported` where `foreign_objects` is false; else what the backend gives.
+    /// `Unsupported` where `per_thread_default_stream` is false; else what marking the stream gives.
+    pub fn per_thread_default_stream(&self) -> Result<Stream> {
+        self.runtime.inner.check("per_thread_default_stream")?;
+        if !self.capabilities().per_thread_default_stream {
+            return Err(Error::lacks("per_thread_default_stream", "per_thread_default_stream"));
+        }
+        Stream::per_thread_default(self.runtime.clone(), self.ordinal)
+    }
+
+    /// Wraps a stream that other code made and keeps. The vendor's handle of a default stream gives that stream, as
+    /// [`Device::legacy_default_stream`] and [`Device::per_thread_default_stream`] do: 1 and 2 for CUDA, 0 and 2 for HIP.
+    ///
+    /// # Errors
+    /// `Unsupported` where `foreign_objects` is false; `InvalidArgument` for CUDA's 0, which names the one default stream or the
+    /// other by how the code that uses it was compiled; else what the backend gives.
     ///
     /// # Safety
     /// `raw` is a live stream of this device, and stays so until this stream and every buffer that was used on it have
-    /// been dropped.
+    /// been dropped. This does not concern default streams.
     pub unsafe fn stream_from_raw(&self, raw: u64) -> Result<Stream> {
-        if !self.capabilities().foreign_objects {
-            return Err(Error::lacks("stream_from_raw", "foreign_objects"));
+        const OPERATION: &str = "stream_from_raw";
+        let inner = &self.runtime.inner;
+        inner.check(OPERATION)?;
+        let capabilities = self.capabilities();
+        if !capabilities.foreign_objects {
+            return Err(Error::lacks(OPERATION, "foreign_objects"));
+        }
+        let tag = inner.backend.identity().tag;
+        let is_handle_of = |id| inner.backend.raw_stream(id).map(|handle| handle == raw);
+        if capabilities.legacy_default_stream && is_handle_of(StreamId::legacy_default(tag, self.ordinal))? {
+            return self.legacy_default_stream();
+        }
+        if capabilities.per_thread_default_stream && is_handle_of(StreamId::per_thread_default(tag, self.ordinal))? {
+            return self.per_thread_default_stream();
+        }
+        if raw == 0 {
+            let message =
+                "0 is no handle of one stream: it names a default stream by how the code that uses it was compiled";
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                .with_hint("call `legacy_default_stream` or `per_thread_default_stream`, whichever that code means"));
         }
         // SAFETY: the caller's promise is the one that the backend asks for.
-        let id = unsafe { self.runtime.inner.backend.stream_from_raw(self.ordinal, raw)? };
+        let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw)? };
         Ok(Stream::foreign(self.runtime.clone(), id))
     }
 
@@ -148,8 +184,8 @@ impl Device {
     /// Waits for every stream of the device.
     ///
     /// # Errors
-    /// `Capture` where a stream of the device takes part in a capture; else what the backend gives, and an error of earlier
-    /// work may show up here.
+    /// `Capture` where a stream of the device takes part in a capture, also in one of another runtime; else what the backend
+    /// gives, and an error of earlier work may show up here.
     pub fn synchronize(&self) -> Result<()> {
         let inner = &self.runtime.inner;
         inner.check("synchronize_device")?;

@@ -32,6 +32,7 @@ pub mod file_limit;
 pub mod fork;
 #[cfg(test)]
 mod fork_tests;
+mod gate;
 mod host;
 mod host_use;
 mod id;

@@ -12,10 +12,11 @@ use crate::blas::{BlasKind, BlasOptions, Workspace};
 use crate::blas_lease::PooledHandle;
 use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
-use crate::capture::{DeviceGate, GraphStatistics, Graphs, Quiet, in_capture, refuse_in_capture, warm_up_first};
+use crate::capture::{self, GraphStatistics, Graphs, in_capture, refuse_in_capture, warm_up_first};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
+use crate::gate::{CaptureGate, Quiet};
 use crate::id::StreamId;
 use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
@@ -91,7 +92,9 @@ impl RuntimeOptions {
 /// An open backend with its pools. Cheap to clone; all clones are the same runtime.
 ///
 /// Devices, streams, events and buffers keep their runtime alive. When the last of them is dropped, the runtime waits
-/// for the devices and gives everything back; [`Runtime::close`] does so with an answer.
+/// for the devices and gives everything back; [`Runtime::close`] does so with an answer. Waiting for a device would lose the
+/// captures on it, so the end of a runtime first waits until no runtime of the process captures there. A runtime that is
+/// dropped inside a capture ends right after that capture, in the same thread.
 ///
 /// ```
 /// use highwater_core::{GemmShape, Runtime};
@@ -148,6 +151,9 @@ impl Drop for Users {
         {
             sharing.stop();
         }
+        if in_capture() {
+            capture::let_go(Arc::clone(&self.0));
+        }
     }
 }
 
@@ -198,7 +204,7 @@ pub(crate) struct DeviceState {
     pub(crate) capabilities: Capabilities,
     pub(crate) events: Arc<EventPool>,
     pub(crate) workspaces: WorkspacePool,
-    pub(crate) capture_gate: DeviceGate,
+    pub(crate) capture_gate: CaptureGate,
     /// The vendor's legacy default stream: one for all who ask, so that its calls take turns.
     pub(crate) legacy_default: Mutex<Weak<StreamCore>>,
     /// Bytes of workspace for the BLAS calls of a stream; 0 for none.
@@ -281,12 +287,13 @@ impl Runtime {
                 workspace_config::lt_workspace_bytes(identity.lt_workspace_variables, capabilities.lt_workspace_bytes)
             });
             let align = |bytes: usize| bytes.next_multiple_of(capabilities.workspace_alignment.max(1));
+            let info = backend.device_info(ordinal)?;
             Ok(DeviceState {
-                info: backend.device_info(ordinal)?,
+                capture_gate: CaptureGate::of(identity.tag, &info),
+                info,
                 capabilities,
                 events: EventPool::new(ordinal, generation),
                 workspaces: WorkspacePool::default(),
-                capture_gate: DeviceGate::default(),
                 legacy_default: Mutex::default(),
                 blas_workspace_bytes: if capabilities.blas_workspace { align(blas) } else { 0 },
                 lt_workspace_bytes: if capabilities.blas_workspace { align(lt) } else { 0 },
@@ -322,7 +329,7 @@ impl Runtime {
         self.inner.backend.identity()
     }
 
-    /// The backend itself.
+    /// The backend itself. The caller must keep the memory that a capture begun here records: core does not know of it.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.inner.backend
@@ -363,6 +370,9 @@ impl Runtime {
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
     /// a stream is synchronised. In a thread that is inside a capture it does nothing.
     ///
+    /// A vendor's free may wait for all work on the device: CUDA's does, and other threads that allocate or enqueue wait with it.
+    /// For memory that comes and goes beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep the buffers.
+    ///
     /// # Errors
     /// What the backend gives when it is asked about an event; nothing is lost.
     pub fn reclaim(&self) -> Result<()> {
@@ -375,7 +385,7 @@ impl Runtime {
     ///
     /// # Errors
     /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
-    /// capture. Handles stay while any capture is open.
+    /// capture. Handles stay while any capture is open on a device of the runtime, also one of another runtime.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
         refuse_in_capture("trim")?;
@@ -489,8 +499,8 @@ impl Runtime {
         if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
     }
 
-    /// Ends the runtime: waits for the devices, gives everything back, and says what the backend still counts as alive
-    /// (nothing, unless something else uses the same backend).
+    /// Ends the runtime: waits for captures of other runtimes on its devices and for the devices themselves, gives everything
+    /// back, and says what the backend still counts as alive (nothing, unless something else uses the same backend).
     ///
     /// # Errors
     /// `InvalidState` while a device, stream, event, buffer or clone of the runtime is alive, or another process has a
@@ -585,13 +595,6 @@ impl RuntimeInner {
     }
 
     // ---------------------------------------------------------------- marks
-
-    /// Marks the point that `stream` has reached. It takes part in no capture: its end sees to that.
-    pub(crate) fn mark(&self, stream: StreamId) -> Result<Mark> {
-        let mark = self.device(stream.device()).events.take(&*self.backend)?;
-        self.backend.record_event(mark.event(), stream)?;
-        Ok(mark)
-    }
 
     pub(crate) fn is_passed(&self, mark: &Mark, wait: bool) -> Result<bool> {
         if wait {
@@ -699,6 +702,11 @@ impl RuntimeInner {
                 break;
             }
             let Some(mut free) = self.deferred.pop() else { break };
+            free.mark_later(self);
+            if free.unmarked {
+                self.strand(free);
+                continue;
+            }
             while let Some(mark) = free.after.last() {
                 match self.is_passed(mark, wait) {
                     Ok(true) => drop(free.after.pop()),
@@ -709,7 +717,7 @@ impl RuntimeInner {
                     }
                 }
             }
-            if !free.after.is_empty() {
+            if !free.after.is_empty() || !free.later.is_empty() {
                 pending += 1;
                 self.deferred.push(free);
                 continue;
@@ -743,7 +751,7 @@ impl RuntimeInner {
         let in_order = || {
             // Where other code captures the stream, that ends too.
             let Ok(turn) = home.enter("free") else { return Ok(false) };
-            if turn.recording.is_some() {
+            if turn.recording.is_some() || home.refuse_if_captured("free").is_err() {
                 return Ok(false);
             }
             free.after.iter().try_for_each(|mark| self.backend.stream_wait_event(home.id, mark.event()))?;
@@ -925,7 +933,7 @@ impl RuntimeInner {
     }
 
     /// Keeps captures on all devices from beginning; `None` where one is open.
-    fn quiet(&self) -> Option<Vec<Quiet<'_>>> {
+    fn quiet(&self) -> Option<Vec<Quiet>> {
         self.devices.iter().map(|device| device.capture_gate.quiet()).collect()
     }
 
@@ -943,7 +951,7 @@ impl RuntimeInner {
     }
 
     /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. They
-    /// stay while a capture is open: to destroy one waits for the device, which would lose the capture.
+    /// stay while a capture is open, of any runtime: to destroy one waits for the device, which would lose the capture.
     fn destroy_idle_handles(&self) -> Result<()> {
         let Some(_quiet) = self.quiet() else { return Ok(()) };
         let idle = [&self.blas_handles, &self.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
@@ -1225,11 +1233,27 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- the end
 
+    /// Leaves every handle to the end of the process.
+    fn leave_handles(&mut self) {
+        let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
+        let spare = std::mem::take(self.spare_handles.get_mut()).into_iter().map(|spare| spare.pooled);
+        pooled.chain(spare).for_each(std::mem::forget);
+    }
+
     /// Waits for the devices and frees everything that the runtime holds. Called once no other object refers to it.
     fn give_everything_back(&mut self) -> Result<()> {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
+        // What follows would lose the captures of other runtimes on the same devices.
+        let gates = self.devices.iter().map(|device| &device.capture_gate);
+        let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
+        let Some(_quiet) = quiet else {
+            // In a capture whose thread is ending, so that nobody ends the runtime later.
+            tracing::warn!("a runtime ended inside a capture; what it holds is left allocated");
+            self.leave_handles();
+            return Err(capture::nothing_is_executed("close"));
+        };
         // The last user of the runtime has ended the service; where that was the service itself, it does nothing more.
         if let Some(sharing) = self.sharing.get() {
             sharing.hang_up();
@@ -1302,7 +1326,7 @@ impl RuntimeInner {
         let sharing = self.sharing.get().map(|sharing| sharing.hold_locks());
         let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
-        let graphs = (captures, self.graphs.hold_lock());
+        let graphs = (captures, self.graphs.hold_lock(), crate::gate::hold_registry());
         crate::testing::Held((devices, handles, memory, lists, places, graphs, self.rounds.hold_lock(), sharing))
     }
 
@@ -1339,10 +1363,7 @@ impl Drop for RuntimeInner {
                 sharing.abandon();
             }
             // The process is exiting: the driver may be gone before the handles are, so they are left on purpose.
-            for pooled in [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten()
-            {
-                std::mem::forget(pooled);
-            }
+            self.leave_handles();
         }
     }
 }

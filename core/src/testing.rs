@@ -376,6 +376,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
         self.watched.check();
+        self.intruder.enter("record_event")?;
         let mut state = self.state.lock();
         if state.fail_record {
             return Err(Error::new(ErrorKind::Vendor, "record_event", "told to fail"));

@@ -942,3 +942,166 @@ fn a_product_on_memory_of_its_handle_is_not_recorded() {
     assert!(stream.download(&c).unwrap().iter().all(|value| *value == 7.0));
     product(&stream, &a, &b, &c).unwrap();
 }
+
+/// What another runtime on the device may do that waits for the device or destroys handles. Says whether it needs the end of
+/// the capture.
+type Harm = (&'static str, fn(Runtime) -> bool);
+
+const HARMS: [Harm; 5] = [
+    ("dropped", |other| {
+        drop(other);
+        true
+    }),
+    ("closed", |other| {
+        // What the first runtime holds is alive.
+        other.close().unwrap();
+        true
+    }),
+    ("trimmed", |other| {
+        other.trim().unwrap();
+        false
+    }),
+    ("out of memory", |other| {
+        assert_eq!(kind(other.device(0).unwrap().allocate::<u8>(1 << 30)), ErrorKind::OutOfMemory);
+        false
+    }),
+    ("waiting for the device", |other| {
+        assert_eq!(kind(other.device(0).unwrap().synchronize()), ErrorKind::Capture);
+        false
+    }),
+];
+
+#[test]
+fn another_runtime_on_the_device_does_not_lose_a_capture() {
+    for (what, harm) in HARMS {
+        let (gpu, runtime) = open(MockOptions::new().with_memory_bytes(128 << 20));
+        let other = Runtime::new(gpu.clone()).unwrap();
+        let stream = runtime.device(0).unwrap().create_stream().unwrap();
+        let block = stream.upload(&[1_u8]).unwrap();
+        // In a thread that has ended, so that the handle is idle.
+        let work = || {
+            let stream = other.device(0).unwrap().create_stream().unwrap();
+            let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 5.0));
+            product(&stream, &a, &b, &c).unwrap();
+            stream.synchronize().unwrap();
+        };
+        thread::scope(|scope| scope.spawn(work).join().unwrap());
+        let waited = gpu.calls(Operation::SynchronizeDevice);
+        let (done, is_done) = std::sync::mpsc::channel();
+        let mut thread = None;
+        let mut graph = stream
+            .capture(|stream| {
+                thread = Some(thread::spawn(move || done.send(harm(other)).unwrap()));
+                // Long enough to lose the capture, for a thread that does not wait.
+                let early = is_done.recv_timeout(Duration::from_millis(100));
+                assert_ne!(early, Ok(true), "{what}: did not wait for the capture");
+                assert_eq!(gpu.calls(Operation::SynchronizeDevice), waited, "{what}");
+                stream.fill(&block, 9)
+            })
+            .unwrap_or_else(|error| panic!("{what}: {error}"));
+        graph.launch(&stream).unwrap();
+        assert_eq!(stream.download(&block).unwrap(), [9], "{what}");
+        thread.unwrap().join().unwrap();
+        drop((graph, block, stream));
+        assert_eq!(runtime.close().unwrap().total(), 0, "{what}");
+    }
+}
+
+#[test]
+fn a_runtime_dropped_inside_a_capture_ends_after_it() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let block = stream.upload(&[1_u8]).unwrap();
+    stream.synchronize().unwrap();
+    let before = gpu.live_objects();
+    let other = Runtime::new(gpu.clone()).unwrap();
+    let theirs = other.device(0).unwrap().create_stream().unwrap();
+    let (a, b, c) = (matrix(&theirs, 1.0), matrix(&theirs, 2.0), matrix(&theirs, 5.0));
+    product(&theirs, &a, &b, &c).unwrap();
+    let waited = gpu.calls(Operation::SynchronizeDevice);
+    let mut graph = stream
+        .capture(|stream| {
+            // A capture of the other runtime inside, on the same thread: its end is not the end of the outer one.
+            let inner = theirs.capture(|theirs| theirs.fill(&c, 3.0))?;
+            assert_eq!(kind(other.clone().close()), ErrorKind::Capture);
+            drop((inner, a, b, c, theirs, other));
+            assert_eq!(gpu.calls(Operation::SynchronizeDevice), waited);
+            stream.fill(&block, 9)
+        })
+        .unwrap();
+    assert_eq!(gpu.calls(Operation::SynchronizeDevice), waited + 1, "the other runtime has ended");
+    let after = gpu.live_objects();
+    assert_eq!((after.streams, after.handles, after.allocations), (before.streams, before.handles, before.allocations));
+    graph.launch(&stream).unwrap();
+    assert_eq!(stream.download(&block).unwrap(), [9]);
+    drop((graph, block, stream));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
+    const ROUNDS: u32 = 3000;
+    let (_gpu, runtime) = open(MockOptions::new().with_latency(Duration::from_millis(1)));
+    let stream = runtime.device(0).unwrap().create_stream().unwrap();
+    let block = stream.upload(&[1_u8]).unwrap();
+    let most = std::sync::atomic::AtomicU32::new(0);
+    let all_wait = Barrier::new(4);
+    // Enqueues, so that there is always something to wait for.
+    let wait = || {
+        all_wait.wait();
+        let mut rounds = 0;
+        while rounds < ROUNDS {
+            stream.fill(&block, 2).unwrap();
+            if let Err(error) = stream.synchronize() {
+                assert_eq!(error.kind(), ErrorKind::Capture);
+                break;
+            }
+            rounds += 1;
+        }
+        most.fetch_max(rounds, Ordering::Relaxed);
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..3).map(|_| scope.spawn(wait)).collect();
+        all_wait.wait();
+        let graph = stream.capture(|_| {
+            // Each finds it open.
+            while !threads.iter().all(|thread| thread.is_finished()) {
+                thread::yield_now();
+            }
+            Ok(())
+        });
+        graph.unwrap();
+    });
+    assert!(most.into_inner() < ROUNDS, "the capture began when nobody waited any more");
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
+    let (gpu, runtime) = open(MockOptions::new());
+    let device = runtime.device(0).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (used, ordered) = (stream.upload(&[1_u8; 64]).unwrap(), stream.allocate::<u8>(64).unwrap());
+    let (unused, elsewhere) = (device.allocate::<u8>(64).unwrap(), other.upload(&[2_u8; 64]).unwrap());
+    stream.fill(&ordered, 3).unwrap();
+    stream.synchronize().unwrap();
+    gpu.begin_capture(stream.id(), CaptureMode::Relaxed).unwrap();
+    drop((used, ordered, unused, elsewhere));
+    other.synchronize().unwrap();
+    for _ in 0..3 {
+        runtime.reclaim().unwrap();
+    }
+    assert_eq!(gpu.live_objects().allocations, 2, "what the stream used");
+    assert_eq!(runtime.statistics().failed_releases, 0);
+    // The capture was not disturbed.
+    // SAFETY: this test began it, past core.
+    let graph = unsafe { gpu.end_capture(stream.id()) }.unwrap();
+    gpu.destroy_graph(graph).unwrap();
+    runtime.reclaim().unwrap();
+    stream.synchronize().unwrap();
+    runtime.reclaim().unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(gpu.live_objects().allocations, 0);
+    drop((stream, other, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}

@@ -344,6 +344,11 @@ fn borders(log: &mut Log) -> Answer {
     log.is("waiting on the host for an event of a capture", cu!(cuEventSynchronize(inside)), 907);
     log.is("that capture's end", end(first).0, 901);
     log.is("asking for that event after the end", cu!(cuEventQuery(inside)), 1);
+    ok!(cu cuStreamBeginCapture_v2(first, RELAXED));
+    ok!(cu cuMemsetD8Async(block, 1, 64, first));
+    ok!(cu cuEventRecord(inside, first));
+    log.is("the end of one that is not disturbed", end(first), (0, true));
+    log.is("asking for its event after that", (cu!(cuEventQuery(inside)), cu!(cuEventSynchronize(inside))), (1, 1));
     log.is("recorded anew", (cu!(cuEventRecord(inside, first)), cu!(cuEventSynchronize(inside))), (0, 0));
     ok!(cu cuMemFree_v2(block));
     Ok(())

@@ -1,7 +1,6 @@
 //! [`DriverBackend`]: the trait `Backend` over a vendor's table of calls.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::blas::DriverBlas;
 use super::host::DriverHost;
@@ -207,7 +206,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         const OPERATION: &str = "synchronize_device";
         let room = &*self.room;
         room.enter(OPERATION)?;
-        if room.device(OPERATION, device)?.captures.load(Ordering::Relaxed) != 0 {
+        room.device(OPERATION, device)?;
+        if room.captures.are_open_on(device) {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
                 .with_hint("end the capture first, or wait for single streams"));
         }
@@ -245,9 +245,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         let quirks = room.platform.quirks();
-        if raw == 0 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream"))
-                .with_hint("use `StreamId::legacy_default` for the legacy default stream"));
+        // In both vendors, handles below are names of default streams.
+        if raw <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
+            let hint = if raw == quirks.per_thread_stream {
+                "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`"
+            } else {
+                "use `StreamId::legacy_default`, or `Device::legacy_default_stream`"
+            };
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream")).with_hint(hint)
+            );
         }
         // SAFETY: the caller vouches that the stream is alive.
         match unsafe { room.platform.stream_is_of(raw, device) } {
@@ -623,7 +630,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             CaptureMode::Relaxed => 2,
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
-        room.capture_began(stream.device());
+        room.captures.began(stream.device());
         if mode == CaptureMode::Global {
             // Threads that ask have looked before, and are answered first.
             records::wait_for_questions();
@@ -636,13 +643,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             room.check(OPERATION, begin())
         };
         if outcome.is_err() {
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
             return outcome;
         }
         held.set_captor(if mode == CaptureMode::Relaxed { 0 } else { room::this_thread() });
         if held.set_flag(CAPTURES, true) {
             // Other code has ended the capture before, which was counted until now.
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
         }
         outcome
     }
@@ -674,7 +681,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let dead = code != 0 && room.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // A stream that joined a capture does not end it.
         if (dead || status == 0) && held.set_flag(CAPTURES, false) {
-            room.capture_ended(stream.device());
+            room.captures.ended(stream.device());
         }
         if room.streams_die() && (dead || status == 0) {
             let origin = held.raw();

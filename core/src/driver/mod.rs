@@ -6,7 +6,7 @@
 //!
 //! - [`Search`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`]).
 //! - [`vendor_calls!`](crate::vendor_calls) declares tables of calls; [`Calls`] and [`BlasCalls`] are those that both vendors have alike.
-//! - [`Initialised`] keeps a vendor's driver, [`loaded_files`] says what other code has opened, [`text`] reads what a vendor wrote.
+//! - [`Initialised`] keeps a vendor's driver, [`Captures`] knows what is captured in it, [`loaded_files`] says what other code has opened, [`text`] reads what a vendor wrote.
 //! - [`Platform`] is what a vendor crate implements, [`DriverBackend`] the four traits over it.
 //!
 //! `docs/driver-mapping.md` of the repository maps every trait method to its calls.
@@ -14,6 +14,7 @@
 mod backend;
 mod blas;
 mod calls;
+mod captures;
 mod codes;
 mod hazards;
 mod host;
@@ -41,6 +42,8 @@ pub mod witness;
 pub use crate::vendor_calls;
 pub use backend::DriverBackend;
 pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
+pub use captures::Captures;
+pub(crate) use captures::note_other_copies;
 pub use codes::{Code, Codes};
 pub use library::{Library, OpenFailure};
 pub use loaded::loaded_files;

@@ -437,13 +437,18 @@ impl<I: ObjectId> Objects<I> {
 
     /// How many of them have a flag.
     pub(super) fn live_with(&self, flag: u64) -> u64 {
+        self.devices_with(flag).len() as u64
+    }
+
+    /// The devices of those that have a flag, one for each object.
+    pub(super) fn devices_with(&self, flag: u64) -> Vec<u32> {
         let slots = self.book.lock().slots;
-        let has = |index: &u32| {
-            self.slot(*index).is_some_and(|slot| {
-                slot.state.load(Ordering::Acquire) & LIVE != 0 && slot.flags.load(Ordering::Relaxed) & flag != 0
-            })
+        let device = |slot: &Slot| {
+            let state = slot.state.load(Ordering::Acquire);
+            let has = state & LIVE != 0 && slot.flags.load(Ordering::Relaxed) & flag != 0;
+            has.then_some(state as u32 & (LIVE as u32 - 1))
         };
-        (0..slots).filter(has).count() as u64
+        (0..slots).filter_map(|index| device(self.slot(index)?)).collect()
     }
 }
 

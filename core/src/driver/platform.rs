@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use super::captures::Captures;
 use super::codes::Codes;
 use super::library::Library;
 use super::room::Room;
@@ -300,4 +301,6 @@ pub struct Opened<P> {
     pub identity: Identity,
     /// The devices, by ordinal.
     pub devices: Vec<(DeviceInfo, Capabilities)>,
+    /// The captures in the vendor's library: the same for every backend over it.
+    pub captures: Arc<Captures>,
 }

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::captures::Captures;
 use super::codes::Codes;
 use super::hazards::Asking;
 use super::lost::OpenCapture;
@@ -75,8 +76,6 @@ pub(super) type MappedKey = (u32, u32, [u8; 64]);
 pub(super) struct DeviceState {
     pub(super) info: DeviceInfo,
     pub(super) capabilities: Capabilities,
-    /// Captures of this backend that are open on streams of the device.
-    pub(super) captures: AtomicU32,
     /// The pool behind stream-ordered memory, once it was set up.
     pub(super) pool: OnceLock<Option<u64>>,
 }
@@ -98,9 +97,9 @@ pub struct Room<P: Platform> {
     /// Descriptors that exported handles carry, weakly: who drops the last copy of one tells nobody.
     pub(super) exported: Mutex<Vec<std::sync::Weak<crate::ipc::SharedDescriptor>>>,
     handles: AtomicU64,
-    /// Captures of this backend that are open anywhere.
-    captures: AtomicU32,
-    /// The same, with who takes part, for a vendor whose streams die with their capture.
+    /// Captures that are open in the vendor's library.
+    pub(super) captures: Arc<Captures>,
+    /// Those of this backend, with who takes part, for a vendor whose streams die with their capture.
     pub(super) open_captures: Mutex<Vec<OpenCapture>>,
     /// Whether streams of other code were wrapped, whose captures nobody tells this backend of.
     foreign: AtomicBool,
@@ -223,12 +222,7 @@ impl<P: Platform> Room<P> {
         let devices: Vec<DeviceState> = opened
             .devices
             .into_iter()
-            .map(|(info, capabilities)| DeviceState {
-                info,
-                capabilities,
-                captures: AtomicU32::new(0),
-                pool: OnceLock::new(),
-            })
+            .map(|(info, capabilities)| DeviceState { info, capabilities, pool: OnceLock::new() })
             .collect();
         let pairs = devices.len() * devices.len();
         Self {
@@ -246,7 +240,7 @@ impl<P: Platform> Room<P> {
             mapped_changed: Condvar::new(),
             exported: Mutex::default(),
             handles: AtomicU64::new(0),
-            captures: AtomicU32::new(0),
+            captures: opened.captures,
             open_captures: Mutex::default(),
             foreign: AtomicBool::new(false),
             peers: (0..pairs).map(|_| OnceLock::new()).collect(),
@@ -458,7 +452,7 @@ impl<P: Platform> Room<P> {
     /// only if it has lent streams.
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
-        if asking.is_none() || self.may_capture() { Some(self.relaxed()) } else { None }
+        if asking.is_none() || self.captures.may_be_open() { Some(self.relaxed()) } else { None }
     }
 
     /// The answer of a question.
@@ -473,26 +467,12 @@ impl<P: Platform> Room<P> {
 
     #[inline(always)]
     pub(super) fn may_capture(&self) -> bool {
-        // Relaxed: the fence of an announcement comes before, and one of the capture's beginning after its count.
-        self.captures.load(Ordering::Relaxed) != 0 || self.foreign.load(Ordering::Relaxed)
+        self.captures.is_any_open() || self.foreign.load(Ordering::Relaxed)
     }
 
     pub(super) fn note_foreign(&self) {
         self.foreign.store(true, Ordering::Relaxed);
-    }
-
-    pub(super) fn capture_began(&self, device: u32) {
-        self.captures.fetch_add(1, Ordering::Relaxed);
-        if let Some(device) = self.devices.get(device as usize) {
-            device.captures.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    pub(super) fn capture_ended(&self, device: u32) {
-        self.captures.fetch_sub(1, Ordering::Relaxed);
-        if let Some(device) = self.devices.get(device as usize) {
-            device.captures.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.captures.note_foreign();
     }
 
     /// Whether the stream takes part in a capture, where one may be open at all.
@@ -625,7 +605,7 @@ impl<P: Platform> Room<P> {
         };
         // A capture ends with its stream, and counts until then.
         if stream.flags & CAPTURES != 0 {
-            self.capture_ended(stream.device);
+            self.captures.ended(stream.device);
         }
         outcome
     }
@@ -686,6 +666,8 @@ impl<P: Platform> Drop for Room<P> {
         if self.is_in_service() {
             self.sweep("close");
             self.forget_captures();
+            // Nobody can end these any more, and they must not stand in the way of other backends.
+            self.streams.devices_with(CAPTURES).into_iter().for_each(|device| self.captures.ended(device));
         }
     }
 }

@@ -11,6 +11,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::backend::DriverBackend;
 use super::calls::{BlasCalls, Calls, IpcHandle};
+use super::captures::Captures;
 use super::codes::{Code, Codes};
 use super::platform::{Blas, Opened, Platform, Quirks, SharedBlock};
 use super::room::Room;
@@ -629,7 +630,12 @@ impl Fake {
         let devices =
             (0..2).map(|device| (DeviceInfo::new(device, "fake", [device as u8; 16], 1 << 30), can)).collect();
         let identity = Identity::new("fake", "Fake", BackendTag::next());
-        let backend = Arc::new(DriverBackend::new(Opened { platform: FakePlatform(quirks), identity, devices }));
+        let backend = Arc::new(DriverBackend::new(Opened {
+            platform: FakePlatform(quirks),
+            identity,
+            devices,
+            captures: Arc::new(Captures::new(2)),
+        }));
         VENDOR.lock().room = Arc::downgrade(backend.room());
         Self { backend, _turn: turn }
     }

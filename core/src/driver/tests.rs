@@ -1,5 +1,6 @@
 //! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
 
+use super::captures;
 use super::room::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
 use crate::backend::{Backend, CaptureMode, Completion, EventOptions, StreamOptions};
@@ -117,6 +118,17 @@ fn the_per_thread_default_stream_is_not_captured() {
     assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture);
     assert!(fake.calls("capture_begin").is_empty());
     backend.synchronize_device(0).unwrap();
+}
+
+#[test]
+fn the_handle_of_a_default_stream_is_refused_with_the_right_call() {
+    let fake = Fake::new();
+    for (raw, call) in [(0, "legacy_default"), (1, "legacy_default"), (2, "per_thread_default")] {
+        // SAFETY: default streams never end.
+        let error = unsafe { fake.backend.stream_from_raw(0, raw) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.hint().contains(call), "{raw}: {error}");
+    }
 }
 
 #[test]
@@ -377,6 +389,28 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
     // Who asks from here on sees it.
     backend.query_event(event).unwrap();
     assert_eq!(fake.calls("event_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn beside_a_plugin_every_question_is_asked_in_relaxed_mode() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let ask = || fake.backend.query_stream(id).unwrap();
+    ask();
+    captures::note_other_copies();
+    ask();
+    captures::forget_other_copies();
+    assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn a_backend_that_ends_with_a_capture_open_leaves_no_count_to_others_over_its_library() {
+    let fake = Fake::new();
+    let captures = std::sync::Arc::clone(&fake.backend.room().captures);
+    fake.backend.begin_capture(stream(&fake), CaptureMode::ThreadLocal).unwrap();
+    assert!(captures.are_open_on(0));
+    drop(fake);
+    assert!(!captures.are_open_on(0) && !captures.is_any_open());
 }
 
 #[test]

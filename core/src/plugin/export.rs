@@ -252,6 +252,8 @@ static TOLD: OnceLock<Told> = OnceLock::new();
 /// `host` is null or good for as many bytes as it says.
 pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const RawPlugin {
     let inside = || {
+        // The program's, and those of other plugins.
+        crate::driver::note_other_copies();
         let mut spare = MaybeUninit::uninit();
         // SAFETY: the caller vouches.
         if let Ok(RawHost { log: Some(log), .. }) = unsafe { read_sized(host, &mut spare) } {

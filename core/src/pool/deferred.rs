@@ -12,7 +12,8 @@ use parking_lot::Mutex;
 
 use super::events::Mark;
 use crate::memory::DevicePtr;
-use crate::stream::StreamCore;
+use crate::runtime::RuntimeInner;
+use crate::stream::{Marked, StreamCore, StreamUse};
 
 /// A block that waits for its streams.
 #[derive(Debug)]
@@ -23,8 +24,23 @@ pub(crate) struct DeferredFree {
     pub(crate) home: Option<Arc<StreamCore>>,
     /// Marks that are not known to be passed.
     pub(crate) after: Vec<Arc<Mark>>,
+    /// Uses that could not be marked yet, because other code captures their stream.
+    pub(crate) later: Vec<StreamUse>,
     /// Whether some stream's use could not be marked: then only the end of the runtime frees the block.
     pub(crate) unmarked: bool,
+}
+
+impl DeferredFree {
+    /// Marks the uses that could not be marked yet.
+    pub(crate) fn mark_later(&mut self, runtime: &RuntimeInner) {
+        for use_ in std::mem::take(&mut self.later) {
+            match use_.mark(runtime) {
+                Marked::By(mark) => self.after.push(mark),
+                Marked::Later => self.later.push(use_),
+                Marked::Never => self.unmarked = true,
+            }
+        }
+    }
 }
 
 #[derive(Debug, Default)]

@@ -57,7 +57,7 @@ pub struct HandlePoolStatistics {
     pub created: u64,
     /// Handles that exist.
     pub live: u64,
-    /// Handles in the idle stack, claimed by no thread.
+    /// Handles that no thread has claimed.
     pub idle: u64,
     /// Handles under a lease.
     pub leased: u64,
@@ -245,6 +245,8 @@ impl<H: Send + 'static> HandlePool<H> {
         let mut slots = self.shared.slots.lock();
         let handles = slots.iter().filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
         slots.retain(|(_, slot)| !slot.is_retired());
+        drop(slots);
+        self.shared.stacks.lock().values().for_each(|stack| stack.forget_retired());
         handles
     }
 
@@ -254,11 +256,13 @@ impl<H: Send + 'static> HandlePool<H> {
         if !self.generation.is_current() {
             return Vec::new();
         }
-        self.shared.stacks.lock().remove(&key);
         let mut slots = self.shared.slots.lock();
         let of_key = slots.iter().filter(|(other, _)| *other == key);
         let handles = of_key.filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
         slots.retain(|(_, slot)| !slot.is_retired());
+        drop(slots);
+        // After the slots are retired: see `Shared::push_idle`.
+        self.shared.stacks.lock().remove(&key);
         handles
     }
 
@@ -269,6 +273,7 @@ impl<H: Send + 'static> HandlePool<H> {
             return Vec::new();
         }
         let slots = std::mem::take(&mut *self.shared.slots.lock());
+        self.shared.stacks.lock().clear();
         // SAFETY: every lease borrows the pool, which is borrowed exclusively here, so none exists but forgotten ones.
         slots.iter().filter_map(|(_, slot)| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
     }
@@ -279,12 +284,11 @@ impl<H: Send + 'static> HandlePool<H> {
         if !self.generation.is_current() {
             return HandlePoolStatistics::default();
         }
-        let idle = self.shared.stacks.lock().values().map(|stack| stack.len() as u64).sum();
         let slots = self.shared.slots.lock();
         HandlePoolStatistics {
             created: self.shared.created.load(Ordering::Relaxed),
             live: slots.len() as u64,
-            idle,
+            idle: slots.iter().filter(|(_, slot)| slot.is_idle()).count() as u64,
             leased: slots.iter().filter(|(_, slot)| slot.is_leased()).count() as u64,
             threads_served: self.shared.threads_served.load(Ordering::Relaxed),
         }
@@ -302,7 +306,7 @@ impl<H: Send + 'static> HandlePool<H> {
         let kept = self.shared.slots.lock().iter().find(|(_, kept)| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
         slot.release_to_idle();
         if let Some((_, slot)) = kept {
-            self.stack(key).push(slot);
+            self.shared.push(key, slot);
         }
     }
 }
@@ -424,8 +428,18 @@ trait SlotOwner: Send + Sync {
 impl<H: Send + 'static> SlotOwner for Shared<H> {
     fn push_idle(&self, key: PoolKey, slot: Arc<dyn ClaimedSlot>) {
         if let Ok(slot) = slot.into_any().downcast::<Slot<Keyed<H>>>() {
-            let stack = Arc::clone(self.stacks.lock().entry(key).or_insert_with(|| Arc::new(IdleStack::new())));
-            stack.push(slot);
+            self.push(key, slot);
+        }
+    }
+}
+
+impl<H> Shared<H> {
+    /// Puts an idle slot in its stack, unless the pool has retired it. Both under one lock: a key that is forgotten has its slots
+    /// retired first and its stack removed then, so no stack comes back for it.
+    fn push(&self, key: PoolKey, slot: PooledSlot<H>) {
+        let mut stacks = self.stacks.lock();
+        if !slot.is_retired() {
+            stacks.entry(key).or_insert_with(|| Arc::new(IdleStack::new())).push(slot);
         }
     }
 }
@@ -459,6 +473,36 @@ impl Drop for Window {
 mod tests {
     use super::*;
     use crate::error::{Error, ErrorKind};
+
+    #[test]
+    fn a_key_that_is_forgotten_while_a_thread_ends_leaves_nothing() {
+        let pool = HandlePool::new();
+        drop(pool.lease(KEY, || Ok(1)).unwrap());
+        // The end of a thread, step by step.
+        let claim = WINDOW.with(|window| window.claims.borrow_mut().pop()).unwrap();
+        assert!(claim.slot.unclaim());
+        assert_eq!(pool.take_key(KEY), vec![1]);
+        claim.owner.upgrade().unwrap().push_idle(claim.key, claim.slot);
+        assert!(pool.shared.stacks.lock().is_empty());
+        assert_eq!(pool.statistics(), HandlePoolStatistics { created: 1, threads_served: 1, ..Default::default() });
+    }
+
+    #[test]
+    fn handles_that_were_taken_out_are_idle_no_more() {
+        let mut pool = HandlePool::new();
+        let fill = |pool: &HandlePool<u32>| {
+            let lease = || drop(pool.lease(KEY, || Ok(1)).unwrap());
+            std::thread::scope(|scope| scope.spawn(lease).join().unwrap());
+            assert_eq!(pool.statistics().idle, 1);
+        };
+        fill(&pool);
+        assert_eq!(pool.take_unleased(), vec![1]);
+        assert_eq!((pool.statistics().live, pool.statistics().idle), (0, 0));
+        fill(&pool);
+        assert_eq!(pool.take_all(), vec![1]);
+        assert_eq!((pool.statistics().live, pool.statistics().idle), (0, 0));
+        assert!(pool.shared.stacks.lock().values().all(|stack| stack.take_all().is_empty()));
+    }
 
     const KEY: PoolKey = PoolKey::device(0);
 

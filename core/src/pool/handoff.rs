@@ -99,6 +99,11 @@ impl<H> Slot<H> {
         self.state.load(Ordering::Relaxed) == RETIRED
     }
 
+    /// Whether the slot is idle.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == IDLE
+    }
+
     /// Whether the slot is leased.
     pub(crate) fn is_leased(&self) -> bool {
         self.state.load(Ordering::Relaxed) == LEASED
@@ -140,8 +145,8 @@ impl<H> IdleStack<H> {
         std::mem::take(&mut *self.0.lock())
     }
 
-    /// How many slots are in the stack.
-    pub(crate) fn len(&self) -> usize {
-        self.0.lock().len()
+    /// Takes out the slots that the pool has retired.
+    pub(crate) fn forget_retired(&self) {
+        self.0.lock().retain(|slot| !slot.is_retired());
     }
 }

@@ -1,0 +1,261 @@
+//! The gate of a device: keeps captures apart from the calls that would lose them.
+//!
+//! Waiting for a device and destroying a handle lose every capture that is open on the device, whoever began it. So all
+//! runtimes of a process that use one device share its gate: runtimes over one backend, over a backend that was opened twice,
+//! and over a plugin and a backend that is built in. Gates live in the program's copy of this crate, as runtimes do.
+//!
+//! A physical device is known by its UUID and by where it is plugged in. A device without a place is simulated, and is the
+//! device of one backend only.
+//!
+//! No thread waits for captures while it keeps others from beginning: a capture that is open may be about to begin another.
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::backend::DeviceInfo;
+use crate::fork::Generation;
+use crate::id::BackendTag;
+
+/// What tells one device from another in this process.
+#[derive(Debug, PartialEq, Eq)]
+enum Key {
+    Physical { uuid: [u8; 16], place: String },
+    Simulated { backend: BackendTag, ordinal: u32 },
+}
+
+impl Key {
+    fn of(backend: BackendTag, info: &DeviceInfo) -> Self {
+        match &info.pci_address {
+            Some(place) => Self::Physical { uuid: info.uuid, place: place.clone() },
+            None => Self::Simulated { backend, ordinal: info.ordinal },
+        }
+    }
+}
+
+/// The gates of one process.
+struct Registry {
+    generation: Generation,
+    gates: Mutex<Vec<(Key, Weak<DeviceGate>)>>,
+}
+
+/// The registry of this process. A forked child makes its own, because a thread of the parent may hold the lock.
+fn registry() -> &'static Registry {
+    static CURRENT: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
+    let mut current = CURRENT.load(Ordering::Acquire);
+    loop {
+        // SAFETY: a registry that was stored is never freed.
+        if let Some(registry) = unsafe { current.as_ref() }
+            && registry.generation.is_current()
+        {
+            return registry;
+        }
+        let fresh = Box::into_raw(Box::new(Registry { generation: Generation::current(), gates: Mutex::default() }));
+        match CURRENT.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => current = fresh,
+            Err(stands) => {
+                // SAFETY: made above, and nobody else knows it.
+                drop(unsafe { Box::from_raw(fresh) });
+                current = stands;
+            }
+        }
+    }
+}
+
+/// The gate of a device.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceGate {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Streams of the device that take part in a capture, or are about to.
+    capturing: u32,
+    /// Calls under way that a capture must not begin in.
+    quiet: u32,
+}
+
+/// No capture is open on the device, and none begins until this is dropped.
+pub(crate) struct Quiet(Arc<DeviceGate>);
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        self.0.state.lock().quiet -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+impl DeviceGate {
+    /// The gate that all users of a device share.
+    fn of(backend: BackendTag, info: &DeviceInfo) -> Arc<Self> {
+        let key = Key::of(backend, info);
+        let mut gates = registry().gates.lock();
+        gates.retain(|(_, gate)| gate.strong_count() > 0);
+        if let Some(gate) = gates.iter().find(|(known, _)| *known == key).and_then(|(_, gate)| gate.upgrade()) {
+            return gate;
+        }
+        let gate = Arc::new(Self::default());
+        gates.push((key, Arc::downgrade(&gate)));
+        gate
+    }
+
+    fn wait_for_captures(&self) {
+        let mut state = self.state.lock();
+        while state.capturing > 0 {
+            self.changed.wait(&mut state);
+        }
+    }
+}
+
+/// A runtime's use of a device's gate.
+#[derive(Debug)]
+pub(crate) struct CaptureGate {
+    gate: Arc<DeviceGate>,
+    /// Streams of this runtime among those that take part in a capture.
+    own: AtomicU32,
+}
+
+/// A stream takes part in a capture, until this is dropped or forgotten.
+pub(crate) struct Capturing<'g>(&'g CaptureGate);
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        self.0.capture_ended();
+    }
+}
+
+impl CaptureGate {
+    /// The gate of a backend's device.
+    pub(crate) fn of(backend: BackendTag, info: &DeviceInfo) -> Self {
+        Self { gate: DeviceGate::of(backend, info), own: AtomicU32::new(0) }
+    }
+
+    /// Keeps captures from beginning; `None` where one is open.
+    pub(crate) fn quiet(&self) -> Option<Quiet> {
+        let mut state = self.gate.state.lock();
+        if state.capturing > 0 {
+            return None;
+        }
+        state.quiet += 1;
+        Some(Quiet(Arc::clone(&self.gate)))
+    }
+
+    /// Keeps captures from beginning behind all gates, once none is open behind any of them. Not for a thread that is inside
+    /// a capture.
+    pub(crate) fn wait_until_quiet<'g>(gates: impl Iterator<Item = &'g Self> + Clone) -> Vec<Quiet> {
+        loop {
+            let mut quiet = Vec::new();
+            let closed = gates.clone().find(|gate| match gate.quiet() {
+                Some(one) => {
+                    quiet.push(one);
+                    false
+                }
+                None => true,
+            });
+            let Some(closed) = closed else { return quiet };
+            drop(quiet);
+            closed.gate.wait_for_captures();
+        }
+    }
+
+    /// Counts a stream that is about to take part in a capture, and waits for the calls that no capture may begin in.
+    pub(crate) fn capturing(&self) -> Capturing<'_> {
+        let mut state = self.gate.state.lock();
+        state.capturing += 1;
+        // Relaxed: for statistics only.
+        self.own.fetch_add(1, Ordering::Relaxed);
+        let capturing = Capturing(self);
+        while state.quiet > 0 {
+            self.gate.changed.wait(&mut state);
+        }
+        capturing
+    }
+
+    /// A stream takes part no more.
+    pub(crate) fn capture_ended(&self) {
+        self.own.fetch_sub(1, Ordering::Relaxed);
+        self.gate.state.lock().capturing -= 1;
+        self.gate.changed.notify_all();
+    }
+
+    /// Streams of this runtime that take part in a capture.
+    pub(crate) fn capturing_streams(&self) -> u64 {
+        u64::from(self.own.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+impl CaptureGate {
+    pub(crate) fn is_locked(&self) -> bool {
+        self.gate.state.is_locked()
+    }
+
+    /// Holds the lock of the gate, for the fork test.
+    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.gate.state.lock())
+    }
+}
+
+/// Holds the lock of the registry, for the fork test.
+#[cfg(test)]
+pub(crate) fn hold_registry() -> impl Drop {
+    crate::testing::Held(registry().gates.lock())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(uuid: u8, place: Option<&str>) -> DeviceInfo {
+        let mut info = DeviceInfo::new(0, "device", [uuid; 16], 1);
+        info.pci_address = place.map(str::to_owned);
+        info
+    }
+
+    #[test]
+    fn one_physical_device_has_one_gate_and_each_simulated_one_its_own() {
+        let (one, other) = (BackendTag::next(), BackendTag::next());
+        let of = |tag, info: &DeviceInfo| CaptureGate::of(tag, info).gate;
+        let physical = device(201, Some("0000:c1:00.0"));
+        let gate = of(one, &physical);
+        assert!(Arc::ptr_eq(&gate, &of(other, &physical)), "by another backend");
+        assert!(!Arc::ptr_eq(&gate, &of(one, &device(202, Some("0000:c1:00.0")))), "a part of the same board");
+        assert!(!Arc::ptr_eq(&gate, &of(one, &device(201, Some("0000:c2:00.0")))), "with a UUID that says nothing");
+        let simulated = device(201, None);
+        let gate = of(one, &simulated);
+        assert!(Arc::ptr_eq(&gate, &of(one, &simulated)) && !Arc::ptr_eq(&gate, &of(other, &simulated)));
+        let known = |tag| registry().gates.lock().iter().filter(|(key, _)| *key == Key::of(tag, &simulated)).count();
+        assert_eq!(known(one), 1);
+        drop(gate);
+        of(other, &simulated);
+        assert_eq!(known(one), 0, "a gate that nobody uses is forgotten");
+    }
+
+    #[test]
+    fn who_waits_for_several_devices_keeps_no_capture_from_beginning() {
+        let tag = BackendTag::next();
+        let mut second = device(204, None);
+        second.ordinal = 1;
+        let gates = [CaptureGate::of(tag, &device(203, None)), CaptureGate::of(tag, &second)];
+        let open = gates[1].capturing();
+        let waiting = std::sync::atomic::AtomicBool::new(true);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let quiet = CaptureGate::wait_until_quiet(gates.iter());
+                waiting.store(false, Ordering::Relaxed);
+                drop(quiet);
+            });
+            // The capture takes in a stream of the first device, as often as it likes.
+            for _ in 0..1000 {
+                drop(gates[0].capturing());
+            }
+            assert!(waiting.load(Ordering::Relaxed));
+            drop(open);
+        });
+        assert!(!waiting.load(Ordering::Relaxed));
+    }
+}
