@@ -35,6 +35,7 @@ use crate::event::Event;
 use crate::fork::Generation;
 use crate::id::{GraphExecId, GraphId, StreamId};
 use crate::memory::HostPtr;
+use crate::pool::block_uses::BegunUse;
 use crate::pool::events::Mark;
 use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
@@ -507,7 +508,9 @@ impl Parts {
         match waited.and_then(|()| stream.mark(inner)) {
             Ok(mark) => {
                 for RecordedBlock { block, writes, .. } in self.pinned.values() {
-                    block.uses.note(stream.key, Arc::clone(&mark), *writes > 0, None);
+                    if block.uses.note(Arc::clone(&mark), *writes > 0) {
+                        inner.forget_passed(&block.uses);
+                    }
                 }
                 self.workspaces.iter_mut().for_each(|owned| owned.idle.after = Some(Arc::clone(&mark)));
             }
@@ -693,7 +696,7 @@ fn take_part(
             reserved.add(BlasKind::Lt)?;
         }
     }
-    let mark = device.events.take(&*inner.backend)?;
+    let mut mark = device.events.take(&*inner.backend)?;
     let mut turn = core.enter(operation)?;
     while turn.waiting > 0 && turn.recording.is_none() {
         core.wait_settled(&mut turn);
@@ -711,8 +714,7 @@ fn take_part(
         return Err(capture.no_answer(operation));
     }
     // The mark goes back to its pool after the turn, also where a call fails.
-    let before = Arc::new(mark);
-    let started = inner.backend.record_event(before.event(), core.id).and_then(|()| start(&*inner.backend));
+    let started = core.record(&mut turn, &mut mark).and_then(|()| start(&*inner.backend));
     if let Err(error) = started {
         drop(turn);
         return Err(error);
@@ -722,7 +724,7 @@ fn take_part(
     turn.recording = Some(Box::new(Recording {
         capture: Arc::clone(capture),
         key,
-        before,
+        before: Arc::new(mark),
         device: stream.device(),
         parts: Parts::default(),
         reserved: std::mem::take(&mut reserved.workspaces),
@@ -1032,9 +1034,9 @@ impl Recorded {
         let begun = begun.collect::<Result<Vec<_>>>()?;
         let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
         let noted = self.device.values().try_fold(Noted::Ordered, note)?;
-        let mark = inner.device(stream.device()).events.take(&*inner.backend)?;
+        let mut mark = inner.device(stream.device()).events.take(&*inner.backend)?;
 
-        let turn = core.enter_outside(OPERATION)?;
+        let mut turn = core.enter_outside(OPERATION)?;
         noted.check_executed(OPERATION)?;
         let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, mark)| mark);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
@@ -1050,7 +1052,7 @@ impl Recorded {
         // follows waits for this launch: its uses are begun, and settled below. The CPU stays away: see `block_uses.rs`.
         unsafe { inner.backend.launch_graph(executable, stream.id())? };
         self.workspaces.iter_mut().for_each(|owned| owned.idle.after = None);
-        if let Err(error) = inner.backend.record_event(mark.event(), stream.id()) {
+        if let Err(error) = core.record(&mut turn, &mut mark) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the launch is done.
             self.last = None;
             return core.wait_for_all(turn).map_err(|_| {
@@ -1061,7 +1063,12 @@ impl Recorded {
         }
         drop(turn);
         let mark = Arc::new(mark);
-        begun.into_iter().for_each(|begun| begun.settle(Arc::clone(&mark)));
+        let settle = |(begun, recorded): (BegunUse<'_>, &RecordedBlock)| {
+            if begun.settle(Arc::clone(&mark)) {
+                inner.forget_passed(&recorded.block.uses);
+            }
+        };
+        begun.into_iter().zip(&self.pinned).for_each(settle);
         self.last = Some((core.key, mark));
         Ok(())
     }

@@ -25,7 +25,7 @@ use crate::pinned::PinnedBuffer;
 use crate::pool::block_uses::{BlockUses, CpuAccess};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::events::{EventPool, Mark};
-use crate::pool::host::{Found, HostCache, KeptBlock, OwnedBlock, PinnedBlock};
+use crate::pool::host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use crate::pool::host_memory::{Freed, HostMemory};
 use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
@@ -235,6 +235,10 @@ pub struct Statistics {
     pub workspaces: u64,
     /// Bytes of those workspaces.
     pub workspace_bytes: u64,
+    /// Events that the pools made and keep, over all devices: marks of work that may not be done yet, and idle ones.
+    pub events: u64,
+    /// Of those, events that mark nothing and are kept for the next mark. [`Runtime::trim`] destroys them.
+    pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
     /// What is shared with other processes.
@@ -365,7 +369,7 @@ impl Runtime {
     }
 
     /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
-    /// mappings of other processes' memory that nobody has open.
+    /// mappings of other processes' memory that nobody has open, events that mark nothing.
     ///
     /// # Errors
     /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
@@ -377,7 +381,11 @@ impl Runtime {
             sharing.unmap_idle(&self.inner);
         }
         let handles = self.inner.destroy_idle_handles();
-        handles.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
+        let memory = handles
+            .and(self.inner.reclaim(false))
+            .and(self.inner.free_idle_workspaces(false))
+            .and(self.inner.trim_host());
+        memory.and(self.inner.destroy_idle_events())
     }
 
     /// What the pools hold and did.
@@ -387,17 +395,18 @@ impl Runtime {
         if !inner.generation.is_current() {
             return Statistics::default();
         }
-        let (workspaces, workspace_bytes) = inner
-            .devices
-            .iter()
-            .map(|device| device.workspaces.held())
-            .fold((0, 0), |sum, held| (sum.0 + held.0, sum.1 + held.1));
+        let add = |sum: (u64, u64), held: (u64, u64)| (sum.0 + held.0, sum.1 + held.1);
+        let (workspaces, workspace_bytes) =
+            inner.devices.iter().map(|device| device.workspaces.held()).fold((0, 0), add);
+        let (events, idle_events) = inner.devices.iter().map(|device| device.events.held()).fold((0, 0), add);
         let (remnant_blocks, remnant_bytes) = inner.host_memory.remnants();
         Statistics {
             blas_handles: inner.blas_handles.statistics(),
             lt_handles: inner.lt_handles.statistics(),
             workspaces,
             workspace_bytes,
+            events,
+            idle_events,
             host: HostCacheStatistics { remnant_blocks, remnant_bytes, ..inner.host_cache.statistics() },
             sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
@@ -579,13 +588,6 @@ impl RuntimeInner {
     }
 
     // ---------------------------------------------------------------- marks
-
-    /// Marks the point that `stream` has reached. It takes part in no capture: its end sees to that.
-    pub(crate) fn mark(&self, stream: StreamId) -> Result<Mark> {
-        let mark = self.device(stream.device()).events.take(&*self.backend)?;
-        self.backend.record_event(mark.event(), stream)?;
-        Ok(mark)
-    }
 
     pub(crate) fn is_passed(&self, mark: &Mark, wait: bool) -> Result<bool> {
         if wait {
@@ -864,6 +866,14 @@ impl RuntimeInner {
         self.device(device).workspaces.give_back(IdleWorkspace { workspace, after: Some(after) });
     }
 
+    fn destroy_idle_events(&self) -> Result<()> {
+        let mut result = Ok(());
+        for event in self.devices.iter().flat_map(|device| device.events.take_all()) {
+            result = result.and(self.note(self.backend.destroy_event(event)));
+        }
+        result
+    }
+
     fn free_idle_workspaces(&self, wait: bool) -> Result<()> {
         let mut result = Ok(());
         for (ordinal, device) in self.devices.iter().enumerate() {
@@ -973,15 +983,15 @@ impl RuntimeInner {
             Error::new(ErrorKind::OutOfMemory, "pinned", format!("{bytes} bytes are more than any machine has"))
         })?;
         match self.host_cache.find(class, bytes) {
-            Found::Free(block) => Ok(block),
-            Found::Waiting(waiting) => self.take_pinned_slow(bytes, class, block_bytes, waiting),
+            Some(block) => Ok(block),
+            None => self.take_pinned_slow(bytes, class, block_bytes),
         }
     }
 
     #[cold]
-    fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize, waiting: usize) -> Result<OwnedBlock> {
+    fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize) -> Result<OwnedBlock> {
         self.check("pinned")?;
-        if let Some(block) = self.host_cache.take_waiting(class, waiting, bytes, |mark| self.is_surely_passed(mark)) {
+        if let Some(block) = self.host_cache.take_waiting(class, bytes, |mark| self.is_surely_passed(mark)) {
             return Ok(block);
         }
         // While blocks were in hand, others may have found less cached than there is.
@@ -1162,7 +1172,7 @@ impl RuntimeInner {
         // Not before: an operation that this one has waited for may have failed.
         Self::check_marked(&block.uses)?;
         // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
-        let mark = self.device(stream.id.device()).events.take(&*self.backend)?;
+        let mut mark = self.device(stream.id.device()).events.take(&*self.backend)?;
         let mut turn = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
         if let Some(recording) = &mut turn.recording {
             let surplus = recording.keep_pinned(block.keep(), writes);
@@ -1180,7 +1190,7 @@ impl RuntimeInner {
             Err(NotEnqueued { error, in_part: true }) => Err(error),
             Err(NotEnqueued { error, in_part: false }) => return Err(error),
         };
-        if let Err(error) = self.backend.record_event(mark.event(), stream.id) {
+        if let Err(error) = stream.record(&mut turn, &mut mark) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
             // with the block: it is never touched or given out again, and freed when the runtime ends.
             let waited = stream.wait_for_all(turn).map_err(|_| {
@@ -1190,8 +1200,18 @@ impl RuntimeInner {
             return waited.and(enqueued);
         }
         drop(turn);
-        begun.settle(Arc::new(mark));
+        if begun.settle(Arc::new(mark)) {
+            self.forget_passed(&block.uses);
+        }
         enqueued
+    }
+
+    /// Forgets uses of a block that are over, so that a buffer which outlives many streams does not keep an event for each.
+    #[cold]
+    pub(crate) fn forget_passed(&self, uses: &BlockUses) {
+        if !in_capture() {
+            uses.forget_passed(|mark| self.is_surely_passed(mark));
+        }
     }
 
     // ---------------------------------------------------------------- the end
@@ -1253,11 +1273,8 @@ impl RuntimeInner {
                 // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
                 result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
             }
-            for event in device.events.take_all() {
-                result = result.and(self.note(self.backend.destroy_event(event)));
-            }
         }
-        result
+        result.and(self.destroy_idle_events())
     }
 }
 

@@ -28,7 +28,7 @@ use crate::id::StreamId;
 use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
-use crate::pool::events::Mark;
+use crate::pool::events::{Mark, Point};
 use crate::runtime::{NotEnqueued, Runtime, RuntimeInner};
 use crate::scalar::Element;
 
@@ -100,6 +100,8 @@ pub(crate) struct TurnState {
     pub(crate) lent: u32,
     /// The stream's part in a capture.
     pub(crate) recording: Option<Box<Recording>>,
+    /// Marks recorded so far.
+    marks: u64,
 }
 
 /// The turn of a stream, in the caller's hands.
@@ -269,14 +271,23 @@ impl StreamCore {
 
     /// A mark after everything that was enqueued on the stream so far, captures left out.
     pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Result<Arc<Mark>> {
-        let mark = runtime.device(self.id.device()).events.take(&*self.backend)?;
-        let turn = self.enter("record_event")?;
+        let mut mark = runtime.device(self.id.device()).events.take(&*self.backend)?;
+        let mut turn = self.enter("record_event")?;
         if let Some(recording) = &turn.recording {
             return Ok(Arc::clone(&recording.before));
         }
-        self.backend.record_event(mark.event(), self.id)?;
+        self.record(&mut turn, &mut mark)?;
         drop(turn);
         Ok(Arc::new(mark))
+    }
+
+    /// Records a mark after everything that was enqueued on the stream so far. The caller has the turn, so the order of the
+    /// numbers is that of the records.
+    pub(crate) fn record(&self, turn: &mut TurnState, mark: &mut Mark) -> Result<()> {
+        self.backend.record_event(mark.event(), self.id)?;
+        turn.marks += 1;
+        mark.set_point(Point { stream: self.key, number: turn.marks });
+        Ok(())
     }
 
     /// Under which handles are bound to the stream now.
@@ -343,9 +354,8 @@ impl Drop for StreamCore {
         let runtime = self.runtime.upgrade();
         let may_release = runtime.as_ref().map_or_else(|| !self.backend.is_exiting(), |runtime| runtime.may_release());
         let last = runtime.as_ref().filter(|_| may_release).and_then(|runtime| {
-            // Refused where other code captures the stream. The turn itself is of no use to the last user.
-            let marked = self.enter("record_event").map(drop).and_then(|()| runtime.mark(self.id));
-            marked.inspect_err(|error| runtime.count_failed_release(error)).ok().map(Arc::new)
+            // Refused where other code captures the stream.
+            self.mark(runtime).inspect_err(|error| runtime.count_failed_release(error)).ok()
         });
         // Whatever happened: who waits for the end goes on.
         *self.end.last.lock() = Some(last.clone());
@@ -517,9 +527,9 @@ impl Stream {
     /// What the backend gives.
     pub fn record(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
-        let mark = self.runtime.inner.device(self.device()).events.take(backend)?;
-        let turn = self.core.enter("record_event")?;
-        backend.record_event(mark.event(), self.core.id)?;
+        let mut mark = self.runtime.inner.device(self.device()).events.take(backend)?;
+        let mut turn = self.core.enter("record_event")?;
+        self.core.record(&mut turn, &mut mark)?;
         let capture = turn.recording.as_ref().map(|recording| Arc::clone(&recording.capture));
         drop(turn);
         Ok(Event::pooled(self.runtime.clone(), mark, capture))

@@ -5,6 +5,7 @@
 use std::alloc::Layout;
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -34,6 +35,9 @@ pub(crate) struct ManualBackend {
     /// How many of the next calls that set a mode fail.
     refuse_modes: Arc<Mutex<usize>>,
     intruder: Intruder,
+    /// How often an event was asked after, and how often a stream was made to wait for one.
+    queries: AtomicU64,
+    waits: AtomicU64,
 }
 
 type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -74,6 +78,8 @@ struct State {
     next_address: u64,
     /// Operations enqueued, and executed, on each stream.
     streams: HashMap<StreamId, (u64, u64)>,
+    /// Waits that are enqueued and not executed: the stream and the number of the operation, and what it waits for.
+    waits: Vec<((StreamId, u64), (StreamId, u64))>,
     /// The stream and the number of the operation at which each event was recorded.
     events: HashMap<EventId, Option<(StreamId, u64)>>,
     blocks: BTreeMap<u64, usize>,
@@ -150,6 +156,22 @@ impl State {
         Ok(())
     }
 
+    /// Executes what is enqueued on the stream up to an operation, and what that waits for on other streams.
+    fn advance(&mut self, stream: StreamId, to: u64) {
+        let Some((_, executed)) = self.streams.get_mut(&stream) else { return };
+        *executed = to.max(*executed);
+        let is_due = |((waiting, at), _): &mut ((StreamId, u64), _)| *waiting == stream && *at <= to;
+        let due: Vec<_> = self.waits.extract_if(.., is_due).collect();
+        due.into_iter().for_each(|(_, (other, at))| self.advance(other, at));
+    }
+
+    /// Executes everything that is enqueued on the stream.
+    fn advance_all(&mut self, stream: StreamId) {
+        if let Some((enqueued, _)) = self.streams.get(&stream) {
+            self.advance(stream, *enqueued);
+        }
+    }
+
     /// Whether a graph that is alive has recorded this host or device address.
     fn is_recorded(&self, address: u64) -> bool {
         self.executables.values().any(|addresses| addresses.contains(&address))
@@ -199,6 +221,8 @@ impl ManualBackend {
             handle_calls: Arc::default(),
             refuse_modes: Arc::default(),
             intruder: Intruder::default(),
+            queries: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
         })
     }
 
@@ -212,11 +236,19 @@ impl ManualBackend {
         *self.refuse_modes.lock() = calls;
     }
 
+    /// How often events were asked after since this was asked last.
+    pub(crate) fn take_queries(&self) -> u64 {
+        self.queries.swap(0, Ordering::Relaxed)
+    }
+
+    /// How often streams were made to wait for events since this was asked last.
+    pub(crate) fn take_waits(&self) -> u64 {
+        self.waits.swap(0, Ordering::Relaxed)
+    }
+
     /// Executes everything that is enqueued on the stream.
     pub(crate) fn advance(&self, stream: StreamId) {
-        if let Some((enqueued, executed)) = self.state.lock().streams.get_mut(&stream) {
-            *executed = *enqueued;
-        }
+        self.state.lock().advance_all(stream);
     }
 
     /// Lets every `record_event` fail, or none.
@@ -320,6 +352,7 @@ unsafe impl Backend for ManualBackend {
         let mut state = self.state.lock();
         state.assert_outside(stream);
         // What was enqueued is executed all the same; the test has no way to look at it any more.
+        state.advance_all(stream);
         state.last_use.retain(|(other, _), _| *other != stream);
         for at in state.events.values_mut() {
             if at.is_some_and(|(other, _)| other == stream) {
@@ -350,12 +383,20 @@ unsafe impl Backend for ManualBackend {
     }
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
         self.watched.check();
+        self.waits.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
         if !state.streams.contains_key(&stream) || !state.events.contains_key(&event) {
             return Err(unknown("stream_wait_event"));
         }
         match (state.capturing.get(&stream).copied(), state.captured_events.get(&event).copied()) {
             (None, Some(capture)) => drop(state.capturing.insert(stream, capture)),
+            (None, None) => {
+                if let Some(at) = state.events[&event] {
+                    state.enqueue_use("stream_wait_event", stream, &[])?;
+                    let number = state.streams[&stream].0;
+                    state.waits.push(((stream, number), at));
+                }
+            }
             (stream_in, event_in) => assert_eq!(stream_in, event_in, "a wait across the border of a capture"),
         }
         Ok(())
@@ -391,6 +432,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn query_event(&self, event: EventId) -> Result<Completion> {
         self.watched.check();
+        self.queries.fetch_add(1, Ordering::Relaxed);
         let state = self.state.lock();
         state.assert_event_outside(event);
         let at = state.events.get(&event).ok_or_else(|| unknown("query_event"))?;
@@ -402,8 +444,8 @@ unsafe impl Backend for ManualBackend {
         self.watched.check();
         self.state.lock().assert_event_outside(event);
         let at = *self.state.lock().events.get(&event).ok_or_else(|| unknown("synchronize_event"))?;
-        if let Some((stream, _)) = at {
-            self.advance(stream);
+        if let Some((stream, at)) = at {
+            self.state.lock().advance(stream, at);
         }
         Ok(())
     }
