@@ -19,7 +19,7 @@ use crate::fork::Generation;
 use crate::id::StreamId;
 use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
-use crate::memory::{AllocateOptions, DevicePtr};
+use crate::memory::{AllocateOptions, DevicePtr, MemoryInfo};
 use crate::numerics::Numerics;
 use crate::pinned::PinnedBuffer;
 use crate::pool::block_uses::{BlockUses, CpuAccess};
@@ -164,7 +164,10 @@ pub(crate) struct RuntimeInner {
     deferred: DeferredFrees,
     /// Blocks of device memory whose last use could not be marked: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
-    rounds: Rounds,
+    /// Threads that give device memory back, for which they may wait for streams.
+    pub(crate) device_rounds: Rounds,
+    /// Threads that give page-locked memory back, which never wait for a stream.
+    host_rounds: Rounds,
     /// Made with the first share or open.
     sharing: OnceLock<Arc<Sharing>>,
     /// Handles whose one stream has ended, for devices that want one handle for each stream.
@@ -303,7 +306,8 @@ impl Runtime {
             host_cache: HostCache::new(options.host_cache_bytes),
             deferred: DeferredFrees::default(),
             stranded: Mutex::default(),
-            rounds: Rounds::default(),
+            device_rounds: Rounds::default(),
+            host_rounds: Rounds::default(),
             sharing: OnceLock::new(),
             spare_handles: Mutex::default(),
             graphs: Graphs::default(),
@@ -599,13 +603,34 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- device memory
 
-    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more.
-    fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>) -> Result<T> {
+    /// Refuses a request for more than the device could give if every stream had been waited for and everything given back
+    /// that no buffer owns.
+    fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
+        // Where the backend does not tell, waiting is worth a try.
+        let Ok(MemoryInfo { total, .. }) = self.backend.memory_info(device) else { return Ok(()) };
+        let owned = self.ledger.owned_bytes(device);
+        if bytes as u64 <= total.saturating_sub(owned) {
+            return Ok(());
+        }
+        let message =
+            format!("{bytes} bytes were asked for; device {device} has {total}, of which live buffers hold {owned}");
+        let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message)
+            .with_hint("ask for less, or drop buffers first: waiting for streams cannot make enough room");
+        Err(match refused.code() {
+            Some(code) => error.with_code(code),
+            None => error,
+        })
+    }
+
+    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more. `within` refuses
+    /// what that could not help.
+    fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>, within: impl Fn(&Error) -> Result<()>) -> Result<T> {
         self.reclaim_in_passing();
         match make() {
             // In a capture nothing is given back.
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                let round = self.rounds.begin();
+                within(&error)?;
+                let round = self.device_rounds.begin();
                 if let Some(sharing) = self.sharing.get() {
                     sharing.collect(self);
                 }
@@ -617,7 +642,7 @@ impl RuntimeInner {
                 }
                 drop(round);
                 // What other threads had in hand meanwhile is free now.
-                self.rounds.wait();
+                self.device_rounds.wait();
                 make()
             }
             result => result,
@@ -626,19 +651,31 @@ impl RuntimeInner {
 
     /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
     ///
-    /// `home` is the stream in whose order stream-ordered memory is allocated.
-    pub(crate) fn allocate_device(
+    /// `home` is the stream in whose order stream-ordered memory is allocated. The caller tells the ledger of the block.
+    fn allocate_device(
+        &self,
+        device: u32,
+        options: &AllocateOptions,
+        home: Option<&StreamCore>,
+    ) -> Result<DeviceBlockInfo> {
+        let make = || {
+            let _turn = home.map(|home| home.enter_outside("allocate")).transpose()?;
+            self.backend.allocate(device, options)
+        };
+        let ptr = self.with_reclaim(make, |refused| self.check_reach(device, options.bytes, refused))?;
+        Ok(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })
+    }
+
+    /// Allocates device memory for a buffer.
+    pub(crate) fn allocate_buffer(
         &self,
         device: u32,
         options: &AllocateOptions,
         home: Option<&StreamCore>,
     ) -> Result<DevicePtr> {
-        let ptr = self.with_reclaim(|| {
-            let _turn = home.map(|home| home.enter_outside("allocate")).transpose()?;
-            self.backend.allocate(device, options)
-        })?;
-        self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })?;
-        Ok(ptr)
+        let block = self.allocate_device(device, options, home)?;
+        self.ledger.insert_owned(block)?;
+        Ok(block.base)
     }
 
     /// Frees device memory.
@@ -660,6 +697,7 @@ impl RuntimeInner {
         if free.unmarked {
             return self.strand(free);
         }
+        self.ledger.set_dropped(free.ptr);
         self.deferred.push(free);
     }
 
@@ -780,7 +818,7 @@ impl RuntimeInner {
     /// Maps memory of another process.
     pub(crate) fn map_shared(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let ipc = self.ipc("open_shared")?;
-        let ptr = self.with_reclaim(|| ipc.open_memory(device, handle))?;
+        let ptr = self.with_reclaim(|| ipc.open_memory(device, handle), |_| Ok(()))?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: just opened, and nobody was told of it.
@@ -838,7 +876,9 @@ impl RuntimeInner {
         if in_capture() && !device.capabilities.create_during_capture {
             return Err(warm_up_first("allocate", "a workspace"));
         }
-        let ptr = self.allocate_device(ordinal, &AllocateOptions::new(bytes), None)?;
+        let block = self.allocate_device(ordinal, &AllocateOptions::new(bytes), None)?;
+        self.ledger.insert_device(block)?;
+        let ptr = block.base;
         let workspace = Workspace { ptr, bytes };
         device.workspaces.add(workspace);
         if !ptr.is_aligned_to(device.capabilities.workspace_alignment) {
@@ -918,7 +958,7 @@ impl RuntimeInner {
         };
         let options = BlasOptions::new(kind);
         // Vendors start from different defaults: the handle's modes are unknown until the first product sets them.
-        let handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options))?;
+        let handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options), |_| Ok(()))?;
         Ok(PooledHandle::new(handle, kind))
     }
 
@@ -1001,13 +1041,13 @@ impl RuntimeInner {
         let allocate = || self.host_memory.allocate(block_bytes, |error| self.count_failed_release(error));
         let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                let round = self.rounds.begin();
+                let round = self.host_rounds.begin();
                 // A release that is refused is counted, and keeps nobody from trying with what the others gave.
                 if let Err(error) = self.trim_host() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
-                self.rounds.wait();
+                self.host_rounds.wait();
                 allocate()?
             }
             result => result?,
@@ -1291,7 +1331,8 @@ impl RuntimeInner {
         let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
         let graphs = (captures, self.graphs.hold_lock());
-        crate::testing::Held((devices, handles, memory, lists, places, graphs, self.rounds.hold_lock(), sharing))
+        let rounds = (self.device_rounds.hold_lock(), self.host_rounds.hold_lock());
+        crate::testing::Held((devices, handles, memory, lists, places, graphs, rounds, sharing))
     }
 
     /// Whether any lock of the runtime's pools is held: where only one thread is at work, by that thread.
@@ -1312,7 +1353,8 @@ impl RuntimeInner {
             || self.deferred.is_locked()
             || self.stranded.is_locked()
             || self.spare_handles.is_locked()
-            || self.rounds.is_locked()
+            || self.device_rounds.is_locked()
+            || self.host_rounds.is_locked()
             || self.sharing.get().is_some_and(|sharing| sharing.is_locked())
     }
 }

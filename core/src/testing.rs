@@ -38,6 +38,8 @@ pub(crate) struct ManualBackend {
     /// How often an event was asked after, and how often a stream was made to wait for one.
     queries: AtomicU64,
     waits: AtomicU64,
+    /// Bytes of device memory.
+    memory: AtomicU64,
 }
 
 type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -172,6 +174,10 @@ impl State {
         }
     }
 
+    fn allocated(&self) -> u64 {
+        self.blocks.values().map(|bytes| *bytes as u64).sum()
+    }
+
     /// Whether a graph that is alive has recorded this host or device address.
     fn is_recorded(&self, address: u64) -> bool {
         self.executables.values().any(|addresses| addresses.contains(&address))
@@ -223,6 +229,7 @@ impl ManualBackend {
             intruder: Intruder::default(),
             queries: AtomicU64::new(0),
             waits: AtomicU64::new(0),
+            memory: AtomicU64::new(1 << 40),
         })
     }
 
@@ -244,6 +251,11 @@ impl ManualBackend {
     /// How often streams were made to wait for events since this was asked last.
     pub(crate) fn take_waits(&self) -> u64 {
         self.waits.swap(0, Ordering::Relaxed)
+    }
+
+    /// Has no more device memory than this from here on.
+    pub(crate) fn set_memory(&self, bytes: u64) {
+        self.memory.store(bytes, Ordering::Relaxed);
     }
 
     /// Executes everything that is enqueued on the stream.
@@ -323,7 +335,8 @@ unsafe impl Backend for ManualBackend {
         Ok(self.capabilities)
     }
     fn memory_info(&self, _: u32) -> Result<MemoryInfo> {
-        Ok(MemoryInfo { free: 1 << 40, total: 1 << 40 })
+        let total = self.memory.load(Ordering::Relaxed);
+        Ok(MemoryInfo { free: total.saturating_sub(self.state.lock().allocated()), total })
     }
     fn live_objects(&self) -> LiveObjects {
         self.watched.check();
@@ -452,6 +465,9 @@ unsafe impl Backend for ManualBackend {
     fn allocate(&self, _: u32, options: &AllocateOptions) -> Result<DevicePtr> {
         self.watched.check();
         let mut state = self.state.lock();
+        if state.allocated() + options.bytes as u64 > self.memory.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::OutOfMemory, "allocate", "the device has no more"));
+        }
         let ptr = state.next_address;
         state.next_address += options.bytes.next_multiple_of(ALIGNMENT) as u64;
         state.blocks.insert(ptr, options.bytes);

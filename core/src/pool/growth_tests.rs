@@ -6,7 +6,7 @@ use std::thread;
 
 use crate::backend::Backend;
 use crate::testing::ManualBackend;
-use crate::{PinnedBuffer, Runtime, Stream};
+use crate::{ErrorKind, PinnedBuffer, Runtime, Stream};
 
 const BYTES: usize = 4096;
 
@@ -158,4 +158,76 @@ fn a_request_asks_one_block_of_a_stream_that_is_behind() {
     assert!(backend.take_queries() <= WAITING as u64);
     drop((taken, copy, streams, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+// ------------------------------------------------------------------------------------------------ what cannot be had
+
+const MIB: usize = 1 << 20;
+
+/// A device of 16 MiB, with a block of 4 MiB that was dropped while a stream which is behind uses it.
+fn nearly_full() -> (Arc<ManualBackend>, Runtime, Stream, u64) {
+    let (backend, runtime) = open();
+    backend.set_memory(16 * MIB as u64);
+    let stream = streams(&runtime, 1).remove(0);
+    let (pinned, dropped) =
+        (runtime.pinned::<u8>(BYTES).unwrap(), runtime.device(0).unwrap().allocate(4 * MIB).unwrap());
+    stream.copy_to_device(&pinned, dropped.slice(0..BYTES).unwrap()).unwrap();
+    let at = dropped.ptr().get();
+    drop(dropped);
+    assert!(backend.is_in_use(at));
+    backend.watch_locks_of(&runtime);
+    (backend, runtime, stream, at)
+}
+
+#[test]
+fn a_request_for_more_than_the_device_has_waits_for_nothing() {
+    let (backend, runtime, _stream, dropped) = nearly_full();
+    let error = runtime.device(0).unwrap().allocate::<u8>(1 << 30).unwrap_err();
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfMemory, "allocate"));
+    assert!(error.message().contains("1073741824") && error.message().contains("16777216"), "{error}");
+    assert!(!error.hint().is_empty(), "{error}");
+}
+
+#[test]
+fn a_request_for_more_than_live_buffers_leave_waits_for_nothing() {
+    let (backend, runtime, stream, dropped) = nearly_full();
+    let device = runtime.device(0).unwrap();
+    let live = device.allocate::<u8>(8 * MIB).unwrap();
+    let error = device.allocate::<u8>(9 * MIB).unwrap_err();
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert!(error.message().contains("8388608"), "names what live buffers hold: {error}");
+    // A graph keeps what was dropped, so that counts as live.
+    let pinned = runtime.pinned::<u8>(BYTES).unwrap();
+    let graph = stream.capture(|stream| stream.copy_to_device(&pinned, live.slice(0..BYTES)?)).unwrap();
+    drop(live);
+    assert!(device.allocate::<u8>(9 * MIB).is_err());
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    drop(graph);
+    // Now waiting helps.
+    device.allocate::<u8>(16 * MIB).unwrap();
+    assert!(!backend.is_in_use(dropped));
+}
+
+#[test]
+fn a_request_that_waiting_makes_room_for_waits() {
+    let (backend, runtime, _stream, dropped) = nearly_full();
+    let device = runtime.device(0).unwrap();
+    let _live = device.allocate::<u8>(8 * MIB).unwrap();
+    device.allocate::<u8>(8 * MIB).unwrap();
+    assert!(!backend.is_in_use(dropped));
+}
+
+#[test]
+fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
+    let (_backend, runtime) = open();
+    // As a thread that waits for a slow stream, to give device memory back.
+    let _round = runtime.inner.device_rounds.begin();
+    let (done, is_done) = std::sync::mpsc::channel();
+    let asking = runtime.clone();
+    let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 46).unwrap_err().kind()));
+    let kind = is_done.recv_timeout(std::time::Duration::from_secs(20)).expect("the request waits");
+    asking.join().unwrap().unwrap();
+    assert_eq!(kind, ErrorKind::OutOfMemory);
 }
