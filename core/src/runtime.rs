@@ -12,7 +12,9 @@ use crate::blas::{BlasKind, BlasOptions, Workspace};
 use crate::blas_lease::PooledHandle;
 use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
-use crate::capture::{DeviceGate, GraphStatistics, Graphs, Quiet, in_capture, refuse_in_capture, warm_up_first};
+use crate::capture::{
+    DeviceGate, Dropped, GraphStatistics, Graphs, Quiet, in_capture, refuse_in_capture, warm_up_first,
+};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
@@ -250,6 +252,9 @@ pub struct Statistics {
     pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
+    /// Streams, events and graphs among them that still wait to be destroyed: [`Runtime::reclaim`], [`Runtime::trim`] and the
+    /// end of the runtime try again.
+    pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,
 }
@@ -363,13 +368,14 @@ impl Runtime {
     }
 
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
-    /// a stream is synchronised. In a thread that is inside a capture it does nothing.
+    /// a stream is synchronised. Streams, events and graphs that the backend refused to destroy are tried once more. In a thread
+    /// that is inside a capture it does nothing.
     ///
     /// # Errors
     /// What the backend gives when it is asked about an event; nothing is lost.
     pub fn reclaim(&self) -> Result<()> {
         self.inner.check("reclaim")?;
-        self.inner.reclaim(false)
+        self.inner.retry_refused().and(self.inner.reclaim(false))
     }
 
     /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
@@ -384,7 +390,7 @@ impl Runtime {
         if let Some(sharing) = self.inner.sharing.get() {
             sharing.unmap_idle(&self.inner);
         }
-        let handles = self.inner.destroy_idle_handles();
+        let handles = self.inner.retry_refused().and(self.inner.destroy_idle_handles());
         let memory = handles
             .and(self.inner.reclaim(false))
             .and(self.inner.free_idle_workspaces(false))
@@ -415,6 +421,7 @@ impl Runtime {
             sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases.load(Ordering::Relaxed),
+            refused_destroys: inner.graphs.refused(),
             left_at_exit: inner.left_at_exit.load(Ordering::Relaxed),
         }
     }
@@ -909,9 +916,27 @@ impl RuntimeInner {
     fn destroy_idle_events(&self) -> Result<()> {
         let mut result = Ok(());
         for event in self.devices.iter().flat_map(|device| device.events.take_all()) {
-            result = result.and(self.note(self.backend.destroy_event(event)));
+            result = result.and(self.destroy(Dropped::Event(event)));
         }
         result
+    }
+
+    /// Tries once more to destroy what the backend refused to, outside captures.
+    fn retry_refused(&self) -> Result<()> {
+        if in_capture() { Ok(()) } else { self.destroy_refused() }
+    }
+
+    /// Tries to destroy what the backend refused to for as long as some of it can be, and once more.
+    fn insist_on_refused(&self) -> Result<()> {
+        let mut in_vain = 0;
+        loop {
+            let waiting = self.graphs.refused();
+            let result = self.destroy_refused();
+            in_vain = if self.graphs.refused() < waiting { 0 } else { in_vain + 1 };
+            if result.is_ok() || in_vain == 2 {
+                return result;
+            }
+        }
     }
 
     fn free_idle_workspaces(&self, wait: bool) -> Result<()> {
@@ -1265,7 +1290,9 @@ impl RuntimeInner {
         if let Some(sharing) = self.sharing.get() {
             sharing.hang_up();
         }
-        let mut result = self.destroy_dropped();
+        // What is refused here is tried again below.
+        let _ = self.destroy_dropped();
+        let mut result = Ok(());
         let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
         let spare = std::mem::take(self.spare_handles.get_mut()).into_iter().map(|spare| spare.pooled);
         for mut pooled in pooled.chain(spare).collect::<Vec<_>>() {
@@ -1314,7 +1341,9 @@ impl RuntimeInner {
                 result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
             }
         }
-        result.and(self.destroy_idle_events())
+        // What is refused here is tried again like the rest.
+        let _ = self.destroy_idle_events();
+        result.and(self.insist_on_refused())
     }
 }
 

@@ -380,7 +380,9 @@ impl Drop for StreamCore {
         match runtime {
             Some(runtime) => runtime.destroy_or_defer(Dropped::Stream(self.id)),
             None => {
-                if let Err(error) = self.backend.destroy_stream(self.id) {
+                // Nobody is left to try again later, so it is done at once.
+                let destroyed = self.backend.destroy_stream(self.id);
+                if let Err(error) = destroyed.or_else(|_| self.backend.destroy_stream(self.id)) {
                     tracing::warn!("a stream could not be destroyed: {error}");
                 }
             }

@@ -40,6 +40,8 @@ pub(crate) struct ManualBackend {
     waits: AtomicU64,
     /// Bytes of device memory.
     memory: AtomicU64,
+    /// How many of the next calls that destroy a stream, an event or a graph are refused.
+    refuse_destroys: AtomicU64,
 }
 
 type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -230,6 +232,7 @@ impl ManualBackend {
             queries: AtomicU64::new(0),
             waits: AtomicU64::new(0),
             memory: AtomicU64::new(1 << 40),
+            refuse_destroys: AtomicU64::new(0),
         })
     }
 
@@ -251,6 +254,17 @@ impl ManualBackend {
     /// How often streams were made to wait for events since this was asked last.
     pub(crate) fn take_waits(&self) -> u64 {
         self.waits.swap(0, Ordering::Relaxed)
+    }
+
+    /// Refuses the next calls that destroy a stream, an event or a graph.
+    pub(crate) fn refuse_destroys(&self, calls: u64) {
+        self.refuse_destroys.store(calls, Ordering::Relaxed);
+    }
+
+    fn may_destroy(&self, operation: &'static str) -> Result<()> {
+        let left = self.refuse_destroys.load(Ordering::Relaxed);
+        self.refuse_destroys.store(left.saturating_sub(1), Ordering::Relaxed);
+        if left == 0 { Ok(()) } else { Err(Error::new(ErrorKind::Vendor, operation, "told to refuse")) }
     }
 
     /// Has no more device memory than this from here on.
@@ -362,6 +376,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_stream")?;
         let mut state = self.state.lock();
         state.assert_outside(stream);
         // What was enqueued is executed all the same; the test has no way to look at it any more.
@@ -424,6 +439,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_event(&self, event: EventId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_event")?;
         let mut state = self.state.lock();
         state.assert_event_outside(event);
         state.events.remove(&event).map(|_| ()).ok_or_else(|| unknown("destroy_event"))
@@ -534,10 +550,12 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_graph")?;
         self.state.lock().graphs.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph"))
     }
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_graph_exec")?;
         self.state.lock().executables.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph_exec"))
     }
     unsafe fn fill(&self, _: &MemoryFill, _: StreamId) -> Result<()> {

@@ -231,3 +231,60 @@ fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
     asking.join().unwrap().unwrap();
     assert_eq!(kind, ErrorKind::OutOfMemory);
 }
+
+// ------------------------------------------------------------------------------------------------ refused destroys
+
+/// Drops a stream, an event whose id was given away, and a graph, each of which the backend refuses to destroy.
+fn drop_refused(backend: &ManualBackend, runtime: &Runtime, refusals: u64) {
+    let [first, second] = <[Stream; 2]>::try_from(streams(runtime, 2)).unwrap();
+    let event = first.record().unwrap();
+    let _ = event.id();
+    // The graph that is captured is refused, then the one that is launched.
+    backend.refuse_destroys(1);
+    let graph = first.capture(|_| Ok(())).unwrap();
+    backend.refuse_destroys(refusals);
+    drop((event, graph, second));
+    drop(first);
+    let live = backend.live_objects();
+    assert_eq!((live.streams, live.graphs), (2, 2), "{live:?}");
+    assert_eq!(runtime.statistics().refused_destroys, 5);
+    assert_eq!(runtime.statistics().failed_releases, 5);
+}
+
+#[test]
+fn a_refused_destroy_is_tried_again_by_a_reclaim() {
+    let (backend, runtime) = open();
+    backend.watch_locks_of(&runtime);
+    drop_refused(&backend, &runtime, 4);
+    runtime.reclaim().unwrap();
+    let live = backend.live_objects();
+    assert_eq!((live.streams, live.graphs), (0, 0), "{live:?}");
+    assert_eq!((runtime.statistics().refused_destroys, runtime.statistics().failed_releases), (0, 5));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_refused_destroy_is_tried_again_by_the_end_of_the_runtime_more_than_once() {
+    let (backend, runtime) = open();
+    drop_refused(&backend, &runtime, 4 + 7);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_destroy_that_is_always_refused_does_not_hold_up_the_end_of_the_runtime() {
+    let (backend, runtime) = open();
+    drop_refused(&backend, &runtime, u64::MAX);
+    assert_eq!(runtime.close().unwrap_err().kind(), ErrorKind::Vendor);
+}
+
+#[test]
+fn idle_events_that_a_trim_could_not_destroy_are_destroyed_later() {
+    let (backend, runtime) = open();
+    let stream = streams(&runtime, 1).remove(0);
+    drop((0..10).map(|_| stream.record().unwrap()).collect::<Vec<_>>());
+    backend.refuse_destroys(10);
+    assert!(runtime.trim().is_err());
+    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (10, 10));
+    runtime.trim().unwrap();
+    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (0, 0));
+}
