@@ -127,8 +127,8 @@ impl MockGpu {
         let faults = options.check()?;
         let schedule = options.schedule.map(Schedule::new);
         let calls = Arc::new(Calls::new(options.seed).with_schedule(schedule.clone()));
-        for (operation, nth, kind) in faults {
-            calls.fail(operation, nth, kind)?;
+        for (operation, numbers, kind) in faults {
+            calls.fail(operation, numbers, kind)?;
         }
         for (operation, per_million, kind) in options.check_chances()? {
             calls.fail_by_chance(operation, per_million, kind)?;
@@ -233,12 +233,12 @@ impl MockGpu {
     }
 
     /// Makes a call of an operation fail, the `nth_from_now`-th (1 is the next one). `operation` is an [`Operation`] or
-    /// its name.
+    /// its name. See [`MockOptions::with_fault`] for what a `Runtime` makes of the failure.
     ///
     /// # Errors
     /// `InvalidArgument` for a name that does not exist and for 0.
     pub fn fail_call(&self, operation: impl AsRef<str>, nth_from_now: u64, kind: ErrorKind) -> Result<()> {
-        self.shared.calls.fail(operation.as_ref().parse()?, nth_from_now, kind)
+        self.shared.calls.fail(operation.as_ref().parse()?, nth_from_now..=nth_from_now, kind)
     }
 
     /// Makes calls of an operation fail by chance, `per_million` of a million on average, from the next one on; 0 ends it.

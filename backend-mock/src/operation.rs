@@ -5,6 +5,7 @@
 //! threads that bind streams side by side do not share a cache line; they are summed up when somebody asks.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -180,8 +181,8 @@ struct Fault {
 
 #[derive(Debug)]
 enum When {
-    /// Once, when this has been counted down to 0.
-    CallsLeft(u64),
+    /// The calls with these numbers; `calls` have come since it was set.
+    Calls { numbers: RangeInclusive<u64>, calls: u64 },
     /// So many times in a million; `calls` have come since it was set.
     Chance { per_million: u32, calls: u64 },
 }
@@ -193,9 +194,9 @@ impl Fault {
     /// Counts a call, and tells whether it is to fail.
     fn is_due(&mut self, seed: u64) -> bool {
         match &mut self.when {
-            When::CallsLeft(calls) => {
-                *calls -= 1;
-                *calls == 0
+            When::Calls { numbers, calls } => {
+                *calls += 1;
+                numbers.contains(calls)
             }
             When::Chance { per_million, calls } => {
                 *calls += 1;
@@ -208,7 +209,11 @@ impl Fault {
     }
 
     fn is_over(&self) -> bool {
-        matches!(self.when, When::CallsLeft(0))
+        matches!(&self.when, When::Calls { numbers, calls } if calls >= numbers.end())
+    }
+
+    fn is_by_chance(&self) -> bool {
+        matches!(self.when, When::Chance { .. })
     }
 }
 
@@ -305,7 +310,7 @@ impl Calls {
         let (mut due, mut by_chance) = (None, None);
         for fault in faults.iter_mut().filter(|fault| fault.operation == operation) {
             if fault.is_due(self.seed) {
-                let first = if fault.is_over() { &mut due } else { &mut by_chance };
+                let first = if fault.is_by_chance() { &mut by_chance } else { &mut due };
                 first.get_or_insert(fault.kind);
             }
         }
@@ -314,7 +319,7 @@ impl Calls {
         let Some(kind) = due.or(by_chance) else { return Ok(()) };
         self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
         Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
-            "the fault was set by `with_fault`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
+            "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
         ))
     }
 
@@ -331,7 +336,7 @@ impl Calls {
             return Err(Generation::error("fail_by_chance"));
         }
         let mut faults = self.faults.lock();
-        faults.retain(|fault| fault.operation != operation || !matches!(fault.when, When::Chance { .. }));
+        faults.retain(|fault| fault.operation != operation || !fault.is_by_chance());
         if per_million > 0 {
             faults.push(Fault { operation, when: When::Chance { per_million, calls: 0 }, kind });
         }
@@ -344,9 +349,9 @@ impl Calls {
         self.failed.get(operation)
     }
 
-    /// Makes the `nth` call from now (1 is the next one) fail.
-    pub(crate) fn fail(&self, operation: Operation, nth: u64, kind: ErrorKind) -> Result<()> {
-        if nth == 0 {
+    /// Makes the calls with these numbers from now (1 is the next one) fail.
+    pub(crate) fn fail(&self, operation: Operation, numbers: RangeInclusive<u64>, kind: ErrorKind) -> Result<()> {
+        if *numbers.start() == 0 {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "fail_call",
@@ -357,7 +362,7 @@ impl Calls {
             return Err(Generation::error("fail_call"));
         }
         let mut faults = self.faults.lock();
-        faults.push(Fault { operation, when: When::CallsLeft(nth), kind });
+        faults.push(Fault { operation, when: When::Calls { numbers, calls: 0 }, kind });
         self.armed.fetch_or(operation.bit(), Ordering::Relaxed);
         Ok(())
     }
@@ -404,13 +409,25 @@ mod tests {
     #[test]
     fn the_nth_call_fails_and_only_that_one() {
         let calls = Calls::new(0);
-        calls.fail(Operation::Copy, 2, ErrorKind::Vendor).unwrap();
-        calls.fail(Operation::Copy, 4, ErrorKind::DeviceLost).unwrap();
+        calls.fail(Operation::Copy, 2..=2, ErrorKind::Vendor).unwrap();
+        calls.fail(Operation::Copy, 4..=4, ErrorKind::DeviceLost).unwrap();
         let kinds: Vec<_> = (0..6).map(|_| calls.enter(Operation::Copy).err().map(|error| error.kind())).collect();
         assert_eq!(kinds, [None, Some(ErrorKind::Vendor), None, Some(ErrorKind::DeviceLost), None, None]);
         assert!(calls.enter(Operation::Fill).is_ok());
         assert_eq!(calls.count(Operation::Copy), 6);
-        assert!(calls.fail(Operation::Copy, 0, ErrorKind::Vendor).is_err());
+        assert!(calls.fail(Operation::Copy, 0..=0, ErrorKind::Vendor).is_err());
+    }
+
+    #[test]
+    fn calls_in_a_range_fail_and_only_those() {
+        let calls = Calls::new(0);
+        calls.fail(Operation::Copy, 2..=3, ErrorKind::Vendor).unwrap();
+        calls.fail(Operation::Copy, 3..=u64::MAX, ErrorKind::DeviceLost).unwrap();
+        let kinds: Vec<_> = (0..5).map(|_| calls.enter(Operation::Copy).err().map(|error| error.kind())).collect();
+        let (first, second) = (Some(ErrorKind::Vendor), Some(ErrorKind::DeviceLost));
+        assert_eq!(kinds, [None, first, first, second, second], "the one that was set first counts");
+        assert_eq!(calls.faults(Operation::Copy), 4);
+        assert_eq!(calls.armed.load(Ordering::Relaxed), Operation::Copy.bit(), "one has no end");
     }
 
     /// Which of 2000 calls fail.
@@ -439,7 +456,7 @@ mod tests {
         assert!(calls.fail_by_chance(Operation::Copy, MILLION + 1, ErrorKind::Vendor).is_err());
         calls.fail_by_chance(Operation::Copy, 10, ErrorKind::Vendor).unwrap();
         calls.fail_by_chance(Operation::Copy, MILLION, ErrorKind::Vendor).unwrap();
-        calls.fail(Operation::Copy, 2, ErrorKind::DeviceLost).unwrap();
+        calls.fail(Operation::Copy, 2..=2, ErrorKind::DeviceLost).unwrap();
         let kinds = [(); 3].map(|()| calls.enter(Operation::Copy).unwrap_err().kind());
         assert_eq!(kinds, [ErrorKind::Vendor, ErrorKind::DeviceLost, ErrorKind::Vendor]);
         calls.fail_by_chance(Operation::Copy, 0, ErrorKind::Vendor).unwrap();

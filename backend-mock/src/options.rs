@@ -1,6 +1,7 @@
 //! What a mock is like: how many devices, how much memory, how slow, what it can do, and what fails.
 
 use std::collections::BTreeMap;
+use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::time::Duration;
 
 use highwater_core::{Capabilities, Error, ErrorKind, Result, Transport, Transports};
@@ -31,7 +32,7 @@ const MAX_MEMORY_BYTES: u64 = 1 << 42;
 ///     .with_memory_bytes(64 << 20)
 ///     .with_latency(Duration::from_micros(50))
 ///     .with_capabilities(|capabilities| capabilities.peer_copy = false)
-///     .with_fault(Operation::Allocate, 3, ErrorKind::OutOfMemory);
+///     .with_faults(Operation::Allocate, 3.., ErrorKind::OutOfMemory);
 /// let gpu = MockGpu::open(options)?;
 /// # Ok::<(), highwater_core::Error>(())
 /// ```
@@ -44,7 +45,8 @@ pub struct MockOptions {
     pub(crate) create_handle_latency: BTreeMap<u32, Duration>,
     pub(crate) gemm_gap: Duration,
     pub(crate) capabilities: Capabilities,
-    faults: Vec<(String, u64, ErrorKind)>,
+    /// Operations, and which of their calls fail.
+    faults: Vec<(String, RangeInclusive<u64>, ErrorKind)>,
     chances: Vec<(String, u32, ErrorKind)>,
     pub(crate) seed: u64,
     pub(crate) quarantine: Quarantine,
@@ -138,9 +140,36 @@ impl MockOptions {
 
     /// The same with the `nth` call (from 1) of an operation failing. `operation` is an [`Operation`] or its name; a name
     /// that does not exist makes [`MockGpu::open`](crate::MockGpu::open) fail.
+    ///
+    /// A `Runtime` answers a failure of the kind `OutOfMemory` by giving back what it caches and trying once more, so one such
+    /// failure of an allocation never surfaces through it. [`MockOptions::with_faults`] makes the second attempt fail too.
     #[must_use]
-    pub fn with_fault(mut self, operation: impl AsRef<str>, nth: u64, kind: ErrorKind) -> Self {
-        self.faults.push((operation.as_ref().to_owned(), nth, kind));
+    pub fn with_fault(self, operation: impl AsRef<str>, nth: u64, kind: ErrorKind) -> Self {
+        self.with_faults(operation, nth..=nth, kind)
+    }
+
+    /// As [`MockOptions::with_fault`], for every call of an operation in a range: `3..` for the third call and all after it,
+    /// `3..6` for three calls. A range without calls makes [`MockGpu::open`](crate::MockGpu::open) fail. Of several faults of
+    /// one call, the one that was set first counts.
+    ///
+    /// ```
+    /// use highwater_core::{ErrorKind, Runtime};
+    /// use highwater_mock::{MockGpu, MockOptions, Operation};
+    ///
+    /// // The device has room for one block. A runtime tries twice, and gives back in between what it caches.
+    /// let options = MockOptions::new().with_faults(Operation::Allocate, 2.., ErrorKind::OutOfMemory);
+    /// let gpu = MockGpu::open(options)?;
+    /// let runtime = Runtime::new(gpu.clone())?;
+    /// let device = runtime.device(0)?;
+    /// let first = device.allocate::<f32>(1000)?;
+    /// let error = device.allocate::<f32>(1000).unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    /// assert_eq!(gpu.calls(Operation::Allocate), 3);
+    /// # Ok::<(), highwater_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_faults(mut self, operation: impl AsRef<str>, calls: impl RangeBounds<u64>, kind: ErrorKind) -> Self {
+        self.faults.push((operation.as_ref().to_owned(), call_numbers(&calls), kind));
         self
     }
 
@@ -245,7 +274,7 @@ impl MockOptions {
     /// | `ipc-transports` | `descriptor` or `none` |
     /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
     /// | `create-handle-latency` | `DEVICE:TIME` |
-    /// | `fail` | `OPERATION:NTH` or `OPERATION:NTH:KIND`, the kind in words with dashes (`out-of-memory`) |
+    /// | `fail` | `OPERATION:CALLS` or `OPERATION:CALLS:KIND`: the number of a call or a range as in Rust (`3`, `3..`, `3..6`, `3..=5`), and the kind in words with dashes (`out-of-memory`) |
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
     /// | `seed`, `quarantine-frees` | a number |
     /// | `quarantine-bytes` | bytes |
@@ -305,15 +334,15 @@ impl MockOptions {
                 self.create_handle_latency.insert(device, time(latency)?);
             }
             "fail" => {
-                let expected = "OPERATION:NTH or OPERATION:NTH:KIND, such as allocate:3 or copy:1:device-lost";
-                let (operation, nth, kind) = parse_fault(value, expected, &bad)?;
-                let nth = Some(nth).filter(|&nth| nth > 0).ok_or_else(|| bad(expected))?;
-                self.faults.push((operation.name().to_owned(), nth, kind));
+                let expected = "OPERATION:CALLS or OPERATION:CALLS:KIND, such as copy:3, allocate:3.. or copy:1:device-lost; \
+                     calls count from 1";
+                let (operation, numbers, kind) = parse_fault(value, parse_calls, expected, &bad)?;
+                self.faults.push((operation.name().to_owned(), numbers, kind));
             }
             "chance" => {
                 let expected = "OPERATION:PER-MILLION or OPERATION:PER-MILLION:KIND, such as allocate:100";
-                let (operation, per_million, kind) = parse_fault(value, expected, &bad)?;
-                let per_million = u32::try_from(per_million).map_err(|_| bad(expected))?;
+                let (operation, per_million, kind) =
+                    parse_fault(value, |number| number.parse::<u32>().ok(), expected, &bad)?;
                 self.chances.push((operation.name().to_owned(), per_million, kind));
             }
             "checks" => self.checks = on_or_off(value).ok_or_else(|| bad("`on` or `off`"))?,
@@ -338,7 +367,7 @@ impl MockOptions {
     }
 
     /// Checks what the builder methods took as it came, and gives the faults with their operations.
-    pub(crate) fn check(&self) -> Result<Vec<(Operation, u64, ErrorKind)>> {
+    pub(crate) fn check(&self) -> Result<Vec<(Operation, RangeInclusive<u64>, ErrorKind)>> {
         if !(1..=MAX_DEVICES).contains(&self.devices) {
             return Err(invalid(format!("{} devices were asked for", self.devices), "expected 1 to 64"));
         }
@@ -372,8 +401,12 @@ impl MockOptions {
         self.check_chances()?;
         self.faults
             .iter()
-            .map(|(name, nth, kind)| match name.parse() {
-                Ok(operation) if *nth > 0 => Ok((operation, *nth, *kind)),
+            .map(|(name, numbers, kind)| match name.parse() {
+                Ok(operation) if *numbers.start() > 0 && !numbers.is_empty() => Ok((operation, numbers.clone(), *kind)),
+                Ok(_) if numbers.is_empty() => Err(invalid(
+                    format!("no call of `{name}` was to fail"),
+                    "give a range with calls in it, such as 3..",
+                )),
                 Ok(_) => Err(invalid(format!("call 0 of `{name}` was to fail"), "calls count from 1")),
                 Err(error) => Err(error),
             })
@@ -398,12 +431,48 @@ impl MockOptions {
     }
 }
 
-/// Reads `OPERATION:NUMBER` or `OPERATION:NUMBER:KIND`; `bad` makes the error of what is expected instead.
-fn parse_fault(value: &str, expected: &str, bad: &dyn Fn(&str) -> Error) -> Result<(Operation, u64, ErrorKind)> {
+/// The numbers of calls in a range; without a start, from the first call on. Empty where the range is.
+fn call_numbers(calls: &impl RangeBounds<u64>) -> RangeInclusive<u64> {
+    #[expect(clippy::reversed_empty_ranges, reason = "no call is in it")]
+    const NONE: RangeInclusive<u64> = 2..=1;
+    let first = match calls.start_bound() {
+        Bound::Included(first) => Some(*first),
+        Bound::Excluded(before) => before.checked_add(1),
+        Bound::Unbounded => Some(1),
+    };
+    let last = match calls.end_bound() {
+        Bound::Included(last) => Some(*last),
+        Bound::Excluded(end) => end.checked_sub(1),
+        Bound::Unbounded => Some(u64::MAX),
+    };
+    first.zip(last).map_or(NONE, |(first, last)| first..=last)
+}
+
+/// Reads the number of a call, or a range of them as Rust writes it.
+fn parse_calls(text: &str) -> Option<RangeInclusive<u64>> {
+    let number = |text: &str| text.parse::<u64>().ok();
+    let numbers = match text.split_once("..") {
+        None => number(text).map(|nth| nth..=nth)?,
+        Some((first, "")) => call_numbers(&(number(first)?..)),
+        Some((first, last)) => match last.strip_prefix('=') {
+            Some(last) => number(first)?..=number(last)?,
+            None => call_numbers(&(number(first)?..number(last)?)),
+        },
+    };
+    Some(numbers).filter(|numbers| *numbers.start() > 0 && !numbers.is_empty())
+}
+
+/// Reads `OPERATION:WHICH` or `OPERATION:WHICH:KIND`; `bad` makes the error of what is expected instead.
+fn parse_fault<W>(
+    value: &str,
+    parse: impl Fn(&str) -> Option<W>,
+    expected: &str,
+    bad: &dyn Fn(&str) -> Error,
+) -> Result<(Operation, W, ErrorKind)> {
     let mut parts = value.split(':');
-    let (name, number) = parts.next().zip(parts.next()).ok_or_else(|| bad(expected))?;
+    let (name, which) = parts.next().zip(parts.next()).ok_or_else(|| bad(expected))?;
     let operation: Operation = name.parse()?;
-    let number = number.parse().map_err(|_| bad(expected))?;
+    let which = parse(which).ok_or_else(|| bad(expected))?;
     let kind = match parts.next() {
         None => operation.usual_failure(),
         Some(words) => parse_kind(words).ok_or_else(|| {
@@ -414,7 +483,7 @@ fn parse_fault(value: &str, expected: &str, bad: &dyn Fn(&str) -> Error) -> Resu
     if parts.next().is_some() {
         return Err(bad(expected));
     }
-    Ok((operation, number, kind))
+    Ok((operation, which, kind))
 }
 
 fn invalid(message: String, hint: &str) -> Error {
@@ -580,8 +649,32 @@ mod tests {
         );
         assert_eq!(
             options.check().unwrap(),
-            [(Operation::Allocate, 3, ErrorKind::OutOfMemory), (Operation::Copy, 1, ErrorKind::DeviceLost)]
+            [(Operation::Allocate, 3..=3, ErrorKind::OutOfMemory), (Operation::Copy, 1..=1, ErrorKind::DeviceLost)]
         );
+    }
+
+    #[test]
+    fn faults_of_several_calls_are_ranges_as_in_rust() {
+        let fail = |calls: &str| MockOptions::parse(&format!("fail=copy:{calls}")).unwrap().check().unwrap();
+        let expect = |options: MockOptions| options.check().unwrap();
+        let kind = ErrorKind::Vendor;
+        assert_eq!(fail("3"), expect(MockOptions::new().with_fault("copy", 3, kind)));
+        assert_eq!(fail("3.."), expect(MockOptions::new().with_faults("copy", 3.., kind)));
+        assert_eq!(fail("3..6"), expect(MockOptions::new().with_faults("copy", 3..6, kind)));
+        assert_eq!(fail("3..=5"), expect(MockOptions::new().with_faults(Operation::Copy, 3..=5, kind)));
+        assert_eq!(fail("3..6"), [(Operation::Copy, 3..=5, kind)]);
+        assert_eq!(expect(MockOptions::new().with_faults("copy", .., kind)), [(Operation::Copy, 1..=u64::MAX, kind)]);
+        let several = MockOptions::parse("fail=allocate:2..:out-of-memory,fail=copy:1..=2:device-lost").unwrap();
+        assert_eq!(several.check().unwrap().len(), 2);
+        for bad in ["0..", "0", "..3", "3..3", "6..3", "5..=4", "3...", "3..x", "..", "3..=", "-1.."] {
+            let error = MockOptions::parse(&format!("fail=copy:{bad}")).unwrap_err();
+            assert!(error.message().contains("`fail`") && error.hint().contains("allocate:3.."), "{bad}: {error}");
+        }
+        let open = |options: MockOptions| options.check().unwrap_err();
+        assert!(open(MockOptions::new().with_faults("copy", 0.., kind)).message().contains("call 0 of `copy`"));
+        assert!(open(MockOptions::new().with_faults("copy", 5..5, kind)).message().contains("no call of `copy`"));
+        assert!(open(MockOptions::new().with_faults("copy", ..0, kind)).message().contains("no call of `copy`"));
+        assert!(open(MockOptions::new().with_faults("cpy", 1.., kind)).message().contains("`cpy`"));
     }
 
     #[test]
@@ -597,9 +690,9 @@ mod tests {
             ("memory=64MB", ["`memory`", "`64MB`", "64MiB"]),
             ("latency=5", ["`latency`", "`5`", "1ms"]),
             ("create-handle-latency=200ms", ["`create-handle-latency`", "`200ms`", "DEVICE:TIME"]),
-            ("fail=allocate", ["`fail`", "`allocate`", "OPERATION:NTH"]),
-            ("fail=allocate:0", ["`fail`", "`allocate:0`", "OPERATION:NTH"]),
-            ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:NTH"]),
+            ("fail=allocate", ["`fail`", "`allocate`", "OPERATION:CALLS"]),
+            ("fail=allocate:0", ["`fail`", "`allocate:0`", "OPERATION:CALLS"]),
+            ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:CALLS"]),
             ("fail=allocate:1:sad", ["`fail`", "sad", "out-of-memory"]),
             ("fail=alocate:1", ["`alocate`", "no operation", "allocate, free"]),
             ("ipc-transports=fabric", ["`ipc-transports`", "`fabric`", "`descriptor` or `none`"]),

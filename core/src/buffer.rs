@@ -183,7 +183,7 @@ impl<T: Element> DeviceBuffer<T> {
         refuse_in_capture("allocate")?;
         let bytes = size_in_bytes::<T>("allocate", len)?;
         let options = AllocateOptions::new(bytes).with_kind(kind);
-        let ptr = runtime.inner.allocate_device(device, &options, home.as_deref())?;
+        let ptr = runtime.inner.allocate_buffer(device, &options, home.as_deref())?;
         let shareable = match kind {
             DeviceMemoryKind::Shareable(transport) => Some((transport, OnceLock::new())),
             _ => None,

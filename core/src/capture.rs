@@ -34,8 +34,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::Generation;
 use crate::gate::CaptureGate;
-use crate::id::{GraphExecId, GraphId, StreamId};
+use crate::id::{EventId, GraphExecId, GraphId, StreamId};
 use crate::memory::HostPtr;
+use crate::pool::block_uses::BegunUse;
 use crate::pool::events::Mark;
 use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
@@ -167,7 +168,7 @@ impl Drop for Graph {
         // What was recorded gives itself back.
         let inner = &self.runtime.inner;
         if inner.may_release() {
-            inner.destroy_or_defer(Dropped::Graph(self.executable));
+            inner.destroy_or_defer(Dropped::Executable(self.executable));
         }
     }
 }
@@ -267,14 +268,19 @@ pub(crate) struct Graphs {
     device_blocks: AtomicU64,
     pinned_blocks: AtomicU64,
     workspaces: AtomicU64,
+    /// What threads inside a capture dropped.
     dropped: Mutex<Vec<Dropped>>,
+    /// What the backend refused to destroy.
+    refused: Mutex<Vec<Dropped>>,
 }
 
-/// What a thread inside a capture dropped, to be destroyed later.
+/// What is to be destroyed later: it was dropped inside a capture, or the backend refused.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Dropped {
-    Graph(GraphExecId),
+    Graph(GraphId),
+    Executable(GraphExecId),
     Stream(StreamId),
+    Event(EventId),
 }
 
 impl Graphs {
@@ -288,14 +294,19 @@ impl Graphs {
         }
     }
 
+    /// How many destroys that were refused are to be tried again.
+    pub(crate) fn refused(&self) -> u64 {
+        self.refused.lock().len() as u64
+    }
+
     #[cfg(test)]
     pub(crate) fn is_locked(&self) -> bool {
-        self.dropped.is_locked()
+        self.dropped.is_locked() || self.refused.is_locked()
     }
 
     #[cfg(test)]
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.dropped.lock())
+        crate::testing::Held((self.dropped.lock(), self.refused.lock()))
     }
 }
 
@@ -303,15 +314,35 @@ impl RuntimeInner {
     pub(crate) fn destroy_or_defer(&self, dropped: Dropped) {
         if in_capture() {
             self.graphs.dropped.lock().push(dropped);
-        } else if let Err(error) = self.destroy(dropped) {
-            self.count_failed_release(&error);
+        } else {
+            // A refusal is counted and tried again; a destructor has nobody to tell.
+            let _ = self.destroy(dropped);
         }
     }
 
-    fn destroy(&self, dropped: Dropped) -> Result<()> {
+    /// Destroys an object now. Where the backend refuses, the refusal is counted, and tried again later.
+    pub(crate) fn destroy(&self, dropped: Dropped) -> Result<()> {
+        let destroyed = self.call_destroy(dropped);
+        if let Err(error) = &destroyed {
+            self.count_failed_release(error);
+            self.keep_refused(dropped, error);
+        }
+        destroyed
+    }
+
+    fn call_destroy(&self, dropped: Dropped) -> Result<()> {
         match dropped {
-            Dropped::Graph(graph) => self.backend.destroy_graph_exec(graph),
+            Dropped::Graph(graph) => self.backend.destroy_graph(graph),
+            Dropped::Executable(graph) => self.backend.destroy_graph_exec(graph),
             Dropped::Stream(stream) => self.backend.destroy_stream(stream),
+            Dropped::Event(event) => self.backend.destroy_event(event),
+        }
+    }
+
+    fn keep_refused(&self, dropped: Dropped, error: &Error) {
+        // An id that the backend does not know any more stands for nothing that could be destroyed.
+        if error.kind() != ErrorKind::InvalidHandle {
+            self.graphs.refused.lock().push(dropped);
         }
     }
 
@@ -320,8 +351,23 @@ impl RuntimeInner {
         let dropped = std::mem::take(&mut *self.graphs.dropped.lock());
         let mut result = Ok(());
         for dropped in dropped {
-            let destroyed = self.destroy(dropped).inspect_err(|error| self.count_failed_release(error));
-            result = result.and(destroyed);
+            result = result.and(self.destroy(dropped));
+        }
+        result
+    }
+
+    /// Tries once more to destroy what the backend refused to. A refusal was counted the first time.
+    pub(crate) fn destroy_refused(&self) -> Result<()> {
+        let refused = std::mem::take(&mut *self.graphs.refused.lock());
+        let mut result = Ok(());
+        for dropped in refused {
+            match self.call_destroy(dropped) {
+                Err(error) if error.kind() != ErrorKind::InvalidHandle => {
+                    self.keep_refused(dropped, &error);
+                    result = result.and(Err(error));
+                }
+                _ => {}
+            }
         }
         result
     }
@@ -453,7 +499,9 @@ impl Parts {
         match waited.and_then(|()| stream.mark(inner)) {
             Ok(mark) => {
                 for RecordedBlock { block, writes, .. } in self.pinned.values() {
-                    block.uses.note(stream.key, Arc::clone(&mark), *writes > 0, None);
+                    if block.uses.note(Arc::clone(&mark), *writes > 0) {
+                        inner.forget_passed(&block.uses);
+                    }
                 }
                 self.workspaces.iter_mut().for_each(|owned| owned.idle.after = Some(Arc::clone(&mark)));
             }
@@ -639,7 +687,7 @@ fn take_part(
             reserved.add(BlasKind::Lt)?;
         }
     }
-    let mark = device.events.take(&*inner.backend)?;
+    let mut mark = device.events.take(&*inner.backend)?;
     let mut turn = core.enter(operation)?;
     core.wait_settled(&mut turn);
     if turn.recording.is_some() {
@@ -655,8 +703,7 @@ fn take_part(
         return Err(capture.no_answer(operation));
     }
     // The mark goes back to its pool after the turn, also where a call fails.
-    let before = Arc::new(mark);
-    let started = inner.backend.record_event(before.event(), core.id).and_then(|()| start(&*inner.backend));
+    let started = core.record(&mut turn, &mut mark).and_then(|()| start(&*inner.backend));
     if let Err(error) = started {
         drop(turn);
         return Err(error);
@@ -666,7 +713,7 @@ fn take_part(
     turn.recording = Some(Box::new(Recording {
         capture: Arc::clone(capture),
         key,
-        before,
+        before: Arc::new(mark),
         device: stream.device(),
         parts: Parts::default(),
         reserved: std::mem::take(&mut reserved.workspaces),
@@ -778,9 +825,8 @@ impl<'s> OpenCapture<'s> {
         }
         let graph = ended?;
         let executable = backend.instantiate_graph(graph);
-        if let Err(error) = backend.destroy_graph(graph) {
-            runtime.inner.count_failed_release(&error);
-        }
+        // A refusal is counted and tried again.
+        let _ = runtime.inner.destroy(Dropped::Graph(graph));
         // What is above the cap of the host cache was left alone in the capture.
         runtime.inner.reclaim_in_passing();
         let executable = executable?;
@@ -801,7 +847,7 @@ impl<'s> OpenCapture<'s> {
         let end = |()| unsafe { inner.backend.end_capture(self.stream.id()) };
         let ended = inner.check(OPERATION).and_then(end);
         if ended.is_err() && inner.check(OPERATION).is_ok() {
-            abandon(&*inner.backend, self.stream.id());
+            abandon(inner, self.stream.id());
         }
         let mut recordings = Vec::new();
         for (stream, turn) in streams.iter().zip(&mut turns) {
@@ -815,11 +861,9 @@ impl<'s> OpenCapture<'s> {
         count_open(-1);
         // Events of the capture first: what is given back below may need one.
         for (mark, exposed) in self.capture.set_ended() {
-            if exposed
-                && inner.may_release()
-                && let Err(error) = inner.backend.destroy_event(mark.into_event())
-            {
-                inner.count_failed_release(&error);
+            if exposed && inner.may_release() {
+                // A refusal is counted and tried again.
+                let _ = inner.destroy(Dropped::Event(mark.into_event()));
             }
         }
         let mut recorded = Recorded::new(self.stream.runtime().clone());
@@ -843,13 +887,14 @@ impl<'s> OpenCapture<'s> {
 }
 
 /// Ends a capture whose end was refused, and not by the capture being lost: else the stream would record for ever.
-fn abandon(backend: &dyn Backend, stream: StreamId) {
-    if !matches!(backend.is_capturing(stream), Ok(true)) {
+fn abandon(inner: &RuntimeInner, stream: StreamId) {
+    if !matches!(inner.backend.is_capturing(stream), Ok(true)) {
         return;
     }
     // SAFETY: core's own capture, whose end was refused before.
-    match unsafe { backend.end_capture(stream) }.and_then(|graph| backend.destroy_graph(graph)) {
-        Ok(()) => {}
+    match unsafe { inner.backend.end_capture(stream) } {
+        // A refusal is counted and tried again.
+        Ok(graph) => drop(inner.destroy(Dropped::Graph(graph))),
         Err(error) => tracing::warn!("a capture could not be ended: {error}"),
     }
 }
@@ -868,10 +913,9 @@ impl Drop for OpenCapture<'_> {
         }
         let (ended, recorded) = self.end();
         // Where the capture was cut short, an error says only that.
-        if let Ok(graph) = ended
-            && let Err(error) = inner.backend.destroy_graph(graph)
-        {
-            inner.count_failed_release(&error);
+        if let Ok(graph) = ended {
+            // A refusal is counted and tried again.
+            let _ = inner.destroy(Dropped::Graph(graph));
         }
         drop(recorded);
         inner.reclaim_in_passing();
@@ -978,9 +1022,9 @@ impl Recorded {
         let begun = begun.collect::<Result<Vec<_>>>()?;
         let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
         let noted = self.device.values().try_fold(Noted::Ordered, note)?;
-        let mark = inner.device(stream.device()).events.take(&*inner.backend)?;
+        let mut mark = inner.device(stream.device()).events.take(&*inner.backend)?;
 
-        let turn = core.enter_outside(OPERATION)?;
+        let mut turn = core.enter_outside(OPERATION)?;
         noted.check_executed(OPERATION)?;
         let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, mark)| mark);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
@@ -996,7 +1040,7 @@ impl Recorded {
         // follows waits for this launch: its uses are begun, and settled below. The CPU stays away: see `block_uses.rs`.
         unsafe { inner.backend.launch_graph(executable, stream.id())? };
         self.workspaces.iter_mut().for_each(|owned| owned.idle.after = None);
-        if let Err(error) = inner.backend.record_event(mark.event(), stream.id()) {
+        if let Err(error) = core.record(&mut turn, &mut mark) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the launch is done.
             self.last = None;
             return core.wait_for_all(turn).map_err(|_| {
@@ -1007,7 +1051,12 @@ impl Recorded {
         }
         drop(turn);
         let mark = Arc::new(mark);
-        begun.into_iter().for_each(|begun| begun.settle(Arc::clone(&mark)));
+        let settle = |(begun, recorded): (BegunUse<'_>, &RecordedBlock)| {
+            if begun.settle(Arc::clone(&mark)) {
+                inner.forget_passed(&recorded.block.uses);
+            }
+        };
+        begun.into_iter().zip(&self.pinned).for_each(settle);
         self.last = Some((core.key, mark));
         Ok(())
     }

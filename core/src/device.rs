@@ -147,8 +147,8 @@ impl Device {
     /// Allocates device memory for `len` values of `T`, usable from every stream. The contents are unspecified.
     ///
     /// # Errors
-    /// `OutOfMemory` when the device has no more, also after what the pools keep was given back; `InvalidArgument` when
-    /// the size does not fit the address space; `Capture` in a thread that is inside a capture.
+    /// `OutOfMemory` when the device has no more, also after what the pools keep was given back, for which it waits; at once
+    /// when live buffers leave too little; `InvalidArgument` when the size does not fit the address space; `Capture` in a thread that is inside a capture.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Plain)
     }

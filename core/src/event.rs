@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::capture::Capture;
+use crate::capture::{Capture, Dropped};
 use crate::error::Result;
 use crate::id::EventId;
 use crate::pool::events::Mark;
@@ -105,9 +105,7 @@ impl Drop for Event {
             Some(mark) => mark.into_event(),
             None => self.id,
         };
-        let inner = &self.runtime.inner;
-        if let Err(error) = inner.backend.destroy_event(to_destroy) {
-            inner.count_failed_release(&error);
-        }
+        // A refusal is counted and tried again.
+        let _ = self.runtime.inner.destroy(Dropped::Event(to_destroy));
     }
 }

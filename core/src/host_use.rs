@@ -134,7 +134,6 @@ impl Stream {
 
     fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {
         let (inner, core) = (&self.runtime().inner, self.core());
-        let before = kept.uses.mark_of(core.key);
         let mark = inner.device(self.device()).events.take(&*inner.backend);
         let mut turn = core.enter(operation)?;
         if let Some(recording) = &mut turn.recording {
@@ -143,10 +142,12 @@ impl Stream {
             surplus.into_iter().for_each(|kept| inner.let_go_pinned(kept));
             return Ok(());
         }
-        match mark.and_then(|mark| inner.backend.record_event(mark.event(), core.id).map(|()| mark)) {
+        match mark.and_then(|mut mark| core.record(&mut turn, &mut mark).map(|()| mark)) {
             Ok(mark) => {
                 drop(turn);
-                kept.uses.note(core.key, Arc::new(mark), writes, before.as_ref());
+                if kept.uses.note(Arc::new(mark), writes) {
+                    inner.forget_passed(&kept.uses);
+                }
                 Ok(())
             }
             // Without a mark, waiting is all that is left.

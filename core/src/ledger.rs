@@ -44,25 +44,43 @@ pub(crate) struct HostBlock {
     pub(crate) uses: Arc<BlockUses>,
 }
 
+/// A block of device memory with what core knows of its owner.
+#[derive(Debug, Clone, Copy)]
+struct DeviceBlock {
+    info: DeviceBlockInfo,
+    /// Whether a buffer owns the block, so that waiting for streams does not free it.
+    owned: bool,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    device: Mutex<BTreeMap<u64, DeviceBlockInfo>>,
+    device: Mutex<BTreeMap<u64, DeviceBlock>>,
     host: Mutex<BTreeMap<usize, HostBlock>>,
 }
 
 impl Ledger {
     /// Takes in a block; refuses one that overlaps a live one, which a sane vendor never gives.
     pub(crate) fn insert_device(&self, block: DeviceBlockInfo) -> Result<()> {
+        self.insert_block(DeviceBlock { info: block, owned: false })
+    }
+
+    /// The same for a block that a buffer owns.
+    pub(crate) fn insert_owned(&self, block: DeviceBlockInfo) -> Result<()> {
+        self.insert_block(DeviceBlock { info: block, owned: true })
+    }
+
+    fn insert_block(&self, block: DeviceBlock) -> Result<()> {
         let mut blocks = self.device.lock();
-        let start = block.base.get();
-        let end = start.saturating_add(block.bytes as u64);
-        if let Some((_, before)) = blocks.range(..end).next_back()
+        let info = block.info;
+        let start = info.base.get();
+        let end = start.saturating_add(info.bytes as u64);
+        if let Some((_, DeviceBlock { info: before, .. })) = blocks.range(..end).next_back()
             && before.base.get().saturating_add(before.bytes as u64) > start
         {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 "allocate",
-                format!("the backend gave out {block:?}, which overlaps the live {before:?}"),
+                format!("the backend gave out {info:?}, which overlaps the live {before:?}"),
             )
             .with_hint("the backend is at fault; run the conformance suite on it"));
         }
@@ -70,12 +88,28 @@ impl Ledger {
         Ok(())
     }
 
+    /// The buffer that owns a block is gone.
+    pub(crate) fn set_dropped(&self, ptr: DevicePtr) {
+        if let Some(block) = self.device.lock().get_mut(&ptr.get()) {
+            block.owned = false;
+        }
+    }
+
+    /// Bytes of the blocks on `device` that buffers own.
+    pub(crate) fn owned_bytes(&self, device: u32) -> u64 {
+        let blocks = self.device.lock();
+        let owned = blocks.values().filter(|block| block.owned && block.info.device == device);
+        owned.map(|block| block.info.bytes as u64).sum()
+    }
+
     /// Strikes out the block that starts at `ptr` on `device`.
     pub(crate) fn remove_device(&self, device: u32, ptr: DevicePtr) -> Result<DeviceBlockInfo> {
         let mut blocks = self.device.lock();
         let problem = match blocks.get(&ptr.get()) {
-            Some(block) if block.device == device => return blocks.remove(&ptr.get()).ok_or_else(|| unknown(ptr)),
-            Some(block) => Error::new(
+            Some(block) if block.info.device == device => {
+                return blocks.remove(&ptr.get()).map(|block| block.info).ok_or_else(|| unknown(ptr));
+            }
+            Some(DeviceBlock { info: block, .. }) => Error::new(
                 ErrorKind::WrongDevice,
                 "free",
                 format!("{ptr:?} belongs to device {}, not to device {device}", block.device),
@@ -118,8 +152,8 @@ impl Ledger {
     }
 }
 
-fn find(blocks: &BTreeMap<u64, DeviceBlockInfo>, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
-    let (_, block) = blocks.range(..=ptr.get()).next_back()?;
+fn find(blocks: &BTreeMap<u64, DeviceBlock>, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
+    let (_, DeviceBlock { info: block, .. }) = blocks.range(..=ptr.get()).next_back()?;
     (ptr.get() - block.base.get() < block.bytes as u64).then_some(*block)
 }
 
@@ -162,6 +196,20 @@ mod tests {
         assert_eq!(ledger.find_device(DevicePtr::new(0x1100)), None);
         ledger.remove_device(0, DevicePtr::new(0x1000)).unwrap();
         assert_eq!(kind(0, 0x1000), ErrorKind::InvalidPointer);
+    }
+
+    #[test]
+    fn bytes_that_buffers_own_are_counted_until_the_buffer_is_gone() {
+        let ledger = Ledger::default();
+        ledger.insert_owned(block(0, 0x1000, 0x100)).unwrap();
+        ledger.insert_owned(block(0, 0x2000, 0x10)).unwrap();
+        ledger.insert_owned(block(1, 0x3000, 0x1)).unwrap();
+        ledger.insert_device(block(0, 0x4000, 0x1000)).unwrap();
+        assert_eq!((ledger.owned_bytes(0), ledger.owned_bytes(1)), (0x110, 1));
+        ledger.set_dropped(DevicePtr::new(0x1000));
+        assert_eq!(ledger.owned_bytes(0), 0x10);
+        ledger.remove_device(0, DevicePtr::new(0x2000)).unwrap();
+        assert_eq!(ledger.owned_bytes(0), 0);
     }
 
     #[test]

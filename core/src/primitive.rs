@@ -3,6 +3,9 @@
 //! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types, and
 //! `tests/shuttle.rs` those of the host cache over shuttle's.
 
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
 pub(crate) use std::sync::Arc;
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -11,9 +14,15 @@ pub(crate) use parking_lot::{Condvar, Mutex};
 /// Whether [`heavy_fence`] makes every running thread of the process pass a barrier, so that [`store_and_fence`] needs none.
 static IS_ASYMMETRIC: AtomicBool = AtomicBool::new(false);
 
+/// When the system first denied the barrier, after it had granted it.
+static DENIED: OnceLock<Instant> = OnceLock::new();
+
+/// How long a store may stay unseen by other processors: thousands of times what any takes, and several ticks of the timer.
+const STORES_ARE_SEEN: Duration = Duration::from_millis(50);
+
 /// Decides once how the two fences below are made; the answer is [`IS_ASYMMETRIC`].
 pub(crate) fn prepare_fences() -> bool {
-    static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    static REGISTERED: OnceLock<bool> = OnceLock::new();
     *REGISTERED.get_or_init(|| {
         let registered = membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
         IS_ASYMMETRIC.store(registered, Ordering::Relaxed);
@@ -33,26 +42,52 @@ fn membarrier(command: libc::membarrier_cmd) -> bool {
 /// Where the other side makes this thread pass a barrier, wherever it is by then, only the compiler has to be kept from
 /// reordering. Else, on x86, an exchange does it for half the price of the `mfence` that such a fence is compiled to: every
 /// instruction with a lock prefix is a full barrier there.
+///
+/// Which of the two it is, is asked behind the store: see [`heavy_fence`].
 #[inline(always)]
 pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
+    cell.store(value, Ordering::Relaxed);
+    std::sync::atomic::compiler_fence(Ordering::SeqCst);
     if IS_ASYMMETRIC.load(Ordering::Relaxed) {
-        cell.store(value, Ordering::Relaxed);
         std::sync::atomic::compiler_fence(Ordering::SeqCst);
     } else if cfg!(target_arch = "x86_64") {
         cell.swap(value, Ordering::SeqCst);
         std::sync::atomic::compiler_fence(Ordering::SeqCst);
     } else {
-        cell.store(value, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 }
 
-/// The seldom side: a sequentially consistent fence, which pairs with every [`store_and_fence`]. `false` where it could not be
-/// made, and nothing may be concluded from what is seen after it.
-pub(crate) fn heavy_fence() -> bool {
+/// The seldom side: a sequentially consistent fence, which pairs with every [`store_and_fence`].
+///
+/// *Where the barrier is denied after it was granted*, as by a sandbox that is put up after opening, [`store_and_fence`] makes its
+/// own fence from then on, for good. A thread that is past its store without a fence asked before it could see that. Its store
+/// was made before it asked, so it lies in the processor's store buffer at most. No processor keeps it there: it leaves
+/// within microseconds, and at the latest when the thread is interrupted. So the first call waits for much longer than that,
+/// and so does every other one until that time is over. Whoever asks later makes a fence.
+pub(crate) fn heavy_fence() {
     fence(Ordering::SeqCst);
     // Whoever found the static set has found it after this was decided.
-    !prepare_fences() || membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
+    if !prepare_fences() {
+        return;
+    }
+    if IS_ASYMMETRIC.load(Ordering::Relaxed) && membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED) {
+        return;
+    }
+    let mut is_first = false;
+    let denied = DENIED.get_or_init(|| {
+        is_first = true;
+        IS_ASYMMETRIC.store(false, Ordering::SeqCst);
+        Instant::now()
+    });
+    if is_first {
+        tracing::warn!("the system denies `membarrier`, which it granted before; from now on every call makes a fence");
+    }
+    let rest = STORES_ARE_SEEN.saturating_sub(denied.elapsed());
+    if !rest.is_zero() {
+        std::thread::sleep(rest);
+    }
+    fence(Ordering::SeqCst);
 }
 
 /// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.

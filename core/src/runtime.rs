@@ -12,7 +12,7 @@ use crate::blas::{BlasKind, BlasOptions, Workspace};
 use crate::blas_lease::PooledHandle;
 use crate::buffer::DeviceBuffer;
 use crate::capability::Capabilities;
-use crate::capture::{self, GraphStatistics, Graphs, in_capture, refuse_in_capture, warm_up_first};
+use crate::capture::{self, Dropped, GraphStatistics, Graphs, in_capture, refuse_in_capture, warm_up_first};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fork::Generation;
@@ -20,13 +20,13 @@ use crate::gate::{CaptureGate, Quiet};
 use crate::id::StreamId;
 use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
-use crate::memory::{AllocateOptions, DevicePtr};
+use crate::memory::{AllocateOptions, DevicePtr, MemoryInfo};
 use crate::numerics::Numerics;
 use crate::pinned::PinnedBuffer;
 use crate::pool::block_uses::{BlockUses, CpuAccess};
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::events::{EventPool, Mark};
-use crate::pool::host::{Found, HostCache, KeptBlock, OwnedBlock, PinnedBlock};
+use crate::pool::host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use crate::pool::host_memory::{Freed, HostMemory};
 use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
@@ -170,7 +170,10 @@ pub(crate) struct RuntimeInner {
     deferred: DeferredFrees,
     /// Blocks of device memory whose last use could not be marked: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
-    rounds: Rounds,
+    /// Threads that give device memory back, for which they may wait for streams.
+    pub(crate) device_rounds: Rounds,
+    /// Threads that give page-locked memory back, which never wait for a stream.
+    host_rounds: Rounds,
     /// Made with the first share or open.
     sharing: OnceLock<Arc<Sharing>>,
     /// Handles whose one stream has ended, for devices that want one handle for each stream.
@@ -247,6 +250,10 @@ pub struct Statistics {
     pub workspaces: u64,
     /// Bytes of those workspaces.
     pub workspace_bytes: u64,
+    /// Events that the pools made and keep, over all devices: marks of work that may not be done yet, and idle ones.
+    pub events: u64,
+    /// Of those, events that mark nothing and are kept for the next mark. [`Runtime::trim`] destroys them.
+    pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
     /// What is shared with other processes.
@@ -255,6 +262,9 @@ pub struct Statistics {
     pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
+    /// Streams, events and graphs among them that still wait to be destroyed: [`Runtime::reclaim`], [`Runtime::trim`] and the
+    /// end of the runtime try again.
+    pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,
 }
@@ -312,7 +322,8 @@ impl Runtime {
             host_cache: HostCache::new(options.host_cache_bytes),
             deferred: DeferredFrees::default(),
             stranded: Mutex::default(),
-            rounds: Rounds::default(),
+            device_rounds: Rounds::default(),
+            host_rounds: Rounds::default(),
             sharing: OnceLock::new(),
             spare_handles: Mutex::default(),
             graphs: Graphs::default(),
@@ -368,7 +379,8 @@ impl Runtime {
     }
 
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
-    /// a stream is synchronised. In a thread that is inside a capture it does nothing.
+    /// a stream is synchronised. Streams, events and graphs that the backend refused to destroy are tried once more. In a thread
+    /// that is inside a capture it does nothing.
     ///
     /// A vendor's free may wait for all work on the device: CUDA's does, and other threads that allocate or enqueue wait with it.
     /// For memory that comes and goes beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep the buffers.
@@ -377,11 +389,11 @@ impl Runtime {
     /// What the backend gives when it is asked about an event; nothing is lost.
     pub fn reclaim(&self) -> Result<()> {
         self.inner.check("reclaim")?;
-        self.inner.reclaim(false)
+        self.inner.retry_refused().and(self.inner.reclaim(false))
     }
 
     /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
-    /// mappings of other processes' memory that nobody has open.
+    /// mappings of other processes' memory that nobody has open, events that mark nothing.
     ///
     /// # Errors
     /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
@@ -392,8 +404,12 @@ impl Runtime {
         if let Some(sharing) = self.inner.sharing.get() {
             sharing.unmap_idle(&self.inner);
         }
-        let handles = self.inner.destroy_idle_handles();
-        handles.and(self.inner.reclaim(false)).and(self.inner.free_idle_workspaces(false)).and(self.inner.trim_host())
+        let handles = self.inner.retry_refused().and(self.inner.destroy_idle_handles());
+        let memory = handles
+            .and(self.inner.reclaim(false))
+            .and(self.inner.free_idle_workspaces(false))
+            .and(self.inner.trim_host());
+        memory.and(self.inner.destroy_idle_events())
     }
 
     /// What the pools hold and did.
@@ -403,21 +419,23 @@ impl Runtime {
         if !inner.generation.is_current() {
             return Statistics::default();
         }
-        let (workspaces, workspace_bytes) = inner
-            .devices
-            .iter()
-            .map(|device| device.workspaces.held())
-            .fold((0, 0), |sum, held| (sum.0 + held.0, sum.1 + held.1));
+        let add = |sum: (u64, u64), held: (u64, u64)| (sum.0 + held.0, sum.1 + held.1);
+        let (workspaces, workspace_bytes) =
+            inner.devices.iter().map(|device| device.workspaces.held()).fold((0, 0), add);
+        let (events, idle_events) = inner.devices.iter().map(|device| device.events.held()).fold((0, 0), add);
         let (remnant_blocks, remnant_bytes) = inner.host_memory.remnants();
         Statistics {
             blas_handles: inner.blas_handles.statistics(),
             lt_handles: inner.lt_handles.statistics(),
             workspaces,
             workspace_bytes,
+            events,
+            idle_events,
             host: HostCacheStatistics { remnant_blocks, remnant_bytes, ..inner.host_cache.statistics() },
             sharing: inner.sharing.get().map(|sharing| sharing.statistics()).unwrap_or_default(),
             graphs: inner.graphs.statistics(inner.devices.iter().map(|device| &device.capture_gate)),
             failed_releases: inner.failed_releases.load(Ordering::Relaxed),
+            refused_destroys: inner.graphs.refused(),
             left_at_exit: inner.left_at_exit.load(Ordering::Relaxed),
         }
     }
@@ -606,13 +624,34 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- device memory
 
-    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more.
-    fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>) -> Result<T> {
+    /// Refuses a request for more than the device could give if every stream had been waited for and everything given back
+    /// that no buffer owns.
+    fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
+        // Where the backend does not tell, waiting is worth a try.
+        let Ok(MemoryInfo { total, .. }) = self.backend.memory_info(device) else { return Ok(()) };
+        let owned = self.ledger.owned_bytes(device);
+        if bytes as u64 <= total.saturating_sub(owned) {
+            return Ok(());
+        }
+        let message =
+            format!("{bytes} bytes were asked for; device {device} has {total}, of which live buffers hold {owned}");
+        let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message)
+            .with_hint("ask for less, or drop buffers first: waiting for streams cannot make enough room");
+        Err(match refused.code() {
+            Some(code) => error.with_code(code),
+            None => error,
+        })
+    }
+
+    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more. `within` refuses
+    /// what that could not help.
+    fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>, within: impl Fn(&Error) -> Result<()>) -> Result<T> {
         self.reclaim_in_passing();
         match make() {
             // In a capture nothing is given back.
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                let round = self.rounds.begin();
+                within(&error)?;
+                let round = self.device_rounds.begin();
                 if let Some(sharing) = self.sharing.get() {
                     sharing.collect(self);
                 }
@@ -624,7 +663,7 @@ impl RuntimeInner {
                 }
                 drop(round);
                 // What other threads had in hand meanwhile is free now.
-                self.rounds.wait();
+                self.device_rounds.wait();
                 make()
             }
             result => result,
@@ -633,19 +672,31 @@ impl RuntimeInner {
 
     /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
     ///
-    /// `home` is the stream in whose order stream-ordered memory is allocated.
-    pub(crate) fn allocate_device(
+    /// `home` is the stream in whose order stream-ordered memory is allocated. The caller tells the ledger of the block.
+    fn allocate_device(
+        &self,
+        device: u32,
+        options: &AllocateOptions,
+        home: Option<&StreamCore>,
+    ) -> Result<DeviceBlockInfo> {
+        let make = || {
+            let _turn = home.map(|home| home.enter_outside("allocate")).transpose()?;
+            self.backend.allocate(device, options)
+        };
+        let ptr = self.with_reclaim(make, |refused| self.check_reach(device, options.bytes, refused))?;
+        Ok(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })
+    }
+
+    /// Allocates device memory for a buffer.
+    pub(crate) fn allocate_buffer(
         &self,
         device: u32,
         options: &AllocateOptions,
         home: Option<&StreamCore>,
     ) -> Result<DevicePtr> {
-        let ptr = self.with_reclaim(|| {
-            let _turn = home.map(|home| home.enter_outside("allocate")).transpose()?;
-            self.backend.allocate(device, options)
-        })?;
-        self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes: options.bytes })?;
-        Ok(ptr)
+        let block = self.allocate_device(device, options, home)?;
+        self.ledger.insert_owned(block)?;
+        Ok(block.base)
     }
 
     /// Frees device memory.
@@ -667,6 +718,7 @@ impl RuntimeInner {
         if free.unmarked {
             return self.strand(free);
         }
+        self.ledger.set_dropped(free.ptr);
         self.deferred.push(free);
     }
 
@@ -792,7 +844,7 @@ impl RuntimeInner {
     /// Maps memory of another process.
     pub(crate) fn map_shared(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         let ipc = self.ipc("open_shared")?;
-        let ptr = self.with_reclaim(|| ipc.open_memory(device, handle))?;
+        let ptr = self.with_reclaim(|| ipc.open_memory(device, handle), |_| Ok(()))?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         self.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
             // SAFETY: just opened, and nobody was told of it.
@@ -850,7 +902,9 @@ impl RuntimeInner {
         if in_capture() && !device.capabilities.create_during_capture {
             return Err(warm_up_first("allocate", "a workspace"));
         }
-        let ptr = self.allocate_device(ordinal, &AllocateOptions::new(bytes), None)?;
+        let block = self.allocate_device(ordinal, &AllocateOptions::new(bytes), None)?;
+        self.ledger.insert_device(block)?;
+        let ptr = block.base;
         let workspace = Workspace { ptr, bytes };
         device.workspaces.add(workspace);
         if !ptr.is_aligned_to(device.capabilities.workspace_alignment) {
@@ -876,6 +930,32 @@ impl RuntimeInner {
 
     pub(crate) fn give_back_workspace_after(&self, workspace: Workspace, device: u32, after: Arc<Mark>) {
         self.device(device).workspaces.give_back(IdleWorkspace { workspace, after: Some(after) });
+    }
+
+    fn destroy_idle_events(&self) -> Result<()> {
+        let mut result = Ok(());
+        for event in self.devices.iter().flat_map(|device| device.events.take_all()) {
+            result = result.and(self.destroy(Dropped::Event(event)));
+        }
+        result
+    }
+
+    /// Tries once more to destroy what the backend refused to, outside captures.
+    fn retry_refused(&self) -> Result<()> {
+        if in_capture() { Ok(()) } else { self.destroy_refused() }
+    }
+
+    /// Tries to destroy what the backend refused to for as long as some of it can be, and once more.
+    fn insist_on_refused(&self) -> Result<()> {
+        let mut in_vain = 0;
+        loop {
+            let waiting = self.graphs.refused();
+            let result = self.destroy_refused();
+            in_vain = if self.graphs.refused() < waiting { 0 } else { in_vain + 1 };
+            if result.is_ok() || in_vain == 2 {
+                return result;
+            }
+        }
     }
 
     fn free_idle_workspaces(&self, wait: bool) -> Result<()> {
@@ -928,7 +1008,7 @@ impl RuntimeInner {
         };
         let options = BlasOptions::new(kind);
         // Vendors start from different defaults: the handle's modes are unknown until the first product sets them.
-        let handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options))?;
+        let handle = self.with_reclaim(|| self.backend.create_blas_handle(device, &options), |_| Ok(()))?;
         Ok(PooledHandle::new(handle, kind))
     }
 
@@ -1010,15 +1090,15 @@ impl RuntimeInner {
             Error::new(ErrorKind::OutOfMemory, "pinned", format!("{bytes} bytes are more than any machine has"))
         })?;
         match self.host_cache.find(class, bytes) {
-            Found::Free(block) => Ok(block),
-            Found::Waiting(waiting) => self.take_pinned_slow(bytes, class, block_bytes, waiting),
+            Some(block) => Ok(block),
+            None => self.take_pinned_slow(bytes, class, block_bytes),
         }
     }
 
     #[cold]
-    fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize, waiting: usize) -> Result<OwnedBlock> {
+    fn take_pinned_slow(&self, bytes: usize, class: usize, block_bytes: usize) -> Result<OwnedBlock> {
         self.check("pinned")?;
-        if let Some(block) = self.host_cache.take_waiting(class, waiting, bytes, |mark| self.is_surely_passed(mark)) {
+        if let Some(block) = self.host_cache.take_waiting(class, bytes, |mark| self.is_surely_passed(mark)) {
             return Ok(block);
         }
         // While blocks were in hand, others may have found less cached than there is.
@@ -1028,13 +1108,13 @@ impl RuntimeInner {
         let allocate = || self.host_memory.allocate(block_bytes, |error| self.count_failed_release(error));
         let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                let round = self.rounds.begin();
+                let round = self.host_rounds.begin();
                 // A release that is refused is counted, and keeps nobody from trying with what the others gave.
                 if let Err(error) = self.trim_host() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
-                self.rounds.wait();
+                self.host_rounds.wait();
                 allocate()?
             }
             result => result?,
@@ -1199,7 +1279,7 @@ impl RuntimeInner {
         // Not before: an operation that this one has waited for may have failed.
         Self::check_marked(&block.uses)?;
         // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
-        let mark = self.device(stream.id.device()).events.take(&*self.backend)?;
+        let mut mark = self.device(stream.id.device()).events.take(&*self.backend)?;
         let mut turn = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
         if let Some(recording) = &mut turn.recording {
             let surplus = recording.keep_pinned(block.keep(), writes);
@@ -1217,7 +1297,7 @@ impl RuntimeInner {
             Err(NotEnqueued { error, in_part: true }) => Err(error),
             Err(NotEnqueued { error, in_part: false }) => return Err(error),
         };
-        if let Err(error) = self.backend.record_event(mark.event(), stream.id) {
+        if let Err(error) = stream.record(&mut turn, &mut mark) {
             // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
             // with the block: it is never touched or given out again, and freed when the runtime ends.
             let waited = stream.wait_for_all(turn).map_err(|_| {
@@ -1227,8 +1307,18 @@ impl RuntimeInner {
             return waited.and(enqueued);
         }
         drop(turn);
-        begun.settle(Arc::new(mark));
+        if begun.settle(Arc::new(mark)) {
+            self.forget_passed(&block.uses);
+        }
         enqueued
+    }
+
+    /// Forgets uses of a block that are over, so that a buffer which outlives many streams does not keep an event for each.
+    #[cold]
+    pub(crate) fn forget_passed(&self, uses: &BlockUses) {
+        if !in_capture() {
+            uses.forget_passed(|mark| self.is_surely_passed(mark));
+        }
     }
 
     // ---------------------------------------------------------------- the end
@@ -1258,7 +1348,9 @@ impl RuntimeInner {
         if let Some(sharing) = self.sharing.get() {
             sharing.hang_up();
         }
-        let mut result = self.destroy_dropped();
+        // What is refused here is tried again below.
+        let _ = self.destroy_dropped();
+        let mut result = Ok(());
         let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
         let spare = std::mem::take(self.spare_handles.get_mut()).into_iter().map(|spare| spare.pooled);
         for mut pooled in pooled.chain(spare).collect::<Vec<_>>() {
@@ -1306,11 +1398,10 @@ impl RuntimeInner {
                 // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
                 result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
             }
-            for event in device.events.take_all() {
-                result = result.and(self.note(self.backend.destroy_event(event)));
-            }
         }
-        result
+        // What is refused here is tried again like the rest.
+        let _ = self.destroy_idle_events();
+        result.and(self.insist_on_refused())
     }
 }
 
@@ -1327,7 +1418,8 @@ impl RuntimeInner {
         let places: Vec<_> = self.devices.iter().map(|device| device.legacy_default.lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
         let graphs = (captures, self.graphs.hold_lock(), crate::gate::hold_registry());
-        crate::testing::Held((devices, handles, memory, lists, places, graphs, self.rounds.hold_lock(), sharing))
+        let rounds = (self.device_rounds.hold_lock(), self.host_rounds.hold_lock());
+        crate::testing::Held((devices, handles, memory, lists, places, graphs, rounds, sharing))
     }
 
     /// Whether any lock of the runtime's pools is held: where only one thread is at work, by that thread.
@@ -1348,7 +1440,8 @@ impl RuntimeInner {
             || self.deferred.is_locked()
             || self.stranded.is_locked()
             || self.spare_handles.is_locked()
-            || self.rounds.is_locked()
+            || self.device_rounds.is_locked()
+            || self.host_rounds.is_locked()
             || self.sharing.get().is_some_and(|sharing| sharing.is_locked())
     }
 }

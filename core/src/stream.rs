@@ -33,7 +33,7 @@ use crate::id::StreamId;
 use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
-use crate::pool::events::{EventPool, Mark};
+use crate::pool::events::{EventPool, Mark, Point};
 use crate::runtime::{NotEnqueued, Runtime, RuntimeInner};
 use crate::scalar::Element;
 
@@ -132,6 +132,8 @@ pub(crate) struct TurnState {
     pub(crate) recording: Option<Box<Recording>>,
     /// For the per-thread default stream: the mark after everything that was enqueued; `None` where it could not be recorded.
     latest: Option<Arc<Mark>>,
+    /// Marks recorded so far.
+    marks: u64,
 }
 
 /// The turn of a stream, in the caller's hands.
@@ -183,15 +185,16 @@ impl Drop for Turn<'_> {
 impl LeavesMark<'_> {
     #[cold]
     fn record(&mut self, state: &mut TurnState) {
-        let Some(mark) = self.mark.take() else { return };
-        let recorded = self.stream.backend.record_event(mark.event(), self.stream.id);
-        self.before = state.latest.replace(Arc::new(mark));
-        if let Err(error) = recorded {
-            tracing::warn!("what was enqueued on {:?} could not be marked: {error}", self.stream.id);
-            // Not the event before: it would say less than what was enqueued.
-            let unrecorded = state.latest.take();
-            self.before = self.before.take().or(unrecorded);
-        }
+        let Some(mut mark) = self.mark.take() else { return };
+        self.before = match self.stream.record(state, &mut mark) {
+            Ok(()) => state.latest.replace(Arc::new(mark)),
+            Err(error) => {
+                tracing::warn!("what was enqueued on {:?} could not be marked: {error}", self.stream.id);
+                self.mark = Some(mark);
+                // An earlier mark would say less than what was enqueued.
+                state.latest.take()
+            }
+        };
     }
 }
 
@@ -423,15 +426,24 @@ impl StreamCore {
             let latest = self.turn().latest.clone();
             return latest.ok_or_else(|| not_the_owner("record_event"));
         }
-        let mark = runtime.device(self.id.device()).events.take(&*self.backend)?;
-        let turn = self.enter("record_event")?;
+        let mut mark = runtime.device(self.id.device()).events.take(&*self.backend)?;
+        let mut turn = self.enter("record_event")?;
         if let Some(recording) = &turn.recording {
             return Ok(Arc::clone(&recording.before));
         }
         self.refuse_if_captured("record_event")?;
-        self.backend.record_event(mark.event(), self.id)?;
+        self.record(&mut turn, &mut mark)?;
         drop(turn);
         Ok(Arc::new(mark))
+    }
+
+    /// Records a mark after everything that was enqueued on the stream so far. The caller has the turn, so the order of the
+    /// numbers is that of the records.
+    pub(crate) fn record(&self, turn: &mut TurnState, mark: &mut Mark) -> Result<()> {
+        self.backend.record_event(mark.event(), self.id)?;
+        turn.marks += 1;
+        mark.set_point(Point { stream: self.key, number: turn.marks });
+        Ok(())
     }
 
     /// Under which handles are bound to the stream now.
@@ -533,7 +545,9 @@ impl Drop for StreamCore {
             _ if !self.owned => {}
             Some(runtime) => runtime.destroy_or_defer(Dropped::Stream(self.id)),
             None => {
-                if let Err(error) = self.backend.destroy_stream(self.id) {
+                // Nobody is left to try again later, so it is done at once.
+                let destroyed = self.backend.destroy_stream(self.id);
+                if let Err(error) = destroyed.or_else(|_| self.backend.destroy_stream(self.id)) {
                     tracing::warn!("a stream could not be destroyed: {error}");
                 }
             }
@@ -708,9 +722,9 @@ impl Stream {
     /// What the backend gives.
     pub fn record(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
-        let mark = self.runtime.inner.device(self.device()).events.take(backend)?;
-        let turn = self.core.enter("record_event")?;
-        backend.record_event(mark.event(), self.core.id)?;
+        let mut mark = self.runtime.inner.device(self.device()).events.take(backend)?;
+        let mut turn = self.core.enter("record_event")?;
+        self.core.record(&mut turn, &mut mark)?;
         let capture = turn.recording.as_ref().map(|recording| Arc::clone(&recording.capture));
         drop(turn);
         Ok(Event::pooled(self.runtime.clone(), mark, capture))

@@ -5,6 +5,7 @@
 use std::alloc::Layout;
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -34,6 +35,13 @@ pub(crate) struct ManualBackend {
     /// How many of the next calls that set a mode fail.
     refuse_modes: Arc<Mutex<usize>>,
     intruder: Intruder,
+    /// How often an event was asked after, and how often a stream was made to wait for one.
+    queries: AtomicU64,
+    waits: AtomicU64,
+    /// Bytes of device memory.
+    memory: AtomicU64,
+    /// How many of the next calls that destroy a stream, an event or a graph are refused.
+    refuse_destroys: AtomicU64,
 }
 
 type Intrusion = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -74,6 +82,8 @@ struct State {
     next_address: u64,
     /// Operations enqueued, and executed, on each stream.
     streams: HashMap<StreamId, (u64, u64)>,
+    /// Waits that are enqueued and not executed: the stream and the number of the operation, and what it waits for.
+    waits: Vec<((StreamId, u64), (StreamId, u64))>,
     /// The stream and the number of the operation at which each event was recorded.
     events: HashMap<EventId, Option<(StreamId, u64)>>,
     blocks: BTreeMap<u64, usize>,
@@ -150,6 +160,26 @@ impl State {
         Ok(())
     }
 
+    /// Executes what is enqueued on the stream up to an operation, and what that waits for on other streams.
+    fn advance(&mut self, stream: StreamId, to: u64) {
+        let Some((_, executed)) = self.streams.get_mut(&stream) else { return };
+        *executed = to.max(*executed);
+        let is_due = |((waiting, at), _): &mut ((StreamId, u64), _)| *waiting == stream && *at <= to;
+        let due: Vec<_> = self.waits.extract_if(.., is_due).collect();
+        due.into_iter().for_each(|(_, (other, at))| self.advance(other, at));
+    }
+
+    /// Executes everything that is enqueued on the stream.
+    fn advance_all(&mut self, stream: StreamId) {
+        if let Some((enqueued, _)) = self.streams.get(&stream) {
+            self.advance(stream, *enqueued);
+        }
+    }
+
+    fn allocated(&self) -> u64 {
+        self.blocks.values().map(|bytes| *bytes as u64).sum()
+    }
+
     /// Whether a graph that is alive has recorded this host or device address.
     fn is_recorded(&self, address: u64) -> bool {
         self.executables.values().any(|addresses| addresses.contains(&address))
@@ -199,6 +229,10 @@ impl ManualBackend {
             handle_calls: Arc::default(),
             refuse_modes: Arc::default(),
             intruder: Intruder::default(),
+            queries: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
+            memory: AtomicU64::new(1 << 40),
+            refuse_destroys: AtomicU64::new(0),
         })
     }
 
@@ -212,11 +246,35 @@ impl ManualBackend {
         *self.refuse_modes.lock() = calls;
     }
 
+    /// How often events were asked after since this was asked last.
+    pub(crate) fn take_queries(&self) -> u64 {
+        self.queries.swap(0, Ordering::Relaxed)
+    }
+
+    /// How often streams were made to wait for events since this was asked last.
+    pub(crate) fn take_waits(&self) -> u64 {
+        self.waits.swap(0, Ordering::Relaxed)
+    }
+
+    /// Refuses the next calls that destroy a stream, an event or a graph.
+    pub(crate) fn refuse_destroys(&self, calls: u64) {
+        self.refuse_destroys.store(calls, Ordering::Relaxed);
+    }
+
+    fn may_destroy(&self, operation: &'static str) -> Result<()> {
+        let left = self.refuse_destroys.load(Ordering::Relaxed);
+        self.refuse_destroys.store(left.saturating_sub(1), Ordering::Relaxed);
+        if left == 0 { Ok(()) } else { Err(Error::new(ErrorKind::Vendor, operation, "told to refuse")) }
+    }
+
+    /// Has no more device memory than this from here on.
+    pub(crate) fn set_memory(&self, bytes: u64) {
+        self.memory.store(bytes, Ordering::Relaxed);
+    }
+
     /// Executes everything that is enqueued on the stream.
     pub(crate) fn advance(&self, stream: StreamId) {
-        if let Some((enqueued, executed)) = self.state.lock().streams.get_mut(&stream) {
-            *executed = *enqueued;
-        }
+        self.state.lock().advance_all(stream);
     }
 
     /// Lets every `record_event` fail, or none.
@@ -291,7 +349,8 @@ unsafe impl Backend for ManualBackend {
         Ok(self.capabilities)
     }
     fn memory_info(&self, _: u32) -> Result<MemoryInfo> {
-        Ok(MemoryInfo { free: 1 << 40, total: 1 << 40 })
+        let total = self.memory.load(Ordering::Relaxed);
+        Ok(MemoryInfo { free: total.saturating_sub(self.state.lock().allocated()), total })
     }
     fn live_objects(&self) -> LiveObjects {
         self.watched.check();
@@ -317,9 +376,11 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_stream")?;
         let mut state = self.state.lock();
         state.assert_outside(stream);
         // What was enqueued is executed all the same; the test has no way to look at it any more.
+        state.advance_all(stream);
         state.last_use.retain(|(other, _), _| *other != stream);
         for at in state.events.values_mut() {
             if at.is_some_and(|(other, _)| other == stream) {
@@ -350,12 +411,20 @@ unsafe impl Backend for ManualBackend {
     }
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
         self.watched.check();
+        self.waits.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
         if !state.streams.contains_key(&stream) || !state.events.contains_key(&event) {
             return Err(unknown("stream_wait_event"));
         }
         match (state.capturing.get(&stream).copied(), state.captured_events.get(&event).copied()) {
             (None, Some(capture)) => drop(state.capturing.insert(stream, capture)),
+            (None, None) => {
+                if let Some(at) = state.events[&event] {
+                    state.enqueue_use("stream_wait_event", stream, &[])?;
+                    let number = state.streams[&stream].0;
+                    state.waits.push(((stream, number), at));
+                }
+            }
             (stream_in, event_in) => assert_eq!(stream_in, event_in, "a wait across the border of a capture"),
         }
         Ok(())
@@ -370,6 +439,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_event(&self, event: EventId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_event")?;
         let mut state = self.state.lock();
         state.assert_event_outside(event);
         state.events.remove(&event).map(|_| ()).ok_or_else(|| unknown("destroy_event"))
@@ -392,6 +462,7 @@ unsafe impl Backend for ManualBackend {
     }
     fn query_event(&self, event: EventId) -> Result<Completion> {
         self.watched.check();
+        self.queries.fetch_add(1, Ordering::Relaxed);
         let state = self.state.lock();
         state.assert_event_outside(event);
         let at = state.events.get(&event).ok_or_else(|| unknown("query_event"))?;
@@ -403,14 +474,17 @@ unsafe impl Backend for ManualBackend {
         self.watched.check();
         self.state.lock().assert_event_outside(event);
         let at = *self.state.lock().events.get(&event).ok_or_else(|| unknown("synchronize_event"))?;
-        if let Some((stream, _)) = at {
-            self.advance(stream);
+        if let Some((stream, at)) = at {
+            self.state.lock().advance(stream, at);
         }
         Ok(())
     }
     fn allocate(&self, _: u32, options: &AllocateOptions) -> Result<DevicePtr> {
         self.watched.check();
         let mut state = self.state.lock();
+        if state.allocated() + options.bytes as u64 > self.memory.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::OutOfMemory, "allocate", "the device has no more"));
+        }
         let ptr = state.next_address;
         state.next_address += options.bytes.next_multiple_of(ALIGNMENT) as u64;
         state.blocks.insert(ptr, options.bytes);
@@ -477,10 +551,12 @@ unsafe impl Backend for ManualBackend {
     }
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_graph")?;
         self.state.lock().graphs.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph"))
     }
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
         self.watched.check();
+        self.may_destroy("destroy_graph_exec")?;
         self.state.lock().executables.remove(&graph).map(|_| ()).ok_or_else(|| unknown("destroy_graph_exec"))
     }
     unsafe fn fill(&self, _: &MemoryFill, _: StreamId) -> Result<()> {

@@ -90,19 +90,28 @@ mod testing {
 mod events {
     use crate::primitive::{AtomicBool, Ordering};
 
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub(crate) struct Point {
+        pub(crate) stream: u64,
+        pub(crate) number: u64,
+    }
+
     /// A mark that is passed when the test says so.
     #[derive(Debug)]
-    pub(crate) struct Mark(AtomicBool);
+    pub(crate) struct Mark(Point, AtomicBool);
 
     impl Mark {
-        pub(crate) fn new() -> Self {
-            Self(AtomicBool::new(false))
+        pub(crate) fn new(stream: u64, number: u64) -> Self {
+            Self(Point { stream, number }, AtomicBool::new(false))
+        }
+        pub(crate) fn point(&self) -> Point {
+            self.0
         }
         pub(crate) fn pass(&self) {
-            self.0.store(true, Ordering::SeqCst);
+            self.1.store(true, Ordering::SeqCst);
         }
         pub(crate) fn is_passed(&self) -> bool {
-            self.0.load(Ordering::SeqCst)
+            self.1.load(Ordering::SeqCst)
         }
     }
 }
@@ -115,7 +124,7 @@ mod host;
 mod size_class;
 
 use events::Mark;
-use host::{Found, HostCache, KeptBlock, OwnedBlock, PinnedBlock};
+use host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use memory::HostPtr;
 use primitive::{Arc, AtomicBool, AtomicU64, Mutex, Ordering};
 use shuttle::thread;
@@ -160,17 +169,14 @@ impl Rig {
     /// As the runtime takes a block: a free one, a waiting one, a fresh one.
     fn take(&self, bytes: usize) -> OwnedBlock {
         let (class, block_bytes) = size_class::of(bytes).unwrap();
-        let block = match self.cache.find(class, bytes) {
-            Found::Free(block) => block,
-            Found::Waiting(waiting) => {
-                self.cache.take_waiting(class, waiting, bytes, Mark::is_passed).unwrap_or_else(|| {
-                    let number = self.allocated.fetch_add(1, Ordering::SeqCst) as usize;
-                    let block = PinnedBlock::new(HostPtr(number), block_bytes, class, None);
-                    self.cache.count_given(&block, bytes, true);
-                    block
-                })
-            }
-        };
+        let cached = self.cache.find(class, bytes);
+        let cached = cached.or_else(|| self.cache.take_waiting(class, bytes, Mark::is_passed));
+        let block = cached.unwrap_or_else(|| {
+            let number = self.allocated.fetch_add(1, Ordering::SeqCst) as usize;
+            let block = PinnedBlock::new(HostPtr(number), block_bytes, class, None);
+            self.cache.count_given(&block, bytes, true);
+            block
+        });
         assert!(!self.is_in_use(&block), "given out while a stream uses it");
         assert_eq!(self.kept[block.ptr.0].load(Ordering::SeqCst), 0, "given out while a graph keeps it");
         assert!(!self.freed[block.ptr.0].load(Ordering::SeqCst), "given out after it was freed");
@@ -181,7 +187,7 @@ impl Rig {
     /// As a copy of a stream uses a block that is in hand.
     fn use_block(&self, block: &PinnedBlock, mark: &Arc<Mark>) {
         self.last_uses[block.ptr.0].lock().push(Arc::clone(mark));
-        block.uses.note(1, Arc::clone(mark), true, None);
+        let _ = block.uses.note(Arc::clone(mark), true);
     }
 
     fn is_in_use(&self, block: &PinnedBlock) -> bool {
@@ -239,7 +245,8 @@ impl Rig {
 /// Two threads take blocks, use them on a stream, and give them back, one trims and one lets the streams pass.
 fn takers_and_a_trim(cap: Option<u64>) {
     let rig = Rig::new(cap);
-    let marks: Vec<_> = (0..4).map(|_| Arc::new(Mark::new())).collect();
+    // Two of each stream, which pass in order.
+    let marks: Vec<_> = (0..4).map(|index| Arc::new(Mark::new(index / 2, index % 2))).collect();
     let takers: Vec<_> = marks
         .chunks(2)
         .map(|marks| {
@@ -315,12 +322,12 @@ fn a_use_noted_by_address_is_refused_or_waited_for() {
             let rig = Rig::new(Some(0));
             let block = rig.take(BYTES);
             let (number, class, uses) = (block.ptr.0, block.class, Arc::clone(&block.uses));
-            let mark = Arc::new(Mark::new());
+            let mark = Arc::new(Mark::new(1, 1));
             let noter = thread::spawn({
                 let (rig, mark) = (Arc::clone(&rig), Arc::clone(&mark));
                 move || {
                     let Some(kept) = rig.cache.keep_if_live(HostPtr(number), class, &uses) else { return false };
-                    kept.uses.note(1, mark, true, None);
+                    let _ = kept.uses.note(mark, true);
                     let _ = rig.cache.let_go(kept);
                     true
                 }
@@ -350,7 +357,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
             move || {
                 let rig = Rig::new(cap);
                 let block = rig.take(BYTES);
-                let marks = [Arc::new(Mark::new()), Arc::new(Mark::new())];
+                let marks = [Arc::new(Mark::new(1, 1)), Arc::new(Mark::new(2, 1))];
                 let graphs = [1, 2].map(|stream| {
                     let (rig, mark) = (Arc::clone(&rig), Arc::clone(&marks[stream - 1]));
                     let kept = rig.keep(&block);
@@ -359,7 +366,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
                         let begun = kept.uses.begin(stream as u64, true).unwrap();
                         rig.last_uses[kept.ptr.0].lock().push(Arc::clone(&mark));
                         thread::yield_now();
-                        begun.settle(mark);
+                        let _ = begun.settle(mark);
                         rig.let_go(kept);
                     })
                 });
@@ -381,5 +388,49 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
             },
             SCHEDULES / 2,
         );
+    }
+}
+
+/// Threads use a block on a stream that they share, and another on one of its own. Each stream has one entry, in whichever
+/// order the marks are noted, and no use is forgotten before it is over.
+fn uses_of_shared_streams(writes: bool) {
+    const THREADS: u64 = 3;
+    let rig = Rig::new(None);
+    let block = Arc::new(rig.take(BYTES));
+    // The number of each stream's last mark, under its turn.
+    let turns = [0, 1].map(|_| Arc::new(Mutex::new(0)));
+    // In an order that the device may execute: a stream waits for marks that were noted before.
+    let marks = Arc::new(Mutex::new(Vec::new()));
+    let threads: Vec<_> = (0..THREADS)
+        .map(|thread| {
+            let (block, marks) = (Arc::clone(&block), Arc::clone(&marks));
+            let stream = u64::from(thread > 1);
+            let turn = Arc::clone(&turns[stream as usize]);
+            thread::spawn(move || {
+                for use_ in 0..2 {
+                    let begun = block.uses.begin(stream, writes && use_ == 1).unwrap();
+                    let mut turn = turn.lock();
+                    *turn += 1;
+                    let mark = Arc::new(Mark::new(stream, *turn));
+                    marks.lock().push(Arc::clone(&mark));
+                    drop(turn);
+                    let _ = begun.settle(mark);
+                    assert!(block.uses.marks(false).len() <= 2, "a stream has two entries");
+                }
+            })
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for mark in marks.lock().iter() {
+        assert!(!block.uses.are_over(Mark::is_passed), "a use was forgotten before it was over");
+        mark.pass();
+    }
+    assert!(block.uses.are_over(Mark::is_passed));
+}
+
+#[test]
+fn a_stream_has_one_entry_which_covers_all_its_uses() {
+    for writes in [false, true] {
+        check_random(move || uses_of_shared_streams(writes), SCHEDULES);
     }
 }

@@ -126,6 +126,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         live.streams = room.streams.live().saturating_sub(room.streams.live_with(FOREIGN));
         live.events = room.events.live().saturating_sub(room.events.live_with(FOREIGN));
         live.graphs = room.graphs.live() + room.graph_execs.live();
+        // What a call still uses is not destroyed.
+        live.streams += room.streams.put_off_without(FOREIGN);
+        live.events += room.events.put_off_without(FOREIGN);
+        live.graphs += room.graphs.put_off_without(FOREIGN) + room.graph_execs.put_off_without(FOREIGN);
         live.handles = room.live_handles();
         live.allocations = room.blocks.lock().len() as u64;
         live.host_allocations = room.host_blocks.lock().len() as u64;

@@ -2,7 +2,8 @@
 //!
 //! Who uses an object announces it, fences, and then looks whether it still stands. Who destroys it makes it stale, fences, and
 //! then looks for announcements. With a sequentially consistent fence on each side, not both miss the other. Announcing is
-//! frequent and destroying is not, so the one who destroys pays for both fences where the system can (`primitive.rs`).
+//! frequent and destroying is not, so the one who destroys pays for both fences where the system can, and for as long as it lets us
+//! (`primitive.rs`).
 //! `tests/loom_hazards.rs` tries every interleaving. Which record is whose is `records.rs`'s affair.
 
 use std::marker::PhantomData;
@@ -33,10 +34,11 @@ pub(crate) struct Registry {
 pub(crate) struct Fenced(());
 
 impl Fenced {
-    /// Makes the fence; `None` where it cannot be made, and anything may be in use.
-    pub(crate) fn now() -> Option<Self> {
+    /// Makes the fence.
+    pub(crate) fn now() -> Self {
         // With the fence in `announce`.
-        heavy_fence().then_some(Self(()))
+        heavy_fence();
+        Self(())
     }
 }
 
@@ -218,7 +220,7 @@ impl Registry {
     /// Waits until every thread that may have found no capture open has been answered. The caller has made it known before that
     /// one is.
     pub(crate) fn wait_for_questions(&self, pause: impl Fn()) {
-        // With the fence in `announce`. Where it cannot be made, a question may be answered with a capture open.
+        // With the fence in `announce`.
         heavy_fence();
         for record in self.records() {
             // Acquire: where the question has ended, the vendor has answered it.

@@ -334,8 +334,7 @@ impl<I: ObjectId> Objects<I> {
             Removed { slot: parts.slot, device: parts.device, raw, flags, replaced: false }
         };
         if removed.flags & at_once != 0 {
-            // Without the fence nobody can tell who uses it: then it is put off below like any other.
-            while Fenced::now().is_some_and(|fenced| self.is_used(&removed, &fenced)) {
+            while self.is_used(&removed, &Fenced::now()) {
                 std::thread::yield_now();
             }
         }
@@ -402,7 +401,7 @@ impl<I: ObjectId> Objects<I> {
         // One for all of them: each was made stale before it became a candidate.
         let fenced = Fenced::now();
         for mut removed in candidates {
-            if fenced.as_ref().is_none_or(|fenced| self.is_used(&removed, fenced)) {
+            if self.is_used(&removed, &fenced) {
                 self.book.lock().put_off.push(removed);
                 continue;
             }
@@ -433,6 +432,11 @@ impl<I: ObjectId> Objects<I> {
     /// How many objects there are.
     pub(super) fn live(&self) -> u64 {
         self.book.lock().live
+    }
+
+    /// How many handles were put off that are to be destroyed, those without a flag.
+    pub(super) fn put_off_without(&self, flag: u64) -> u64 {
+        self.book.lock().put_off.iter().filter(|removed| removed.flags & flag == 0).count() as u64
     }
 
     /// How many of them have a flag.
@@ -534,7 +538,7 @@ mod tests {
                 Ok(())
             })
             .unwrap();
-        assert_eq!((destroyed, table.live()), (0, 0));
+        assert_eq!((destroyed, table.live(), table.put_off_without(1)), (0, 0, 1));
         assert!(table.hold("t", id).is_err());
         // The slot is not used again before its handle is destroyed.
         let other = table.insert("t", 0, 10, 0).unwrap();

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     fn is_announced_now(object: *mut ()) -> bool {
-        is_announced(object, &Fenced::now().unwrap())
+        is_announced(object, &Fenced::now())
     }
 
     #[test]

@@ -507,3 +507,63 @@ fn flags_that_are_set_twice_are_told_apart() {
     let held = fake.backend.room().stream("t", id).unwrap();
     assert_eq!([true, true, false, false].map(|on| held.set_flag(CAPTURES, on)), [false, true, true, false]);
 }
+
+// ------------------------------------------------------------------------------------------------ a sandbox
+
+/// Set in the process that the test below starts.
+const SANDBOXED: &str = "HIGHWATER_TEST_SANDBOXED";
+
+/// Has the kernel refuse `membarrier` to this thread from here on, as a sandbox that is put up after opening does.
+fn deny_membarrier() {
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let code = |class: u32, mode: u32, source: u32| (class | mode | source) as u16;
+    let load = code(libc::BPF_LD, libc::BPF_W, libc::BPF_ABS);
+    let compare = code(libc::BPF_JMP, libc::BPF_JEQ, libc::BPF_K);
+    let give = code(libc::BPF_RET, libc::BPF_K, 0);
+    let mut filter = [
+        // The number of the call is what the description of a call begins with.
+        libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
+        libc::sock_filter { code: compare, jt: 0, jf: 1, k: libc::SYS_membarrier as u32 },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: refuse },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW },
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program lives until the calls return, and refuses a call that nothing relies on.
+    let installed = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+    };
+    assert!(installed, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn what_is_destroyed_after_membarrier_is_denied_is_destroyed() {
+    if std::env::var_os(SANDBOXED).is_none() {
+        let name = "driver::tests::what_is_destroyed_after_membarrier_is_denied_is_destroyed";
+        let test = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact", "--test-threads=1"])
+            .env(SANDBOXED, "1")
+            .output()
+            .unwrap();
+        assert!(test.status.success(), "{}", String::from_utf8_lossy(&test.stdout));
+        return;
+    }
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let streams: Vec<_> = (0..400).map(|_| stream(&fake)).collect();
+    let (used, idle) = streams.split_last().unwrap();
+    // A thread is in a call that uses a stream while the others are destroyed.
+    let (destroyed, live) = std::thread::scope(|scope| {
+        fake.hold_up("stream_query");
+        scope.spawn(|| backend.query_stream(*used));
+        fake.wait_for("stream_query");
+        deny_membarrier();
+        idle.iter().chain([used]).for_each(|stream| backend.destroy_stream(*stream).unwrap());
+        let found = (fake.calls("stream_destroy").len(), backend.live_objects().streams);
+        fake.go_on("stream_query");
+        found
+    });
+    assert_eq!((destroyed, live), (idle.len(), 1), "all but the one in use, which counts");
+    assert_eq!(backend.live_objects().streams, 0);
+    assert_eq!(fake.calls("stream_destroy").len(), streams.len());
+}

@@ -8,6 +8,10 @@
 //! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
 //! precedes the give-back, which then sees it, or it finds that the block is not live.
 //!
+//! *Streams.* The record has one entry for each stream, with the last mark after its uses. A write waits for all others on the
+//! device, so its mark replaces theirs. Whenever the list has doubled, the entries whose marks are passed are dropped: so its
+//! length follows the streams that use the block at once, not those that ever did.
+//!
 //! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
 //! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
 //! apart by these rules:
@@ -22,19 +26,28 @@
 //!   long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses, before it takes
 //!   the stream's turn, and nobody who holds a turn waits here: so nobody waits in a circle.
 
-use super::events::Mark;
+use super::events::{Mark, Point};
 use crate::fork::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
-/// Use of a block by a stream.
+/// Streams that a block remembers before it is first asked which of them are done.
+const LONG: usize = 8;
+
+/// Use of a block by a stream. The stream itself need not live on: its work is done when the mark is passed.
 #[derive(Debug)]
 struct StreamUse {
-    /// Key of the stream. The stream itself need not live on: its work is done when the mark is passed.
-    stream: u64,
-    /// Recorded after an operation of the stream on the block. Who asks after it shares it: see `events.rs`.
+    /// Recorded after the last operation of the stream on the block. Who asks after it shares it: see `events.rs`.
     after: Arc<Mark>,
     /// Whether an operation up to there writes the block.
     writes: bool,
+    /// When the mark was noted, counted in notes of the block.
+    noted: u64,
+}
+
+impl StreamUse {
+    fn stream(&self) -> u64 {
+        self.after.point().stream
+    }
 }
 
 #[derive(Debug)]
@@ -60,8 +73,10 @@ pub(crate) struct BlockUses {
 
 #[derive(Debug)]
 struct State {
-    /// Streams that may still use the block. Threads that use one buffer on one stream at once may leave two entries.
+    /// Streams that may still use the block, each once.
     list: Vec<StreamUse>,
+    /// How often a use was noted.
+    notes: u64,
     enqueuing_reads: u32,
     enqueuing_writes: u32,
     cpu_reads: u32,
@@ -72,12 +87,11 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct BegunUse<'b> {
     uses: &'b BlockUses,
-    stream: u64,
     writes: bool,
     /// Marks of other streams that the operation has to wait for.
     pub(crate) racing: Vec<Arc<Mark>>,
-    /// The mark of the same stream that stood before.
-    before: Option<Arc<Mark>>,
+    /// How often a use had been noted when the operation began.
+    notes: u64,
 }
 
 /// Access by the CPU; ends when dropped.
@@ -94,7 +108,8 @@ pub(crate) struct InCpuAccess;
 
 impl BlockUses {
     pub(crate) fn new() -> Arc<Self> {
-        let state = State { list: Vec::new(), enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
+        let state =
+            State { list: Vec::new(), notes: 0, enqueuing_reads: 0, enqueuing_writes: 0, cpu_reads: 0, cpu_writes: 0 };
         Arc::new(Self {
             state: Mutex::new(state),
             settled: Condvar::new(),
@@ -150,25 +165,18 @@ impl BlockUses {
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
     }
 
-    /// The mark that covers the uses of a stream so far.
-    pub(crate) fn mark_of(&self, stream: u64) -> Option<Arc<Mark>> {
-        self.state.lock().mark_of(stream)
+    /// The point of a stream that the block waits for first.
+    pub(crate) fn first(&self) -> Option<Point> {
+        self.state.lock().list.first().map(|use_| use_.after.point())
     }
 
-    /// Notes a use by a stream. `before` is a mark of the same stream that was in the list before this one was recorded, so
-    /// that this one covers it.
-    pub(crate) fn note(&self, stream: u64, after: Arc<Mark>, writes: bool, before: Option<&Arc<Mark>>) {
+    /// Notes a use by a stream, up to a mark that was recorded after it. Says whether it is time to ask which uses are over.
+    #[must_use]
+    pub(crate) fn note(&self, after: Arc<Mark>, writes: bool) -> bool {
         let mut state = self.state.lock();
-        // Marks that other threads have set meanwhile may be earlier or later, and stay.
-        let covered = before.and_then(|before| state.list.iter_mut().find(|use_| Arc::ptr_eq(&use_.after, before)));
-        match covered {
-            Some(use_) => {
-                use_.writes |= writes;
-                use_.after = after;
-            }
-            None => state.list.push(StreamUse { stream, after, writes }),
-        }
+        let is_long = state.note(after, writes);
         self.any.store(true, Ordering::Relaxed);
+        is_long
     }
 
     /// Forgets a use whose mark is passed.
@@ -179,10 +187,23 @@ impl BlockUses {
         self.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
-    /// Forgets the uses that are over, which `is_passed` is asked about without a lock; says whether none is left.
+    /// Forgets uses that are over, which `is_passed` is asked about without a lock, up to the first that is not; says whether
+    /// none is left.
     pub(crate) fn are_over(&self, is_passed: impl Fn(&Mark) -> bool) -> bool {
+        let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
+        while let Some(mark) = first() {
+            if !is_passed(&mark) {
+                return false;
+            }
+            self.forget(&mark);
+        }
+        true
+    }
+
+    /// Forgets every use that is over, which `is_passed` is asked about without a lock.
+    #[cold]
+    pub(crate) fn forget_passed(&self, is_passed: impl Fn(&Mark) -> bool) {
         self.marks(false).iter().filter(|mark| is_passed(mark)).for_each(|mark| self.forget(mark));
-        self.is_empty()
     }
 
     /// Begins an operation of `stream`, once no other operation in conflict is being enqueued.
@@ -198,10 +219,9 @@ impl BlockUses {
             self.settled.wait(&mut state);
         }
         *state.enqueuing(writes) += 1;
-        let races = |use_: &&StreamUse| use_.stream != stream && (writes || use_.writes);
+        let races = |use_: &&StreamUse| use_.stream() != stream && (writes || use_.writes);
         let racing = state.list.iter().filter(races).map(|use_| Arc::clone(&use_.after)).collect();
-        let before = state.mark_of(stream);
-        Ok(BegunUse { uses: self, stream, writes, racing, before })
+        Ok(BegunUse { uses: self, writes, racing, notes: state.notes })
     }
 
     // ---------------------------------------------------------------- the CPU
@@ -259,8 +279,23 @@ impl BlockUses {
 }
 
 impl State {
-    fn mark_of(&self, stream: u64) -> Option<Arc<Mark>> {
-        self.list.iter().find(|use_| use_.stream == stream).map(|use_| Arc::clone(&use_.after))
+    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their marks in another order than that of
+    /// the records: the last record counts, whichever comes last.
+    fn note(&mut self, after: Arc<Mark>, writes: bool) -> bool {
+        self.notes += 1;
+        let noted = self.notes;
+        let point = after.point();
+        if let Some(use_) = self.list.iter_mut().find(|use_| use_.stream() == point.stream) {
+            use_.writes |= writes;
+            if use_.after.point().number < point.number {
+                use_.after = after;
+                use_.noted = noted;
+            }
+            return false;
+        }
+        self.list.push(StreamUse { after, writes, noted });
+        // As often as the list has doubled, so that a question or two come for each stream.
+        self.list.len() >= LONG && self.list.len().is_power_of_two()
     }
 
     fn enqueuing(&mut self, writes: bool) -> &mut u32 {
@@ -273,9 +308,19 @@ impl State {
 }
 
 impl BegunUse<'_> {
-    /// The operation is enqueued, and `after` recorded behind it.
-    pub(crate) fn settle(self, after: Arc<Mark>) {
-        self.uses.note(self.stream, after, self.writes, self.before.as_ref());
+    /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Says whether it is
+    /// time to ask which uses are over.
+    #[must_use]
+    pub(crate) fn settle(self, after: Arc<Mark>) -> bool {
+        let mut state = self.uses.state.lock();
+        if self.writes {
+            // A write races with every other stream, so its mark covers what had been noted when it began.
+            let stream = after.point().stream;
+            state.list.retain(|use_| use_.noted > self.notes || use_.stream() == stream);
+        }
+        let is_long = state.note(after, self.writes);
+        self.uses.any.store(true, Ordering::Relaxed);
+        is_long
     }
 }
 

@@ -3,8 +3,12 @@
 //!
 //! A [`Mark`] owns its event and gives it back when it is dropped. Who has to ask a mark after leaving a lock shares it
 //! by `Arc`: an event that somebody still refers to by its id alone could be recorded anew for somebody else meanwhile.
+//!
+//! Marks of one stream are numbered in the order of their records, which is the order in which they pass. So of two marks of a
+//! stream the one with the higher number covers the other, and where one is not passed, no later one is.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -19,6 +23,8 @@ pub(crate) struct EventPool {
     device: u32,
     generation: Generation,
     idle: Mutex<Vec<EventId>>,
+    /// Events made and not taken out for good.
+    held: AtomicU64,
 }
 
 /// An event of the pool, in use.
@@ -27,22 +33,46 @@ pub(crate) struct Mark {
     event: EventId,
     /// `None` once the event is not the pool's any more.
     pool: Option<Arc<EventPool>>,
+    point: Point,
+}
+
+/// A point of a stream: its key, and the number of the mark. 0 and 0 before the mark is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub(crate) struct Point {
+    pub(crate) stream: u64,
+    pub(crate) number: u64,
 }
 
 impl EventPool {
     pub(crate) fn new(device: u32, generation: Generation) -> Arc<Self> {
-        Arc::new(Self { device, generation, idle: Mutex::default() })
+        Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
     /// An event that nobody else refers to, not recorded yet.
     pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<Mark> {
         let idle = self.idle.lock().pop();
-        let event = idle.map_or_else(|| backend.create_event(self.device, &EventOptions::new()), Ok)?;
-        Ok(Mark { event, pool: Some(Arc::clone(self)) })
+        let event = match idle {
+            Some(event) => event,
+            None => {
+                let event = backend.create_event(self.device, &EventOptions::new())?;
+                // Relaxed: nothing follows from the count.
+                self.held.fetch_add(1, Ordering::Relaxed);
+                event
+            }
+        };
+        Ok(Mark { event, pool: Some(Arc::clone(self)), point: Point::default() })
     }
 
+    /// Takes every idle event out for good, for the caller to destroy.
     pub(crate) fn take_all(&self) -> Vec<EventId> {
-        std::mem::take(&mut *self.idle.lock())
+        let idle = std::mem::take(&mut *self.idle.lock());
+        self.held.fetch_sub(idle.len() as u64, Ordering::Relaxed);
+        idle
+    }
+
+    /// How many events the pool made and still has, and how many of them mark nothing.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        (self.held.load(Ordering::Relaxed), self.idle.lock().len() as u64)
     }
 }
 
@@ -51,9 +81,20 @@ impl Mark {
         self.event
     }
 
+    pub(crate) fn point(&self) -> Point {
+        self.point
+    }
+
+    /// Says which point the event is recorded at. Only [`StreamCore::record`](crate::stream::StreamCore::record) knows.
+    pub(crate) fn set_point(&mut self, point: Point) {
+        self.point = point;
+    }
+
     /// Takes the event out of the pool for good, for the caller to destroy.
     pub(crate) fn into_event(mut self) -> EventId {
-        self.pool = None;
+        if let Some(pool) = self.pool.take() {
+            pool.held.fetch_sub(1, Ordering::Relaxed);
+        }
         self.event
     }
 }

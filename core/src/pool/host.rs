@@ -1,9 +1,10 @@
 //! The host cache: page-locked blocks, used again only after every stream that used them has passed that point.
 //!
 //! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits in
-//! its bin; a request that finds no free block asks each waiting block in turn, so that a stream that is stuck holds up
-//! its own blocks and no others. The vendor is never called under a lock: what calls it is handed in and is called with
-//! the block in hand, out of its bin.
+//! its bin, filed under the point of a stream that it waits for. The marks of one stream pass in order, so a request that
+//! finds no free block asks each stream's first block and leaves the rest of a stream that is behind alone. So a stream that
+//! is stuck holds up its own blocks and no others. The vendor is never called under a lock: what calls it is handed in and is
+//! called with the block in hand, out of its bin.
 //!
 //! | state | where | leaves by |
 //! | --- | --- | --- |
@@ -15,8 +16,8 @@
 //!
 //! *The cap* bounds what is cached, free and waiting, not what is held: a live buffer is never refused for it, and what
 //! graphs keep is not counted. A give-back that might exceed it gives the blocks that were free longest back to the
-//! backend, and where there are none, asks waiting ones, of those at most a handful that are still in use: their number does
-//! not slow down every give-back. What is still in use is the one thing that may stay above the cap. The hit path looks at
+//! backend, and where there are none, asks waiting ones, up to a handful of streams that are behind: their number does not slow
+//! down every give-back. What is still in use is the one thing that may stay above the cap. The hit path looks at
 //! held bytes only, by one relaxed load: what is cached is part of what is held. Where that is not enough, the bins' own
 //! counts are summed up.
 //!
@@ -30,15 +31,15 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use super::block_uses::BlockUses;
-use super::events::Mark;
+use super::events::{Mark, Point};
 use super::size_class;
 use crate::memory::HostPtr;
 use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
 
 /// Without a cap.
 const NO_CAP: u64 = u64::MAX;
-/// Waiting blocks that are found in use before the cap is left at that.
-const ENOUGH_PENDING: usize = 16;
+/// Streams that are found to be behind before the cap is left at that.
+const ENOUGH_BEHIND: usize = 16;
 const WORDS: usize = size_class::COUNT.div_ceil(64);
 
 /// A block of page-locked memory. Owned by a buffer or by the cache, also where graphs keep it.
@@ -111,8 +112,10 @@ pub(crate) type OwnedBlock = Box<PinnedBlock>;
 struct BinState {
     /// Ordered by how long they are idle: the one that was given back last is at the back.
     free: VecDeque<OwnedBlock>,
-    /// The block that was put in or asked after longest ago is in front.
-    waiting: VecDeque<OwnedBlock>,
+    /// By a point that the block waits for, and a number to tell apart blocks that wait for the same.
+    waiting: BTreeMap<(Point, u64), OwnedBlock>,
+    /// How many blocks were put there.
+    filed: u64,
     live: u64,
     requested_bytes: u64,
     hits: u64,
@@ -123,6 +126,19 @@ struct BinState {
 }
 
 impl BinState {
+    /// Takes in a block that streams use, if there are any; gives it back otherwise.
+    #[inline]
+    fn wait(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
+        match block.uses.first() {
+            Some(point) => {
+                self.filed += 1;
+                self.waiting.insert((point, self.filed), block);
+                None
+            }
+            None => Some(block),
+        }
+    }
+
     /// Takes in a block that must not be given out.
     #[cold]
     fn set_aside(&mut self, block: OwnedBlock) {
@@ -158,21 +174,13 @@ pub(crate) struct HostCache {
     used_classes: [AtomicU64; WORDS],
     /// Counts give-backs, where there is a cap.
     clock: AtomicU64,
-    /// The class whose waiting blocks are asked first when the cap wants some.
-    next_asked: AtomicU64,
+    /// The class and the stream whose waiting block is asked first when the cap wants some.
+    next_asked: Mutex<(usize, u64)>,
     held_bytes: AtomicU64,
     held_blocks: AtomicU64,
     allocations: AtomicU64,
     frees: AtomicU64,
     cap_evictions: AtomicU64,
-}
-
-/// What a look into a bin found.
-pub(crate) enum Found {
-    /// A block nobody uses.
-    Free(OwnedBlock),
-    /// No free block, but so many that wait and may have become free.
-    Waiting(usize),
 }
 
 impl HostCache {
@@ -183,7 +191,7 @@ impl HostCache {
             cap: cap_bytes.unwrap_or(NO_CAP),
             used_classes: std::array::from_fn(|_| AtomicU64::new(0)),
             clock: AtomicU64::new(0),
-            next_asked: AtomicU64::new(0),
+            next_asked: Mutex::new((0, 0)),
             held_bytes: AtomicU64::new(0),
             held_blocks: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
@@ -196,38 +204,56 @@ impl HostCache {
 
     /// Looks for a block and, where one is free, counts it as given out for `requested` bytes.
     #[inline]
-    pub(crate) fn find(&self, class: usize, requested: usize) -> Found {
+    pub(crate) fn find(&self, class: usize, requested: usize) -> Option<OwnedBlock> {
         let bin = &self.bins[class];
         let mut state = bin.state.lock();
-        match state.free.pop_back() {
-            Some(block) => {
-                block.uses.set_live(true);
-                bin.count_cached(0, block.bytes);
-                state.hits += 1;
-                state.live += 1;
-                state.requested_bytes += requested as u64;
-                Found::Free(block)
-            }
-            None => Found::Waiting(state.waiting.len()),
-        }
+        let block = state.free.pop_back()?;
+        block.uses.set_live(true);
+        bin.count_cached(0, block.bytes);
+        state.hits += 1;
+        state.live += 1;
+        state.requested_bytes += requested as u64;
+        Some(block)
     }
 
-    /// Asks waiting blocks in turn, at most `waiting` of them, and gives out the first whose streams are done. Each is
-    /// taken out alone: others that look meanwhile find the rest.
+    /// Asks the first waiting block of each stream, and gives out the first whose streams are done. Each is taken out alone:
+    /// others that look meanwhile find the rest.
     pub(crate) fn take_waiting(
         &self,
         class: usize,
-        waiting: usize,
         requested: usize,
         is_passed: impl Fn(&Mark) -> bool,
     ) -> Option<OwnedBlock> {
-        for _ in 0..waiting {
-            let block = self.pop_waiting(class)?;
+        let block = self.pop_passed(class, &mut 0, u64::MAX, is_passed, || true)?;
+        self.count_given(&block, requested, false);
+        Some(block)
+    }
+
+    /// Takes out a waiting block whose streams are done. Asks those filed under the streams from `from` on and up to `to`,
+    /// and moves `from` to the stream to go on with; for each stream that is behind, `goes_on` decides.
+    fn pop_passed(
+        &self,
+        class: usize,
+        from: &mut u64,
+        to: u64,
+        is_passed: impl Fn(&Mark) -> bool,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Option<OwnedBlock> {
+        while *from < to {
+            let (stream, block) = self.pop_waiting_from(class, *from, to)?;
+            *from = stream;
             if block.uses.are_over(&is_passed) {
-                self.count_given(&block, requested, false);
                 return Some(block);
             }
+            let is_behind = block.uses.first().is_some_and(|point| point.stream == stream);
             self.put_back(block);
+            // Else it waits for another stream, and the next block of this one may wait for none.
+            if is_behind {
+                *from = stream + 1;
+                if !goes_on() {
+                    return None;
+                }
+            }
         }
         None
     }
@@ -277,7 +303,8 @@ impl HostCache {
             block.idle_since = self.clock.fetch_add(1, Ordering::Relaxed);
         }
         bin.count_cached(block.bytes, 0);
-        if block.uses.is_empty() { state.free.push_back(block) } else { state.waiting.push_back(block) }
+        let free = if block.uses.is_empty() { Some(block) } else { state.wait(block) };
+        state.free.extend(free);
     }
 
     /// Keeps the block at `ptr` with these uses if a buffer owns it.
@@ -316,9 +343,9 @@ impl HostCache {
     /// or the rest is in use.
     pub(crate) fn keep_to_cap(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
         fence(Ordering::SeqCst);
-        let mut pending = 0;
+        let mut behind = 0;
         while self.cached_bytes() > self.cap {
-            let block = self.pop_longest_free().or_else(|| self.pop_passed(&mut pending, &is_passed));
+            let block = self.pop_longest_free().or_else(|| self.pop_any_passed(&mut behind, &is_passed));
             let Some(block) = block else { return };
             if !free(&block) {
                 self.put_back(block);
@@ -331,16 +358,14 @@ impl HostCache {
     /// Gives every block that no stream uses back to the backend by `free`, which says whether it was taken.
     pub(crate) fn trim(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
         for class in self.used_classes() {
-            let (free_blocks, waiting) = self.cached(class);
             let mut kept = Vec::new();
-            for _ in 0..waiting {
-                let Some(block) = self.pop_waiting(class) else { break };
-                if !(block.uses.are_over(&is_passed) && free(&block)) {
-                    // Put back at once: others may be looking for it.
-                    self.put_back(block);
+            let mut from = 0;
+            while let Some(block) = self.pop_passed(class, &mut from, u64::MAX, &is_passed, || true) {
+                if !free(&block) {
+                    kept.push(block);
                 }
             }
-            for _ in 0..free_blocks {
+            for _ in 0..self.free_blocks(class) {
                 let Some(block) = self.pop_free(class) else { break };
                 if !free(&block) {
                     kept.push(block);
@@ -366,19 +391,25 @@ impl HostCache {
         self.used_classes().map(|class| self.bins[class].cached_bytes.load(Ordering::Relaxed)).sum()
     }
 
-    /// How many blocks of a class are free, and how many wait.
-    fn cached(&self, class: usize) -> (usize, usize) {
-        let state = self.bins[class].state.lock();
-        (state.free.len(), state.waiting.len())
+    fn free_blocks(&self, class: usize) -> usize {
+        self.bins[class].state.lock().free.len()
     }
 
-    /// Takes out one waiting block, for the caller to ask the backend about without a lock.
-    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
+    /// Takes out the first waiting block of the first stream from `from` on and below `to`, for the caller to ask the backend
+    /// about without a lock.
+    fn pop_waiting_from(&self, class: usize, from: u64, to: u64) -> Option<(u64, OwnedBlock)> {
         let bin = &self.bins[class];
         let mut state = bin.state.lock();
-        let block = state.waiting.pop_front()?;
+        let start = Point { stream: from, number: 0 };
+        let key = *state.waiting.range((start, 0)..).next()?.0;
+        let block = if key.0.stream < to { state.waiting.remove(&key)? } else { return None };
         bin.count_cached(0, block.bytes);
-        Some(block)
+        Some((key.0.stream, block))
+    }
+
+    /// Takes out any waiting block, for the end of the runtime.
+    pub(crate) fn pop_waiting(&self, class: usize) -> Option<OwnedBlock> {
+        self.pop_waiting_from(class, 0, u64::MAX).map(|(_, block)| block)
     }
 
     /// Takes out one unmarked block, for the end of the runtime.
@@ -410,25 +441,25 @@ impl HostCache {
         }
     }
 
-    /// Takes out a waiting block whose streams are done. Stops where `pending` blocks that are in use come to enough; the
-    /// next time, the next class is asked first.
-    fn pop_passed(&self, pending: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
-        let first = self.next_asked.load(Ordering::Relaxed) as usize;
-        let later = self.used_classes().filter(|class| *class >= first);
-        let earlier = self.used_classes().filter(|class| *class < first);
-        for class in later.chain(earlier) {
-            let (_, waiting) = self.cached(class);
-            for _ in 0..waiting {
-                if *pending == ENOUGH_PENDING {
-                    self.next_asked.store(class as u64 + 1, Ordering::Relaxed);
-                    return None;
-                }
-                let Some(block) = self.pop_waiting(class) else { break };
-                if block.uses.are_over(&is_passed) {
-                    return Some(block);
-                }
-                *pending += 1;
-                self.put_back(block);
+    /// Takes out a waiting block of any class whose streams are done. Stops where `behind` streams that are not come to enough;
+    /// the next time, the next stream is asked first.
+    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
+        let (first, stream) = *self.next_asked.lock();
+        let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));
+        let earlier = self.used_classes().filter(|class| *class < first).map(|class| (class, 0, u64::MAX));
+        let round = std::iter::once((first, stream, u64::MAX)).chain(later).chain(earlier);
+        for (class, mut from, to) in round.chain(std::iter::once((first, 0, stream))) {
+            let goes_on = || {
+                *behind += 1;
+                *behind < ENOUGH_BEHIND
+            };
+            let block = self.pop_passed(class, &mut from, to, &is_passed, goes_on);
+            if block.is_some() {
+                return block;
+            }
+            if *behind >= ENOUGH_BEHIND {
+                *self.next_asked.lock() = (class, from);
+                return None;
             }
         }
         None
@@ -439,11 +470,9 @@ impl HostCache {
         let bin = &self.bins[block.class];
         let mut state = bin.state.lock();
         bin.count_cached(block.bytes, 0);
-        if block.uses.is_empty() {
+        if let Some(block) = state.wait(block) {
             let at = state.free.partition_point(|other| other.idle_since <= block.idle_since);
             state.free.insert(at, block);
-        } else {
-            state.waiting.push_back(block);
         }
     }
 

@@ -8,6 +8,8 @@ mod available;
 pub(crate) mod block_uses;
 pub(crate) mod deferred;
 pub(crate) mod events;
+#[cfg(test)]
+mod growth_tests;
 mod handles;
 mod handoff;
 pub(crate) mod host;

@@ -317,6 +317,8 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>) {
         assert_eq!(host.held_blocks, backend.live_host_blocks());
         assert_eq!((host.live_blocks, host.graph_blocks, host.unmarked_blocks), (alive.len() as u64, 0, 0));
         assert!(cap.is_some() || host.cap_evictions == 0);
+        let marks = |pair: &Pair| pair.pinned.block().uses.marks(false).len();
+        assert!(alive.iter().all(|pair| marks(pair) <= STREAMS), "a stream has left two marks");
         cached.values_mut().for_each(|blocks| blocks.retain(|&address| backend.has_host_block(address)));
         assert_eq!(host.requested_bytes, alive.iter().map(|pair| pair.bytes as u64).sum::<u64>());
         assert_eq!(host.misses, expected_misses);

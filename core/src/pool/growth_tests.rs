@@ -1,0 +1,290 @@
+//! What a program that runs for months must not do: keep an event for every stream that ever was, and ask after all of
+//! them for every request.
+
+use std::sync::Arc;
+use std::thread;
+
+use crate::backend::Backend;
+use crate::testing::ManualBackend;
+use crate::{ErrorKind, PinnedBuffer, Runtime, Stream};
+
+const BYTES: usize = 4096;
+
+fn open() -> (Arc<ManualBackend>, Runtime) {
+    let backend = ManualBackend::new();
+    (backend.clone(), Runtime::new(backend).unwrap())
+}
+
+fn streams(runtime: &Runtime, count: usize) -> Vec<Stream> {
+    let device = runtime.device(0).unwrap();
+    (0..count).map(|_| device.create_stream().unwrap()).collect()
+}
+
+/// How many marks the buffer remembers.
+fn marks(pinned: &PinnedBuffer<u8>) -> usize {
+    pinned.block().uses.marks(false).len()
+}
+
+// ------------------------------------------------------------------------------------------------ events
+
+#[test]
+fn a_buffer_that_is_only_copied_from_forgets_streams_that_have_ended() {
+    const STREAMS: u64 = 1000;
+    let (backend, runtime) = open();
+    backend.watch_locks_of(&runtime);
+    let device = runtime.device(0).unwrap();
+    let (constant, copy) = (runtime.pinned::<u8>(BYTES).unwrap(), device.allocate::<u8>(BYTES).unwrap());
+    for _ in 0..STREAMS {
+        let stream = device.create_stream().unwrap();
+        stream.copy_to_device(&constant, &copy).unwrap();
+        backend.advance(stream.id());
+    }
+    let events = backend.live_objects().events;
+    assert!(marks(&constant) < 16 && events < 64, "{} marks, {events} events", marks(&constant));
+    assert!(backend.take_queries() < 4 * STREAMS, "to forget must not cost more than to use");
+    drop((constant, copy, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn threads_on_one_stream_leave_one_mark() {
+    const THREADS: usize = 4;
+    let (backend, runtime) = open();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let (constant, copy) = (runtime.pinned::<u8>(BYTES).unwrap(), device.allocate::<u8>(BYTES).unwrap());
+    let start = std::sync::Barrier::new(THREADS);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                start.wait();
+                for round in 0..500 {
+                    if round % 2 == 0 {
+                        stream.copy_to_device(&constant, &copy).unwrap();
+                    } else {
+                        stream.note_host_use(constant.ptr(), false).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    let events = backend.live_objects().events;
+    // Each thread has two events in hand at most: the one that it records and the one that it replaces.
+    assert!(marks(&constant) == 1 && events <= 1 + 2 * THREADS as u64, "{} marks, {events} events", marks(&constant));
+}
+
+#[test]
+fn marks_of_a_stream_that_are_noted_out_of_order_leave_the_later_one() {
+    let (_backend, runtime) = open();
+    let stream = streams(&runtime, 1).remove(0);
+    let pinned = runtime.pinned::<u8>(BYTES).unwrap();
+    let uses = &pinned.block().uses;
+    let begun = [(); 2].map(|()| uses.begin(stream.core().key, false).unwrap());
+    let [earlier, later] = [(); 2].map(|()| stream.core().mark(&runtime.inner).unwrap());
+    let [first, second] = begun;
+    assert!(!second.settle(Arc::clone(&later)) && !first.settle(earlier));
+    let marks = uses.marks(false);
+    assert!(matches!(&*marks, [mark] if Arc::ptr_eq(mark, &later)), "{marks:?}");
+}
+
+#[test]
+fn a_write_waits_once_for_each_stream_that_read() {
+    const READERS: usize = 16;
+    let (backend, runtime) = open();
+    backend.watch_locks_of(&runtime);
+    let device = runtime.device(0).unwrap();
+    let (mut pinned, copy) = (runtime.pinned::<u8>(BYTES).unwrap(), device.allocate::<u8>(BYTES).unwrap());
+    let readers = streams(&runtime, READERS);
+    let writer = device.create_stream().unwrap();
+    for _ in 0..10 {
+        for reader in &readers {
+            stream_reads(reader, &pinned, &copy);
+        }
+        assert_eq!(marks(&pinned), READERS);
+    }
+    backend.take_waits();
+    writer.copy_to_host(&copy, &mut pinned).unwrap();
+    assert_eq!(backend.take_waits(), READERS as u64);
+    assert_eq!(marks(&pinned), 1, "the writer has waited for the others");
+    writer.copy_to_host(&copy, &mut pinned).unwrap();
+    assert_eq!(backend.take_waits(), 0, "they were waited for before");
+    // Whoever reads now waits for the write, and for no one else.
+    stream_reads(&readers[0], &pinned, &copy);
+    assert_eq!((backend.take_waits(), marks(&pinned)), (1, 2));
+}
+
+fn stream_reads(stream: &Stream, pinned: &PinnedBuffer<u8>, copy: &crate::DeviceBuffer<u8>) {
+    stream.copy_to_device(pinned, copy).unwrap();
+}
+
+#[test]
+fn a_trim_destroys_idle_events() {
+    let (backend, runtime) = open();
+    backend.watch_locks_of(&runtime);
+    let stream = streams(&runtime, 1).remove(0);
+    let marks: Vec<_> = (0..100).map(|_| stream.record().unwrap()).collect();
+    drop(marks);
+    let events = || (runtime.statistics().events, runtime.statistics().idle_events, backend.live_objects().events);
+    assert_eq!(events(), (100, 100, 100), "kept for the next marks");
+    runtime.trim().unwrap();
+    assert_eq!(events(), (0, 0, 0));
+    let after = stream.record().unwrap();
+    runtime.trim().unwrap();
+    assert_eq!(events(), (1, 0, 1), "one in use stays");
+    let _ = after.id();
+    drop(after);
+    assert_eq!(events(), (0, 0, 0), "an event whose id was given away is not kept");
+}
+
+// ------------------------------------------------------------------------------------------------ questions
+
+#[test]
+fn a_request_asks_one_block_of_a_stream_that_is_behind() {
+    const WAITING: usize = 1000;
+    let (backend, runtime) = open();
+    let device = runtime.device(0).unwrap();
+    let streams = streams(&runtime, 2);
+    let copy = device.allocate::<u8>(BYTES).unwrap();
+    for round in 0..WAITING {
+        streams[round % 2].copy_to_device(&runtime.pinned::<u8>(BYTES).unwrap(), &copy).unwrap();
+    }
+    let host = runtime.statistics().host;
+    assert_eq!((host.waiting_blocks, host.hits), (WAITING as u64, 0));
+    assert!(backend.take_queries() <= 2 * WAITING as u64);
+    // One stream has caught up: each of its blocks is found by a question of its own and one to the other stream at most.
+    backend.advance(streams[1].id());
+    let taken: Vec<_> = (0..WAITING / 2).map(|_| runtime.pinned::<u8>(BYTES).unwrap()).collect();
+    assert_eq!(runtime.statistics().host.hits, WAITING as u64 / 2);
+    assert!(backend.take_queries() <= WAITING as u64);
+    drop((taken, copy, streams, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+// ------------------------------------------------------------------------------------------------ what cannot be had
+
+const MIB: usize = 1 << 20;
+
+/// A device of 16 MiB, with a block of 4 MiB that was dropped while a stream which is behind uses it.
+fn nearly_full() -> (Arc<ManualBackend>, Runtime, Stream, u64) {
+    let (backend, runtime) = open();
+    backend.set_memory(16 * MIB as u64);
+    let stream = streams(&runtime, 1).remove(0);
+    let (pinned, dropped) =
+        (runtime.pinned::<u8>(BYTES).unwrap(), runtime.device(0).unwrap().allocate(4 * MIB).unwrap());
+    stream.copy_to_device(&pinned, dropped.slice(0..BYTES).unwrap()).unwrap();
+    let at = dropped.ptr().get();
+    drop(dropped);
+    assert!(backend.is_in_use(at));
+    backend.watch_locks_of(&runtime);
+    (backend, runtime, stream, at)
+}
+
+#[test]
+fn a_request_for_more_than_the_device_has_waits_for_nothing() {
+    let (backend, runtime, _stream, dropped) = nearly_full();
+    let error = runtime.device(0).unwrap().allocate::<u8>(1 << 30).unwrap_err();
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfMemory, "allocate"));
+    assert!(error.message().contains("1073741824") && error.message().contains("16777216"), "{error}");
+    assert!(!error.hint().is_empty(), "{error}");
+}
+
+#[test]
+fn a_request_for_more_than_live_buffers_leave_waits_for_nothing() {
+    let (backend, runtime, stream, dropped) = nearly_full();
+    let device = runtime.device(0).unwrap();
+    let live = device.allocate::<u8>(8 * MIB).unwrap();
+    let error = device.allocate::<u8>(9 * MIB).unwrap_err();
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert!(error.message().contains("8388608"), "names what live buffers hold: {error}");
+    // A graph keeps what was dropped, so that counts as live.
+    let pinned = runtime.pinned::<u8>(BYTES).unwrap();
+    let graph = stream.capture(|stream| stream.copy_to_device(&pinned, live.slice(0..BYTES)?)).unwrap();
+    drop(live);
+    assert!(device.allocate::<u8>(9 * MIB).is_err());
+    assert!(backend.is_in_use(dropped), "the request waited for a stream");
+    drop(graph);
+    // Now waiting helps.
+    device.allocate::<u8>(16 * MIB).unwrap();
+    assert!(!backend.is_in_use(dropped));
+}
+
+#[test]
+fn a_request_that_waiting_makes_room_for_waits() {
+    let (backend, runtime, _stream, dropped) = nearly_full();
+    let device = runtime.device(0).unwrap();
+    let _live = device.allocate::<u8>(8 * MIB).unwrap();
+    device.allocate::<u8>(8 * MIB).unwrap();
+    assert!(!backend.is_in_use(dropped));
+}
+
+#[test]
+fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
+    let (_backend, runtime) = open();
+    // As a thread that waits for a slow stream, to give device memory back.
+    let _round = runtime.inner.device_rounds.begin();
+    let (done, is_done) = std::sync::mpsc::channel();
+    let asking = runtime.clone();
+    let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 46).unwrap_err().kind()));
+    let kind = is_done.recv_timeout(std::time::Duration::from_secs(20)).expect("the request waits");
+    asking.join().unwrap().unwrap();
+    assert_eq!(kind, ErrorKind::OutOfMemory);
+}
+
+// ------------------------------------------------------------------------------------------------ refused destroys
+
+/// Drops a stream, an event whose id was given away, and a graph, each of which the backend refuses to destroy.
+fn drop_refused(backend: &ManualBackend, runtime: &Runtime, refusals: u64) {
+    let [first, second] = <[Stream; 2]>::try_from(streams(runtime, 2)).unwrap();
+    let event = first.record().unwrap();
+    let _ = event.id();
+    // The graph that is captured is refused, then the one that is launched.
+    backend.refuse_destroys(1);
+    let graph = first.capture(|_| Ok(())).unwrap();
+    backend.refuse_destroys(refusals);
+    drop((event, graph, second));
+    drop(first);
+    let live = backend.live_objects();
+    assert_eq!((live.streams, live.graphs), (2, 2), "{live:?}");
+    assert_eq!(runtime.statistics().refused_destroys, 5);
+    assert_eq!(runtime.statistics().failed_releases, 5);
+}
+
+#[test]
+fn a_refused_destroy_is_tried_again_by_a_reclaim() {
+    let (backend, runtime) = open();
+    backend.watch_locks_of(&runtime);
+    drop_refused(&backend, &runtime, 4);
+    runtime.reclaim().unwrap();
+    let live = backend.live_objects();
+    assert_eq!((live.streams, live.graphs), (0, 0), "{live:?}");
+    assert_eq!((runtime.statistics().refused_destroys, runtime.statistics().failed_releases), (0, 5));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_refused_destroy_is_tried_again_by_the_end_of_the_runtime_more_than_once() {
+    let (backend, runtime) = open();
+    drop_refused(&backend, &runtime, 4 + 7);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn a_destroy_that_is_always_refused_does_not_hold_up_the_end_of_the_runtime() {
+    let (backend, runtime) = open();
+    drop_refused(&backend, &runtime, u64::MAX);
+    assert_eq!(runtime.close().unwrap_err().kind(), ErrorKind::Vendor);
+}
+
+#[test]
+fn idle_events_that_a_trim_could_not_destroy_are_destroyed_later() {
+    let (backend, runtime) = open();
+    let stream = streams(&runtime, 1).remove(0);
+    drop((0..10).map(|_| stream.record().unwrap()).collect::<Vec<_>>());
+    backend.refuse_destroys(10);
+    assert!(runtime.trim().is_err());
+    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (10, 10));
+    runtime.trim().unwrap();
+    assert_eq!((backend.live_objects().events, runtime.statistics().refused_destroys), (0, 0));
+}
