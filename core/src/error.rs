@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use crate::text::harmless;
+
 /// The result of every fallible call in this workspace.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -146,9 +148,13 @@ impl fmt::Debug for Error {
 
 impl Error {
     /// An error of `kind` in `operation` (the name of the trait method or of the public function).
+    ///
+    /// Control characters of the message, other than line breaks, and characters that reorder text become escapes, so that a
+    /// terminal shows them. Names and texts of another origin are cut to size with [`display_foreign`](crate::display_foreign).
     #[must_use]
     pub fn new(kind: ErrorKind, operation: &'static str, message: impl Into<String>) -> Self {
-        Self(Box::new(Body { kind, operation, code: None, message: message.into(), hint: String::new() }))
+        let message = harmless(message.into());
+        Self(Box::new(Body { kind, operation, code: None, message, hint: String::new() }))
     }
 
     /// The same error with the vendor's own code.
@@ -158,10 +164,10 @@ impl Error {
         self
     }
 
-    /// The same error with a sentence that says what to do.
+    /// The same error with a sentence that says what to do; its characters are those of a message.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
-        self.0.hint = hint.into();
+        self.0.hint = harmless(hint.into());
         self
     }
 
@@ -210,6 +216,13 @@ mod tests {
     #[test]
     fn a_result_is_one_pointer_wide() {
         assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
+    }
+
+    #[test]
+    fn no_text_of_an_error_reaches_the_terminal_as_a_command() {
+        let error = Error::new(ErrorKind::Vendor, "open", "it said \u{1b}[2J\u{9b}1m\nmore").with_hint("see \u{202e}x");
+        assert_eq!(error.message(), "it said \\u{1b}[2J\\u{9b}1m\nmore");
+        assert_eq!(error.hint(), "see \\u{202e}x");
     }
 
     #[test]
