@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use highwater_core::{Error, ErrorKind};
 
-use super::built_in::KNOWN;
+use super::built_in::{KNOWN, Known};
 use super::environment::{BACKEND, Environment};
 #[cfg(feature = "plugins")]
 use super::plugins::{Finder, Means, Probing};
@@ -16,6 +16,7 @@ use choice::Contender;
 pub(super) struct Search<'a> {
     options: &'a OpenOptions,
     environment: Environment,
+    built_in: &'static [Known],
     #[cfg(feature = "plugins")]
     means: Means,
 }
@@ -33,9 +34,16 @@ impl<'a> Search<'a> {
         Self {
             options,
             environment: Environment::of_process(),
+            built_in: &KNOWN,
             #[cfg(feature = "plugins")]
             means: Means::real(),
         }
+    }
+
+    /// The same of a machine that a test describes: without any variable, and with these backends built in.
+    #[cfg(test)]
+    pub(super) fn of_machine(options: &'a OpenOptions, built_in: &'static [Known]) -> Self {
+        Self { environment: Environment::default(), built_in, ..Self::of_process(options) }
     }
 
     pub(super) fn open(&self) -> Result<Opened, OpenError> {
@@ -102,7 +110,7 @@ impl<'a> Search<'a> {
     }
 
     fn built_in(&self) -> Vec<Contender<'_>> {
-        KNOWN.iter().map(Contender::from).collect()
+        self.built_in.iter().map(Contender::from).collect()
     }
 
     #[cfg(feature = "plugins")]
