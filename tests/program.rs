@@ -673,6 +673,7 @@ fn numbers_out_of_range_are_refused_with_the_range() {
 fn an_unknown_backend_is_answered_with_the_known_ones() {
     highwater(&["--backend", "metal"]).assert_error(&["`metal`", "cuda, rocm, mock"]);
     highwater(&["conformance", "--backend", "metal", "--json"]).assert_error(&["`metal`", "cuda, rocm, mock"]);
+    highwater(&["--backend", "MOCK"]).assert_error(&["\nhint: did you mean `mock`?"]);
 }
 
 #[test]
@@ -880,7 +881,9 @@ fn what_is_wrong_with_the_mock_is_told_whether_or_not_it_was_asked_for() {
         let asked = highwater_on(mock, &["--backend", "mock", "--json"]);
         asked.assert_error(&[&reason, &hint]);
         let auto = highwater_without_gpu(mock, &["--json"]);
-        auto.assert_error(&["no backend could be taken", "cuda: ", "rocm: ", &reason, &hint]);
+        // What can be put right at once comes first.
+        let first = format!("no backend could be taken (mock: failed: {reason}");
+        auto.assert_error(&[&first, "cuda: ", "rocm: ", &hint]);
         for key in ["kind", "hint"] {
             assert_eq!(auto.object()["error"][key], asked.object()["error"][key], "{mock}");
         }

@@ -346,7 +346,10 @@ pub struct Opened {
 }
 
 /// No backend was opened: why, and what was tried.
-#[derive(Debug, Clone)]
+///
+/// It becomes an [`Error`] by `?`, and an error behind a box as it is; either way the report is its
+/// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, is that of the error alone.
+#[derive(Clone)]
 #[non_exhaustive]
 pub struct OpenError {
     /// What went wrong.
@@ -357,15 +360,28 @@ pub struct OpenError {
 
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
+        fmt::Display::fmt(&self.error, f)
     }
 }
 
-impl std::error::Error for OpenError {}
+impl fmt::Debug for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.error, f)
+    }
+}
+
+impl std::error::Error for OpenError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.report)
+    }
+}
+
+/// What lies behind an [`OpenError`].
+impl std::error::Error for LoadReport {}
 
 impl From<OpenError> for Error {
     fn from(error: OpenError) -> Self {
-        error.error
+        error.error.with_source(error.report)
     }
 }
 
@@ -408,6 +424,20 @@ mod tests {
         let expected = "user folder: /u (failed): it is no folder; remove it\n\
                         plugins looked for in: HIGHWATER_PLUGIN_PATH (not set), /s (absent)";
         assert_eq!(report.to_string(), expected);
+    }
+
+    #[test]
+    fn an_error_is_a_paragraph_and_has_the_report_behind_it() {
+        let taken = candidate("cuda", Outcome::LibraryMissing, "no driver");
+        let report = LoadReport { candidates: vec![taken], ..LoadReport::default() };
+        let error = Error::new(ErrorKind::LibraryMissing, "open", "no driver").with_hint("install it");
+        let error = OpenError { error, report };
+        assert_eq!(format!("{error:?}"), "open: library missing: no driver\nhint: install it");
+        let boxed: Box<dyn std::error::Error + Send + Sync> = error.clone().into();
+        let source = boxed.source().unwrap();
+        assert_eq!(source.to_string(), "cuda  library missing  no driver");
+        let converted: Box<dyn std::error::Error> = Error::from(error).into();
+        assert_eq!(converted.source().unwrap().downcast_ref::<LoadReport>(), source.downcast_ref());
     }
 
     #[test]

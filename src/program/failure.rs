@@ -93,7 +93,8 @@ impl Explanation {
                 messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
                 hints.push(error.hint());
                 kinds.push(error.kind().as_str());
-            } else {
+            } else if !cause.is::<highwater::LoadReport>() {
+                // The error in front of a report says of each backend why not.
                 messages.push(cause.to_string());
                 if let Some(Failure { kind, hint, .. }) = cause.downcast_ref() {
                     hints.push(hint);
