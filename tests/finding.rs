@@ -271,10 +271,18 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
     let home = Home::new();
     home.library("plain", PLAIN, &[]);
     fs::set_permissions(home.plugins(), Permissions::from_mode(0o777)).unwrap();
-    let refused = home.run(&["doctor", "--json"], &[]).object();
-    assert_said(&refused, &home, "plain", "not permitted", "can be written to by every user (mode 0777)");
-    let hint = said(&refused, &home, "plain")["hint"].as_str().unwrap();
+    // Of the folder, and not of what others may have put into it.
+    let refused = |variables| {
+        let object = home.run(&["doctor", "--json"], variables).object();
+        let place = object["places"].as_array().unwrap()[1].clone();
+        assert_eq!((&place["kind"], &place["outcome"]), (&"HIGHWATER_PLUGIN_PATH".into(), &"not permitted".into()));
+        assert!(place["reason"].as_str().unwrap().contains("can be written to by every user (mode 0777)"), "{place}");
+        assert!(!object.to_string().contains("plain"), "{object}");
+        place["hint"].as_str().unwrap().to_owned()
+    };
+    let hint = refused(&[]);
     assert!(hint.contains("chmod go-w") && hint.contains("--allow-insecure-plugins"), "{hint}");
+    home.run(&["--backend", "plain"], &[]).assert_error(&["mode 0777", "permission denied"]);
     let variable = [("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1")];
     for (arguments, variables) in
         [(&["doctor", "--json", "--allow-insecure-plugins"][..], &[][..]), (&["doctor", "--json"][..], &variable[..])]
@@ -286,9 +294,62 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
             "{object}"
         );
     }
-    let strange = home.run(&["doctor", "--json"], &[("HIGHWATER_ALLOW_INSECURE_PLUGINS", "yes")]).object();
-    assert_said(&strange, &home, "plain", "not permitted", "");
-    assert!(said(&strange, &home, "plain")["hint"].as_str().unwrap().contains("it is `yes`"), "{strange}");
+    assert!(refused(&[("HIGHWATER_ALLOW_INSECURE_PLUGINS", "yes")]).contains("it is `yes`"));
+}
+
+/// Nothing in the output is a command to a terminal, and no line is endless.
+#[track_caller]
+fn assert_harmless(run: &Run) {
+    for text in [&run.stdout, &run.stderr] {
+        let harm = |c: char| c != '\n' && (c.is_control() || ('\u{202a}'..='\u{202e}').contains(&c));
+        assert!(!text.contains(harm), "{text:?}");
+        assert!(text.len() < 100_000, "{} bytes: {}", text.len(), &text[..2000]);
+    }
+}
+
+#[test]
+fn what_others_called_their_files_is_no_command_to_the_terminal() {
+    const EVIL: &str = "\x1b]0;evil\x07\u{9b}2J\u{202e}";
+    let home = Home::new();
+    home.library(
+        "crashes",
+        "#include <stdio.h>\n#include <stdlib.h>\n__attribute__((constructor)) void c(void) \
+         { fprintf(stderr, \"gone \\033[2J\"); fflush(stderr); abort(); }",
+        &[],
+    );
+    home.write("plain.so", "no library");
+    home.manifest(&format!("a{EVIL}"), "plain.so");
+    home.manifest("library", &EVIL.replace('\x1b', "\\u001b").replace('\x07', "\\u0007"));
+    let manifest = home.manifest("key", "plain.so");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, format!("\"\\u001b[31m{}\" = 1\n{text}", "k".repeat(50_000))).unwrap();
+    let manifest = home.manifest("name", "plain.so");
+    fs::write(&manifest, fs::read_to_string(&manifest).unwrap().replace("\"name\"", "\"\\u001b[31mname\"")).unwrap();
+    let manifest = home.manifest("platform", "plain.so");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, text.replace(std::env::consts::ARCH, "\"\\u001b[31m\".x")).unwrap();
+
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["--workers", "0"]] {
+        let run = home.run(arguments, &[("HIGHWATER_BACKEND", if arguments[0] == "doctor" { "" } else { EVIL })]);
+        assert_harmless(&run);
+        assert!(run.stdout.contains("evil") || run.stderr.contains("evil"), "{}", run.stderr);
+    }
+    let object = home.run(&["doctor", "--json"], &[]).object();
+    // As data they are what they are.
+    assert_eq!(said(&object, &home, &format!("a{EVIL}"))["name"], format!("a{EVIL}"));
+    let crashed = said(&object, &home, "crashes")["reason"].as_str().unwrap();
+    assert!(crashed.ends_with(r"it said: gone \u{1b}[2J"), "{crashed}");
+    let long = "x".repeat(100_000);
+    for value in [EVIL, &long] {
+        for variable in ["HIGHWATER_BACKEND", "HIGHWATER_MOCK", "HIGHWATER_PLUGIN_PATH", "CUBLAS_WORKSPACE_CONFIG"] {
+            for arguments in [&["--workers", "0"][..], &["doctor"], &["--workers", "0", "--json"]] {
+                assert_harmless(&home.run(arguments, &[(variable, value)]));
+            }
+        }
+        for arguments in [["--backend", value], ["--data", value], ["--threads", value], ["conformance", value]] {
+            assert_harmless(&home.run(&arguments, &[]));
+        }
+    }
 }
 
 #[test]

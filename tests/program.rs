@@ -895,7 +895,7 @@ fn a_result_that_cannot_be_written_is_an_error() {
     let run = |stdout: fs::File, arguments: &[&str]| {
         Command::new(env!("CARGO_BIN_EXE_highwater")).args(arguments).stdout(stdout).output().unwrap()
     };
-    for arguments in [&["doctor"][..], &["doctor", "--json"]] {
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["--help"], &["--version"], &["soak", "ipc", "--help"]] {
         let full = run(fs::File::create("/dev/full").unwrap(), arguments);
         let not_for_writing = run(fs::File::open("/dev/null").unwrap(), arguments);
         for output in [full, not_for_writing] {

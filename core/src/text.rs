@@ -49,8 +49,11 @@ impl fmt::Display for Foreign<'_> {
     }
 }
 
-/// A text of our own around foreign ones: no character of it harms a terminal. Its lines stay, and so does its length.
-pub(crate) fn harmless(text: String) -> String {
+/// The same for a text of our own with foreign ones in it: its lines stay, and it is not cut.
+///
+/// Names in it are displayed with [`display_foreign`]; this is for what a place forgot.
+#[must_use]
+pub fn harmless(text: String) -> String {
     let harms = |c: char| c != '\n' && is_harmful(c);
     if !text.contains(harms) {
         return text;

@@ -4,6 +4,7 @@
 //! not pass on the mock. Of several with one name the first counts, whatever becomes of it: a built-in one before plugins, and
 //! plugins in the order of their places.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use highwater_core::driver::OpenFailure;
@@ -22,6 +23,8 @@ pub(super) struct Contender<'a> {
     pub(super) origin: Origin,
     /// Whether its path was given: then its name does not matter to others, nor theirs to it.
     pub(super) given: bool,
+    /// Whether no report names it, because others chose its name: it lies in a folder that they can write to.
+    pub(super) hidden: bool,
     /// Whether there is hardware behind it; `None` where only the opened backend can tell.
     pub(super) real: Option<bool>,
     pub(super) state: State<'a>,
@@ -134,30 +137,47 @@ impl Contender<'_> {
     }
 }
 
-/// The contender that the name means: a built-in one, else the first.
-fn meant<'c, 'a>(contenders: &'c [Contender<'a>], name: &str) -> Option<&'c Contender<'a>> {
-    let mut namesakes =
-        contenders.iter().filter(|one| one.name == name && !one.given && !matches!(one.state, State::Off));
-    let built_in = namesakes.clone().find(|one| one.is_built_in());
-    built_in.or_else(|| namesakes.next())
+/// The contenders that reports name.
+fn shown<'c, 'a>(contenders: &'c [Contender<'a>]) -> impl Iterator<Item = &'c Contender<'a>> {
+    contenders.iter().filter(|one| !one.hidden)
 }
 
-/// The candidate for a contender that another of its name comes before.
-fn shadowed(contenders: &[Contender<'_>], one: &Contender<'_>) -> Option<Candidate> {
-    let first = meant(contenders, &one.name).filter(|&first| !std::ptr::eq(first, one))?;
-    if one.given || matches!(one.state, State::Off) {
-        return None;
+/// For each name the contender that it means: a built-in one, else the first.
+struct Namesakes<'c, 'a>(HashMap<&'c str, &'c Contender<'a>>);
+
+impl<'c, 'a> Namesakes<'c, 'a> {
+    fn of(contenders: &'c [Contender<'a>]) -> Self {
+        let mut meant: HashMap<&str, &Contender<'_>> = HashMap::with_capacity(contenders.len());
+        for one in contenders.iter().filter(|one| !one.given && !matches!(one.state, State::Off)) {
+            let first = meant.entry(&one.name).or_insert(one);
+            if one.is_built_in() && !first.is_built_in() {
+                *first = one;
+            }
+        }
+        Self(meant)
     }
-    let reason = if first.is_built_in() {
-        format!("the built-in backend `{}` comes first", first.name)
-    } else {
-        format!("`{}` comes first", first.origin)
-    };
-    let mut candidate = one.not_tried(&reason);
-    if candidate.outcome == Outcome::NotTried {
-        candidate.hint = "to open this one, give its path".into();
+
+    fn meant(&self, name: &str) -> Option<&'c Contender<'a>> {
+        self.0.get(name).copied()
     }
-    Some(candidate)
+
+    /// The candidate for a contender that another of its name comes before.
+    fn shadowed(&self, one: &Contender<'_>) -> Option<Candidate> {
+        let first = self.meant(&one.name).filter(|&first| !std::ptr::addr_eq(first, one))?;
+        if one.given || matches!(one.state, State::Off) {
+            return None;
+        }
+        let reason = if first.is_built_in() {
+            format!("the built-in backend `{}` comes first", first.name)
+        } else {
+            format!("`{}` comes first", first.origin)
+        };
+        let mut candidate = one.not_tried(&reason);
+        if candidate.outcome == Outcome::NotTried {
+            candidate.hint = "to open this one, give its path".into();
+        }
+        Some(candidate)
+    }
 }
 
 /// Opens the backend `name`, and no other in its place.
@@ -170,8 +190,8 @@ pub(super) fn by_name(
     by: &str,
 ) -> Result<Opened, OpenError> {
     let others = format!("`{}` was asked for{by}", display_foreign(name));
-    let Some(asked) = meant(contenders, name) else {
-        let candidates = contenders.iter().map(|one| one.not_tried(&others)).collect();
+    let Some(asked) = Namesakes::of(contenders).meant(name) else {
+        let candidates = shown(contenders).map(|one| one.not_tried(&others)).collect();
         let error = unknown(contenders, &places, name, by);
         return Err(OpenError { error, report: LoadReport { places, candidates } });
     };
@@ -186,14 +206,15 @@ pub(super) fn only(
     asked: usize,
     reason: &str,
 ) -> Result<Opened, OpenError> {
-    let index = asked;
-    let report = |candidate: Candidate| {
-        let rest = |one| shadowed(contenders, one).unwrap_or_else(|| one.not_tried(reason));
-        let mut candidates: Vec<Candidate> = contenders.iter().map(rest).collect();
-        candidates[index] = candidate;
-        LoadReport { places, candidates }
-    };
     let asked = &contenders[asked];
+    let namesakes = Namesakes::of(contenders);
+    let rest = |one: &Contender<'_>| namesakes.shadowed(one).unwrap_or_else(|| one.not_tried(reason));
+    // In front of the one that was asked for, and behind it.
+    let (before, after): (Vec<_>, Vec<_>) = {
+        let index = contenders.iter().position(|one| std::ptr::eq(one, asked)).unwrap_or_default();
+        let (before, after) = contenders.split_at(index);
+        (shown(before).map(rest).collect(), shown(after).filter(|one| !std::ptr::eq(*one, asked)).map(rest).collect())
+    };
     let opened = match &asked.state {
         State::Ready(open) => open(),
         State::Broken(failure) => Err(failure.clone()),
@@ -207,13 +228,13 @@ pub(super) fn only(
     match opened {
         Ok(Opening { backend, name, notes }) => {
             let candidate = asked.opened(Outcome::Taken, reason, name, notes);
-            Ok(Opened { backend, report: report(candidate) })
+            let candidates = [before, vec![candidate], after].concat();
+            Ok(Opened { backend, report: LoadReport { places, candidates } })
         }
         Err(failure) => {
-            let mut report = report(asked.failed(&failure));
             // What was asked for, and why it is not there, comes before all that does not matter.
-            report.candidates[..=index].rotate_right(1);
-            Err(OpenError { error: asked.error(failure.error), report })
+            let candidates = [vec![asked.failed(&failure)], before, after].concat();
+            Err(OpenError { error: asked.error(failure.error), report: LoadReport { places, candidates } })
         }
     }
 }
@@ -226,7 +247,8 @@ struct Found {
 
 /// Opens the best with real hardware that works here; where there is none and `allow_mock` is set, one without.
 pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock: bool) -> Result<Opened, OpenError> {
-    let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| shadowed(contenders, one)).collect();
+    let namesakes = Namesakes::of(contenders);
+    let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| namesakes.shadowed(one)).collect();
     let mut taken = None;
     let mut reason = "the first real device that works, in order of preference";
     // Plugins that turned out to have no hardware behind them.
@@ -281,7 +303,7 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
         candidates[index] = Some(contenders[index].opened(Outcome::Taken, reason, opening.name, opening.notes));
         opening.backend
     });
-    let rest = contenders.iter().zip(candidates);
+    let rest = contenders.iter().zip(candidates).filter(|(one, _)| !one.hidden);
     let candidates = rest.map(|(one, candidate)| candidate.unwrap_or_else(|| one.not_tried(&why_not))).collect();
     let mut report = LoadReport { places, candidates };
     match backend {
@@ -289,7 +311,8 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
         None => {
             let mock_failure = mock_failure.map(|(index, error)| {
                 // It works anywhere, so it is the first thing to put right.
-                report.candidates[..=index].rotate_right(1);
+                let place = shown(&contenders[..index]).count();
+                report.candidates[..=place].rotate_right(1);
                 error
             });
             Err(OpenError { error: nothing_usable(&report, mock_failure.as_ref()), report })
@@ -299,8 +322,9 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
 
 /// Tries every one and keeps none.
 pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadReport {
+    let namesakes = Namesakes::of(contenders);
     let look = |one: &Contender<'_>| {
-        if let Some(candidate) = shadowed(contenders, one) {
+        if let Some(candidate) = namesakes.shadowed(one) {
             return candidate;
         }
         let State::Ready(open) = &one.state else { return one.not_tried("") };
@@ -310,13 +334,13 @@ pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadRe
                     1 => "1 device".to_owned(),
                     count => format!("{count} devices"),
                 };
-                let reason = format!("{}, {devices}", backend.identity().description);
+                let reason = format!("{}, {devices}", display_foreign(&backend.identity().description));
                 one.opened(Outcome::Usable, reason, name, notes)
             }
             Err(failure) => one.failed(&failure),
         }
     };
-    LoadReport { candidates: contenders.iter().map(look).collect(), places }
+    LoadReport { candidates: shown(contenders).map(look).collect(), places }
 }
 
 /// The known name that a misspelt one probably means: the same in other letters, or the nearest with one or two typing errors.
@@ -353,7 +377,7 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str)
         KNOWN.iter().filter(|known| known.open.is_none()).map(|known| format!("`{}`", known.name)).collect();
     let built_in = if backends().is_empty() { "none".to_owned() } else { backends().join(", ") };
     let is_off = KNOWN.iter().any(|known| known.name == name);
-    let plugins = || contenders.iter().filter(|one| !one.is_built_in()).map(|one| one.name.as_str());
+    let plugins = || shown(contenders).filter(|one| !one.is_built_in()).map(|one| one.name.as_str());
     let similar = similar(name, KNOWN.iter().map(|known| known.name).chain(plugins())).filter(|_| !is_off);
     let name = display_foreign(name).to_string();
     let mut message = if is_off {
@@ -365,9 +389,9 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str)
     if !off.is_empty() {
         message += &format!("; features that are off: {}", off.join(", "));
     }
+    let all = plugins().count();
     let plugins: Vec<String> = plugins().take(MOST_NAMES).map(|name| display_foreign(name).to_string()).collect();
     if !plugins.is_empty() {
-        let all = contenders.iter().filter(|one| !one.is_built_in()).count();
         let more = if all > plugins.len() { format!(" and {} more", all - plugins.len()) } else { String::new() };
         message += &format!("; plugins: {}{more}", plugins.join(", "));
     }
@@ -443,12 +467,12 @@ mod tests {
     }
 
     fn built_in(name: &str, real: bool, state: State<'static>) -> Contender<'static> {
-        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, real: Some(real), state }
+        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, hidden: false, real: Some(real), state }
     }
 
     fn plugin(name: &str, file: &str, state: State<'static>) -> Contender<'static> {
         let origin = Origin::Plugin { manifest: Some(file.into()), library: None };
-        Contender { name: name.into(), origin, given: false, real: None, state }
+        Contender { name: name.into(), origin, given: false, hidden: false, real: None, state }
     }
 
     fn outcomes(report: &LoadReport) -> Vec<(&str, Outcome)> {
@@ -605,7 +629,7 @@ mod tests {
         };
         let origin = Origin::Plugin { manifest: None, library: None };
         let state = State::Broken(failure());
-        let all = [Contender { name: "lib".into(), origin, given: true, real: None, state }];
+        let all = [Contender { name: "lib".into(), origin, given: true, hidden: false, real: None, state }];
         let error = only(&all, Vec::new(), 0, "asked").unwrap_err().error;
         assert_eq!(error.message(), "`/nowhere/lib.so`: No such file");
     }

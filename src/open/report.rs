@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use highwater_core::driver::OpenFailure;
-use highwater_core::{Backend, Error, ErrorKind};
+use highwater_core::{Backend, Error, ErrorKind, display_foreign};
 
 /// What became of a backend, or of a place where plugins are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -171,7 +171,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self, self.manifest().or(self.library())) {
             (Self::BuiltIn, _) => f.pad("built in"),
-            (_, Some(file)) => file.display().fmt(f),
+            (_, Some(file)) => display_foreign(file).fmt(f),
             (_, None) => f.pad("plugin"),
         }
     }
@@ -266,8 +266,10 @@ impl fmt::Display for Place {
     /// `/usr/lib/highwater/plugins (absent)`; `HIGHWATER_BACKEND=mock`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
-            Some(value) if self.kind == PlaceKind::BackendVariable => write!(f, "{}={}", self.kind, value.display()),
-            Some(path) => write!(f, "{} ({})", path.display(), self.outcome),
+            Some(value) if self.kind == PlaceKind::BackendVariable => {
+                write!(f, "{}={}", self.kind, display_foreign(value))
+            }
+            Some(path) => write!(f, "{} ({})", display_foreign(path), self.outcome),
             None => write!(f, "{} ({})", self.kind, self.outcome),
         }
     }
@@ -310,11 +312,13 @@ impl LoadReport {
 impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let column = |texts: &mut dyn Iterator<Item = &str>| texts.map(str::len).max().unwrap_or(0) + 2;
-        let names = column(&mut self.candidates.iter().map(|candidate| candidate.name.as_str()));
+        let shown: Vec<String> =
+            self.candidates.iter().map(|candidate| display_foreign(&candidate.name).to_string()).collect();
+        let names = column(&mut shown.iter().map(String::as_str));
         let outcomes = column(&mut self.candidates.iter().map(|candidate| candidate.outcome.as_str()));
         let margin = names + outcomes;
         let mut line_break = "";
-        for Candidate { name, outcome, reason, hint, notes, .. } in &self.candidates {
+        for (name, Candidate { outcome, reason, hint, notes, .. }) in shown.iter().zip(&self.candidates) {
             write!(f, "{line_break}{name:<names$}{outcome:<outcomes$}{reason}")?;
             line_break = "\n";
             if !hint.is_empty() {
