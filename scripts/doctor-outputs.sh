@@ -41,7 +41,7 @@ doctor() { # variables
   local status=0
   echo "\$ ${1:+$1 }highwater doctor"
   # Nothing of this machine's environment, so that the output is the same everywhere.
-  env -i PATH=/usr/bin:/bin HOME="$scratch/home" ${1:+"$1"} "$scratch/bin/highwater" doctor 2>&1 || status=$?
+  env -i PATH=/usr/bin:/bin HOME="$scratch/home" COLUMNS=110 ${1:+"$1"} "$scratch/bin/highwater" doctor 2>&1 || status=$?
   echo "\$ echo \$?"
   echo "$status"
   echo '```'

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+const NO_DRIVER: &str = "/nowhere/libdriver.so";
+
 /// A home with a folder of plugins, removed at the end.
 struct Home(PathBuf);
 
@@ -74,7 +76,9 @@ impl Home {
         let library = self.plugins().join(format!("{name}.so"));
         let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
         compiler.args(["-std=gnu11", "-shared", "-fPIC", "-w", "-o"]).arg(&library).args(arguments).arg(source);
-        let output = compiler.output().unwrap();
+        let output = compiler.output();
+        let output = output
+            .unwrap_or_else(|error| panic!("these tests need a C compiler: {compiler:?} does not start: {error}"));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         fs::set_permissions(&library, Permissions::from_mode(0o755)).unwrap();
         self.manifest(name, &format!("{name}.so"));
@@ -86,6 +90,8 @@ impl Home {
         for name in ["XDG_DATA_HOME", "HIGHWATER_BACKEND", "HIGHWATER_ALLOW_INSECURE_PLUGINS", "HIGHWATER_MOCK"] {
             command.env_remove(name);
         }
+        // No driver, also where this machine has one: the best is then what the test says.
+        command.env("HIGHWATER_CUDA_LIBRARY", NO_DRIVER).env("HIGHWATER_HIP_LIBRARY", NO_DRIVER);
         let Output { status, stdout, stderr } = command.envs(variables.iter().copied()).output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Run { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
@@ -265,10 +271,18 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
     let home = Home::new();
     home.library("plain", PLAIN, &[]);
     fs::set_permissions(home.plugins(), Permissions::from_mode(0o777)).unwrap();
-    let refused = home.run(&["doctor", "--json"], &[]).object();
-    assert_said(&refused, &home, "plain", "not permitted", "can be written to by every user (mode 0777)");
-    let hint = said(&refused, &home, "plain")["hint"].as_str().unwrap();
+    // Of the folder, and not of what others may have put into it.
+    let refused = |variables| {
+        let object = home.run(&["doctor", "--json"], variables).object();
+        let place = object["places"].as_array().unwrap()[1].clone();
+        assert_eq!((&place["kind"], &place["outcome"]), (&"HIGHWATER_PLUGIN_PATH".into(), &"not permitted".into()));
+        assert!(place["reason"].as_str().unwrap().contains("can be written to by every user (mode 0777)"), "{place}");
+        assert!(!object.to_string().contains("plain"), "{object}");
+        place["hint"].as_str().unwrap().to_owned()
+    };
+    let hint = refused(&[]);
     assert!(hint.contains("chmod go-w") && hint.contains("--allow-insecure-plugins"), "{hint}");
+    home.run(&["--backend", "plain"], &[]).assert_error(&["mode 0777", "permission denied"]);
     let variable = [("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1")];
     for (arguments, variables) in
         [(&["doctor", "--json", "--allow-insecure-plugins"][..], &[][..]), (&["doctor", "--json"][..], &variable[..])]
@@ -280,9 +294,62 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
             "{object}"
         );
     }
-    let strange = home.run(&["doctor", "--json"], &[("HIGHWATER_ALLOW_INSECURE_PLUGINS", "yes")]).object();
-    assert_said(&strange, &home, "plain", "not permitted", "");
-    assert!(said(&strange, &home, "plain")["hint"].as_str().unwrap().contains("it is `yes`"), "{strange}");
+    assert!(refused(&[("HIGHWATER_ALLOW_INSECURE_PLUGINS", "yes")]).contains("it is `yes`"));
+}
+
+/// Nothing in the output is a command to a terminal, and no line is endless.
+#[track_caller]
+fn assert_harmless(run: &Run) {
+    for text in [&run.stdout, &run.stderr] {
+        let harm = |c: char| c != '\n' && (c.is_control() || ('\u{202a}'..='\u{202e}').contains(&c));
+        assert!(!text.contains(harm), "{text:?}");
+        assert!(text.len() < 100_000, "{} bytes: {}", text.len(), &text[..2000]);
+    }
+}
+
+#[test]
+fn what_others_called_their_files_is_no_command_to_the_terminal() {
+    const EVIL: &str = "\x1b]0;evil\x07\u{9b}2J\u{202e}";
+    let home = Home::new();
+    home.library(
+        "crashes",
+        "#include <stdio.h>\n#include <stdlib.h>\n__attribute__((constructor)) void c(void) \
+         { fprintf(stderr, \"gone \\033[2J\"); fflush(stderr); abort(); }",
+        &[],
+    );
+    home.write("plain.so", "no library");
+    home.manifest(&format!("a{EVIL}"), "plain.so");
+    home.manifest("library", &EVIL.replace('\x1b', "\\u001b").replace('\x07', "\\u0007"));
+    let manifest = home.manifest("key", "plain.so");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, format!("\"\\u001b[31m{}\" = 1\n{text}", "k".repeat(50_000))).unwrap();
+    let manifest = home.manifest("name", "plain.so");
+    fs::write(&manifest, fs::read_to_string(&manifest).unwrap().replace("\"name\"", "\"\\u001b[31mname\"")).unwrap();
+    let manifest = home.manifest("platform", "plain.so");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, text.replace(std::env::consts::ARCH, "\"\\u001b[31m\".x")).unwrap();
+
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["--workers", "0"]] {
+        let run = home.run(arguments, &[("HIGHWATER_BACKEND", if arguments[0] == "doctor" { "" } else { EVIL })]);
+        assert_harmless(&run);
+        assert!(run.stdout.contains("evil") || run.stderr.contains("evil"), "{}", run.stderr);
+    }
+    let object = home.run(&["doctor", "--json"], &[]).object();
+    // As data they are what they are.
+    assert_eq!(said(&object, &home, &format!("a{EVIL}"))["name"], format!("a{EVIL}"));
+    let crashed = said(&object, &home, "crashes")["reason"].as_str().unwrap();
+    assert!(crashed.ends_with(r"it said: gone \u{1b}[2J"), "{crashed}");
+    let long = "x".repeat(100_000);
+    for value in [EVIL, &long] {
+        for variable in ["HIGHWATER_BACKEND", "HIGHWATER_MOCK", "HIGHWATER_PLUGIN_PATH", "CUBLAS_WORKSPACE_CONFIG"] {
+            for arguments in [&["--workers", "0"][..], &["doctor"], &["--workers", "0", "--json"]] {
+                assert_harmless(&home.run(arguments, &[(variable, value)]));
+            }
+        }
+        for arguments in [["--backend", value], ["--data", value], ["--threads", value], ["conformance", value]] {
+            assert_harmless(&home.run(&arguments, &[]));
+        }
+    }
 }
 
 #[test]

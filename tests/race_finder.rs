@@ -21,7 +21,9 @@ fn examples() -> PathBuf {
     if folder.ends_with("release") {
         cargo.arg("--release");
     }
-    let output = cargo.current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+    let output = cargo.current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let output =
+        output.unwrap_or_else(|error| panic!("this test builds the examples: {cargo:?} does not start: {error}"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     folder.join("examples")
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_core::fork::Generation;
-use highwater_core::{Error, ErrorKind, Result};
+use highwater_core::{Error, ErrorKind, Result, display_foreign};
 use parking_lot::Mutex;
 
 use crate::ipc::checksum;
@@ -152,8 +152,12 @@ impl FromStr for Operation {
     fn from_str(name: &str) -> Result<Self> {
         Self::ALL.iter().copied().find(|operation| operation.name() == name).ok_or_else(|| {
             let known: Vec<_> = Self::ALL.iter().map(|operation| operation.name()).collect();
-            Error::new(ErrorKind::InvalidArgument, "mock_operation", format!("no operation is named `{name}`"))
-                .with_hint(format!("the operations are {}", known.join(", ")))
+            Error::new(
+                ErrorKind::InvalidArgument,
+                "mock_operation",
+                format!("no operation is named `{}`", display_foreign(name)),
+            )
+            .with_hint(format!("the operations are {}", known.join(", ")))
         })
     }
 }

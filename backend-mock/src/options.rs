@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::time::Duration;
 
-use highwater_core::{Capabilities, Error, ErrorKind, Result, Transport, Transports};
+use highwater_core::{Capabilities, Error, ErrorKind, Result, Transport, Transports, display_foreign};
 
 use crate::arena::Quarantine;
 use crate::operation::{MILLION, Operation};
@@ -297,16 +297,21 @@ impl MockOptions {
     pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::new();
         for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
-            let (key, value) =
-                pair.split_once('=').ok_or_else(|| invalid(format!("`{pair}` has no `=`"), "write key=value"))?;
+            let (key, value) = pair
+                .split_once('=')
+                .ok_or_else(|| invalid(format!("`{}` has no `=`", display_foreign(pair)), "write key=value"))?;
             options.set(key.trim(), value.trim())?;
         }
         Ok(options)
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
-        let bad =
-            |expected: &str| invalid(format!("the value of `{key}` is `{value}`"), &format!("expected {expected}"));
+        let bad = |expected: &str| {
+            invalid(
+                format!("the value of `{}` is `{}`", display_foreign(key), display_foreign(value)),
+                &format!("expected {expected}"),
+            )
+        };
         let bytes = || parse_bytes(value).ok_or_else(|| bad("bytes, such as 4096, 64KiB, 64MiB or 4GiB"));
         let size = || bytes().map(|bytes| bytes as usize);
         let time = |value| parse_duration(value).ok_or_else(|| bad("a time, such as 100us, 1ms or 2s"));
@@ -356,7 +361,11 @@ impl MockOptions {
                 let (_, access) = SWITCHES.iter().find(|(name, _)| *name == field).ok_or_else(|| {
                     let switches: Vec<_> = SWITCHES.iter().map(|(name, _)| *name).collect();
                     invalid(
-                        format!("`{key}` (with the value `{value}`) is no option of the mock"),
+                        format!(
+                            "`{}` (with the value `{}`) is no option of the mock",
+                            display_foreign(key),
+                            display_foreign(value)
+                        ),
                         &format!("expected one of {}, {}", KEYS.join(", "), switches.join(", ")),
                     )
                 })?;

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use highwater_core::driver::{Library, environment_path, loaded_files};
-use highwater_core::{Error, ErrorKind, Result};
+use highwater_core::{Error, ErrorKind, Result, display_foreign};
 
 use crate::devices::bare;
 use crate::libraries;
@@ -41,7 +41,7 @@ impl Kernels {
         {
             return Ok(());
         }
-        let folders: Vec<String> = self.0.iter().map(|folder| folder.display().to_string()).collect();
+        let folders: Vec<String> = self.0.iter().map(|folder| display_foreign(folder).to_string()).collect();
         let message = format!(
             "rocBLAS has no kernels for {architecture} and would end the process at the first product: {wanted} was looked for in {}",
             folders.join(", ")

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use highwater_core::driver::{LibraryName, VendorLibrary};
-use highwater_core::{Error, ErrorKind};
+use highwater_core::{Error, ErrorKind, display_foreign};
 
 pub(crate) const HIP: VendorLibrary = VendorLibrary {
     what: "the HIP runtime",
@@ -58,7 +58,7 @@ pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option
     let refused = |wanted: &str, hint: String| {
         let message = format!(
             "{wanted}, but {} of major version {major} is in this process already, and two major versions of HIP do not work in one",
-            file.display()
+            display_foreign(&file)
         );
         Err(Error::new(ErrorKind::InvalidState, "open", message).with_hint(hint))
     };
@@ -66,7 +66,7 @@ pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option
         let accepted: Vec<&str> = HIP.names.iter().map(|name| name.file).collect();
         let message = format!(
             "{} (major version {major}) is too old to be used as {}, and is in this process already, which keeps others out",
-            file.display(),
+            display_foreign(&file),
             HIP.what
         );
         return Err(Error::new(ErrorKind::Unsupported, "open", message).with_hint(format!(

@@ -221,6 +221,29 @@ impl LiveObjects {
     }
 }
 
+impl std::fmt::Display for LiveObjects {
+    /// `2 streams, 1 block of device memory`; `nothing` where every count is 0.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let counts = [
+            (self.streams, "stream", "streams"),
+            (self.events, "event", "events"),
+            (self.handles, "handle", "handles"),
+            (self.allocations, "block of device memory", "blocks of device memory"),
+            (self.host_allocations, "block of host memory", "blocks of host memory"),
+            (self.graphs, "graph", "graphs"),
+            (self.mappings, "mapping of another process's memory", "mappings of other processes' memory"),
+            (self.descriptors, "descriptor", "descriptors"),
+            (self.shared_files, "shared file", "shared files"),
+        ];
+        let mut before = "";
+        for (count, one, many) in counts.into_iter().filter(|(count, ..)| *count > 0) {
+            write!(f, "{before}{count} {}", if count == 1 { one } else { many })?;
+            before = ", ";
+        }
+        if before.is_empty() { f.write_str("nothing") } else { Ok(()) }
+    }
+}
+
 /// One vendor's devices: streams, events, memory, copies and captures, raw and without policy.
 ///
 /// # Design

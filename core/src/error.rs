@@ -2,6 +2,9 @@
 //! to do about it.
 
 use std::fmt;
+use std::sync::Arc;
+
+use crate::text::harmless;
 
 /// The result of every fallible call in this workspace.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -89,7 +92,8 @@ impl fmt::Display for ErrorKind {
 
 /// An error: kind, operation, vendor code, message and hint.
 ///
-/// `Display` prints all of them on one line; the accessors give each alone. The value is one pointer wide, so a
+/// `Display` prints all of them on one line, and `Debug` the same with the hint on a line of its own, because
+/// `fn main() -> Result<()>` and `unwrap` print that. The accessors give each alone. The value is one pointer wide, so a
 /// `Result` on a hot path costs no more than the success value.
 ///
 /// ```
@@ -102,18 +106,17 @@ impl fmt::Display for ErrorKind {
 ///     "allocate: out of memory: 4 GiB asked for, 1 GiB free (vendor code 2); free buffers or use a smaller batch"
 /// );
 /// ```
-#[derive(Clone, thiserror::Error)]
-#[error(transparent)]
+#[derive(Clone)]
 pub struct Error(Box<Body>);
 
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("{operation}: {kind}: {message}{}{}", Code(*code), Hint(hint))]
+#[derive(Clone)]
 struct Body {
     kind: ErrorKind,
     operation: &'static str,
     code: Option<i64>,
     message: String,
     hint: String,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 struct Code(Option<i64>);
@@ -124,31 +127,42 @@ impl fmt::Display for Code {
     }
 }
 
-struct Hint<'a>(&'a str);
+impl Error {
+    /// Everything, with `before_hint` in front of the hint.
+    fn write(&self, f: &mut fmt::Formatter<'_>, before_hint: &str) -> fmt::Result {
+        let Body { kind, operation, code, message, hint, .. } = &*self.0;
+        write!(f, "{operation}: {kind}: {message}{}", Code(*code))?;
+        if hint.is_empty() { Ok(()) } else { write!(f, "{before_hint}{hint}") }
+    }
+}
 
-impl fmt::Display for Hint<'_> {
+impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() { Ok(()) } else { write!(f, "; {}", self.0) }
+        self.write(f, "; ")
     }
 }
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Error")
-            .field("kind", &self.0.kind)
-            .field("operation", &self.0.operation)
-            .field("code", &self.0.code)
-            .field("message", &self.0.message)
-            .field("hint", &self.0.hint)
-            .finish()
+        self.write(f, "\nhint: ")
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
     }
 }
 
 impl Error {
     /// An error of `kind` in `operation` (the name of the trait method or of the public function).
+    ///
+    /// Control characters of the message, other than line breaks, and characters that reorder text become escapes, so that a
+    /// terminal shows them. Names and texts of another origin are cut to size with [`display_foreign`](crate::display_foreign).
     #[must_use]
     pub fn new(kind: ErrorKind, operation: &'static str, message: impl Into<String>) -> Self {
-        Self(Box::new(Body { kind, operation, code: None, message: message.into(), hint: String::new() }))
+        let message = harmless(message.into());
+        Self(Box::new(Body { kind, operation, code: None, message, hint: String::new(), source: None }))
     }
 
     /// The same error with the vendor's own code.
@@ -158,10 +172,17 @@ impl Error {
         self
     }
 
-    /// The same error with a sentence that says what to do.
+    /// The same error with a sentence that says what to do; its characters are those of a message.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
-        self.0.hint = hint.into();
+        self.0.hint = harmless(hint.into());
+        self
+    }
+
+    /// The same error with what lies behind it, which [`source`](std::error::Error::source) gives.
+    #[must_use]
+    pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.0.source = Some(Arc::new(source));
         self
     }
 
@@ -210,6 +231,30 @@ mod tests {
     #[test]
     fn a_result_is_one_pointer_wide() {
         assert_eq!(size_of::<Result<()>>(), size_of::<usize>());
+    }
+
+    #[test]
+    fn no_text_of_an_error_reaches_the_terminal_as_a_command() {
+        let error = Error::new(ErrorKind::Vendor, "open", "it said \u{1b}[2J\u{9b}1m\nmore").with_hint("see \u{202e}x");
+        assert_eq!(error.message(), "it said \\u{1b}[2J\\u{9b}1m\nmore");
+        assert_eq!(error.hint(), "see \\u{202e}x");
+    }
+
+    #[test]
+    fn debug_is_what_a_main_function_should_print() {
+        let error = Error::new(ErrorKind::OutOfMemory, "allocate", "4 GiB asked for, 1 GiB free");
+        assert_eq!(format!("{error:?}"), "allocate: out of memory: 4 GiB asked for, 1 GiB free");
+        let error = error.with_code(2).with_hint("free buffers");
+        let expected = "allocate: out of memory: 4 GiB asked for, 1 GiB free (vendor code 2)\nhint: free buffers";
+        assert_eq!((format!("{error:?}"), format!("{error:#?}")), (expected.to_owned(), expected.to_owned()));
+    }
+
+    #[test]
+    fn an_error_gives_its_source_also_behind_a_box() {
+        let error = Error::new(ErrorKind::OperatingSystem, "open", "no").with_source(std::io::Error::other("the disk"));
+        let boxed: Box<dyn std::error::Error + Send + Sync> = error.clone().into();
+        assert_eq!(boxed.source().unwrap().to_string(), "the disk");
+        assert!(Error::new(ErrorKind::Vendor, "open", "no").0.source.is_none());
     }
 
     #[test]

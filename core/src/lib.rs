@@ -54,6 +54,7 @@ mod sharing;
 mod stream;
 #[cfg(test)]
 mod testing;
+mod text;
 mod workspace_config;
 
 pub use backend::*;
@@ -80,3 +81,4 @@ pub use scalar::{Element, Scalar};
 pub use secure::secure_execution;
 pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};
+pub use text::{display_foreign, harmless};

@@ -404,12 +404,7 @@ impl Runtime {
         if let Some(sharing) = self.inner.sharing.get() {
             sharing.unmap_idle(&self.inner);
         }
-        let handles = self.inner.retry_refused().and(self.inner.destroy_idle_handles());
-        let memory = handles
-            .and(self.inner.reclaim(false))
-            .and(self.inner.free_idle_workspaces(false))
-            .and(self.inner.trim_host());
-        memory.and(self.inner.destroy_idle_events())
+        self.inner.trim()
     }
 
     /// What the pools hold and did.
@@ -522,7 +517,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `InvalidState` while a device, stream, event, buffer or clone of the runtime is alive, or another process has a
-    /// buffer of it open: nothing is closed then. Otherwise the first refusal of the backend; the rest is given back all
+    /// buffer of it open: nothing is closed then, and the message counts what is alive, by its kind. Otherwise the first refusal of the backend; the rest is given back all
     /// the same. `Capture` in a thread that is inside a capture.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
@@ -550,12 +545,15 @@ impl Runtime {
             {
                 tracing::warn!("shares are not served any more: {error}");
             }
-            Error::new(
-                ErrorKind::InvalidState,
-                "close",
-                format!("{} other objects of the runtime are alive", Arc::strong_count(&shared) - 1),
-            )
-            .with_hint("drop its devices, streams, events, buffers and clones first")
+            // What is left then is in somebody's hands. A refusal was counted and logged.
+            let _ = shared.trim();
+            let others = match Arc::strong_count(&shared) - 1 {
+                1 => "1 other object of the runtime is alive".to_owned(),
+                others => format!("{others} other objects of the runtime are alive"),
+            };
+            let live = shared.backend.live_objects();
+            Error::new(ErrorKind::InvalidState, "close", format!("{others}; the backend counts {live}"))
+                .with_hint("drop its devices, streams, events, buffers and clones first")
         })?;
         let inner = Arc::clone(&users.0);
         drop(users);
@@ -570,6 +568,13 @@ impl Runtime {
 }
 
 impl RuntimeInner {
+    /// Gives back what is idle.
+    fn trim(&self) -> Result<()> {
+        let handles = self.retry_refused().and(self.destroy_idle_handles());
+        let memory = handles.and(self.reclaim(false)).and(self.free_idle_workspaces(false)).and(self.trim_host());
+        memory.and(self.destroy_idle_events())
+    }
+
     /// Refuses what would touch the driver in a forked child or during the end of the process.
     pub(crate) fn check(&self, operation: &'static str) -> Result<()> {
         if !self.generation.is_current() {

@@ -6,6 +6,8 @@
 
 use std::env;
 
+use crate::text::display_foreign;
+
 /// Bytes of a `:KiB:COUNT` list.
 fn parse_pairs(text: &str) -> Option<usize> {
     let mut numbers = text.trim().strip_prefix(':')?.split(':').map(|number| number.parse::<usize>().ok());
@@ -32,7 +34,10 @@ fn from_variables(
     for variable in variables {
         let Some(text) = lookup(variable) else { continue };
         return parse(&text).filter(|&bytes| isize::try_from(bytes).is_ok()).unwrap_or_else(|| {
-            tracing::warn!("{variable}={text:?} is not {format}; the default of {default} bytes is used");
+            tracing::warn!(
+                "{variable}={} is not {format}; the default of {default} bytes is used",
+                display_foreign(&text)
+            );
             default
         });
     }

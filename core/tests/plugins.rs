@@ -451,7 +451,7 @@ fn panicking(name: &str) -> Built {
         .arg(target)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
-        .unwrap();
+        .unwrap_or_else(|error| panic!("this test builds a plugin: `{}` does not start: {error}", env!("CARGO")));
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let copy = Built(target.join(format!("tmp/panicking-{name}-{}.so", std::process::id())));
     std::fs::copy(target.join("debug/libhwtest_panicking.so"), &copy.0).unwrap();

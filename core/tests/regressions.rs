@@ -410,3 +410,21 @@ fn a_plan_that_could_not_be_destroyed_lost_all_others() {
     assert_eq!(gpu.calls(Operation::DestroyPlan), 256);
     assert_eq!(runtime.statistics().failed_releases, 1);
 }
+
+#[test]
+fn a_runtime_that_cannot_be_closed_names_what_is_alive() {
+    let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let stream = device.create_stream().unwrap();
+    let buffers = [device.allocate::<f32>(4).unwrap(), device.allocate::<f32>(4).unwrap()];
+    // Host memory that is idle again is not the caller's.
+    stream.download(&buffers[0]).unwrap();
+    let error = runtime.close().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidState);
+    assert!(error.message().contains("4 other objects of the runtime are alive"), "{error}");
+    assert!(
+        error.message().contains("counts 1 stream, ") && error.message().contains("2 blocks of device memory"),
+        "{error}"
+    );
+    assert!(!error.message().contains("host memory"), "{error}");
+}

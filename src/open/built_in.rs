@@ -88,6 +88,7 @@ impl From<&'static Known> for Contender<'_> {
             name: known.name.into(),
             origin: Origin::BuiltIn,
             given: false,
+            hidden: false,
             real: Some(known.real),
             state: known.open.map_or(State::Off, open),
         }

@@ -4,14 +4,18 @@
 //! not pass on the mock. Of several with one name the first counts, whatever becomes of it: a built-in one before plugins, and
 //! plugins in the order of their places.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use highwater_core::driver::OpenFailure;
-use highwater_core::{Backend, Error, ErrorKind};
+use highwater_core::{Backend, Error, ErrorKind, display_foreign};
 
 use super::OPERATION;
 use super::built_in::{KNOWN, backends};
 use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
+
+/// Names that a message lists.
+const MOST_NAMES: usize = 32;
 
 /// A backend that could be opened.
 pub(super) struct Contender<'a> {
@@ -19,6 +23,8 @@ pub(super) struct Contender<'a> {
     pub(super) origin: Origin,
     /// Whether its path was given: then its name does not matter to others, nor theirs to it.
     pub(super) given: bool,
+    /// Whether no report names it, because others chose its name: it lies in a folder that they can write to.
+    pub(super) hidden: bool,
     /// Whether there is hardware behind it; `None` where only the opened backend can tell.
     pub(super) real: Option<bool>,
     pub(super) state: State<'a>,
@@ -111,14 +117,19 @@ impl Contender<'_> {
     /// The error of this one alone, which names its file.
     fn error(&self, error: Error) -> Error {
         let file = self.origin.to_string();
-        let library = self.origin.library().map(|library| library.display().to_string());
+        let library = self.origin.library().map(|library| display_foreign(library).to_string());
         let names = |file: &str| error.message().contains(file);
-        if self.is_built_in() || names(&file) || library.is_some_and(|library| names(&library)) {
+        // Where the search ended before a file was found, the message says what was looked for.
+        let is_nowhere = self.origin.manifest().is_none() && library.is_none();
+        if self.is_built_in() || is_nowhere || names(&file) || library.is_some_and(|library| names(&library)) {
             return error;
         }
         let what = format!("plugin {file}: {}", error.message());
         let named = Error::new(error.kind(), error.operation(), what).with_hint(error.hint());
-        error.code().map_or(named.clone(), |code| named.with_code(code))
+        match error.code() {
+            Some(code) => named.with_code(code),
+            None => named,
+        }
     }
 
     fn failed(&self, failure: &Failure) -> Candidate {
@@ -126,38 +137,62 @@ impl Contender<'_> {
     }
 }
 
-/// The contender that the name means: a built-in one, else the first.
-fn meant<'c, 'a>(contenders: &'c [Contender<'a>], name: &str) -> Option<&'c Contender<'a>> {
-    let mut namesakes =
-        contenders.iter().filter(|one| one.name == name && !one.given && !matches!(one.state, State::Off));
-    let built_in = namesakes.clone().find(|one| one.is_built_in());
-    built_in.or_else(|| namesakes.next())
+/// The contenders that reports name.
+fn shown<'c, 'a>(contenders: &'c [Contender<'a>]) -> impl Iterator<Item = &'c Contender<'a>> {
+    contenders.iter().filter(|one| !one.hidden)
 }
 
-/// The candidate for a contender that another of its name comes before.
-fn shadowed(contenders: &[Contender<'_>], one: &Contender<'_>) -> Option<Candidate> {
-    let first = meant(contenders, &one.name).filter(|&first| !std::ptr::eq(first, one))?;
-    if one.given || matches!(one.state, State::Off) {
-        return None;
+/// For each name the contender that it means: a built-in one, else the first.
+struct Namesakes<'c, 'a>(HashMap<&'c str, &'c Contender<'a>>);
+
+impl<'c, 'a> Namesakes<'c, 'a> {
+    fn of(contenders: &'c [Contender<'a>]) -> Self {
+        let mut meant: HashMap<&str, &Contender<'_>> = HashMap::with_capacity(contenders.len());
+        for one in contenders.iter().filter(|one| !one.given && !matches!(one.state, State::Off)) {
+            let first = meant.entry(&one.name).or_insert(one);
+            if one.is_built_in() && !first.is_built_in() {
+                *first = one;
+            }
+        }
+        Self(meant)
     }
-    let reason = if first.is_built_in() {
-        format!("the built-in backend `{}` comes first", first.name)
-    } else {
-        format!("`{}` comes first", first.origin)
-    };
-    let mut candidate = one.not_tried(&reason);
-    if candidate.outcome == Outcome::NotTried {
-        candidate.hint = "to open this one, give its path".into();
+
+    fn meant(&self, name: &str) -> Option<&'c Contender<'a>> {
+        self.0.get(name).copied()
     }
-    Some(candidate)
+
+    /// The candidate for a contender that another of its name comes before.
+    fn shadowed(&self, one: &Contender<'_>) -> Option<Candidate> {
+        let first = self.meant(&one.name).filter(|&first| !std::ptr::addr_eq(first, one))?;
+        if one.given || matches!(one.state, State::Off) {
+            return None;
+        }
+        let reason = if first.is_built_in() {
+            format!("the built-in backend `{}` comes first", first.name)
+        } else {
+            format!("`{}` comes first", first.origin)
+        };
+        let mut candidate = one.not_tried(&reason);
+        if candidate.outcome == Outcome::NotTried {
+            candidate.hint = "to open this one, give its path".into();
+        }
+        Some(candidate)
+    }
 }
 
 /// Opens the backend `name`, and no other in its place.
-pub(super) fn by_name(contenders: &[Contender<'_>], places: Vec<Place>, name: &str) -> Result<Opened, OpenError> {
-    let others = format!("`{name}` was asked for");
-    let Some(asked) = meant(contenders, name) else {
-        let candidates = contenders.iter().map(|one| one.not_tried(&others)).collect();
-        let error = unknown(contenders, &places, name);
+///
+/// `by` is empty, or says who asked for it: ` by VARIABLE`.
+pub(super) fn by_name(
+    contenders: &[Contender<'_>],
+    places: Vec<Place>,
+    name: &str,
+    by: &str,
+) -> Result<Opened, OpenError> {
+    let others = format!("`{}` was asked for{by}", display_foreign(name));
+    let Some(asked) = Namesakes::of(contenders).meant(name) else {
+        let candidates = shown(contenders).map(|one| one.not_tried(&others)).collect();
+        let error = unknown(contenders, &places, name, by);
         return Err(OpenError { error, report: LoadReport { places, candidates } });
     };
     let asked = contenders.iter().position(|one| std::ptr::eq(one, asked)).unwrap_or_default();
@@ -171,19 +206,21 @@ pub(super) fn only(
     asked: usize,
     reason: &str,
 ) -> Result<Opened, OpenError> {
-    let report = |candidate: Candidate| {
-        let rest = |one| shadowed(contenders, one).unwrap_or_else(|| one.not_tried(reason));
-        let mut candidates: Vec<Candidate> = contenders.iter().map(rest).collect();
-        candidates[asked] = candidate;
-        LoadReport { places, candidates }
-    };
     let asked = &contenders[asked];
+    let namesakes = Namesakes::of(contenders);
+    let rest = |one: &Contender<'_>| namesakes.shadowed(one).unwrap_or_else(|| one.not_tried(reason));
+    // In front of the one that was asked for, and behind it.
+    let (before, after): (Vec<_>, Vec<_>) = {
+        let index = contenders.iter().position(|one| std::ptr::eq(one, asked)).unwrap_or_default();
+        let (before, after) = contenders.split_at(index);
+        (shown(before).map(rest).collect(), shown(after).filter(|one| !std::ptr::eq(*one, asked)).map(rest).collect())
+    };
     let opened = match &asked.state {
         State::Ready(open) => open(),
         State::Broken(failure) => Err(failure.clone()),
         State::Off => Err(Failure {
             outcome: Outcome::NotTried,
-            error: unknown(contenders, &[], &asked.name),
+            error: unknown(contenders, &[], &asked.name, ""),
             tried: Vec::new(),
             notes: Vec::new(),
         }),
@@ -191,11 +228,13 @@ pub(super) fn only(
     match opened {
         Ok(Opening { backend, name, notes }) => {
             let candidate = asked.opened(Outcome::Taken, reason, name, notes);
-            Ok(Opened { backend, report: report(candidate) })
+            let candidates = [before, vec![candidate], after].concat();
+            Ok(Opened { backend, report: LoadReport { places, candidates } })
         }
         Err(failure) => {
-            let candidate = asked.failed(&failure);
-            Err(OpenError { error: asked.error(failure.error), report: report(candidate) })
+            // What was asked for, and why it is not there, comes before all that does not matter.
+            let candidates = [vec![asked.failed(&failure)], before, after].concat();
+            Err(OpenError { error: asked.error(failure.error), report: LoadReport { places, candidates } })
         }
     }
 }
@@ -208,7 +247,8 @@ struct Found {
 
 /// Opens the best with real hardware that works here; where there is none and `allow_mock` is set, one without.
 pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock: bool) -> Result<Opened, OpenError> {
-    let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| shadowed(contenders, one)).collect();
+    let namesakes = Namesakes::of(contenders);
+    let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| namesakes.shadowed(one)).collect();
     let mut taken = None;
     let mut reason = "the first real device that works, in order of preference";
     // Plugins that turned out to have no hardware behind them.
@@ -242,7 +282,7 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
                 }
                 Err(failure) => {
                     candidates[index] = Some(one.failed(&failure));
-                    mock_failure = Some(failure.error);
+                    mock_failure = Some((index, failure.error));
                 }
             }
         }
@@ -263,19 +303,28 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
         candidates[index] = Some(contenders[index].opened(Outcome::Taken, reason, opening.name, opening.notes));
         opening.backend
     });
-    let rest = contenders.iter().zip(candidates);
+    let rest = contenders.iter().zip(candidates).filter(|(one, _)| !one.hidden);
     let candidates = rest.map(|(one, candidate)| candidate.unwrap_or_else(|| one.not_tried(&why_not))).collect();
-    let report = LoadReport { places, candidates };
+    let mut report = LoadReport { places, candidates };
     match backend {
         Some(backend) => Ok(Opened { backend, report }),
-        None => Err(OpenError { error: nothing_usable(&report, mock_failure.as_ref()), report }),
+        None => {
+            let mock_failure = mock_failure.map(|(index, error)| {
+                // It works anywhere, so it is the first thing to put right.
+                let place = shown(&contenders[..index]).count();
+                report.candidates[..=place].rotate_right(1);
+                error
+            });
+            Err(OpenError { error: nothing_usable(&report, mock_failure.as_ref()), report })
+        }
     }
 }
 
 /// Tries every one and keeps none.
 pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadReport {
+    let namesakes = Namesakes::of(contenders);
     let look = |one: &Contender<'_>| {
-        if let Some(candidate) = shadowed(contenders, one) {
+        if let Some(candidate) = namesakes.shadowed(one) {
             return candidate;
         }
         let State::Ready(open) = &one.state else { return one.not_tried("") };
@@ -285,33 +334,66 @@ pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadRe
                     1 => "1 device".to_owned(),
                     count => format!("{count} devices"),
                 };
-                let reason = format!("{}, {devices}", backend.identity().description);
+                let reason = format!("{}, {devices}", display_foreign(&backend.identity().description));
                 one.opened(Outcome::Usable, reason, name, notes)
             }
             Err(failure) => one.failed(&failure),
         }
     };
-    LoadReport { candidates: contenders.iter().map(look).collect(), places }
+    LoadReport { candidates: shown(contenders).map(look).collect(), places }
 }
 
-fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str) -> Error {
-    let known: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+/// The known name that a misspelt one probably means: the same in other letters, or the nearest with one or two typing errors.
+fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    let lower = name.to_lowercase();
+    // In a name of three letters two errors make any other.
+    let most = lower.chars().count() / 3;
+    let near = known
+        .map(|known| (distance(&lower, &known.to_lowercase()), known))
+        .filter(|(errors, _)| *errors <= most.min(2));
+    near.min_by_key(|(errors, _)| *errors).map(|(_, known)| known)
+}
+
+/// Letters to insert, remove or replace between two words, and neighbours to swap.
+fn distance(one: &str, other: &str) -> usize {
+    let (one, other): (Vec<char>, Vec<char>) = (one.chars().take(100).collect(), other.chars().take(100).collect());
+    let mut rows: Vec<Vec<usize>> = vec![(0..=other.len()).collect()];
+    for (i, a) in one.iter().enumerate() {
+        let mut row = vec![i + 1];
+        for (j, b) in other.iter().enumerate() {
+            let mut least = (rows[i][j] + usize::from(a != b)).min(rows[i][j + 1] + 1).min(row[j] + 1);
+            if i > 0 && j > 0 && *a == other[j - 1] && one[i - 1] == *b {
+                least = least.min(rows[i - 1][j - 1] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[one.len()][other.len()]
+}
+
+fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str, by: &str) -> Error {
     let off: Vec<String> =
         KNOWN.iter().filter(|known| known.open.is_none()).map(|known| format!("`{}`", known.name)).collect();
     let built_in = if backends().is_empty() { "none".to_owned() } else { backends().join(", ") };
-    let is_off = known.contains(&name);
+    let is_off = KNOWN.iter().any(|known| known.name == name);
+    let plugins = || shown(contenders).filter(|one| !one.is_built_in()).map(|one| one.name.as_str());
+    let similar = similar(name, KNOWN.iter().map(|known| known.name).chain(plugins())).filter(|_| !is_off);
+    let name = display_foreign(name).to_string();
     let mut message = if is_off {
-        format!("`{name}` is not built in: its feature is off")
+        format!("`{name}`{by} is not built in: its feature is off")
     } else {
-        format!("no backend is named `{name}`")
+        format!("no backend is named `{name}`{}", if by.is_empty() { "" } else { ", which was asked for" }) + by
     };
-    message += &format!("; known are {}; built in: {built_in}", known.join(", "));
+    message += &format!("; built in: {built_in}");
     if !off.is_empty() {
         message += &format!("; features that are off: {}", off.join(", "));
     }
-    let plugins: Vec<&str> = contenders.iter().filter(|one| !one.is_built_in()).map(|one| one.name.as_str()).collect();
+    let all = plugins().count();
+    let plugins: Vec<String> = plugins().take(MOST_NAMES).map(|name| display_foreign(name).to_string()).collect();
     if !plugins.is_empty() {
-        message += &format!("; plugins: {}", plugins.join(", "));
+        let more = if all > plugins.len() { format!(" and {} more", all - plugins.len()) } else { String::new() };
+        message += &format!("; plugins: {}{more}", plugins.join(", "));
     }
     let folders = places.iter().filter(|place| place.kind != PlaceKind::BackendVariable);
     let places: Vec<String> = folders.map(ToString::to_string).collect();
@@ -328,12 +410,19 @@ fn unknown(contenders: &[Contender<'_>], places: &[Place], name: &str) -> Error 
             format!("open one of the names that are built in, or put a plugin `{name}.toml` into one of these folders")
         }
     };
+    let hint = match similar {
+        Some(similar) => format!("did you mean `{}`? Else {hint}", display_foreign(similar)),
+        None => hint,
+    };
     Error::new(ErrorKind::UnknownBackend, OPERATION, message).with_hint(hint)
 }
 
 fn nothing_usable(report: &LoadReport, mock_failure: Option<&Error>) -> Error {
-    let each: Vec<String> =
-        report.candidates.iter().map(|c| format!("{}: {}: {}", c.name, c.outcome, c.reason)).collect();
+    let one = |c: &Candidate| format!("{}: {}: {}", display_foreign(&c.name), c.outcome, c.reason);
+    let mut each: Vec<String> = report.candidates.iter().take(MOST_NAMES).map(one).collect();
+    if report.candidates.len() > each.len() {
+        each.push(format!("and {} more", report.candidates.len() - each.len()));
+    }
     let message = format!("no backend could be taken ({})", each.join(" | "));
     let (kind, hint) = match mock_failure {
         // It works anywhere, so what it lacks is the quickest to put right.
@@ -378,12 +467,12 @@ mod tests {
     }
 
     fn built_in(name: &str, real: bool, state: State<'static>) -> Contender<'static> {
-        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, real: Some(real), state }
+        Contender { name: name.into(), origin: Origin::BuiltIn, given: false, hidden: false, real: Some(real), state }
     }
 
     fn plugin(name: &str, file: &str, state: State<'static>) -> Contender<'static> {
         let origin = Origin::Plugin { manifest: Some(file.into()), library: None };
-        Contender { name: name.into(), origin, given: false, real: None, state }
+        Contender { name: name.into(), origin, given: false, hidden: false, real: None, state }
     }
 
     fn outcomes(report: &LoadReport) -> Vec<(&str, Outcome)> {
@@ -393,7 +482,7 @@ mod tests {
     #[test]
     fn a_built_in_backend_comes_before_a_plugin_of_its_name_wherever_it_stands() {
         let all = [plugin("mock", "/p/mock.toml", untouched()), built_in("mock", false, opens(false))];
-        let report = by_name(&all, Vec::new(), "mock").unwrap().report;
+        let report = by_name(&all, Vec::new(), "mock", "").unwrap().report;
         assert_eq!(outcomes(&report), [("mock", Outcome::NotTried), ("mock", Outcome::Taken)]);
         assert!(report.candidates[0].reason.contains("built-in backend `mock` comes first"), "{report}");
         assert!(report.candidates[0].hint.contains("give its path"), "{report}");
@@ -407,7 +496,7 @@ mod tests {
     #[test]
     fn a_plugin_counts_where_the_feature_of_its_name_is_off() {
         let all = [built_in("rocm", true, State::Off), plugin("rocm", "/p/rocm.toml", opens(true))];
-        let report = by_name(&all, Vec::new(), "rocm").unwrap().report;
+        let report = by_name(&all, Vec::new(), "rocm", "").unwrap().report;
         assert_eq!(outcomes(&report), [("rocm", Outcome::NotTried), ("rocm", Outcome::Taken)]);
         assert!(report.candidates[0].reason.contains("not built in"), "{report}");
     }
@@ -416,7 +505,7 @@ mod tests {
     fn the_first_plugin_of_a_name_decides_also_where_it_is_broken() {
         let broken = State::Broken(failure(Outcome::InvalidManifest));
         let all = [plugin("acme", "/a/acme.toml", broken), plugin("acme", "/b/acme.toml", untouched())];
-        let OpenError { error, report } = by_name(&all, Vec::new(), "acme").unwrap_err();
+        let OpenError { error, report } = by_name(&all, Vec::new(), "acme", "").unwrap_err();
         assert_eq!((error.message(), error.hint()), ("plugin /a/acme.toml: it is invalid manifest", "mend it"));
         assert_eq!(outcomes(&report), [("acme", Outcome::InvalidManifest), ("acme", Outcome::NotTried)]);
         assert!(report.candidates[1].reason.contains("`/a/acme.toml` comes first"), "{report}");
@@ -475,7 +564,7 @@ mod tests {
         let all = [built_in("cuda", true, fails()), built_in("mock", false, failing)];
         let error = auto(&all, Vec::new(), true).unwrap_err().error;
         assert_eq!((error.kind(), error.hint()), (ErrorKind::InvalidArgument, "expected bytes"));
-        let expected = "cuda: library missing: it is library missing | mock: failed: no";
+        let expected = "(mock: failed: no | cuda: library missing: it is library missing)";
         assert!(error.message().contains(expected), "{error}");
     }
 
@@ -483,13 +572,66 @@ mod tests {
     fn an_unknown_name_is_answered_with_plugins_and_places() {
         let all = [plugin("acme", "/a", untouched())];
         let places = vec![Place::new(PlaceKind::SystemFolder, Some("/s".into()), Outcome::Absent, "")];
-        let OpenError { error, report } = by_name(&all, places, "acne").unwrap_err();
+        let OpenError { error, report } = by_name(&all, places, "acne", "").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownBackend);
         for part in ["`acne`", "plugins: acme", "/s (absent)"] {
             assert!(error.message().contains(part), "{error}");
         }
-        assert!(error.hint().contains("`acne.toml`"), "{error}");
+        assert_eq!(error.message().matches("cuda").count(), usize::from(cfg!(feature = "cuda")), "{error}");
+        assert!(error.hint().starts_with("did you mean `acme`? ") && error.hint().contains("`acne.toml`"), "{error}");
         assert_eq!(outcomes(&report), [("acme", Outcome::NotTried)]);
+    }
+
+    #[test]
+    fn a_misspelt_name_is_answered_with_the_one_that_was_meant() {
+        let all = [plugin("acme-labs", "/a", untouched())];
+        for (name, meant) in [
+            ("CUDA", Some("cuda")),
+            ("Rocm", Some("rocm")),
+            ("cdua", Some("cuda")),
+            ("moc", Some("mock")),
+            ("mokc", Some("mock")),
+            ("acme_lab", Some("acme-labs")),
+            ("metal", None),
+            ("hip", None),
+            ("", None),
+        ] {
+            let error = by_name(&all, Vec::new(), name, " by HIGHWATER_BACKEND").unwrap_err().error;
+            match meant {
+                Some(meant) => {
+                    assert!(error.hint().starts_with(&format!("did you mean `{meant}`?")), "{name}: {error}")
+                }
+                None => assert!(!error.hint().contains("did you mean"), "{name}: {error}"),
+            }
+            assert!(error.message().contains("asked for by HIGHWATER_BACKEND"), "{error}");
+        }
+        assert_eq!((distance("abc", "abc"), distance("abc", "bac"), distance("", "abc")), (0, 1, 3));
+    }
+
+    #[test]
+    fn what_was_asked_for_stands_first_where_it_failed() {
+        let all =
+            [built_in("cuda", true, untouched()), plugin("acme", "/a", untouched()), built_in("mock", false, fails())];
+        let report = by_name(&all, Vec::new(), "mock", "").unwrap_err().report;
+        let expected = [("mock", Outcome::LibraryMissing), ("cuda", Outcome::NotTried), ("acme", Outcome::NotTried)];
+        assert_eq!(outcomes(&report), expected);
+        let all = [built_in("cuda", true, fails()), built_in("mock", false, fails())];
+        let report = auto(&all, Vec::new(), true).unwrap_err().report;
+        assert_eq!(report.candidates[0].name, "mock", "{report}");
+        assert_eq!(auto(&all, Vec::new(), false).unwrap_err().report.candidates[0].name, "cuda");
+    }
+
+    #[test]
+    fn a_path_that_leads_nowhere_is_no_plugin_called_plugin() {
+        let failure = || {
+            let error = Error::new(ErrorKind::LibraryMissing, OPERATION, "`/nowhere/lib.so`: No such file");
+            Failure { outcome: Outcome::LibraryMissing, error, tried: Vec::new(), notes: Vec::new() }
+        };
+        let origin = Origin::Plugin { manifest: None, library: None };
+        let state = State::Broken(failure());
+        let all = [Contender { name: "lib".into(), origin, given: true, hidden: false, real: None, state }];
+        let error = only(&all, Vec::new(), 0, "asked").unwrap_err().error;
+        assert_eq!(error.message(), "`/nowhere/lib.so`: No such file");
     }
 
     #[test]

@@ -8,6 +8,9 @@ use std::path::PathBuf;
 /// The variables that count, in the order of the documentation.
 const VARIABLES: [&str; 6] = [BACKEND, PLUGIN_PATH, DATA_HOME, HOME, ALLOW_INSECURE, PROBING];
 
+/// Folders for libraries of the system, in which plugins have one of their own.
+pub(super) const SYSTEM: [&str; 2] = ["/usr/local/lib", "/usr/lib"];
+
 pub(super) const BACKEND: &str = "HIGHWATER_BACKEND";
 pub(super) const PLUGIN_PATH: &str = "HIGHWATER_PLUGIN_PATH";
 pub(super) const DATA_HOME: &str = "XDG_DATA_HOME";
@@ -23,6 +26,8 @@ pub(super) struct Environment {
     /// Whether the program has more rights than who started it, whose variables then do not count.
     pub(super) secure: bool,
     pub(super) executable: Option<PathBuf>,
+    /// Where the system keeps libraries.
+    pub(super) system: &'static [&'static str],
     /// The user with whose rights this runs.
     pub(super) user: u32,
 }
@@ -33,6 +38,7 @@ impl Environment {
         let secure = highwater_core::secure_execution();
         let mut environment = Self { secure, user: rustix::process::geteuid().as_raw(), ..Self::default() };
         environment.executable = std::env::current_exe().ok();
+        environment.system = &SYSTEM;
         if !secure {
             for name in VARIABLES {
                 environment.variables.extend(std::env::var_os(name).map(|value| (name, value)));

@@ -60,9 +60,13 @@ pub fn survey() -> LoadReport {
 
 #[cfg(test)]
 mod tests {
-    use highwater_core::{Error, ErrorKind};
+    use std::sync::Arc;
 
-    use super::built_in::KNOWN;
+    use highwater_core::driver::Unavailable;
+    use highwater_core::{Backend, BackendTag, Error, ErrorKind, Identity, MockBackend};
+
+    use super::built_in::{KNOWN, Known};
+    use super::search::Search;
     use super::*;
 
     fn candidate<'a>(report: &'a LoadReport, name: &str) -> &'a Candidate {
@@ -70,23 +74,42 @@ mod tests {
         report.candidates.iter().find(built_in).unwrap()
     }
 
-    /// Of the real backends, none opens in this version, on whatever machine the test runs.
-    fn assert_real_ones_were_refused(report: &LoadReport) {
-        for known in KNOWN.iter().filter(|known| known.real) {
-            let candidate = candidate(report, known.name);
-            match known.open {
-                Some(_) => {
-                    let refused = [Outcome::LibraryMissing, Outcome::Unsupported];
-                    assert!(refused.contains(&candidate.outcome), "{report}");
-                    assert!(!candidate.hint.is_empty(), "{report}");
-                    if candidate.outcome == Outcome::LibraryMissing {
-                        assert!(!candidate.tried.is_empty(), "{report}");
-                        assert!(candidate.reason.contains(&candidate.tried[0].name), "{report}");
-                    }
-                }
-                None => assert_eq!(candidate.outcome, Outcome::NotTried, "{report}"),
-            }
-        }
+    /// A machine without any vendor's library, whatever the one is that the test runs on: each real backend is refused.
+    static BARE: [Known; 3] = [
+        Known { name: "cuda", real: true, open: Some(no_driver) },
+        Known { name: "rocm", real: true, open: Some(no_driver) },
+        Known { name: "mock", real: false, open: KNOWN[2].open },
+    ];
+    /// A machine with a device of AMD's, which a fake stands for.
+    static WITH_ROCM: [Known; 3] = [
+        Known { name: "cuda", real: true, open: Some(no_driver) },
+        Known { name: "rocm", real: true, open: Some(fake) },
+        Known { name: "mock", real: false, open: KNOWN[2].open },
+    ];
+
+    fn no_driver() -> Result<Arc<dyn Backend>, Unavailable> {
+        let error =
+            Error::new(ErrorKind::LibraryMissing, OPERATION, "there is no driver").with_hint("install the driver");
+        Err(error.into())
+    }
+
+    fn fake() -> Result<Arc<dyn Backend>, Unavailable> {
+        let mut backend = MockBackend::new();
+        let mut identity = Identity::new("rocm", "a fake", BackendTag::next());
+        identity.real_device = true;
+        backend.expect_identity().return_const(identity);
+        backend.expect_device_count().return_const(1_u32);
+        Ok(Arc::new(backend))
+    }
+
+    fn open_on(machine: &'static [Known], options: OpenOptions) -> Result<Opened, OpenError> {
+        Search::of_machine(&options.with_plugins(false), machine).open()
+    }
+
+    #[track_caller]
+    fn assert_refused(candidate: &Candidate) {
+        assert!(candidate.outcome.is_broken() && !candidate.reason.is_empty(), "{candidate:?}");
+        assert!(!candidate.hint.is_empty(), "{candidate:?}");
     }
 
     #[test]
@@ -114,11 +137,11 @@ mod tests {
 
     #[test]
     fn a_real_backend_asked_for_by_name_is_refused_and_not_replaced() {
-        for known in KNOWN.iter().filter(|known| known.real && known.open.is_some()) {
-            let OpenError { error, report } = open(known.name).unwrap_err();
-            assert!(matches!(error.kind(), ErrorKind::LibraryMissing | ErrorKind::Unsupported), "{error}");
+        for name in ["cuda", "rocm"] {
+            let OpenError { error, report } = open_on(&BARE, OpenOptions::new().with_name(name)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::LibraryMissing);
             assert!(report.taken().is_none(), "{report}");
-            assert_eq!(candidate(&report, known.name).outcome, Outcome::of(&error));
+            assert_refused(candidate(&report, name));
             assert_eq!(candidate(&report, "mock").outcome, Outcome::NotTried);
             assert_eq!(Error::from(OpenError { error: error.clone(), report }).kind(), error.kind());
         }
@@ -126,12 +149,13 @@ mod tests {
 
     #[test]
     fn auto_without_the_mock_says_of_each_why_not() {
-        let OpenError { error, report } = open_auto(false).unwrap_err();
+        let OpenError { error, report } = open_on(&BARE, OpenOptions::new()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceMissing);
-        for known in &KNOWN {
+        for known in &BARE {
             assert!(error.message().contains(&format!("{}: ", known.name)), "{error}");
         }
-        assert_real_ones_were_refused(&report);
+        assert_refused(candidate(&report, "cuda"));
+        assert_refused(candidate(&report, "rocm"));
         assert_eq!(candidate(&report, "mock").outcome, Outcome::NotTried);
         assert!(error.hint().contains("mock"), "{error}");
     }
@@ -139,23 +163,60 @@ mod tests {
     #[cfg(feature = "mock")]
     #[test]
     fn auto_with_the_mock_takes_it_and_says_why() {
-        let Opened { backend, report } = open_auto(true).unwrap();
+        let Opened { backend, report } = open_on(&BARE, OpenOptions::new().with_mock_allowed(true)).unwrap();
         assert_eq!(backend.identity().name, "mock");
-        assert_real_ones_were_refused(&report);
+        assert_refused(candidate(&report, "cuda"));
         let mock = report.taken().unwrap();
         assert_eq!(mock.name, "mock");
         assert!(mock.reason.contains("no real device works here"), "{report}");
     }
 
+    #[test]
+    fn auto_takes_the_real_device_that_is_there_also_where_the_mock_was_allowed() {
+        for allowed in [false, true] {
+            let Opened { backend, report } =
+                open_on(&WITH_ROCM, OpenOptions::new().with_mock_allowed(allowed)).unwrap();
+            assert!(backend.identity().real_device);
+            assert_eq!(report.taken().unwrap().name, "rocm");
+            assert_refused(candidate(&report, "cuda"));
+            assert_eq!(candidate(&report, "mock").outcome, Outcome::NotTried, "{report}");
+        }
+    }
+
     #[cfg(feature = "mock")]
     #[test]
     fn the_mock_is_opened_by_name_and_a_survey_finds_it_usable() {
-        let Opened { backend, report } = open("mock").unwrap();
-        assert!(!backend.identity().real_device && backend.device_count() >= 1);
-        assert!(report.taken().unwrap().reason.contains("`mock` was asked for"), "{report}");
-        let survey = survey();
-        assert_eq!(candidate(&survey, "mock").outcome, Outcome::Usable, "{survey}");
-        assert_real_ones_were_refused(&survey);
-        assert!(survey.taken().is_none());
+        for machine in [&BARE, &WITH_ROCM] {
+            let Opened { backend, report } = open_on(machine, OpenOptions::new().with_name("mock")).unwrap();
+            assert!(!backend.identity().real_device && backend.device_count() >= 1);
+            assert!(report.taken().unwrap().reason.contains("`mock` was asked for"), "{report}");
+            let survey = Search::of_machine(&OpenOptions::new().with_plugins(false), machine).survey();
+            assert_eq!(candidate(&survey, "mock").outcome, Outcome::Usable, "{survey}");
+            assert_refused(candidate(&survey, "cuda"));
+            assert!(survey.taken().is_none());
+        }
+    }
+
+    /// Of this machine, whatever is in it: a real backend is opened as itself, or refused with its reason.
+    #[test]
+    fn each_real_backend_opens_here_as_itself_or_says_why_not() {
+        for known in KNOWN.iter().filter(|known| known.real && known.open.is_some()) {
+            match open(known.name) {
+                Ok(Opened { backend, report }) => {
+                    assert!(backend.identity().name == known.name && backend.identity().real_device, "{report}");
+                    assert_eq!(report.taken().unwrap().name, known.name);
+                }
+                Err(OpenError { error, report }) => {
+                    assert!(report.taken().is_none(), "{report}");
+                    let refused = candidate(&report, known.name);
+                    assert_refused(refused);
+                    assert_eq!(refused.outcome, Outcome::of(&error));
+                    if refused.outcome == Outcome::LibraryMissing {
+                        assert!(refused.tried.iter().any(|tried| refused.reason.contains(&tried.name)), "{report}");
+                    }
+                    assert_eq!(candidate(&report, "mock").outcome, Outcome::NotTried);
+                }
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use highwater_core::driver::OpenFailure;
-use highwater_core::{Backend, Error, ErrorKind};
+use highwater_core::{Backend, Error, ErrorKind, display_foreign};
 
 /// What became of a backend, or of a place where plugins are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -171,7 +171,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self, self.manifest().or(self.library())) {
             (Self::BuiltIn, _) => f.pad("built in"),
-            (_, Some(file)) => file.display().fmt(f),
+            (_, Some(file)) => display_foreign(file).fmt(f),
             (_, None) => f.pad("plugin"),
         }
     }
@@ -266,8 +266,10 @@ impl fmt::Display for Place {
     /// `/usr/lib/highwater/plugins (absent)`; `HIGHWATER_BACKEND=mock`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
-            Some(value) if self.kind == PlaceKind::BackendVariable => write!(f, "{}={}", self.kind, value.display()),
-            Some(path) => write!(f, "{} ({})", path.display(), self.outcome),
+            Some(value) if self.kind == PlaceKind::BackendVariable => {
+                write!(f, "{}={}", self.kind, display_foreign(value))
+            }
+            Some(path) => write!(f, "{} ({})", display_foreign(path), self.outcome),
             None => write!(f, "{} ({})", self.kind, self.outcome),
         }
     }
@@ -310,11 +312,13 @@ impl LoadReport {
 impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let column = |texts: &mut dyn Iterator<Item = &str>| texts.map(str::len).max().unwrap_or(0) + 2;
-        let names = column(&mut self.candidates.iter().map(|candidate| candidate.name.as_str()));
+        let shown: Vec<String> =
+            self.candidates.iter().map(|candidate| display_foreign(&candidate.name).to_string()).collect();
+        let names = column(&mut shown.iter().map(String::as_str));
         let outcomes = column(&mut self.candidates.iter().map(|candidate| candidate.outcome.as_str()));
         let margin = names + outcomes;
         let mut line_break = "";
-        for Candidate { name, outcome, reason, hint, notes, .. } in &self.candidates {
+        for (name, Candidate { outcome, reason, hint, notes, .. }) in shown.iter().zip(&self.candidates) {
             write!(f, "{line_break}{name:<names$}{outcome:<outcomes$}{reason}")?;
             line_break = "\n";
             if !hint.is_empty() {
@@ -346,7 +350,10 @@ pub struct Opened {
 }
 
 /// No backend was opened: why, and what was tried.
-#[derive(Debug, Clone)]
+///
+/// It becomes an [`Error`] by `?`, and an error behind a box as it is; either way the report is its
+/// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, is that of the error alone.
+#[derive(Clone)]
 #[non_exhaustive]
 pub struct OpenError {
     /// What went wrong.
@@ -357,15 +364,28 @@ pub struct OpenError {
 
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
+        fmt::Display::fmt(&self.error, f)
     }
 }
 
-impl std::error::Error for OpenError {}
+impl fmt::Debug for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.error, f)
+    }
+}
+
+impl std::error::Error for OpenError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.report)
+    }
+}
+
+/// What lies behind an [`OpenError`].
+impl std::error::Error for LoadReport {}
 
 impl From<OpenError> for Error {
     fn from(error: OpenError) -> Self {
-        error.error
+        error.error.with_source(error.report)
     }
 }
 
@@ -408,6 +428,20 @@ mod tests {
         let expected = "user folder: /u (failed): it is no folder; remove it\n\
                         plugins looked for in: HIGHWATER_PLUGIN_PATH (not set), /s (absent)";
         assert_eq!(report.to_string(), expected);
+    }
+
+    #[test]
+    fn an_error_is_a_paragraph_and_has_the_report_behind_it() {
+        let taken = candidate("cuda", Outcome::LibraryMissing, "no driver");
+        let report = LoadReport { candidates: vec![taken], ..LoadReport::default() };
+        let error = Error::new(ErrorKind::LibraryMissing, "open", "no driver").with_hint("install it");
+        let error = OpenError { error, report };
+        assert_eq!(format!("{error:?}"), "open: library missing: no driver\nhint: install it");
+        let boxed: Box<dyn std::error::Error + Send + Sync> = error.clone().into();
+        let source = boxed.source().unwrap();
+        assert_eq!(source.to_string(), "cuda  library missing  no driver");
+        let converted: Box<dyn std::error::Error> = Error::from(error).into();
+        assert_eq!(converted.source().unwrap().downcast_ref::<LoadReport>(), source.downcast_ref());
     }
 
     #[test]

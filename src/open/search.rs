@@ -3,9 +3,9 @@
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use highwater_core::{Error, ErrorKind};
+use highwater_core::{Error, ErrorKind, display_foreign};
 
-use super::built_in::KNOWN;
+use super::built_in::{KNOWN, Known};
 use super::environment::{BACKEND, Environment};
 #[cfg(feature = "plugins")]
 use super::plugins::{Finder, Means, Probing};
@@ -13,9 +13,12 @@ use super::report::{LoadReport, OpenError, Opened, Outcome, Place, PlaceKind};
 use super::{OPERATION, OpenOptions, choice};
 use choice::Contender;
 
+const BY_VARIABLE: &str = " by HIGHWATER_BACKEND";
+
 pub(super) struct Search<'a> {
     options: &'a OpenOptions,
     environment: Environment,
+    built_in: &'static [Known],
     #[cfg(feature = "plugins")]
     means: Means,
 }
@@ -33,9 +36,16 @@ impl<'a> Search<'a> {
         Self {
             options,
             environment: Environment::of_process(),
+            built_in: &KNOWN,
             #[cfg(feature = "plugins")]
             means: Means::real(),
         }
+    }
+
+    /// The same of a machine that a test describes: without any variable, and with these backends built in.
+    #[cfg(test)]
+    pub(super) fn of_machine(options: &'a OpenOptions, built_in: &'static [Known]) -> Self {
+        Self { environment: Environment::default(), built_in, ..Self::of_process(options) }
     }
 
     pub(super) fn open(&self) -> Result<Opened, OpenError> {
@@ -51,7 +61,7 @@ impl<'a> Search<'a> {
                 if !super::backends().contains(&name.as_str()) {
                     self.add_plugins(&mut contenders, &mut places, false);
                 }
-                choice::by_name(&contenders, places, &name)
+                choice::by_name(&contenders, places, &name, self.by())
             }
             Wanted::Best => {
                 let mut contenders = self.built_in();
@@ -94,15 +104,20 @@ impl<'a> Search<'a> {
             return Ok((Wanted::Path(path.clone()), vec![place(Some(path), Outcome::Searched, "")]));
         }
         let name = value.to_str().ok_or_else(|| {
-            let what = format!("{BACKEND} is `{}`, which is no name", value.display());
+            let what = format!("{BACKEND} is `{}`, which is no name", display_foreign(value));
             Error::new(ErrorKind::UnknownBackend, OPERATION, what)
                 .with_hint("set it to the name of a backend, or to the path of a plugin, with a `/` in it")
         })?;
         Ok((Wanted::Name(name.to_owned()), vec![place(Some(name.into()), Outcome::Searched, "")]))
     }
 
+    /// Who asked for a name or a path, to be added to "asked for".
+    fn by(&self) -> &'static str {
+        if self.options.path.is_some() || self.options.name.is_some() { "" } else { BY_VARIABLE }
+    }
+
     fn built_in(&self) -> Vec<Contender<'_>> {
-        KNOWN.iter().map(Contender::from).collect()
+        self.built_in.iter().map(Contender::from).collect()
     }
 
     #[cfg(feature = "plugins")]
@@ -143,8 +158,7 @@ impl<'a> Search<'a> {
 
     #[cfg(feature = "plugins")]
     fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
-        let by = if self.options.path.is_some() { String::new() } else { format!(" by {BACKEND}") };
-        let reason = format!("`{}` was asked for{by}", path.display());
+        let reason = format!("`{}` was asked for{}", display_foreign(path), self.by());
         let mut contenders = vec![self.finder(false).at(path, self.options.name.as_deref())];
         contenders.extend(self.built_in());
         choice::only(&contenders, places, 0, &reason)
@@ -152,7 +166,7 @@ impl<'a> Search<'a> {
 
     #[cfg(not(feature = "plugins"))]
     fn at_path(&self, path: &Path, places: Vec<Place>) -> Result<Opened, OpenError> {
-        let what = format!("{BACKEND} is the path `{}`, and this program loads no plugins", path.display());
+        let what = format!("{BACKEND} is the path `{}`, and this program loads no plugins", display_foreign(path));
         let error = Error::new(ErrorKind::Unsupported, OPERATION, what)
             .with_hint("build with the feature `plugins`, or set it to the name of a backend that is built in");
         Err(OpenError { error, report: LoadReport { places, candidates: Vec::new() } })

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::{ErrorKind, Opened, Runtime};
+use highwater::{ErrorKind, Opened, Runtime, display_foreign};
 
 use super::args::DigitsArguments;
 use super::backends::{self, Prober};
@@ -52,7 +52,8 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
         let runs = scale::WORKERS.into_iter().map(run).collect::<Result<_>>()?;
         drop(progress);
         let scale = Scale { place: &place, threads, repeat: task.repeat, runs };
-        return if json { finish(scale.to_json(), scale.faults()) } else { finish(scale.to_table(), scale.faults()) };
+        let printed = if json { output::object(&scale.to_json()) } else { output::result(scale.to_table()) };
+        return finish(printed, scale.faults());
     }
     let mut workers = arguments.workers;
     if workers > 0 && !shareable {
@@ -65,12 +66,13 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     drop(progress);
     let report = Report { place: &place, workers, threads, repeat: task.repeat, outcome: outcome? };
     let faults = report.outcome.faults();
-    if json { finish(report.to_json(), faults) } else { finish(report.to_table(), faults) }
+    let printed = if json { output::object(&report.to_json()) } else { output::result(report.to_table()) };
+    finish(printed, faults)
 }
 
-/// Prints a result and what is wrong with it.
-fn finish(result: impl std::fmt::Display, faults: Vec<String>) -> Result<Verdict> {
-    output::result(result)?;
+/// Prints what is wrong with a result, once that could be printed.
+fn finish(printed: Result<(), Failure>, faults: Vec<String>) -> Result<Verdict> {
+    printed?;
     faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
@@ -81,13 +83,13 @@ fn open(name: Option<&str>) -> Result<(Opened, String)> {
     let opened = name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?;
     let taken = opened.report.taken();
     let reason = taken.map_or_else(String::new, |taken| taken.reason.clone());
-    output::line(format_args!("backend {}: {reason}", opened.backend.identity().name));
+    output::line(format_args!("backend {}: {reason}", display_foreign(&opened.backend.identity().name)));
     for note in taken.iter().flat_map(|taken| &taken.notes) {
         output::line(format_args!("note: {note}"));
     }
     if name.is_none() {
         for other in opened.report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
-            output::line(format_args!("not {}: {}: {}", other.name, other.outcome, other.reason));
+            output::line(format_args!("not {}: {}: {}", display_foreign(&other.name), other.outcome, other.reason));
         }
     }
     Ok((opened, reason))
@@ -96,7 +98,8 @@ fn open(name: Option<&str>) -> Result<(Opened, String)> {
 fn cannot_share(place: &Place) -> Failure {
     let what = format!(
         "the memory of `{}` ({}) cannot be shared with other processes: no IPC transport",
-        place.device, place.backend
+        display_foreign(&place.device),
+        display_foreign(&place.backend)
     );
     Failure::new(ErrorKind::Unsupported, what, "use another `--backend`, or one process (`--workers 0`)")
 }

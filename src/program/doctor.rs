@@ -3,15 +3,12 @@
 use std::path::Path;
 
 use anyhow::Result;
-use comfy_table::{ContentArrangement, Table, presets};
-use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime};
+use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime, display_foreign};
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};
+use super::table::Table;
 use super::{Verdict, output};
-
-/// Columns of the table's text; terminals that are narrower break the lines themselves.
-const WIDTH: u16 = 110;
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
     let report = backends::options(Prober::ThisProgram).survey();
@@ -21,7 +18,7 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     if json {
         let backends: Vec<Value> = findings.iter().map(Finding::to_json).collect();
         let places: Vec<Value> = report.places.iter().map(place_to_json).collect();
-        output::result(json!({ "usable": usable, "backends": backends, "places": places }))?;
+        output::object(&json!({ "usable": usable, "backends": backends, "places": places }))?;
     } else {
         print(&findings, &report)?;
     }
@@ -145,17 +142,26 @@ fn place_to_json(place: &Place) -> Value {
 }
 
 fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL).set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
-    table.set_header(["backend", "usable", "outcome", "why"]);
+    let mut table = Table::with_header(["backend", "usable", "outcome", "why"]);
     for finding in findings {
         let usable = if finding.is_usable() { "yes" } else { "no" };
-        table.add_row([&finding.candidate.name, usable, finding.outcome(), &why(finding)]);
+        table.add_row([
+            &*display_foreign(&finding.candidate.name).to_string(),
+            usable,
+            finding.outcome(),
+            &why(finding),
+        ]);
     }
     output::result(table)?;
-    for Finding { candidate, .. } in findings.iter().filter(|finding| !finding.candidate.tried.is_empty()) {
-        output::result(format_args!("\nlibraries tried for {}:", candidate.name))?;
-        for failure in &candidate.tried {
+    for Finding { candidate, .. } in findings {
+        // Mostly the reason says all of it.
+        let untold: Vec<_> =
+            candidate.tried.iter().filter(|tried| !candidate.reason.contains(&tried.to_string())).collect();
+        if untold.is_empty() {
+            continue;
+        }
+        output::result(format_args!("\nlibraries tried for {}:", display_foreign(&candidate.name)))?;
+        for failure in untold {
             output::result(format_args!("  {failure}"))?;
         }
     }
@@ -186,10 +192,11 @@ fn why(finding: &Finding) -> String {
     }
     if let Some(Ok(details)) = &finding.details {
         for highwater::DeviceInfo { ordinal, name, memory_bytes, architecture, .. } in &details.devices {
+            let [name, architecture] = [name, architecture].map(|text| display_foreign(text).to_string());
             why += &format!("\ndevice {ordinal}: {name} ({architecture}), {memory_bytes} bytes");
         }
         for (what, version) in &details.identity.versions {
-            why += &format!("\n{what} {version}");
+            why += &format!("\n{} {}", display_foreign(what), display_foreign(version));
         }
     }
     why

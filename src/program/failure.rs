@@ -4,13 +4,13 @@ use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 
-use highwater::ErrorKind;
+use highwater::{ErrorKind, display_foreign};
 use serde_json::{Value, json};
 
 use super::output;
 
 /// Exit code of a command that could not do its work.
-const CANNOT: u8 = 2;
+pub(super) const CANNOT: u8 = 2;
 /// Exit code of a job that lost a worker.
 const LOST_WORKER: u8 = 3;
 
@@ -93,8 +93,10 @@ impl Explanation {
                 messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
                 hints.push(error.hint());
                 kinds.push(error.kind().as_str());
-            } else {
-                messages.push(cause.to_string());
+            } else if !cause.is::<highwater::LoadReport>() {
+                // The error in front of a report says of each backend why not.
+                let is_own = cause.is::<Failure>();
+                messages.push(if is_own { cause.to_string() } else { display_foreign(&cause.to_string()).to_string() });
                 if let Some(Failure { kind, hint, .. }) = cause.downcast_ref() {
                     hints.push(hint);
                     kinds.push(kind);
@@ -119,7 +121,7 @@ pub(super) fn print(error: &anyhow::Error, json: bool) {
     }
     if json {
         // Where it cannot be written, the lines above and the exit code still tell.
-        let _ = output::result(explanation.to_json());
+        let _ = output::object(&explanation.to_json());
     }
 }
 

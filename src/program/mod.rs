@@ -8,7 +8,7 @@
 //! - `soak`: sharing under random kills
 //! - `doctor`: which backends can be used here; `conformance`: the suite against one of them, in a
 //!   process of its own; `backends`: how all open one; `probe`: a plugin, tried in a process of its own
-//! - `args`: the command line; `output`: the two output streams; `progress`: a bar or plain lines; `failure`: errors with
+//! - `args`: the command line; `output`: the two output streams; `table`: tables that fit; `progress`: a bar or plain lines; `failure`: errors with
 //!   a hint; `warnings`: what the library warns about
 //!
 //! Results go to standard output, everything else to standard error. Exit code 0: all went well; 1: the command did its
@@ -33,6 +33,7 @@ mod progress;
 mod report;
 mod scale;
 mod soak;
+mod table;
 mod task;
 mod warnings;
 mod weights;
@@ -53,7 +54,15 @@ pub(crate) fn main() -> ExitCode {
     let arguments = match args::parse() {
         Ok(arguments) => arguments,
         // Help, the version, or a usage error: clap knows where it goes and with which code.
-        Err(refusal) => refusal.exit(),
+        Err(refusal) => {
+            return match output::of_parser(&refusal) {
+                Ok(()) => ExitCode::from(u8::try_from(refusal.exit_code()).unwrap_or(failure::CANNOT)),
+                Err(error) => {
+                    failure::print(&error.into(), false);
+                    ExitCode::from(failure::CANNOT)
+                }
+            };
+        }
     };
     warnings::show();
     highwater_core::file_limit::refuse_instead_of_killing();

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::Result;
-use highwater::ErrorKind;
+use highwater::{ErrorKind, display_foreign};
 use safetensors::{Dtype, SafeTensors};
 
 use super::failure::Failure;
@@ -21,6 +21,9 @@ const WHITE: u8 = 16;
 const LARGEST_FILE: u64 = 16 << 20;
 /// Inputs and outputs of each layer.
 pub(super) const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
+
+/// Tensors that a message lists.
+const MOST_NAMES: usize = 16;
 
 const WEIGHTS_FILE: &str = "weights.safetensors";
 const TEST_FILE: &str = "test.safetensors";
@@ -60,10 +63,10 @@ pub(super) fn load(folder: Option<&Path>) -> Result<(Network, TestSet)> {
             let hint = format!(
                 "`--data` names a folder with `{WEIGHTS_FILE}` and `{TEST_FILE}`; without it the built-in ones are used"
             );
-            let what = format!("`{}` cannot be read", path.display());
+            let what = format!("`{}` cannot be read", display_foreign(&path));
             Failure::new(ErrorKind::InvalidArgument, what, hint).because_of(error)
         })?;
-        Ok((bytes, path.display().to_string()))
+        Ok((bytes, display_foreign(&path).to_string()))
     };
     let (weights, weights_name) = read(WEIGHTS_FILE)?;
     let (test, test_name) = read(TEST_FILE)?;
@@ -116,7 +119,12 @@ impl<'a> File<'a> {
         let Ok(view) = self.tensors.tensor(tensor) else {
             let mut names = self.tensors.names();
             names.sort_unstable();
-            let names = names.join(", ");
+            let mut shown: Vec<_> =
+                names.iter().take(MOST_NAMES).map(|name| display_foreign(name).to_string()).collect();
+            if names.len() > shown.len() {
+                shown.push(format!("and {} more", names.len() - shown.len()));
+            }
+            let names = shown.join(", ");
             return Err(
                 corrupt(format!("`{}` has no tensor `{tensor}` ({}); it has: {names}", self.name, wanted())).into()
             );

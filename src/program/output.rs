@@ -2,16 +2,52 @@
 
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
 
-use highwater::ErrorKind;
+use highwater::{ErrorKind, display_foreign, harmless};
+use serde_json::Value;
 
 use super::failure::Failure;
 
-/// Prints a result on standard output.
+/// Prints a result on standard output. What would be a command to a terminal is shown instead, wherever the text comes from.
 pub(super) fn result(text: impl Display) -> Result<(), Failure> {
-    match write(&format!("{text}\n")) {
+    print(harmless(format!("{text}\n")))
+}
+
+/// Prints an object on standard output, as JSON of characters that no terminal obeys.
+pub(super) fn object(value: &Value) -> Result<(), Failure> {
+    print(to_json(value) + "\n")
+}
+
+fn to_json(value: &Value) -> String {
+    let text = value.to_string();
+    let mut escaped = String::with_capacity(text.len() + 1);
+    for c in text.chars() {
+        if c.is_ascii() && !c.is_ascii_control() || harmless(c.to_string()).len() == c.len_utf8() {
+            escaped.push(c);
+        } else {
+            // Such a character stands in a text only, and there it may be written by its code.
+            c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}"));
+        }
+    }
+    escaped
+}
+
+/// Prints what the parser of the command line says on its own: help and version on standard output, else on standard error.
+pub(super) fn of_parser(said: &clap::Error) -> Result<(), Failure> {
+    let text = said.render();
+    if said.use_stderr() {
+        // It repeats arguments, which a shell may have made of the names of files.
+        text.to_string().trim_end().lines().for_each(|text| line(display_foreign(text)));
+        return Ok(());
+    }
+    // Its texts are the program's own.
+    print(if io::stdout().is_terminal() { text.ansi().to_string() } else { text.to_string() })
+}
+
+fn print(text: String) -> Result<(), Failure> {
+    match write(&text) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written.map_err(|error| {
             let hint = "give the program a standard output that can be written, with room for the result";
@@ -29,5 +65,20 @@ fn write(text: &str) -> io::Result<()> {
 /// Prints a line that is no result on standard error.
 pub(super) fn line(text: impl Display) {
     // Nobody is left to tell that it cannot be written.
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    let _ = writeln!(io::stderr().lock(), "{}", harmless(text.to_string()));
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    #[test]
+    fn objects_say_the_same_without_characters_that_a_terminal_obeys() {
+        // What is printed is read from outside, in tests/finding.rs.
+        let value = json!({ "name": "a\u{1b}[2J\u{9b}1m\u{202e}\u{e0041}é", "quote": "\"\n" });
+        let text = super::to_json(&value);
+        assert!(text.is_ascii() || text.contains('é'), "{text}");
+        assert!(!text.chars().any(|c| c.is_control() || c == '\u{202e}' || c == '\u{e0041}'), "{text}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
+    }
 }

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use comfy_table::{Table, presets};
-use highwater::Statistics;
+use highwater::{Statistics, display_foreign};
 use serde_json::{Value, json};
 
+use super::table::Table;
 use super::task::Tally;
 
 /// The least part of the test digits that a sound run classifies rightly.
@@ -117,7 +117,12 @@ impl DeviceUse {
 
     fn to_line(&self) -> String {
         let Self { ordinal, name, workers, images } = self;
-        format!("{ordinal}: {name}, {}, {}", counted(*workers, "worker"), counted(*images as usize, "image"))
+        format!(
+            "{ordinal}: {}, {}, {}",
+            display_foreign(name),
+            counted(*workers, "worker"),
+            counted(*images as usize, "image")
+        )
     }
 }
 
@@ -253,14 +258,13 @@ impl Report<'_> {
         let Holdings { handles_created, threads_served, workspaces, workspace_bytes, .. } = holdings;
         let Holdings { pinned_requested_bytes, pinned_held_bytes, .. } = holdings;
         let speed = format!("{:.0} images per second ({images} in {elapsed:.2?})", self.outcome.images_per_second());
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED);
-        table.add_row(["backend", &format!("{backend} ({reason})")]);
+        let mut table = Table::default();
+        table.add_row(["backend", &format!("{} ({reason})", display_foreign(backend))]);
         if devices.len() > 1 {
             let lines: Vec<_> = devices.iter().map(DeviceUse::to_line).collect();
             table.add_row(["devices", &lines.join("\n")]);
         } else {
-            table.add_row(["device", device]);
+            table.add_row(["device", &display_foreign(device).to_string()]);
         }
         table.add_row(["processes", &processes]);
         table.add_row(["weights", &weights]);
@@ -332,7 +336,7 @@ mod tests {
         let second = json!({ "ordinal": 3, "name": "second", "workers": 1, "images": 1 });
         assert_eq!((&object["device"], &object["devices"][1]), (&json!("first"), &second));
         assert_eq!(object["weights_transport"], "legacy");
-        let table = report.to_table().to_string();
+        let table = report.to_table().to_text(None);
         for part in ["0: first, 2 workers, 99 images", "3: second, 1 worker, 1 image ", "transport: legacy"] {
             assert!(table.contains(part), "`{part}` is missing in:\n{table}");
         }

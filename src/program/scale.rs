@@ -1,9 +1,9 @@
 //! `highwater --scale`: how the speed of the main job grows with its workers.
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
 
 use super::report::{Outcome, Place};
+use super::table::Table;
 
 /// How many workers are measured, one after the other. The first is what the others are compared with.
 pub(super) const WORKERS: [usize; 3] = [1, 2, 4];
@@ -60,9 +60,7 @@ impl Scale<'_> {
     }
 
     pub(super) fn to_table(&self) -> Table {
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED);
-        table.set_header(["workers", "devices", "threads", "images per second", "ratio to 1 worker"]);
+        let mut table = Table::of_numbers(["workers", "devices", "threads", "images per second", "ratio to 1 worker"]);
         for (workers, run) in &self.runs {
             table.add_row([
                 workers.to_string(),
@@ -72,9 +70,6 @@ impl Scale<'_> {
                 format!("{:.2}", self.ratio(run)),
             ]);
         }
-        table.column_iter_mut().for_each(|column| {
-            column.set_cell_alignment(CellAlignment::Right);
-        });
         table
     }
 }
@@ -98,7 +93,7 @@ mod tests {
         let object = scale.to_json();
         assert_eq!((&object["scale"][0]["ratio"], &object["scale"][1]["ratio"]), (&json!(1.0), &json!(3.5)));
         assert_eq!(object["scale"][1]["threads"], 8);
-        let table = scale.to_table().to_string();
+        let table = scale.to_table().to_text(None);
         assert!(table.contains("3500") && table.contains("3.50"), "{table}");
         assert_eq!(scale.faults(), Vec::<String>::new());
     }

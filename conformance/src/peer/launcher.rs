@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
+use highwater_core::display_foreign;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 /// The environment variable that tells a process that it was started by a case.
@@ -94,10 +95,10 @@ impl Launcher {
 
     /// The command line, for messages.
     pub(super) fn describe(&self) -> String {
-        let mut line = self.program.display().to_string();
+        let mut line = display_foreign(&self.program).to_string();
         for argument in &self.arguments {
             line.push(' ');
-            line.push_str(&argument.to_string_lossy());
+            line += &display_foreign(argument).to_string();
         }
         line
     }

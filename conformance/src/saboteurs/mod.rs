@@ -29,7 +29,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use highwater_core::{Backend, Error, ErrorKind, Result};
+use highwater_core::{Backend, Error, ErrorKind, Result, display_foreign};
 
 pub use run::{Outcome, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs};
 
@@ -110,7 +110,7 @@ pub(crate) fn as_in_the_first_process(backend: Arc<dyn Backend>) -> Result<Arc<d
         None => Err(Error::new(
             ErrorKind::InvalidArgument,
             "serve_peer",
-            format!("{VARIABLE} is `{}`, which is no saboteur", name.display()),
+            format!("{VARIABLE} is `{}`, which is no saboteur", display_foreign(&name)),
         )
         .with_hint("unset the variable; a run of saboteurs sets it for the processes that it starts")),
     }

@@ -5,6 +5,8 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
+use crate::text::display_foreign;
+
 /// A library that was opened. It is never closed: callbacks, exit handlers and threads of a driver outlive every user.
 #[derive(Debug, Clone)]
 pub struct Library {
@@ -25,10 +27,12 @@ pub struct OpenFailure {
 impl fmt::Display for OpenFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The loader mostly begins with the name itself.
-        if self.reason.starts_with(&self.name) {
-            f.write_str(&self.reason)
+        let Self { name, reason } = self;
+        if reason.starts_with(name) {
+            let rest = &reason[name.len()..];
+            write!(f, "{}{}", display_foreign(name), display_foreign(rest))
         } else {
-            write!(f, "{}: {}", self.name, self.reason)
+            write!(f, "{}: {}", display_foreign(name), display_foreign(reason))
         }
     }
 }

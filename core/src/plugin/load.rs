@@ -23,6 +23,7 @@ use crate::Backend;
 use crate::error::{Error, ErrorKind};
 use crate::fork::Generation;
 use crate::id::BackendTag;
+use crate::text::display_foreign;
 
 /// The symbol that a plugin exports.
 pub(super) const ENTRY_POINT: &str = "highwater_plugin";
@@ -306,7 +307,7 @@ fn remember(key: FileKey, loaded: Loaded) {
 
 /// The file behind all links, and which one it is. Refuses what the loader could not load, in words that say more than its own.
 fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
-    let shown = file.display().to_string();
+    let shown = display_foreign(file).to_string();
     let unread = |error: &std::io::Error| {
         let hint = "check the path, and whether this user may read the file";
         Refusal::new(Stage::Library, ErrorKind::LibraryMissing, format!("{shown}: {error}"), hint)
@@ -339,7 +340,7 @@ unsafe impl Send for Entered {}
 /// whether that is so.
 fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
     let (sender, receiver) = sync_channel(1);
-    let (path, shown) = (file.to_owned(), file.display().to_string());
+    let (path, shown) = (file.to_owned(), display_foreign(file).to_string());
     let thread = std::thread::Builder::new().name("highwater-load".to_owned());
     let spawned = thread.spawn(move || {
         // Nobody listens any more where it took too long.
@@ -394,14 +395,14 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
     // Threads, exit handlers and tables of the plugin outlive every user.
     std::mem::forget(library);
     let Ok(entry) = entry else {
-        let message = format!("{}: it has no entry point `{ENTRY_POINT}`", file.display());
+        let message = format!("{}: it has no entry point `{ENTRY_POINT}`", display_foreign(file));
         let hint = "it is a library, but no plugin of Highwater";
         return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, hint));
     };
     // SAFETY: as above; the host's offer lives as long as the process.
     let plugin = unsafe { entry(&raw const HOST) };
     if plugin.is_null() {
-        let message = format!("{}: the entry point `{ENTRY_POINT}` refused this program", file.display());
+        let message = format!("{}: the entry point `{ENTRY_POINT}` refused this program", display_foreign(file));
         let hint = "its log lines may say why; the plugin may be for another version";
         return Err(Refusal::new(Stage::EntryPoint, ErrorKind::Unsupported, message, hint));
     }
@@ -410,7 +411,7 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
 
 /// Checks what a plugin says of itself, and its table.
 fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
-    let shown = file.display().to_string();
+    let shown = display_foreign(&file).to_string();
     let bad = |what: String| {
         let hint = "report it to the plugin's maker";
         Refusal::new(Stage::Table, ErrorKind::Unsupported, format!("{shown}: {what}"), hint)

@@ -10,6 +10,7 @@ use std::ops::{Range, RangeInclusive};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use highwater_core::display_foreign;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -104,7 +105,7 @@ impl Manifest {
             let line = Some(line_of(text, error.span().unwrap_or_default()));
             Fault {
                 line,
-                what: error.message().trim().replace('\n', ", "),
+                what: display_foreign(&error.message().trim().replace('\n', ", ")).to_string(),
                 hint: "see the TOML format, https://toml.io".into(),
             }
         })?;
@@ -113,7 +114,7 @@ impl Manifest {
         let name = table.text("name")?;
         if !is_name(&name) {
             let hint = "a name has up to 64 ASCII letters, digits, `-` and `_`, and begins with a letter or digit";
-            return Err(table.fault("name", format!("`name` is `{name}`, which is no name"), hint));
+            return Err(table.fault("name", format!("`name` is `{}`, which is no name", display_foreign(&name)), hint));
         }
         let [_vendor, _licence] = [table.text("vendor")?, table.text("licence")?];
         let version = table.text("version")?;
@@ -158,7 +159,8 @@ struct Table<'t> {
 impl<'t> Table<'t> {
     /// A key with the table's own in front.
     fn full(&self, key: &str) -> String {
-        if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
+        let key = display_foreign(key);
+        if self.name.is_empty() { key.to_string() } else { format!("{}.{key}", self.name) }
     }
 
     fn at(&self, place: Range<usize>, what: String, hint: &str) -> Fault {
@@ -222,7 +224,12 @@ impl<'t> Table<'t> {
         let number = value.get_ref().as_integer().ok_or_else(|| self.mistyped(key, value, "a whole number"))?;
         let read = u32::from_str_radix(number.as_str(), number.radix()).ok().filter(|&number| number > 0);
         read.ok_or_else(|| {
-            let what = format!("`{}` is {}, not a number from 1 to {}", self.full(key), number.as_str(), u32::MAX);
+            let what = format!(
+                "`{}` is {}, not a number from 1 to {}",
+                self.full(key),
+                display_foreign(number.as_str()),
+                u32::MAX
+            );
             self.at(value.span(), what, "give a version of the table")
         })
     }

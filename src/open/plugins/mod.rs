@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use highwater_core::plugin::TABLE_VERSIONS;
-use highwater_core::{Error, ErrorKind};
+use highwater_core::{Error, ErrorKind, display_foreign};
 
 use self::manifest::{Fault, Manifest};
 use self::permission::{Complaint, Trust, text_of};
@@ -49,6 +49,9 @@ impl Means {
         Self { load: Box::new(plugin::load), probe: Box::new(probe::probe) }
     }
 }
+
+/// Platforms of a manifest that a message lists.
+const MOST_PLATFORMS: usize = 16;
 
 /// Looks for plugins.
 pub(super) struct Finder<'a> {
@@ -130,6 +133,7 @@ impl<'a> Finder<'a> {
         };
         let before = contenders.len();
         let unsafe_folder = self.trust.check(&folder).err();
+        let refused = unsafe_folder.as_ref().filter(|_| !self.trust.insecure);
         for entry in entries {
             // Programs keep TOML files of their own beside themselves.
             if beside && entry.is_manifest && !manifest::read(&entry.path).is_ok_and(|text| manifest::is_meant(&text)) {
@@ -142,11 +146,19 @@ impl<'a> Finder<'a> {
                 && library.is_some()
                 && contenders[before..].iter().any(|other| other.origin.library() == library);
             if !twice {
-                contenders.push(contender);
+                contenders.push(Contender { hidden: refused.is_some(), ..contender });
             }
         }
-        if contenders.len() == before {
-            (place.outcome, place.reason) = (Outcome::Absent, "there is no plugin in it".into());
+        match (contenders.len() - before, refused) {
+            (0, _) => (place.outcome, place.reason) = (Outcome::Absent, "there is no plugin in it".into()),
+            (_, None) => {}
+            // Others chose what its files are called, so they are counted and not named.
+            (found, Some(complaint)) => {
+                let plugins = if found == 1 { "1 plugin in it was" } else { &format!("{found} plugins in it were") };
+                place.outcome = Outcome::NotPermitted;
+                place.reason = format!("{complaint}; {plugins} not looked at");
+                place.hint.clone_from(&complaint.hint);
+            }
         }
     }
 
@@ -161,7 +173,12 @@ impl<'a> Finder<'a> {
             let stem = path.file_stem().unwrap_or_default().display().to_string();
             let found = match name {
                 Some(name) if name != stem => {
-                    let what = format!("`{name}` was asked for, and `{}` is the manifest of `{stem}`", path.display());
+                    let what = format!(
+                        "`{}` was asked for, and `{}` is the manifest of `{}`",
+                        display_foreign(name),
+                        display_foreign(&path),
+                        display_foreign(&stem)
+                    );
                     failure(Outcome::Failed, what, "ask for the name or for the file").into()
                 }
                 _ => self.by_manifest(&path, &stem, None),
@@ -202,7 +219,7 @@ impl<'a> Finder<'a> {
     fn by_manifest(&self, path: &Path, name: &str, unsafe_folder: Option<&Complaint>) -> Found {
         let invalid = |line: Option<usize>, what: &str, hint: &str| {
             let line = line.map_or_else(String::new, |line| format!(":{line}"));
-            Found::from(failure(Outcome::InvalidManifest, format!("{}{line}: {what}", path.display()), hint))
+            Found::from(failure(Outcome::InvalidManifest, format!("{}{line}: {what}", display_foreign(path)), hint))
         };
         let mut notes = match self.allow(unsafe_folder) {
             Ok(notes) => notes,
@@ -227,12 +244,17 @@ impl<'a> Finder<'a> {
         };
         if manifest.name != name {
             let line = text.lines().position(|line| line.trim_start().starts_with("name")).map(|index| index + 1);
-            let what = format!("`name` is `{}`, and the file is named for `{name}`", manifest.name);
+            let what = format!(
+                "`name` is `{}`, and the file is named for `{}`",
+                display_foreign(&manifest.name),
+                display_foreign(name)
+            );
             return invalid(line, &what, &format!("name the file `{}.toml`", manifest.name));
         }
         let platform = manifest::platform();
         let Some(library) = manifest.libraries.get(&platform) else {
-            let others: Vec<&str> = manifest.libraries.keys().map(String::as_str).collect();
+            let platforms = manifest.libraries.keys().take(MOST_PLATFORMS);
+            let others: Vec<String> = platforms.map(|platform| display_foreign(platform).to_string()).collect();
             let what = format!("it has libraries for {}, and none for {platform}", others.join(", "));
             return failure(Outcome::WrongPlatform, what, "").into();
         };
@@ -260,7 +282,7 @@ impl<'a> Finder<'a> {
                     Named::Manifest { .. } => "the manifest names ",
                     _ => "",
                 };
-                let what = format!("{named_by}`{}`: {}", path.display(), text_of(&error));
+                let what = format!("{named_by}`{}`: {}", display_foreign(path), text_of(&error));
                 let hint = match named {
                     Named::Manifest { .. } => "install the plugin again, or correct `[library]` of its manifest",
                     _ => "give the path of a library or of a manifest",
@@ -272,7 +294,7 @@ impl<'a> Finder<'a> {
             Err(failure) => Err(failure),
             // Not for the loader, which waits at a pipe.
             Ok(_) if !file.is_file() => {
-                let what = format!("`{}` is no regular file", file.display());
+                let what = format!("`{}` is no regular file", display_foreign(&file));
                 Err(failure(Outcome::WrongPlatform, what, "give the path of a library or of a manifest"))
             }
             Ok(more) => {
@@ -293,7 +315,7 @@ impl<'a> Finder<'a> {
                 State::Ready(Box::new(move || open(&how, &ready, &expected)))
             }
         };
-        Contender { name, origin, given: false, real: None, state }
+        Contender { name, origin, given: false, hidden: false, real: None, state }
     }
 }
 
@@ -325,26 +347,32 @@ fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure
         failure.notes.clone_from(&notes);
         failure
     })?;
-    notes.extend(warnings);
-    let library = ready.library.display();
+    notes.extend(warnings.iter().map(|warning| display_foreign(warning).to_string()));
+    let library = display_foreign(&ready.library);
+    // Names are compared as they are, and told as they can be shown.
+    let [said_name, expected_name] = [name.as_str(), expected].map(|name| display_foreign(name).to_string());
     match &ready.named {
         Named::Manifest { path, .. } if name != expected => {
-            let what = format!("{}: `name` is `{expected}`, and `{library}` calls itself `{name}`", path.display());
+            let what = format!(
+                "{}: `name` is `{expected_name}`, and `{library}` calls itself `{said_name}`",
+                display_foreign(path)
+            );
             return Err(failure(Outcome::InvalidManifest, what, "correct the manifest, or the library that it names"));
         }
         Named::File if name != expected => {
-            let what = format!("`{library}` is named for `{expected}`, and calls itself `{name}`");
-            let hint = format!("name the file `libhighwater_{name}.so`, or give it a manifest `{name}.toml`");
+            let what = format!("`{library}` is named for `{expected_name}`, and calls itself `{said_name}`");
+            let hint = format!("name the file `libhighwater_{said_name}.so`, or give it a manifest `{said_name}.toml`");
             return Err(failure(Outcome::Failed, what, &hint));
         }
         Named::Caller if name != expected => {
-            let what = format!("`{expected}` was asked for, and `{library}` is `{name}`");
+            let what = format!("`{expected_name}` was asked for, and `{library}` is `{said_name}`");
             let error =
                 Error::new(ErrorKind::UnknownBackend, OPERATION, what).with_hint("ask for the name or for the file");
             return Err(Failure { outcome: Outcome::Failed, error, tried: Vec::new(), notes });
         }
         Named::Manifest { path, version: said } if *said != version => {
-            notes.push(format!("{} says version {said}, and the library says {version}", path.display()));
+            let [said, version] = [said, &version].map(|version| display_foreign(version).to_string());
+            notes.push(format!("{} says version {said}, and the library says {version}", display_foreign(path)));
         }
         _ => {}
     }

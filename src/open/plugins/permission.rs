@@ -17,6 +17,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use highwater_core::display_foreign;
+
 use super::super::environment::{ALLOW_INSECURE, Environment};
 
 /// Write access of the group and of others.
@@ -45,7 +47,7 @@ pub(super) struct Complaint {
 
 impl fmt::Display for Complaint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` {}", self.path.display(), self.what)
+        write!(f, "`{}` {}", display_foreign(&self.path), self.what)
     }
 }
 
@@ -65,7 +67,7 @@ impl Trust {
         Self {
             user: environment.user,
             insecure: allow_insecure || variable.is_some_and(|value| value == "1"),
-            strange: variable.filter(|_| !known).map(|value| value.display().to_string()),
+            strange: variable.filter(|_| !known).map(|value| display_foreign(value).to_string()),
         }
     }
 
@@ -112,7 +114,7 @@ impl Trust {
         format!(
             "`{command} {}`, or, where every user of this machine is trusted, {ALLOW_INSECURE}=1{strange} or \
              `highwater --allow-insecure-plugins`",
-            path.display()
+            display_foreign(path)
         )
     }
 }

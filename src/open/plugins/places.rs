@@ -17,7 +17,6 @@ use super::permission::text_of;
 
 /// Below the user's folder for data, and below each of the system's for libraries.
 const FOLDER: &str = "highwater/plugins";
-const SYSTEM: [&str; 2] = ["/usr/local/lib", "/usr/lib"];
 
 /// A library that is found without a manifest: `libhighwater_NAME.so` or `libhighwater_NAME_plugin.so`.
 const BARE: [&str; 3] = ["libhighwater_", "_plugin", ".so"];
@@ -47,7 +46,7 @@ pub(super) fn all(options: &OpenOptions, environment: &Environment) -> Vec<Place
         places.push(not_set(PlaceKind::PathVariable, environment, ""));
     }
     places.push(user_folder(environment));
-    for folder in SYSTEM {
+    for folder in environment.system {
         places.push(Place::new(PlaceKind::SystemFolder, Some(Path::new(folder).join(FOLDER)), Outcome::Searched, ""));
     }
     places.push(match environment.executable_folder() {
@@ -146,8 +145,16 @@ pub(super) fn note_failure(place: &mut Place, error: &io::Error) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::environment::SYSTEM;
     use super::super::testing::Folder;
     use super::*;
+
+    /// Without any variable.
+    fn bare() -> Environment {
+        let mut environment = Environment::default();
+        environment.system = &SYSTEM;
+        environment
+    }
 
     fn paths(environment: &Environment) -> Vec<(PlaceKind, Option<&'static str>, Outcome)> {
         let leak = |path: PathBuf| -> &'static str { Box::leak(path.display().to_string().into_boxed_str()) };
@@ -166,19 +173,17 @@ mod tests {
         let mut expected =
             vec![(PlaceKind::PathVariable, None, Outcome::NotSet), (PlaceKind::UserFolder, None, Outcome::NotSet)];
         expected.extend(REST);
-        assert_eq!(paths(&Environment::default()), expected);
+        assert_eq!(paths(&bare()), expected);
         // Empty, relative, or colons only: the same.
-        let vain = Environment::default().with(HOME, "").with(DATA_HOME, "data").with(PLUGIN_PATH, "");
+        let vain = bare().with(HOME, "").with(DATA_HOME, "data").with(PLUGIN_PATH, "");
         assert_eq!(paths(&vain), expected);
-        assert_eq!(paths(&Environment::default().with(PLUGIN_PATH, "::")).len(), 4);
+        assert_eq!(paths(&bare().with(PLUGIN_PATH, "::")).len(), 4);
     }
 
     #[test]
     fn every_place_stands_in_its_order() {
-        let mut environment = Environment::default()
-            .with(PLUGIN_PATH, "/one::two:/three/")
-            .with(DATA_HOME, "/data")
-            .with(HOME, "/home/ada");
+        let mut environment =
+            bare().with(PLUGIN_PATH, "/one::two:/three/").with(DATA_HOME, "/data").with(HOME, "/home/ada");
         environment.executable = Some("/opt/tool/bin/tool".into());
         let options = OpenOptions::new().with_search_folder("/given");
         let places = all(&options, &environment);
@@ -201,15 +206,15 @@ mod tests {
     #[test]
     fn without_a_data_folder_it_is_below_the_home() {
         for data in ["", "relative"] {
-            let environment = Environment::default().with(HOME, "/home/ada").with(DATA_HOME, data);
+            let environment = bare().with(HOME, "/home/ada").with(DATA_HOME, data);
             assert_eq!(paths(&environment)[1].1, Some("/home/ada/.local/share/highwater/plugins"));
         }
-        assert_eq!(paths(&Environment::default().with(HOME, "ada"))[1].1, None);
+        assert_eq!(paths(&bare().with(HOME, "ada"))[1].1, None);
     }
 
     #[test]
     fn in_a_program_with_more_rights_the_environment_is_said_not_to_count() {
-        let mut environment = Environment::default();
+        let mut environment = bare();
         environment.secure = true;
         let places = all(&OpenOptions::new(), &environment);
         for place in &places[..2] {

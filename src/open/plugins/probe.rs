@@ -8,23 +8,27 @@
 //! ends the process from a program that does not know how to probe.
 //!
 //! *Ends.* A child is waited for by its pidfd, never by its output, which a grandchild may keep open. It is the leader of a process
-//! group, which is killed as a whole when the child has ended or its time is over.
+//! group, which is killed as a whole when the child has ended or its time is over; so is what has left the group, which is known by a
+//! mark in its environment.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use highwater_core::display_foreign;
 use highwater_core::plugin::{self, LoadOptions, Refusal};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use super::super::OpenOptions;
@@ -42,6 +46,8 @@ const MOST_OUTPUT: usize = 64 * 1024;
 const NO_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// How long a killed child may take to be gone.
 const END: Duration = Duration::from_secs(10);
+/// How often it is looked for what a child has left. Once more than it has a life to start another in would do.
+const MOST_ROUNDS: usize = 100;
 
 /// Whether and how plugins are probed before they are loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,7 +121,7 @@ pub(super) fn probe(prober: &Path, file: &Path, limit: Duration) -> Probed {
         return probed;
     }
     let probed = start(prober, file).map_or_else(
-        |error| Probed::Impossible(format!("`{}` cannot be started: {}", prober.display(), text_of(&error))),
+        |error| Probed::Impossible(format!("`{}` cannot be started: {}", display_foreign(prober), text_of(&error))),
         |running| match running.watch(limit) {
             Ok(seen) => seen.judge(prober, limit),
             Err(error) => Probed::Impossible(format!("its process cannot be watched: {}", text_of(&error))),
@@ -133,18 +139,22 @@ struct Running {
     pid: Pid,
     pidfd: OwnedFd,
     reaped: bool,
+    /// What stands in the environment of the child, and of all that it starts.
+    mark: String,
 }
 
 fn start(prober: &Path, file: &Path) -> io::Result<Running> {
     let mut arguments: Vec<OsString> = ["probe", "--open", "--parent"].map(OsString::from).into();
     arguments.extend([std::process::id().to_string().into(), file.into()]);
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let mark = format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let mut command = Command::new(prober);
-    command.arg0("highwater").args(arguments).env(PROBING, "1").process_group(0);
+    command.arg0("highwater").args(arguments).env(PROBING, &mark).process_group(0);
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pid = Pid::from_child(&child);
     // The number cannot mean another process before the child has been waited for.
     match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(pidfd) => Ok(Running { child, pid, pidfd, reaped: false }),
+        Ok(pidfd) => Ok(Running { child, pid, pidfd, reaped: false, mark }),
         Err(error) => {
             let _ = child.kill().and_then(|()| child.wait());
             Err(error.into())
@@ -205,6 +215,7 @@ impl Running {
         if !self.reaped {
             // What the plugin started goes too. The number is still this group's, because its leader has not been waited for.
             let _ = kill_process_group(self.pid, Signal::KILL);
+            kill_marked(&self.mark);
             // Not forever: a process inside the kernel does not end, and is left to the system then.
             self.reaped = matches!(wait(&[self.pidfd.as_fd()], Some(END)).as_deref(), Ok([true]));
         }
@@ -215,6 +226,30 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Kills every process that has this mark: also what left the group of the child, or was left by its parent.
+///
+/// Not one that got another environment, or that this user may not look at.
+fn kill_marked(mark: &str) {
+    let mark = format!("{PROBING}={mark}");
+    let is_marked = |pid: Pid| {
+        let environment = fs::read(format!("/proc/{}/environ", pid.as_raw_pid())).unwrap_or_default();
+        environment.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes())
+    };
+    // One that is killed may have started another meanwhile.
+    for _ in 0..MOST_ROUNDS {
+        let mut found = false;
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        for pid in entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)) {
+            // Before it is looked at, so that its number cannot come to mean another process.
+            let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+            found |= is_marked(pid) && pidfd_send_signal(&pidfd, Signal::KILL).is_ok();
+        }
+        if !found {
+            return;
+        }
     }
 }
 
@@ -263,7 +298,7 @@ impl Seen {
                 End::Unknown => "it ended".to_owned(),
                 End::Killed => format!("nothing within {limit:?}"),
             };
-            return Probed::Impossible(format!("`{}` does not probe ({end}){said}", prober.display()));
+            return Probed::Impossible(format!("`{}` does not probe ({end}){said}", display_foreign(prober)));
         };
         let answer: Option<Value> = serde_json::from_str(&format!("{{{answer}")).ok();
         let refuse = |outcome, reason: String| Probed::Refused(failure(outcome, reason, ""));
@@ -278,7 +313,7 @@ impl Seen {
             }
             (End::Itself(status), Some(_)) if !status.success() => crashed(&status),
             (_, Some(answer)) => read_answer(&answer).unwrap_or_else(|| {
-                Probed::Impossible(format!("`{}` answers in a way of another version", prober.display()))
+                Probed::Impossible(format!("`{}` answers in a way of another version", display_foreign(prober)))
             }),
             (End::Itself(status), None) => crashed(&status),
             (End::Unknown, None) => crashed(&"no answer"),
@@ -290,9 +325,7 @@ impl Seen {
         let text = String::from_utf8_lossy(&self.stderr);
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let last = lines[lines.len().saturating_sub(3)..].join(" | ");
-        let skipped = last.chars().count().saturating_sub(400);
-        let last: String = last.chars().skip(skipped).collect();
-        if last.is_empty() { last } else { format!("; it said: {last}") }
+        if last.is_empty() { last } else { format!("; it said: {}", display_foreign(&last)) }
     }
 }
 
@@ -404,7 +437,7 @@ mod tests {
 
     #[test]
     fn a_plugin_that_opens_there_may_be_opened_here() {
-        let text = r#"[ "$1 $2 $3" = "probe --open --parent" ] && [ "$HIGHWATER_PROBING" = 1 ] && [ -f "$5" ] || exit 9
+        let text = r#"[ "$1 $2 $3" = "probe --open --parent" ] && [ -n "$HIGHWATER_PROBING" ] && [ -f "$5" ] || exit 9
             printf '{"probe":1,"opened":true,"refusal":null}\n'"#;
         assert!(matches!(probed(text, LONG), Probed::Opens));
     }
@@ -448,13 +481,37 @@ mod tests {
         assert_eq!(outcome, Outcome::HungInProbe);
         assert!(message.contains("within 1s"), "{message}");
         assert!(started.elapsed() < Duration::from_secs(20));
-        let pid = std::fs::read_to_string(folder.path().join("pid")).unwrap();
+        assert_gone(&folder.path().join("pid"));
+    }
+
+    /// The process whose number is in this file ends.
+    #[track_caller]
+    fn assert_gone(file: &Path) {
+        let started = Instant::now();
+        let pid = fs::read_to_string(file).unwrap();
         let gone =
-            || std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).map_or(true, |stat| stat.contains(") Z"));
+            || fs::read_to_string(format!("/proc/{}/stat", pid.trim())).map_or(true, |stat| stat.contains(") Z"));
         while !gone() && started.elapsed() < LONG {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(gone(), "the sleeper {pid} is still there");
+    }
+
+    #[test]
+    fn what_the_plugin_started_in_a_session_of_its_own_ends_too() {
+        let folder = Folder::new();
+        let file = folder.file("plugin.so", "");
+        let pid = folder.path().join("pid");
+        // Twice left by its parent, as a daemon is.
+        let text = format!(
+            "setsid sh -c '(echo $$ >{0}.new; mv {0}.new {0}; exec sleep 600) &' </dev/null >/dev/null 2>&1 &
+             while [ ! -e {0} ]; do sleep 0.01; done
+             printf '{{\"probe\":1,\"opened\":true,\"refusal\":null}}'",
+            pid.display()
+        )
+        .replace("echo $$", "sh -c \"echo \\$PPID\"");
+        assert!(matches!(probe(&script(&folder, &text), &file, LONG), Probed::Opens));
+        assert_gone(&pid);
     }
 
     #[test]

@@ -173,6 +173,21 @@ fn a_manifest_whose_name_is_not_utf_8_is_told_and_harms_nobody() {
 }
 
 #[test]
+fn twenty_thousand_plugins_of_one_folder_are_found_in_a_moment() {
+    let folder = Folder::new();
+    // Of one file, which is for another machine.
+    let manifest = folder.file("m0.toml", manifest_of("m0", "lib.so").replace(&manifest::platform(), "sparc64-linux"));
+    for number in 1..20_000 {
+        fs::hard_link(&manifest, folder.path().join(format!("m{number}.toml"))).unwrap();
+    }
+    let started = std::time::Instant::now();
+    let report = World::of(&folder).survey();
+    assert_eq!(report.candidates.len(), 20_000);
+    // Found by comparing each with each, they took 29 s in a release build.
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+}
+
+#[test]
 fn a_library_for_other_machines_or_of_other_versions_is_not_touched() {
     let folder = Folder::new();
     let mut world = World::of(&folder);
@@ -210,17 +225,36 @@ fn what_others_can_change_is_not_permitted_unless_allowed() {
     folder.manifest("plugins/acme.toml");
     let mut world = World::new();
     world.options = world.options.with_search_folder(folder.path().join("plugins"));
-    for (path, mode, usual) in [
-        ("plugins", 0o777, 0o755),
-        ("plugins", 0o1777, 0o755),
-        ("plugins/acme.toml", 0o666, 0o644),
-        ("plugins/lib.so", 0o775, 0o644),
-        ("", 0o775, 0o755),
+    for (path, mode, usual, is_file) in [
+        ("plugins", 0o777, 0o755, false),
+        ("plugins", 0o1777, 0o755, false),
+        ("plugins/acme.toml", 0o666, 0o644, true),
+        ("plugins/lib.so", 0o775, 0o644, true),
+        ("", 0o775, 0o755, false),
     ] {
         let path = folder.path().join(path);
         chmod(&path, mode);
         let named = path.display().to_string();
-        assert_broken(&world.one(), Outcome::NotPermitted, named.trim_end_matches('/'));
+        let named = named.trim_end_matches('/');
+        if is_file {
+            assert_broken(&world.one(), Outcome::NotPermitted, named);
+        } else {
+            // Who can write to a folder chooses the names in it, so none of them is told.
+            let report = world.survey();
+            assert!(report.candidates.is_empty(), "{report}");
+            let place = report.broken_places().next().unwrap();
+            assert_eq!(place.outcome, Outcome::NotPermitted, "{report}");
+            assert!(
+                place.reason.contains(named) && place.reason.ends_with("1 plugin in it was not looked at"),
+                "{report}"
+            );
+            assert!(place.hint.contains("chmod go-w") && !report.to_string().contains("acme"), "{report}");
+            // Asked for by its name, it is refused, and none is taken in its place.
+            let (contenders, places) = world.finder().all();
+            let refused = choice::by_name(&contenders, places, "acme", "").unwrap_err();
+            assert_eq!(refused.error.kind(), highwater_core::ErrorKind::PermissionDenied, "{refused}");
+            assert_eq!(refused.report.candidates.len(), 1, "{}", refused.report);
+        }
         let mut allowed = World::new();
         allowed.options = world.options.clone().with_insecure_plugins_allowed(true);
         let candidate = allowed.one();

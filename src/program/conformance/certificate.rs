@@ -1,16 +1,15 @@
 //! The certificate of a full run: a file that says which backend was tested on what, and how each clause was proved.
 
-use std::fs::{self, File};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::Result;
-use highwater::ErrorKind;
+use highwater::{ErrorKind, display_foreign};
 use highwater_conformance::{CaseReport, Clause, Options, Status, clauses};
 use serde_json::{Value, json};
 
 use super::super::failure::Failure;
+use super::destination::Destination;
 use super::protocol::About;
 use super::report::Run;
 
@@ -21,53 +20,37 @@ const FORMAT: &str = "highwater-conformance-certificate/1";
 #[derive(Debug)]
 pub(super) struct Certificate {
     path: PathBuf,
-    /// Beside it, so that what is there already is replaced by a whole one or not at all.
-    draft: PathBuf,
-    file: File,
+    destination: Destination,
 }
 
 impl Certificate {
     /// Looks whether the run can have one, and whether it can be written.
     ///
     /// # Errors
-    /// For a run of a part of the suite; where the file cannot be made.
+    /// For a run of a part of the suite; where the file can be neither made nor replaced nor written into.
     pub(super) fn begin(path: &Path, options: &Options) -> Result<Self> {
         if options.filter.is_some() {
             let hint = "leave out `--filter`: a certificate tells of every clause";
             let message = "a certificate is written of a full run only, and `--filter` selects a part";
             return Err(Failure::new(ErrorKind::InvalidArgument, message, hint).into());
         }
-        let mut draft = path.as_os_str().to_owned();
-        draft.push(format!(".{}.draft", std::process::id()));
-        let draft = PathBuf::from(draft);
-        if path.is_dir() {
-            return Err(not_written(path, std::io::ErrorKind::IsADirectory.into()));
-        }
-        let file = File::create_new(&draft).map_err(|error| not_written(path, error))?;
-        Ok(Self { path: path.to_owned(), draft, file })
+        let destination = Destination::of(path).map_err(|error| not_written(path, error))?;
+        Ok(Self { path: path.to_owned(), destination })
     }
 
     /// Writes it.
     ///
     /// # Errors
     /// Where it cannot be written.
-    pub(super) fn finish(mut self, run: &Run<'_>, about: &About) -> Result<()> {
+    pub(super) fn finish(self, run: &Run<'_>, about: &About) -> Result<()> {
         let text = format!("{:#}\n", to_json(run, about, SystemTime::now()));
-        let written = self.file.write_all(text.as_bytes()).and_then(|()| self.file.sync_all());
-        written.and_then(|()| fs::rename(&self.draft, &self.path)).map_err(|error| not_written(&self.path, error))
-    }
-}
-
-impl Drop for Certificate {
-    fn drop(&mut self) {
-        // Gone already where it was written.
-        let _ = fs::remove_file(&self.draft);
+        self.destination.write(&text).map_err(|error| not_written(&self.path, error))
     }
 }
 
 fn not_written(path: &Path, error: std::io::Error) -> anyhow::Error {
-    let message = format!("the certificate `{}` cannot be written", path.display());
-    let hint = "name a file in a folder that is there and that can be written";
+    let message = format!("the certificate `{}` cannot be written", display_foreign(path));
+    let hint = "name a file in a folder that is there and that can be written, or a pipe or a terminal";
     Failure::new(ErrorKind::OperatingSystem, message, hint).because_of(error).into()
 }
 

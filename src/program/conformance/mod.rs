@@ -2,7 +2,7 @@
 //!
 //! - `workers`: the process that cases run in, and its replacement; `worker`: that process; `protocol`: what they say
 //! - `choice`: which backend, for each process; `expected`: what is known to fail
-//! - `report`: what is printed of a run; `certificate`: what is written of a full one
+//! - `report`: what is printed of a run; `certificate`: what is written of a full one; `destination`: where to
 //! - `sweep`: the fault sweep; `saboteurs`: backends that the suite has to catch; `races`: mistakes that the mock has to find
 //!
 //! Cases about two processes start the program once more, with the same command line as the user's and a variable that
@@ -10,6 +10,7 @@
 
 mod certificate;
 mod choice;
+mod destination;
 mod expected;
 mod protocol;
 mod races;
@@ -63,13 +64,14 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     let report = run(&mut workers, &options, json);
     let end = workers.finish().err();
     let run = Run { report: &report, options: &options, seconds: started.elapsed().as_secs_f64(), end: end.as_deref() };
-    if let Some(certificate) = certificate {
-        certificate.finish(&run, &about)?;
-    }
+    let certified = certificate.map_or(Ok(()), |certificate| certificate.finish(&run, &about));
+    // What the run came to is told all the same, unless the error is the one object.
     if json {
-        output::result(run.to_json())?;
+        certified?;
+        output::object(&run.to_json())?;
     } else {
         run.print()?;
+        certified?;
     }
     if let Some(end) = &end {
         output::line(format_args!("error: {end}"));

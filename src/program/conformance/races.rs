@@ -12,7 +12,7 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     // What the mocks report of the mistakes is expected, and not to be warned of.
     let measured = with_default(NoSubscriber::new(), || measure(seed))?;
     if json {
-        output::result(to_json(&measured, seed))?;
+        output::object(&to_json(&measured, seed))?;
     } else {
         print(&measured, seed)?;
     }

@@ -1,14 +1,11 @@
 //! What is printed of a run.
 
 use anyhow::Result;
-use comfy_table::{ContentArrangement, Table, presets};
 use highwater_conformance::{Case, CaseReport, Options, Report, Status, clauses, clauses_without_case};
 use serde_json::{Value, json};
 
 use super::super::output;
-
-/// Columns of the table of failures.
-pub(super) const WIDTH: u16 = 110;
+use super::super::table::Table;
 
 /// A run that has ended.
 pub(super) struct Run<'r> {
@@ -76,10 +73,7 @@ impl Run<'_> {
     pub(super) fn print(&self) -> Result<()> {
         let failures = self.failures();
         if !failures.is_empty() {
-            let mut table = Table::new();
-            table.load_style(presets::UTF8_FULL);
-            table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
-            table.set_header(["case", "expected", "came"]);
+            let mut table = Table::with_header(["case", "expected", "came"]);
             for (report, message) in failures {
                 table.add_row([report.case.name, &promised(report.case), message]);
             }

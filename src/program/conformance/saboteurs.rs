@@ -55,7 +55,7 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
         return Err(Failure::new(highwater::ErrorKind::InvalidArgument, message, hint).into());
     }
     if json {
-        output::result(to_json(&score, arguments.sample, begun.elapsed().as_secs_f64()))?;
+        output::object(&to_json(&score, arguments.sample, begun.elapsed().as_secs_f64()))?;
     } else {
         output::result(&score)?;
     }

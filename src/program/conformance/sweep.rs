@@ -5,15 +5,14 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use anyhow::Result;
-use comfy_table::{ContentArrangement, Table, presets};
 use highwater_conformance::{Fault, Options, SweepFailure, SweepReport, sweep_on};
 use serde_json::{Value, json};
 
 use super::super::args::ConformanceArguments;
 use super::super::progress::Progress;
+use super::super::table::Table;
 use super::super::{Verdict, output};
 use super::choice::Choice;
-use super::report::WIDTH;
 use super::workers::Workers;
 
 /// Each job has a process with the backend, and now and then a second one.
@@ -43,7 +42,7 @@ pub(super) fn command(
     drop(progress);
     let report = report?;
     if json {
-        output::result(to_json(&report))?;
+        output::object(&to_json(&report))?;
     } else {
         print(&report)?;
     }
@@ -78,10 +77,7 @@ fn to_json(report: &SweepReport) -> Value {
 
 fn print(report: &SweepReport) -> Result<()> {
     if !report.failures.is_empty() {
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL);
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
-        table.set_header(["case", "refused", "came"]);
+        let mut table = Table::with_header(["case", "refused", "came"]);
         for SweepFailure { case, fault, message, .. } in &report.failures {
             table.add_row([case.name, &refused(fault.as_ref()), message]);
         }

@@ -42,7 +42,7 @@ pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdic
     drop(progress);
     let report = report?;
     if json {
-        output::result(report.to_json())?
+        output::object(&report.to_json())?
     } else {
         output::result(report.to_table())?
     }

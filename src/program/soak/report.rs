@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use comfy_table::{Table, presets};
 use serde_json::{Value, json};
+
+use super::super::table::Table;
 
 /// Reasons of one kind that are listed; more are counted.
 const MOST_REASONS: usize = 20;
@@ -118,8 +119,7 @@ impl Report {
         let Self { kills, killed_after_fork, killed_after_cut, killed_with_work, inherited_descriptors, .. } = self;
         let Self { shared, opens, releases, expired_tickets, checks, words_changed, .. } = self;
         let Self { processes_left, descriptors_left, shared_files_left, .. } = self;
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_FULL_CONDENSED);
+        let mut table = Table::default();
         let killed = format!(
             "{kills} in {:.1} s; {killed_with_work} with work queued, {killed_after_fork} after a fork (the children held \
              {inherited_descriptors} descriptors), {killed_after_cut} after they had cut their sockets",

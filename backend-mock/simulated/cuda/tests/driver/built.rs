@@ -21,7 +21,9 @@ fn library_file() -> PathBuf {
         if folder.ends_with("release") {
             cargo.arg("--release");
         }
-        let output = cargo.output().unwrap();
+        let output = cargo.output();
+        let output =
+            output.unwrap_or_else(|error| panic!("this test builds the library: {cargo:?} does not start: {error}"));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         folder.join("libhwsim_cuda.so")
     };

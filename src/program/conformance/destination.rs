@@ -1,0 +1,229 @@
+//! A file that is written when a long run has ended: looked at before the run, and touched only after it.
+//!
+//! A regular file is replaced by a whole one or not at all. The new one has no name while it is written, so that nothing is left of
+//! a run that is interrupted. Whatever else can be written to, such as a pipe or `/dev/stdout`, is written into, and stays what it is.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+/// Links that are followed, as many as the kernel follows.
+const MOST_LINKS: usize = 40;
+
+#[derive(Debug)]
+pub(super) enum Destination {
+    /// Replaced, or made: the path without links, and what the file that is there allows.
+    Replace { path: PathBuf, permissions: Option<Permissions> },
+    /// Written into.
+    Write(File),
+}
+
+impl Destination {
+    /// Looks whether a path can be written to.
+    pub(super) fn of(path: &Path) -> io::Result<Self> {
+        let Some(path) = resolved(path)? else { return write_into(path) };
+        match fs::metadata(&path) {
+            Ok(found) if found.is_file() => {
+                rustix::fs::access(&path, Access::WRITE_OK)?;
+                Self::replace(path, Some(found.permissions()))
+            }
+            Ok(found) if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+            Ok(found) if found.file_type().is_block_device() => {
+                Err(io::Error::new(io::ErrorKind::InvalidInput, "it is a block device"))
+            }
+            Ok(_) => write_into(&path),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::replace(path, None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn replace(path: PathBuf, permissions: Option<Permissions>) -> io::Result<Self> {
+        rustix::fs::access(folder_of(&path), Access::WRITE_OK | Access::EXEC_OK)?;
+        Ok(Self::Replace { path, permissions })
+    }
+
+    /// Writes it.
+    pub(super) fn write(self, text: &str) -> io::Result<()> {
+        match self {
+            Self::Write(mut file) => file.write_all(text.as_bytes()),
+            Self::Replace { path, permissions } => replace(&path, permissions, text),
+        }
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn write_into(path: &Path) -> io::Result<Destination> {
+    Ok(Destination::Write(OpenOptions::new().append(true).open(path)?))
+}
+
+/// Where the links of a path lead, be there a file or not; `None` for one of `/proc`, which stands for something that is open already.
+fn resolved(path: &Path) -> io::Result<Option<PathBuf>> {
+    let mut path = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
+        let folder = fs::canonicalize(folder_of(&path))?;
+        let found = folder.join(name);
+        // Where no file can be made.
+        if folder.starts_with("/proc") {
+            return Ok(None);
+        }
+        if !fs::symlink_metadata(&found).is_ok_and(|found| found.is_symlink()) {
+            return Ok(Some(found));
+        }
+        path = folder.join(fs::read_link(&found)?);
+    }
+    Err(Errno::LOOP.into())
+}
+
+fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Result<()> {
+    let fill = |mut file: &File| {
+        file.write_all(text.as_bytes())?;
+        if let Some(permissions) = permissions.clone() {
+            file.set_permissions(Permissions::from_mode(permissions.mode() & 0o777))?;
+        }
+        file.sync_all()
+    };
+    let folder = folder_of(path);
+    let mut draft = path.file_name().unwrap_or_default().to_owned();
+    draft.push(format!(".{}.draft", std::process::id()));
+    let draft = Draft(folder.join(draft));
+    let nameless = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    match rustix::fs::open(folder, nameless, Mode::from_raw_mode(0o666)) {
+        Ok(file) => {
+            let file = File::from(file);
+            fill(&file)?;
+            let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+            let link = |to: &Path| rustix::fs::linkat(CWD, &name, CWD, to, AtFlags::SYMLINK_FOLLOW);
+            match link(path) {
+                // A name for a moment: no call links in place of what is there.
+                Err(Errno::EXIST) => link(&draft.0)?,
+                linked => return Ok(linked?),
+            }
+        }
+        // File systems without nameless files.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => fill(&File::create_new(&draft.0)?)?,
+        Err(error) => return Err(error.into()),
+    }
+    fs::rename(&draft.0, path)
+}
+
+/// The name of a file that is about to get another one.
+struct Draft(PathBuf);
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // Gone where it was renamed, and never there where it needed no name.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt as _, symlink};
+
+    use super::*;
+
+    /// A folder of one test, removed at the end.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(test: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("highwater-destination-{test}-{}", std::process::id()));
+            fs::create_dir(&path).unwrap();
+            Self(fs::canonicalize(path).unwrap())
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = fs::read_dir(&self.0).unwrap().map(|entry| entry.unwrap().file_name());
+            let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_file_is_made_or_replaced_as_a_whole_and_nothing_else_is_left() {
+        let folder = Folder::new("replaced");
+        let path = folder.0.join("a.json");
+        let made = Destination::of(&path).unwrap();
+        assert!(folder.names().is_empty(), "nothing is touched before");
+        made.write("one").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        let (old, other) = (fs::metadata(&path).unwrap().ino(), folder.0.join("other"));
+        fs::hard_link(&path, &other).unwrap();
+        Destination::of(&path).unwrap().write("two").unwrap();
+        let new = fs::metadata(&path).unwrap();
+        assert!(new.ino() != old && new.mode() & 0o777 == 0o640, "{new:?}");
+        // Whoever has the old one open reads it to its end.
+        assert_eq!(
+            (fs::read_to_string(&path).unwrap(), fs::read_to_string(&other).unwrap()),
+            ("two".into(), "one".into())
+        );
+        assert_eq!(folder.names(), ["a.json", "other"]);
+    }
+
+    #[test]
+    fn a_link_stays_and_what_it_leads_to_is_replaced_or_made() {
+        let folder = Folder::new("links");
+        fs::create_dir(folder.0.join("there")).unwrap();
+        symlink("there/a.json", folder.0.join("second")).unwrap();
+        symlink("second", folder.0.join("first")).unwrap();
+        for text in ["one", "two"] {
+            Destination::of(&folder.0.join("first")).unwrap().write(text).unwrap();
+            assert_eq!(fs::read_to_string(folder.0.join("there/a.json")).unwrap(), text);
+        }
+        assert!(fs::symlink_metadata(folder.0.join("first")).unwrap().is_symlink());
+        assert_eq!(folder.names(), ["first", "second", "there"]);
+        symlink("circle", folder.0.join("circle")).unwrap();
+        assert!(Destination::of(&folder.0.join("circle")).is_err());
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_written_into_and_stays_what_it_is() {
+        let folder = Folder::new("special");
+        let full = Destination::of(Path::new("/dev/full")).unwrap().write("text").unwrap_err();
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        assert!(fs::metadata("/dev/full").unwrap().file_type().is_char_device());
+        Destination::of(Path::new("/dev/null")).unwrap().write("text").unwrap();
+        assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+        // By a link of /proc, as /dev/stdout is one: what is open goes on to be the same file.
+        let path = folder.0.join("open");
+        fs::write(&path, "before ").unwrap();
+        let open = OpenOptions::new().append(true).open(&path).unwrap();
+        let link = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        Destination::of(&link).unwrap().write("text").unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().ino(), open.metadata().unwrap().ino());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before text");
+        let fifo = folder.0.join("fifo");
+        rustix::fs::mkfifoat(CWD, &fifo, Mode::RUSR | Mode::WUSR).unwrap();
+        let reader = std::thread::spawn({
+            let fifo = fifo.clone();
+            move || fs::read_to_string(fifo).unwrap()
+        });
+        Destination::of(&fifo).unwrap().write("text").unwrap();
+        assert_eq!(reader.join().unwrap(), "text");
+        assert!(fs::metadata(&fifo).unwrap().file_type().is_fifo());
+        assert_eq!(folder.names(), ["fifo", "open"]);
+    }
+
+    #[test]
+    fn what_cannot_be_written_to_is_refused_before() {
+        for path in ["/", "/nowhere/at/all.json", "/dev", "", "/proc/self/fd/12345"] {
+            assert!(Destination::of(Path::new(path)).is_err(), "{path}");
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Tables that fit where they are printed: as wide as the terminal, without lines below 80 columns, and not cut where no terminal is.
+
+use std::fmt;
+use std::io::{IsTerminal as _, stdout};
+
+use comfy_table::{CellAlignment, ContentArrangement, presets};
+
+/// Below this width rows are stacked: their cells stand one below the other.
+const LEAST_WIDTH: usize = 80;
+
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    /// One text for each column; empty where the first column says what each row is.
+    header: Vec<&'static str>,
+    rows: Vec<Vec<String>>,
+    numbers: bool,
+}
+
+impl Table {
+    /// A table with a header, and lines between its rows.
+    pub(super) fn with_header<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
+        Self { header: header.into(), ..Self::default() }
+    }
+
+    /// The same of numbers, without lines between the rows.
+    pub(super) fn of_numbers<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
+        Self { numbers: true, ..Self::with_header(header) }
+    }
+
+    pub(super) fn add_row<const COLUMNS: usize>(&mut self, row: [impl Into<String>; COLUMNS]) {
+        self.rows.push(row.into_iter().map(Into::into).collect());
+    }
+
+    /// The table as it is printed on so many columns; as wide as its text where there is no limit.
+    pub(super) fn to_text(&self, width: Option<usize>) -> String {
+        match width {
+            Some(width) if width < LEAST_WIDTH => self.stacked(width),
+            width => self.framed(width),
+        }
+    }
+
+    fn framed(&self, width: Option<usize>) -> String {
+        let mut table = comfy_table::Table::new();
+        let is_condensed = self.header.is_empty() || self.numbers;
+        table.load_style(if is_condensed { presets::UTF8_FULL_CONDENSED } else { presets::UTF8_FULL });
+        if let Some(width) = width {
+            let width = u16::try_from(width).unwrap_or(u16::MAX);
+            table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+        }
+        if !self.header.is_empty() {
+            table.set_header(&self.header);
+        }
+        table.add_rows(&self.rows);
+        if self.numbers {
+            table.column_iter_mut().for_each(|column| {
+                column.set_cell_alignment(CellAlignment::Right);
+            });
+        }
+        table.to_string()
+    }
+
+    /// Each cell below its heading's name, or after it where there is room.
+    fn stacked(&self, width: usize) -> String {
+        let mut lines: Vec<String> = Vec::new();
+        for row in &self.rows {
+            if !self.header.is_empty() && !lines.is_empty() {
+                lines.push(String::new());
+            }
+            if let ([], [name, values @ ..]) = (&self.header[..], &row[..]) {
+                values.iter().for_each(|value| wrap(&format!("{name}: {value}"), width, &mut lines));
+            } else {
+                self.header
+                    .iter()
+                    .zip(row)
+                    .for_each(|(name, value)| wrap(&format!("{name}: {value}"), width, &mut lines));
+            }
+        }
+        lines.join("\n")
+    }
+}
+
+/// Breaks lines between words; all but the first line of a text are indented. A word that is too long gets the next line.
+fn wrap(text: &str, width: usize, lines: &mut Vec<String>) {
+    let mut indent = "";
+    for line in text.lines() {
+        let mut current = indent.to_owned();
+        for word in line.split(' ') {
+            let used = current.chars().count();
+            if used > indent.len() && used + 1 + word.chars().count() > width {
+                lines.push(current);
+                indent = "  ";
+                current = format!("{indent}{word}");
+            } else {
+                if used > indent.len() {
+                    current.push(' ');
+                }
+                current += word;
+            }
+        }
+        lines.push(current);
+        indent = "  ";
+    }
+}
+
+impl fmt::Display for Table {
+    /// As it fits standard output.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.to_text(width()))
+    }
+}
+
+/// Columns of the terminal that standard output is; else what `COLUMNS` says; `None`: there is no limit.
+fn width() -> Option<usize> {
+    let of_terminal = || {
+        let size = rustix::termios::tcgetwinsize(stdout()).ok()?;
+        Some(usize::from(size.ws_col)).filter(|&columns| columns > 0)
+    };
+    let of_variable = || std::env::var("COLUMNS").ok()?.parse().ok().filter(|&columns: &usize| columns > 0);
+    stdout().is_terminal().then(of_terminal).flatten().or_else(of_variable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> Table {
+        let mut table = Table::with_header(["backend", "why"]);
+        table.add_row([
+            "cuda",
+            "the driver could not be opened because there is no file of that name anywhere on this machine",
+        ]);
+        table.add_row(["mock", "it works\nhint: use it"]);
+        table
+    }
+
+    fn widest(text: &str) -> usize {
+        text.lines().map(|line| line.chars().count()).max().unwrap()
+    }
+
+    #[test]
+    fn a_table_is_as_wide_as_the_terminal_allows() {
+        for width in [80, 100, 110] {
+            assert!(widest(&table().to_text(Some(width))) <= width, "{}", table());
+        }
+        let free = table().to_text(None);
+        assert!(widest(&free) > 100 && free.contains("name anywhere on this machine │"), "{free}");
+        assert!(widest(&table().to_text(Some(500))) <= widest(&free));
+    }
+
+    #[test]
+    fn below_80_columns_the_cells_are_stacked_and_no_word_is_lost() {
+        for width in [79, 40, 20, 1] {
+            let text = table().to_text(Some(width));
+            assert!(!text.contains('│') && text.contains("backend: cuda\nwhy: the") || width < 20, "{text}");
+            assert!(widest(&text) <= width.max(12), "{width}: {text}");
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+            let all = "backend: cuda why: the driver could not be opened because there is no file of that name anywhere on \
+                       this machine backend: mock why: it works hint: use it";
+            assert_eq!(words(&text), words(all));
+        }
+        assert!(table().to_text(Some(60)).ends_with("\n\nbackend: mock\nwhy: it works\n  hint: use it"));
+    }
+
+    #[test]
+    fn a_list_of_values_and_one_of_numbers_are_stacked_too() {
+        let mut list = Table::default();
+        list.add_row(["backend", "mock (asked for)"]);
+        list.add_row(["leaks", "0"]);
+        assert_eq!(list.to_text(Some(60)), "backend: mock (asked for)\nleaks: 0");
+        assert!(list.to_text(None).contains("│ leaks   ┆ 0"), "{}", list.to_text(None));
+        let mut numbers = Table::of_numbers(["workers", "speed"]);
+        numbers.add_row(["1", "10"]);
+        numbers.add_row(["2", "20"]);
+        assert_eq!(numbers.to_text(Some(60)), "workers: 1\nspeed: 10\n\nworkers: 2\nspeed: 20");
+        assert!(numbers.to_text(Some(90)).contains("│       1 ┆    10 │"), "{}", numbers.to_text(Some(90)));
+    }
+}
