@@ -79,3 +79,8 @@ pub use scalar::{Element, Scalar};
 pub use secure::secure_execution;
 pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};
+
+/// The example of the README, compiled with the other doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
