@@ -23,6 +23,7 @@ mod capability;
 mod capture;
 #[cfg(test)]
 mod capture_tests;
+mod clauses;
 mod device;
 pub mod driver;
 mod error;
@@ -61,6 +62,7 @@ pub use blas_lease::{BlasLease, LtLease, RawBlas};
 pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capability::*;
 pub use capture::{Graph, GraphStatistics};
+pub use clauses::{Clause, clauses};
 pub use device::Device;
 pub use error::*;
 pub use event::Event;
