@@ -99,7 +99,12 @@ fi
 
 # Outside of cargo's own library folders, which it puts on the path of what it runs.
 folder=$target/simulated/vendor/$vendor${variant:+-$variant}
+[ -d "$folder" ] || rm -f "$folder.made-of"
 mkdir -p "$folder"
+# The files that the folder was made of, by place, time and size. A test file runs this script hundreds of times, and renaming
+# symbols takes most of a second.
+libraries=("${packages[@]/#/$built/libhwsim_}")
+made_of=$(stat -c '%i %y %s' "${BASH_SOURCE[0]}" "${libraries[@]/%/.so}")
 # Each file is replaced at once by a whole one, so others may lay out and load the same meanwhile.
 scratch=$(mktemp -d "$target/simulated/vendor/.lay-out.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
@@ -164,10 +169,15 @@ lay_out_rocm() {
   esac
 }
 
-case $vendor in
-  cuda) lay_out_cuda ;;
-  *) lay_out_rocm ;;
-esac
+if [ "$(cat "$folder.made-of" 2>/dev/null)" != "$made_of" ]; then
+  case $vendor in
+    cuda) lay_out_cuda ;;
+    *) lay_out_rocm ;;
+  esac
+  # Last, so that the folder is whole.
+  echo "$made_of" >"$scratch/made-of"
+  mv -f "$scratch/made-of" "$folder.made-of"
+fi
 rm -rf "$scratch"
 trap - EXIT
 

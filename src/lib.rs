@@ -66,3 +66,8 @@ struct Readme;
 #[cfg(all(doctest, feature = "mock"))]
 #[doc = include_str!("../docs/race-finder.md")]
 struct RaceFinder;
+
+/// The example of the README that the registry shows, likewise.
+#[cfg(all(doctest, feature = "mock"))]
+#[doc = include_str!("README.md")]
+struct RegistryReadme;

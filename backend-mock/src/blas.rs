@@ -168,7 +168,7 @@ impl Context {
     /// The bound stream, which must still exist.
     fn bound_stream(&mut self, operation: Operation) -> Result<Arc<Stream>> {
         let gpu = &self.gpu;
-        let Some(bound) = &mut self.stream else { return gpu.unbound_stream(operation, self.device) };
+        let Some(bound) = &mut self.stream else { return Err(unbound(operation)) };
         // Another thread may use the handle next, and has another stream.
         if bound.id.is_per_thread_default() {
             return gpu.stream(operation, bound.id);
@@ -200,6 +200,11 @@ impl Context {
         let room = Room { workspace, own, limit: workspace_limit };
         product.enqueue(operation, self.device(), &stream, Some(room), self.gpu.gemm_gap).map(|_| ())
     }
+}
+
+#[cold]
+fn unbound(operation: Operation) -> Error {
+    operation.error(ErrorKind::InvalidState, "the handle is bound to no stream").with_hint("call `set_stream` first")
 }
 
 #[cold]

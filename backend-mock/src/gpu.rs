@@ -398,16 +398,6 @@ impl State {
         Arc::clone(self.legacy_streams[device as usize].get_or_init(|| Stream::legacy(&self.engine, device)))
     }
 
-    /// The legacy default stream, for a handle that was never bound to a stream.
-    pub(crate) fn unbound_stream(&self, operation: Operation, device: u32) -> Result<Arc<Stream>> {
-        if self.capabilities.legacy_default_stream {
-            return Ok(self.legacy_stream(device));
-        }
-        Err(operation
-            .error(ErrorKind::InvalidState, "the handle is bound to no stream")
-            .with_hint("call `set_stream` first"))
-    }
-
     fn check_default_stream(&self, operation: Operation, id: StreamId) -> Result<()> {
         let issued = [
             StreamId::legacy_default(self.identity.tag, id.device()),

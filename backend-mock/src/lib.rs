@@ -104,3 +104,8 @@ pub use operation::Operation;
 pub use options::{ENVIRONMENT_VARIABLE, MockOptions};
 #[doc(hidden)]
 pub use product::{RawProduct, Scale};
+
+/// The example of the README, compiled with the other doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -49,12 +49,12 @@ const LIMIT_WHEN_BUSY: Duration = Duration::from_secs(10);
 pub(crate) fn attempts(waits: &str, attempt: impl FnMut(usize) -> Result<Attempt, Failure>) -> CaseResult {
     let location = Location::caller();
     let Err(futile) = until_in_time(attempt, machine_is_busy)? else { return Ok(()) };
-    Err(Failure::at(location, format!("{waits}: {futile}")))
+    Err(Failure::futile(location, waits, futile))
 }
 
 /// Attempts that were all too late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Futile {
+pub(crate) struct Futile {
     attempts: usize,
     on_a_busy_machine: usize,
 }

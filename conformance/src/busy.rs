@@ -3,11 +3,12 @@
 //! A promise such as "does not wait" can only be seen while there is something to wait for. How long a copy takes is
 //! the device's affair, so the work is measured first and made long enough.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use highwater_core::{Backend, Result};
 
-use crate::device::{Block, Pinned, Stream};
+use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::sweep::as_one;
 
 /// Which way the copies go. Devices have an engine for each, so two streams that are busy in different directions do
@@ -88,4 +89,49 @@ impl<'b> Busy<'b> {
         };
         as_one(|| (0..self.copies * helpings).try_for_each(|_| stream.copy(dst, src)))
     }
+}
+
+/// Calls that return when their work is done, where they should only enqueue it.
+#[derive(Debug)]
+pub(crate) struct InTheCall {
+    copies: usize,
+    /// How long it took to enqueue them.
+    enqueued: Duration,
+    /// How long it took until they were done.
+    done: Duration,
+}
+
+impl fmt::Display for InTheCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = |duration: &Duration| duration.as_secs_f64() * 1e3;
+        let Self { copies, enqueued, done } = self;
+        let (enqueued, done) = (ms(enqueued), ms(done));
+        write!(
+            f,
+            "the call executes the work itself: {copies} copies took {enqueued:.1} ms to enqueue and {done:.1} ms until they \
+             were done; enqueue the work and return, and let a thread or the device execute it"
+        )
+    }
+}
+
+/// Whether copies on device 0 are executed by the calls that should enqueue them.
+///
+/// Such a call lasts as long as the work, and nothing is left to wait for. A thread that is kept from running can make one
+/// round look either way. So rounds are long, and most of them decide.
+pub(crate) fn executes_in_the_call(backend: &dyn Backend) -> Result<Option<InTheCall>> {
+    const ROUNDS: usize = 5;
+    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let stream = Stream::new(backend)?;
+    let mut rounds = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let started = Instant::now();
+        busy.enqueue(&stream, 1)?;
+        let enqueued = started.elapsed();
+        stream.synchronize()?;
+        rounds.push(InTheCall { copies: busy.copies, enqueued, done: started.elapsed() });
+    }
+    // A short queue makes calls wait too, but leaves some of the work outstanding.
+    let share = |round: &InTheCall| round.enqueued.as_secs_f64() / round.done.as_secs_f64();
+    rounds.sort_by(|a, b| share(a).total_cmp(&share(b)));
+    Ok(rounds.into_iter().nth(ROUNDS / 2).filter(|median| share(median) > 0.95))
 }

@@ -5,6 +5,8 @@ use std::panic::Location;
 
 use highwater_core::{Backend, Capabilities, Error, Transport};
 
+use crate::attempts::Futile;
+use crate::busy;
 use crate::peer::Launcher;
 
 /// One promise of the traits, or a few that belong together, as a function that asks a backend to keep it.
@@ -153,6 +155,8 @@ pub(crate) type CaseResult = Result<(), Failure>;
 pub(crate) struct Failure {
     message: String,
     location: &'static Location<'static>,
+    /// Attempts that were all too late, which is what failed.
+    futile: Option<Futile>,
 }
 
 impl Failure {
@@ -169,13 +173,34 @@ impl Failure {
 
     /// A failure that another place in the source is to be blamed for.
     pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
-        Self { message: message.into(), location }
+        Self { message: message.into(), location, futile: None }
+    }
+
+    /// A failure because no attempt was in time.
+    pub(crate) fn futile(location: &'static Location<'static>, waits: &str, futile: Futile) -> Self {
+        Self { message: waits.to_owned(), location, futile: Some(futile) }
+    }
+
+    /// The failure with its cause: attempts are also too late if the calls of the backend execute the work themselves.
+    pub(crate) fn explained(mut self, backend: &dyn Backend) -> Self {
+        if let Some(futile) = self.futile.take() {
+            let cause = match busy::executes_in_the_call(backend) {
+                Ok(Some(evidence)) => evidence.to_string(),
+                _ => futile.to_string(),
+            };
+            self.message = format!("{}: {cause}", self.message);
+        }
+        self
     }
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({}:{})", self.message, self.location.file(), self.location.line())
+        f.write_str(&self.message)?;
+        if let Some(futile) = &self.futile {
+            write!(f, ": {futile}")?;
+        }
+        write!(f, " ({}:{})", self.location.file(), self.location.line())
     }
 }
 

@@ -891,12 +891,17 @@ pub(crate) struct Handle<'a> {
 impl<'a> Handle<'a> {
     #[track_caller]
     pub(crate) fn new(backend: &'a dyn Backend, kind: BlasKind, stream: &Stream<'_>) -> Result<Self> {
-        let device = stream.id().device();
-        made_here();
-        let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
-        let mut handle = Self { backend, handle, device, workspace: None };
+        let mut handle = Self::unbound(backend, kind, stream.id().device())?;
         handle.set_stream(stream)?;
         Ok(handle)
+    }
+
+    /// A handle that is bound to no stream yet.
+    #[track_caller]
+    pub(crate) fn unbound(backend: &'a dyn Backend, kind: BlasKind, device: u32) -> Result<Self> {
+        made_here();
+        let handle = backend.create_blas_handle(device, &BlasOptions::new(kind))?;
+        Ok(Self { backend, handle, device, workspace: None })
     }
 
     /// The handle itself, for its safe methods.

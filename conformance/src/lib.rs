@@ -43,7 +43,8 @@
 //!   group `lacking` ask for it nevertheless, and run where the capability is false.
 //! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
 //!   was measured first, and is tried again with up to 128 times as many before the case fails. On a machine that is
-//!   busy with other things it is tried more often than on a quiet one, and a failure says so.
+//!   busy with other things it is tried more often than on a quiet one, and a failure says so. A failure also says if the
+//!   calls of the backend execute the work themselves, so that nothing is ever outstanding.
 //! - A second process has one stream and does what the case tells it, over a socket. One that does not answer within half
 //!   a minute is killed and the case fails; none is left behind, whatever happens.
 //! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
@@ -71,7 +72,7 @@
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
 //! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through
 //! guards, so that a case that fails leaves nothing behind, and that release again what a fault of the sweep refused to
-//! release. A clause is in the table of `clauses.rs` too.
+//! release.
 
 mod attempts;
 mod busy;
@@ -92,7 +93,8 @@ mod validation;
 
 pub use case::{Case, Need};
 pub use cases::cases;
-pub use clauses::{Clause, clauses, clauses_without_case};
+pub use clauses::clauses_without_case;
+pub use highwater_core::{Clause, clauses};
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use report::{CaseReport, Progress, Report, Status};
@@ -101,3 +103,8 @@ pub use saboteurs::{
     Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
 };
 pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};
+
+/// The example of the README, compiled with the other doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -93,6 +93,37 @@ impl Report {
         self.count(|status| matches!(status, Status::ExpectedFailure { .. }))
     }
 
+    /// The cases that were skipped, by the reason, in the order of the run.
+    #[must_use]
+    pub fn skips(&self) -> Vec<(&str, Vec<&'static Case>)> {
+        let mut skips: Vec<(&str, Vec<&'static Case>)> = Vec::new();
+        for CaseReport { case, status, .. } in &self.cases {
+            let Status::Skipped(reason) = status else { continue };
+            let place = skips.iter().position(|(known, _)| known == reason).unwrap_or_else(|| {
+                skips.push((reason, Vec::new()));
+                skips.len() - 1
+            });
+            let listed = &mut skips[place].1;
+            // A run of several rounds skips a case in each.
+            if !listed.iter().any(|other| other.name == case.name) {
+                listed.push(case);
+            }
+        }
+        skips
+    }
+
+    /// The counts, in words.
+    #[must_use]
+    pub fn counts(&self) -> String {
+        let (passed, failed, skipped) = (self.passed(), self.failed(), self.skipped());
+        let known = match self.expected_failures() {
+            0 => String::new(),
+            1 => ", 1 known failure".to_owned(),
+            more => format!(", {more} known failures"),
+        };
+        format!("{passed} passed, {failed} failed, {skipped} skipped{known}")
+    }
+
     /// Expected failures that name no case: misspelt, or the case has gone.
     #[must_use]
     pub fn unknown_expectations(&self) -> &[Expectation] {
@@ -110,18 +141,10 @@ impl Report {
     }
 }
 
-/// The counts, then a line for each failure.
+/// The counts, then a line for each failure, and one for each reason to skip cases.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}: {} passed, {} failed, {} skipped, {} failed as expected",
-            self.backend.name,
-            self.passed(),
-            self.failed(),
-            self.skipped(),
-            self.expected_failures()
-        )?;
+        write!(f, "{}: {}", self.backend.name, self.counts())?;
         for CaseReport { case, status, .. } in &self.cases {
             if let Status::Failed(message) = status {
                 write!(f, "\n{} [{}]: {message}", case.name, case.clauses.join(", "))?;
@@ -129,6 +152,10 @@ impl fmt::Display for Report {
         }
         for Expectation { case, .. } in &self.unknown_expectations {
             write!(f, "\n{case} is expected to fail, but there is no such case")?;
+        }
+        for (reason, cases) in self.skips() {
+            let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
+            write!(f, "\nskipped: {reason}: {}", names.join(", "))?;
         }
         Ok(())
     }

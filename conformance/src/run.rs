@@ -65,7 +65,7 @@ impl<'b> InProcess<'b> {
         let watched = Watched::new(backend, gate);
         let status = match catch_unwind(AssertUnwindSafe(|| body(&watched))) {
             Ok(Ok(())) => Status::Passed,
-            Ok(Err(failure)) => Status::Failed(failure.to_string()),
+            Ok(Err(failure)) => Status::Failed(failure.explained(backend).to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),
         };
         watched.release_refused();

@@ -22,8 +22,15 @@
  *  - The library is never unloaded. Nothing is called in a forked child, and nothing once the process exits.
  *  - Matrices are column-major. Sizes are bytes where nothing else is said.
  *
- * What each operation promises is written at the method of the same name in the documentation of highwater-core's traits
- * (Backend, BlasHandle, HostAllocator, IpcSharing), clause by clause; `highwater conformance --plugin FILE` checks it.
+ * Clauses are the promises that the program relies on. Each has an id, such as stream.order. The comment of an operation lists
+ * the clauses that it has to keep. `highwater conformance --plugin FILE` tests every one and names those that a failed case is
+ * about. Every operation has to keep these:
+ *  - backend.ids-checked: a stale, foreign or forged id gives HW_ERROR_INVALID_HANDLE, and nothing happens.
+ *  - backend.device-checked: an ordinal not below `device_count` gives HW_ERROR_INVALID_ARGUMENT.
+ *  - backend.lacking: what a capability denies gives HW_ERROR_UNSUPPORTED, and nothing happens.
+ *  - backend.concurrent: calls from several threads at once do not disturb each other.
+ *  - backend.live-objects: what is made counts in `live_objects` until it is destroyed.
+ *  - backend.forked: in a child forked after the backend was opened, calls give HW_ERROR_FORKED at once.
  */
 #ifndef HIGHWATER_H
 #define HIGHWATER_H
@@ -226,7 +233,9 @@ typedef struct hw_open {
     uint32_t tag;
 } hw_open;
 
-/* Opens the backend. */
+/* Opens the backend, which has one device at least. If it cannot, the answer says why: HW_ERROR_LIBRARY_MISSING for a
+ * library of the vendor's, HW_ERROR_SYMBOL_MISSING for a function in it, HW_ERROR_DEVICE_MISSING where no device is there. The
+ * program reports it, and tries other backends unless this one was asked for. */
 typedef int32_t (*hw_open_call)(const hw_open *request, hw_backend **backend, hw_error *error);
 /* Gives the table of a version, one of those that the plugin named. */
 typedef const hw_table *(*hw_table_call)(uint32_t version);
@@ -594,53 +603,91 @@ struct hw_table {
     /* Gives the backend back; nothing of it is used any more. Called once, for the last time in its life, and never once
      * the process exits. */
     int32_t (*close)(hw_backend *backend, hw_error *error);
-    /* Who the backend is; the same every time. */
+    /* Who the backend is; the same every time.
+     *  - identity.stable: the same value every time.
+     *  - identity.tagged: every id that the backend issues carries hw_open.tag. */
     int32_t (*identity)(hw_backend *backend, hw_identity *answer, hw_error *error);
-    /* Number of devices, at least 1; their ordinals count from 0. Does not change. */
+    /* Number of devices, at least 1; their ordinals count from 0. Does not change.
+     *  - devices.some: at least 1 (a backend without a device does not open). */
     int32_t (*device_count)(hw_backend *backend, uint32_t *answer, hw_error *error);
-    /* What the device is. */
+    /* What the device is.
+     *  - devices.uuid: the UUID is stable over the life of the machine, and no two devices share one. */
     int32_t (*device_info)(hw_backend *backend, uint32_t device, hw_device_info *answer, hw_error *error);
-    /* What the device can do; the same every time. Asked once. */
+    /* What the device can do; the same every time. Asked once.
+     *  - devices.capabilities-stable: the same value every time. */
     int32_t (*capabilities)(hw_backend *backend, uint32_t device, hw_capabilities *answer, hw_error *error);
-    /* Free and total memory. */
+    /* Free and total memory.
+     *  - memory.info: `free <= total`, and `total` is hw_device_info.memory_bytes. */
     int32_t (*memory_info)(hw_backend *backend, uint32_t device, hw_memory_info *answer, hw_error *error);
     /* Objects that are alive, counted by the backend itself. */
     int32_t (*live_objects)(hw_backend *backend, hw_live_objects *answer, hw_error *error);
     /* Whether the process has begun to exit, as far as the backend knows: 0 or 1. The program looks itself too. */
     int32_t (*is_exiting)(hw_backend *backend, uint32_t *answer, hw_error *error);
-    /* Makes a stream. */
+    /* Makes a stream.
+     *  - stream.order: what is enqueued on one stream is executed in the order of the calls.
+     *  - stream.asynchronous: enqueueing returns without waiting for what was enqueued before.
+     *  - stream.independent: streams of one device do not wait for each other unless told to. */
     int32_t (*create_stream)(hw_backend *backend, uint32_t device, const hw_stream_options *options, hw_id *answer, hw_error *error);
-    /* Destroys a stream without waiting; what was enqueued is still executed. */
+    /* Destroys a stream without waiting; what was enqueued is still executed.
+     *  - stream.destroy-pending: what was enqueued is still executed.
+     *  - stream.destroy-stale: from here on the id is stale, also for a second `destroy_stream`. */
     int32_t (*destroy_stream)(hw_backend *backend, hw_id stream, hw_error *error);
-    /* Whether everything enqueued so far has been executed: HW_COMPLETE or HW_PENDING. Does not wait. */
+    /* Whether everything enqueued so far has been executed: HW_COMPLETE or HW_PENDING. Does not wait.
+     *  - stream.query: HW_PENDING while work is outstanding, HW_COMPLETE after it. */
     int32_t (*query_stream)(hw_backend *backend, hw_id stream, uint32_t *answer, hw_error *error);
-    /* Waits until everything enqueued so far has been executed. */
+    /* Waits until everything enqueued so far has been executed.
+     *  - stream.synchronize: on return the effects of that work are visible to the CPU. */
     int32_t (*synchronize_stream)(hw_backend *backend, hw_id stream, hw_error *error);
-    /* Waits for every stream of the device. */
+    /* Waits for every stream of the device.
+     *  - devices.synchronize: on return the work enqueued on any stream of the device has been executed. */
     int32_t (*synchronize_device)(hw_backend *backend, uint32_t device, hw_error *error);
-    /* Makes the stream wait, on the device, for the latest record of the event at the time of the call. */
+    /* Makes the stream wait, on the device, for the latest record of the event at the time of the call.
+     *  - event.wait-orders: work enqueued after the wait runs after the work before the record, also across devices.
+     *  - event.wait-snapshot: a record made after the call is not waited for.
+     *  - event.never-recorded: waiting for an event that was never recorded is no wait and no error. */
     int32_t (*stream_wait_event)(hw_backend *backend, hw_id stream, hw_id event, hw_error *error);
-    /* Makes an event. */
+    /* Makes an event. Timing and sharing at once is HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*create_event)(hw_backend *backend, uint32_t device, const hw_event_options *options, hw_id *answer, hw_error *error);
-    /* Destroys an event without waiting. */
+    /* Destroys an event without waiting.
+     *  - event.destroy-pending: a record or a wait already enqueued keeps its effect.
+     *  - event.destroy-stale: from here on the id is stale. */
     int32_t (*destroy_event)(hw_backend *backend, hw_id event, hw_error *error);
-    /* Marks the point that the stream has reached; replaces the event's earlier point. */
+    /* Marks the point that the stream has reached; replaces the event's earlier point.
+     *  - event.record-moves: a further record replaces the point; the earlier one is forgotten.
+     *  - event.record-device: a stream of another device than the event's gives HW_ERROR_WRONG_DEVICE. */
     int32_t (*record_event)(hw_backend *backend, hw_id event, hw_id stream, hw_error *error);
-    /* Whether the latest record has been reached: HW_COMPLETE, also where there is none, or HW_PENDING. */
+    /* Whether the latest record has been reached: HW_COMPLETE, also where there is none, or HW_PENDING.
+     *  - event.query: HW_PENDING until the stream has passed the record, then HW_COMPLETE.
+     *  - event.query-never-recorded: HW_COMPLETE for an event that was never recorded. */
     int32_t (*query_event)(hw_backend *backend, hw_id event, uint32_t *answer, hw_error *error);
-    /* Waits until the latest record has been reached. */
+    /* Waits until the latest record has been reached.
+     *  - event.synchronize: on return the effects of the work before the record are visible to the CPU. */
     int32_t (*synchronize_event)(hw_backend *backend, hw_id event, hw_error *error);
-    /* Allocates device memory with unspecified contents, at a multiple of 256. */
+    /* Allocates device memory with unspecified contents, at a multiple of 256.
+     *  - memory.aligned: the address is a multiple of 256.
+     *  - memory.disjoint: blocks that are alive do not overlap.
+     *  - memory.zero: 0 bytes give HW_ERROR_INVALID_ARGUMENT.
+     *  - memory.exhausted: more than there is gives HW_ERROR_OUT_OF_MEMORY, and nothing changes. */
     int32_t (*allocate)(hw_backend *backend, uint32_t device, const hw_allocate_options *options, uint64_t *answer, hw_error *error);
-    /* Frees a block. `stream` is zeros, or the stream in whose order stream-ordered memory is freed. */
+    /* Frees a block. `stream` is zeros, or the stream in whose order stream-ordered memory is freed.
+     *  - memory.free-returns: freed bytes can be allocated again (stream-ordered ones once the stream is past). */
     int32_t (*free)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_id stream, hw_error *error);
-    /* Enqueues a copy between device memory and device memory or page-locked host memory. */
+    /* Enqueues a copy between device memory and device memory or page-locked host memory.
+     *  - copy.exact: exactly `bytes` bytes arrive, unchanged; bytes beside the destination keep their value.
+     *  - copy.ordered: the copy runs in the order of the stream.
+     *  - copy.zero: 0 bytes copy nothing and give no error. */
     int32_t (*copy)(hw_backend *backend, const hw_memory_copy *copy, hw_id stream, hw_error *error);
-    /* Enqueues a fill of device memory. */
+    /* Enqueues a fill of device memory.
+     *  - fill.exact: exactly `count` elements are written, with each width of pattern.
+     *  - fill.ordered: the fill runs in the order of the stream.
+     *  - fill.zero: 0 elements fill nothing and give no error. */
     int32_t (*fill)(hw_backend *backend, const hw_memory_fill *fill, hw_id stream, hw_error *error);
 
     /* ---- group timing: elapsed time between events */
-    /* Nanoseconds between the records of two events with timing. */
+    /* Nanoseconds between the records of two events with timing.
+     *  - event.elapsed: at least the time that the device spent between them.
+     *  - event.elapsed-invalid: an event without timing or never recorded gives HW_ERROR_INVALID_ARGUMENT, one not reached
+     *    yet HW_ERROR_INVALID_STATE. */
     int32_t (*event_elapsed_ns)(hw_backend *backend, hw_id start, hw_id end, uint64_t *answer, hw_error *error);
 
     /* ---- group foreign: streams and events for other code, and of other code */
@@ -654,35 +701,76 @@ struct hw_table {
     int32_t (*event_from_raw)(hw_backend *backend, uint32_t device, uint64_t raw, hw_id *answer, hw_error *error);
 
     /* ---- group host: page-locked host memory */
-    /* Allocates page-locked memory with unspecified contents, at a multiple of 64. */
+    /* Allocates page-locked memory with unspecified contents, at a multiple of 64.
+     *  - host.usable: the CPU can read and write every byte; every device can copy to and from it.
+     *  - host.aligned: the address is a multiple of 64.
+     *  - host.zero: 0 bytes give HW_ERROR_INVALID_ARGUMENT.
+     *  - host.exhausted: more than there is gives HW_ERROR_OUT_OF_MEMORY, and nothing changes. */
     int32_t (*host_allocate)(hw_backend *backend, uint64_t bytes, const hw_host_options *options, void **answer, hw_error *error);
-    /* Frees page-locked memory. */
+    /* Frees page-locked memory.
+     *  - host.free-counts: hw_live_objects.host_allocations goes down by one. */
     int32_t (*host_free)(hw_backend *backend, void *ptr, hw_error *error);
-    /* The address under which the device sees page-locked memory. */
+    /* The address under which the device sees page-locked memory.
+     *  - host.device-address: the CPU's address where the fact HW_FACT_HOST_ADDRESS_IS_DEVICE_ADDRESS holds. */
     int32_t (*host_device_address)(hw_backend *backend, void *ptr, uint32_t device, uint64_t *answer, hw_error *error);
 
     /* ---- group register: page-locking memory that somebody else allocated */
-    /* Page-locks memory that somebody else allocated. */
+    /* Page-locks memory that somebody else allocated.
+     *  - host.register-copies: within one registration, registered memory is copied as allocated memory is, from its first
+     *    byte to its last; from one registration into another that touches it, no copy has to work.
+     *  - host.register-overlap: a range that overlaps one already registered gives HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*host_register)(hw_backend *backend, void *ptr, uint64_t bytes, const hw_host_options *options, hw_error *error);
-    /* Undoes `host_register`. */
+    /* Undoes `host_register`.
+     *  - host.unregister-unknown: an address that `host_register` was not called with gives HW_ERROR_INVALID_POINTER. */
     int32_t (*host_unregister)(hw_backend *backend, void *ptr, hw_error *error);
 
-    /* ---- group blas: BLAS and Lt handles */
-    /* Makes a handle of a kind, HW_BLAS_KIND_..., for one thread at a time. */
+    /* ---- group blas: BLAS and Lt handles
+     *  - blas.kind: what belongs to the other kind (products for HW_BLAS_KIND_LT, plans for HW_BLAS_KIND_BLAS) gives
+     *    HW_ERROR_UNSUPPORTED. */
+    /* Makes a handle of a kind, HW_BLAS_KIND_..., for one thread at a time.
+     *  - blas.create-concurrent: making one handle does not delay calls on other handles, streams or devices. */
     int32_t (*create_handle)(hw_backend *backend, uint32_t device, uint32_t kind, hw_handle **answer, hw_error *error);
-    /* Binds the stream that later products are enqueued on. */
+    /* Binds the stream that later products are enqueued on.
+     *  - blas.stream-bound: products run in the order of the bound stream.
+     *  - blas.unbound: until a stream is bound, products and runs of plans give HW_ERROR_INVALID_STATE, and nothing is
+     *    enqueued.
+     *  - blas.stream-device: a stream of another device gives HW_ERROR_WRONG_DEVICE.
+     *  - blas.stream-resets-workspace: where the fact HW_FACT_SET_STREAM_RESETS_WORKSPACE holds, the handle is back on its
+     *    own workspace, also when the stream is the same; modes survive. */
     int32_t (*handle_set_stream)(hw_handle *handle, hw_id stream, hw_error *error);
-    /* Binds the memory for intermediate results, or the handle's own. */
+    /* Binds the memory for intermediate results, or the handle's own.
+     *  - blas.workspace-used: products keep their intermediate results in the bound workspace.
+     *  - blas.workspace-alignment: an address that is not a multiple of hw_capabilities.workspace_alignment gives
+     *    HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*handle_set_workspace)(hw_handle *handle, const hw_workspace *workspace, hw_error *error);
     /* Chooses the precision of 32-bit products: HW_MATH_MODE_... . */
     int32_t (*handle_set_math_mode)(hw_handle *handle, uint32_t mode, hw_error *error);
-    /* Chooses whether kernels may add with atomics: HW_ATOMICS_MODE_... . */
+    /* Chooses whether kernels may add with atomics: HW_ATOMICS_MODE_... .
+     *  - blas.deterministic: with HW_ATOMICS_MODE_NOT_ALLOWED, equal calls give equal bits. */
     int32_t (*handle_set_atomics_mode)(hw_handle *handle, uint32_t mode, hw_error *error);
-    /* Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. */
+    /* Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. The program has checked sizes, leading
+     * dimensions and strides: every element lies in the address space, and no two products of a batch share one.
+     *  - gemm.value: every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C reach
+     *    the elements that they enter, and no others. Before it is added to `beta * C`, the product may be rounded to that
+     *    type.
+     *  - gemm.transpose: for each combination of transposed factors.
+     *  - gemm.leading-dimension: elements between the rows of C and the leading dimension keep their value.
+     *  - gemm.beta: the old C enters with factor beta.
+     *  - gemm.beta-zero: with beta 0 the old C is not read (NaN there does not matter).
+     *  - gemm.alpha-zero: with alpha 0 or k 0, A and B do not matter.
+     *  - gemm.empty: with m, n or the batch 0 nothing is written, and it is no error.
+     *  - gemm.strided-batch: the products of a batch are independent and lie at the strides given.
+     *  - gemm.mixed: with factors of HW_DATA_TYPE_F16 or HW_DATA_TYPE_BF16 and an output of HW_DATA_TYPE_F32, C is an
+     *    HW_DATA_TYPE_F32 matrix, of which the old values enter and the product is stored without a rounding to the factors'
+     *    type; the sum is kept in 32 bits, and whatever else is said of C holds. Needs HW_CAN_GEMM_MIXED.
+     *  - gemm.mixed-pairs: every other pair of different types gives HW_ERROR_UNSUPPORTED, as a GEMM and as a plan, and
+     *    nothing is written.
+     *  - gemm.asynchronous: the call returns without waiting for the product. */
     int32_t (*handle_gemm)(hw_handle *handle, const hw_gemm *gemm, hw_error *error);
     /* The vendor's handle, as a number. */
     int32_t (*handle_raw)(hw_handle *handle, uint64_t *answer, hw_error *error);
-    /* Destroys the vendor's handle; later calls, but `handle_close`, are HW_ERROR_INVALID_HANDLE. */
+    /* Destroys the vendor's handle; later calls, but `handle_close`, are HW_ERROR_INVALID_HANDLE.
+     *  - blas.destroyed: hw_live_objects.handles goes down by one, also when a handle ends without this call. */
     int32_t (*handle_destroy)(hw_handle *handle, hw_error *error);
     /* Gives the handle back, and destroys the vendor's if that is still there. Called once, for the last time in its life. */
     int32_t (*handle_close)(hw_handle *handle, hw_error *error);
@@ -690,37 +778,76 @@ struct hw_table {
     /* ---- group lt: Lt plans */
     /* Makes a plan, which belongs to the handle. */
     int32_t (*create_plan)(hw_handle *handle, const hw_plan_options *options, uint64_t *answer, hw_error *error);
-    /* Enqueues one run of a plan on the bound stream, through the bound workspace. */
+    /* Enqueues one run of a plan on the bound stream, through the bound workspace.
+     *  - plan.value: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before an epilogue,
+     *    `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
+     *  - plan.epilogue: for each epilogue; the bias is added to every column.
+     *  - plan.mixed: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors' type
+     *    on the way.
+     *  - plan.stale: a destroyed or unknown plan gives HW_ERROR_INVALID_HANDLE.
+     *  - plan.alignment: an operand that is not aligned as the plan says, or to its own elements, gives
+     *    HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*run_plan)(hw_handle *handle, uint64_t plan, const hw_plan_arguments *arguments, hw_error *error);
     /* Destroys a plan; runs already enqueued are still executed. */
     int32_t (*destroy_plan)(hw_handle *handle, uint64_t plan, hw_error *error);
 
     /* ---- group capture: stream capture and replay */
-    /* Starts to record what is enqueued on the stream instead of executing it, in a mode HW_CAPTURE_... . */
+    /* Starts to record what is enqueued on the stream instead of executing it, in a mode HW_CAPTURE_... .
+     *  - capture.not-executed: nothing enqueued during the capture is executed.
+     *  - capture.begin-again: beginning on a stream that takes part in a capture gives HW_ERROR_CAPTURE.
+     *  - capture.joins: a stream that waits for an event recorded in the capture takes part in it from there on.
+     *  - capture.undisturbed: allocating and freeing plain memory and page-locked memory, registering and unregistering
+     *    memory, exporting, opening and closing memory that processes share, creating and destroying events, asking and
+     *    waiting for events that were recorded outside and for streams that take no part, and making handles (where
+     *    HW_FACT_CREATE_DURING_CAPTURE holds) neither fail nor disturb the capture, from whichever thread and in whichever
+     *    mode.
+     *  - capture.no-answer: asking or waiting for a stream that takes part, or an event recorded in the capture, gives
+     *    HW_ERROR_CAPTURE; the capture may be lost by it. */
     int32_t (*begin_capture)(hw_backend *backend, hw_id stream, uint32_t mode, hw_error *error);
-    /* Ends the capture and gives what it recorded. */
+    /* Ends the capture and gives what it recorded.
+     *  - capture.lost: a capture that was lost gives HW_ERROR_CAPTURE; afterwards the stream works as before.
+     *  - capture.unjoined: where a stream that joined was not waited for by the first one, HW_ERROR_CAPTURE, and the capture
+     *    is lost.
+     *  - capture.end-without: a stream without a capture gives HW_ERROR_CAPTURE, and nothing changes. */
     int32_t (*end_capture)(hw_backend *backend, hw_id stream, hw_id *answer, hw_error *error);
     /* Whether the stream takes part in a capture: 0 or 1. */
     int32_t (*is_capturing)(hw_backend *backend, hw_id stream, uint32_t *answer, hw_error *error);
     /* Makes a graph executable. */
     int32_t (*instantiate_graph)(hw_backend *backend, hw_id graph, hw_id *answer, hw_error *error);
-    /* Enqueues one execution of the graph. */
+    /* Enqueues one execution of the graph.
+     *  - capture.replay: every launch executes all recorded operations once, in the order of the stream, also those of the
+     *    streams that joined, in the order that their events gave.
+     *  - capture.by-value: addresses and scalars are those of the time of recording. */
     int32_t (*launch_graph)(hw_backend *backend, hw_id graph, hw_id stream, hw_error *error);
     /* Destroys a graph; graphs made executable from it live on. */
     int32_t (*destroy_graph)(hw_backend *backend, hw_id graph, hw_error *error);
     /* Destroys an executable graph; a launch already enqueued is still executed. */
     int32_t (*destroy_graph_exec)(hw_backend *backend, hw_id graph, hw_error *error);
 
-    /* ---- group ipc: memory and events of other processes */
-    /* Makes a handle of a whole allocation, by a transport HW_TRANSPORT_... . */
+    /* ---- group ipc: memory and events of other processes
+     *  - ipc.offered: offered exactly where the hw_capabilities.ipc_transports of a device are not empty.
+     *  - ipc.shared-bytes: what one process writes to the memory the other reads, and the other way round. */
+    /* Makes a handle of a whole allocation, by a transport HW_TRANSPORT_... .
+     *  - ipc.export-shareable: memory not allocated as HW_DEVICE_MEMORY_SHAREABLE by this transport gives
+     *    HW_ERROR_INVALID_ARGUMENT.
+     *  - ipc.export-transport: a transport outside the capability hw_capabilities.ipc_transports gives HW_ERROR_UNSUPPORTED. */
     int32_t (*export_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, uint32_t transport, hw_memory_handle *answer, hw_error *error);
-    /* Maps memory of another process for the device. */
+    /* Maps memory of another process for the device.
+     *  - ipc.open-again: a second open for the same device gives the same address and is counted.
+     *  - ipc.open-outlives: with HW_TRANSPORT_DESCRIPTOR the mapping keeps the memory when its exporter has ended.
+     *  - ipc.open-checked: a handle that no exporter made, of another device's UUID or without the descriptor that its
+     *    transport needs, gives HW_ERROR_INVALID_ARGUMENT, and nothing is mapped. */
     int32_t (*open_memory)(hw_backend *backend, uint32_t device, const hw_memory_handle *memory, uint64_t *answer, hw_error *error);
-    /* Undoes one `open_memory`. */
+    /* Undoes one `open_memory`.
+     *  - ipc.close-unknown: an address that is not open gives HW_ERROR_INVALID_POINTER. */
     int32_t (*close_memory)(hw_backend *backend, uint32_t device, uint64_t ptr, hw_error *error);
-    /* Makes a handle of an event that was made with `interprocess`. */
+    /* Makes a handle of an event that was made with `interprocess`.
+     *  - ipc.export-event: an event made without `interprocess` gives HW_ERROR_INVALID_ARGUMENT. */
     int32_t (*export_event)(hw_backend *backend, hw_id event, hw_event_handle *answer, hw_error *error);
-    /* Opens an event of another process; `destroy_event` closes it. */
+    /* Opens an event of another process; `destroy_event` closes it.
+     *  - ipc.event-orders: work that waits for the opened event runs after the other process's work before the record.
+     *  - ipc.event-peer-ends: where the fact HW_FACT_EVENT_WAITS_END_WITH_PEER holds, waits end when the recording process
+     *    ends before the record is reached. */
     int32_t (*open_event)(hw_backend *backend, uint32_t device, const hw_event_handle *event, hw_id *answer, hw_error *error);
     /* The program has closed the descriptor that came with this `descriptor_token`. */
     int32_t (*release_descriptor)(hw_backend *backend, uint64_t token, hw_error *error);

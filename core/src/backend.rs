@@ -551,7 +551,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Sharing with other processes, where the backend can do it.
     ///
-    /// - `ipc.offered`: `Some` exactly where a device's `ipc_transports` is not empty.
+    /// - `ipc.offered`: offered exactly where the `ipc_transports` of a device are not empty.
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
         None
     }

@@ -551,6 +551,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// Binds the stream that later products are enqueued on.
     ///
     /// - `blas.stream-bound`: products run in the order of the bound stream.
+    /// - `blas.unbound`: until a stream is bound, products and runs of plans give `InvalidState`, and nothing is enqueued.
     /// - `blas.stream-device`: a stream of another device gives `WrongDevice`.
     /// - `blas.stream-resets-workspace`: where the fact `set_stream_resets_workspace` holds, the handle is back on its
     ///   own workspace, also when the stream is the same; modes survive.
@@ -649,7 +650,7 @@ pub trait BlasHandle: Send + fmt::Debug {
 
     /// Destroys the vendor's handle; may wait for the device. Once only: later calls of any method give `InvalidHandle`.
     ///
-    /// - `blas.destroyed`: `live_objects().handles` goes down by one, after `destroy` or drop.
+    /// - `blas.destroyed`: `live_objects().handles` goes down by one, also when a handle ends without this call.
     fn destroy(&mut self) -> Result<()>;
 }
 

@@ -23,6 +23,7 @@ mod capability;
 mod capture;
 #[cfg(test)]
 mod capture_tests;
+mod clauses;
 mod device;
 pub mod driver;
 mod error;
@@ -63,6 +64,7 @@ pub use blas_lease::{BlasLease, LtLease, RawBlas};
 pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capability::*;
 pub use capture::{Graph, GraphStatistics};
+pub use clauses::{Clause, clauses};
 pub use device::Device;
 pub use error::*;
 pub use event::Event;
@@ -82,3 +84,8 @@ pub use secure::secure_execution;
 pub use sharing::{SharingStatistics, Ticket};
 pub use stream::{Scope, Stream};
 pub use text::{display_foreign, harmless};
+
+/// The example of the README, compiled with the other doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -137,6 +137,10 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "TEXT")]
     pub(super) filter: Option<String>,
 
+    /// List the cases and the clauses that they prove, and run none
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "saboteurs", "races"])]
+    pub(super) list: bool,
+
     /// Run the cases so many times, one round after the other
     #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = rounds)]
     pub(super) repeat: u32,

@@ -49,6 +49,41 @@ fn conformance_fails_where_a_promise_is_broken() {
 }
 
 #[test]
+fn conformance_says_why_it_skips_and_names_the_clause_of_a_failure_at_once() {
+    let run = highwater_on("gemm-f16=off,gemm-bf16=off,fail=fill:1", &["conformance", "--filter", "f"]);
+    let failed =
+        run.stderr.lines().find(|line| line.starts_with("failed: ")).unwrap_or_else(|| panic!("{}", run.stderr));
+    assert!(failed.contains(" [") && failed.contains("]: "), "{failed}");
+    let skips: Vec<&str> = run.stdout.lines().filter(|line| line.starts_with("skipped: ")).collect();
+    let of = |reason: &str| *skips.iter().find(|line| line.contains(reason)).unwrap_or_else(|| panic!("{skips:?}"));
+    assert!(of("the capability `gemm_f16` is false: ").contains("gemm.multiplies_f16"), "{skips:?}");
+    assert!(!run.stdout.contains("as expected"), "{}", run.stdout);
+}
+
+#[test]
+fn conformance_lists_cases_and_clauses_and_runs_none() {
+    // A backend that cannot open is not asked.
+    let arguments = ["conformance", "--list", "--filter", "copy.exact", "--backend", "cuda"];
+    let run = highwater(&arguments);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let line = |start: &str| run.stdout.lines().find(|line| line.starts_with(start)).map(str::to_owned);
+    assert!(line("copies.").is_some_and(|line| line.contains("[copy.exact")), "{}", run.stdout);
+    let clause = line("copy.exact (Backend::copy): exactly `bytes` bytes arrive");
+    assert!(clause.is_some(), "{}", run.stdout);
+    let object = highwater(&[&arguments[..], &["--json"]].concat()).object();
+    let cases = object["cases"].as_array().unwrap();
+    assert!(
+        !cases.is_empty() && cases.iter().all(|case| case["clauses"].to_string().contains("copy.exact")),
+        "{object}"
+    );
+    assert!(object["clauses"].to_string().contains("exactly `bytes` bytes arrive"), "{object}");
+    // Everything is listed without a filter.
+    let all = highwater(&["conformance", "--list", "--json"]).object();
+    assert!(all["cases"].as_array().unwrap().len() > 300 && all["clauses"].as_array().unwrap().len() > 90);
+    assert_eq!(highwater(&["conformance", "--list", "--races"]).code, Some(2));
+}
+
+#[test]
 fn conformance_without_a_matching_case_is_an_error() {
     highwater(&["conformance", "--filter", "no such case"]).assert_error(&["`no such case`", "name a part of a case"]);
     let run = highwater(&["conformance", "--filter", "no such case", "--json"]);

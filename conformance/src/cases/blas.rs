@@ -17,6 +17,7 @@ cases! {
     products_run_in_the_order_of_the_stream: ["blas.stream-bound"] needs [needs::has::gemm_f32];
     products_follow_the_handle_to_another_stream: ["blas.stream-bound"]
         needs [needs::has::gemm_f32, needs::lacks::handle_per_stream];
+    products_need_a_bound_stream: ["blas.unbound"] needs [needs::has::gemm_f32];
     streams_of_another_device_are_refused: ["blas.stream-device"] needs [needs::TWO_DEVICES];
     products_stay_inside_the_workspace: ["blas.workspace-used", "gemm.value"]
         needs [needs::has::gemm_f32, needs::has::blas_workspace];
@@ -288,6 +289,21 @@ fn settings_are_those_of_a_fresh_handle_after_a_reset(backend: &dyn Backend) -> 
         check!(untouched, "products wrote to a workspace that was bound before the handle was reset");
     }
     Ok(())
+}
+
+fn products_need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 12, 14, 16), 1);
+    let placed = product.place(backend)?;
+    let before = placed.bytes_of_c()?;
+    let mut handle = Handle::unbound(backend, BlasKind::Blas, DEVICE)?;
+    check_error!(placed.gemm(&product, &mut handle), InvalidState, "a product on a handle that is bound to no stream");
+    backend.synchronize_device(DEVICE)?;
+    check!(placed.bytes_of_c()? == before, "a product that was refused changed C");
+    handle.set_stream(&stream)?;
+    placed.gemm(&product, &mut handle)?;
+    stream.synchronize()?;
+    placed.check(&product)
 }
 
 fn handles_are_of_the_kind_asked_for(backend: &dyn Backend) -> CaseResult {

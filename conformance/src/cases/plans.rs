@@ -69,6 +69,7 @@ cases! {
     run_again: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     are_stale_when_destroyed: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     of_other_handles_are_stale: ["plan.stale"] needs [needs::has::lt_plans, needs::has::gemm_f32];
+    need_a_bound_stream: ["blas.unbound"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     finish_when_destroyed: ["plan.value"] needs [needs::has::lt_plans, needs::has::gemm_f32];
     return_at_once: ["stream.asynchronous"] needs [needs::has::lt_plans, needs::has::gemm_f32];
 }
@@ -430,6 +431,23 @@ fn of_other_handles_are_stale(backend: &dyn Backend) -> CaseResult {
     check_error!(run, InvalidHandle, "run_plan of a plan of another handle");
     check_error!(other.raw_mut().destroy_plan(plan), InvalidHandle, "destroy_plan of a plan of another handle");
     Ok(())
+}
+
+fn need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
+    let stream = Stream::new(backend)?;
+    let product = Product::new(GemmShape::new(DataType::F32, 12, 14, 16), 1);
+    let placed = product.place(backend)?;
+    let before = placed.bytes_of_c()?;
+    let mut handle = Handle::unbound(backend, BlasKind::Lt, DEVICE)?;
+    let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
+    let run = handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None);
+    check_error!(run, InvalidState, "a run of a plan on a handle that is bound to no stream");
+    backend.synchronize_device(DEVICE)?;
+    check!(placed.bytes_of_c()? == before, "a run that was refused changed D");
+    handle.set_stream(&stream)?;
+    handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
+    stream.synchronize()?;
+    placed.check(&product)
 }
 
 fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {

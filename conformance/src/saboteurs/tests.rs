@@ -71,6 +71,38 @@ fn a_wrapper_that_breaks_nothing_passes() {
     assert!(report.is_success() && report.skipped() < 40, "{report}");
 }
 
+/// Nothing is outstanding when such a call returns, which a busy machine is not to be blamed for.
+#[test]
+fn a_backend_whose_calls_execute_the_work_is_told_so() {
+    let backend = wrapped(MockOptions::new(), |h| {
+        h.backend.copy(|honest, copy, stream| {
+            honest.copy(copy, stream)?;
+            honest.wait_for(stream)
+        });
+    });
+    for case in ["streams.query_follows_the_work", "streams.copies_return_at_once"] {
+        let report = run(&backend, &Options::new().with_filter(case));
+        let [one] = report.cases() else { panic!("{case} is no case: {report}") };
+        let Status::Failed(message) = &one.status else { panic!("{case} passed: {report}") };
+        assert!(message.contains("the call executes the work itself"), "{message}");
+        assert!(!message.contains("busy"), "{message}");
+    }
+}
+
+/// The same failures have another reason where the calls return at once.
+#[test]
+fn a_backend_whose_queries_lie_is_not_told_that_its_calls_execute_the_work() {
+    let backend = wrapped(MockOptions::new(), |h| {
+        h.backend.query_stream(|honest, stream| {
+            honest.wait_for(stream)?;
+            honest.query_stream(stream)
+        });
+    });
+    let report = run(&backend, &Options::new().with_filter("streams.query_follows_the_work"));
+    let Status::Failed(message) = &report.cases()[0].status else { panic!("{report}") };
+    assert!(message.contains("was over in each of") && !message.contains("executes the work itself"), "{message}");
+}
+
 /// With a queue that is full soon, the calls for the work last nearly as long as the work. That is no mistake.
 #[test]
 fn a_backend_that_queues_few_copies_passes() {

@@ -74,7 +74,7 @@ impl WatchedHandle {
 
     /// Why a product on the bound stream should not be accepted, if so.
     fn dead_stream(&self) -> Option<String> {
-        let bound = self.bound?;
+        let Some(bound) = self.bound else { return Some("the handle is bound to no stream".to_owned()) };
         self.watch.unsound(&[AnyId::Stream(bound)]).map(|id| format!("the handle is bound to {id}"))
     }
 

@@ -13,6 +13,8 @@ pub(super) struct Constant {
     pub(super) name: &'static str,
     /// Its value.
     pub(super) value: u64,
+    /// What the traits call it.
+    pub(super) rust: &'static str,
 }
 
 /// A choice that crosses as a number.
@@ -43,7 +45,7 @@ macro_rules! coded {
 
         /// The numbers of every choice, by kind of choice.
         pub(super) const CHOICES: &[(&str, &[Constant])] = &[
-            $(($what, &[$(Constant { name: $name, value: $code }),+])),+
+            $(($what, &[$(Constant { name: $name, value: $code, rust: stringify!($variant) }),+])),+
         ];
     };
 }
@@ -145,7 +147,7 @@ macro_rules! bits {
 
         impl $set {
             /// Every bit by its name.
-            pub(super) const NAMES: &'static [Constant] = &[$(Constant { name: $name, value: 1 << $bit }),+];
+            pub(super) const NAMES: &'static [Constant] = &[$(Constant { name: $name, value: 1 << $bit, rust: stringify!($field) }),+];
 
             /// The set of those that are true.
             pub(super) fn of(capabilities: &crate::Capabilities) -> u64 {
@@ -216,7 +218,7 @@ mod tests {
         let mut names = HashSet::new();
         for (what, constants) in CHOICES {
             let mut values = HashSet::new();
-            for Constant { name, value } in *constants {
+            for Constant { name, value, .. } in *constants {
                 assert!(names.insert(*name) && values.insert(*value), "{what}: {name}");
             }
         }

@@ -9,7 +9,8 @@ use super::codes::{
 use super::load::ENTRY_POINT;
 use super::logging::LEVELS;
 use super::raw::{Struct, structs};
-use super::table::{Group, TABLE_VERSIONS, Table, slot_list};
+use super::table::{Group, Slot, TABLE_VERSIONS, Table, slot_list};
+use crate::clauses::{Clause, clauses};
 use crate::id::{FIRST_NAMED_SLOT, LEGACY_SLOT, PER_THREAD_SLOT};
 
 const TOP: &str = r#"/* highwater.h: backends of Highwater as plugins, in C.
@@ -36,8 +37,10 @@ const TOP: &str = r#"/* highwater.h: backends of Highwater as plugins, in C.
  *  - The library is never unloaded. Nothing is called in a forked child, and nothing once the process exits.
  *  - Matrices are column-major. Sizes are bytes where nothing else is said.
  *
- * What each operation promises is written at the method of the same name in the documentation of highwater-core's traits
- * (Backend, BlasHandle, HostAllocator, IpcSharing), clause by clause; `highwater conformance --plugin FILE` checks it.
+ * Clauses are the promises that the program relies on. Each has an id, such as stream.order. The comment of an operation lists
+ * the clauses that it has to keep. `highwater conformance --plugin FILE` tests every one and names those that a failed case is
+ * about. Every operation has to keep these:
+CLAUSES
  */
 #ifndef HIGHWATER_H
 #define HIGHWATER_H
@@ -54,13 +57,15 @@ extern "C" {
 /// In this repository it stands in `core/include/highwater.h`, and a test holds the two together.
 #[must_use]
 pub fn header() -> String {
-    let mut text = TOP.to_owned();
+    let slots = slot_list();
+    let kept_by_all = clauses().iter().filter(|clause| home(&slots, clause) == Home::Everything);
+    let mut text = TOP.replace("CLAUSES", &clause_items(&slots, "", kept_by_all).join("\n"));
     // Writing to a text does not fail.
-    let _ = write_header(&mut text);
+    let _ = write_header(&mut text, &slots);
     text
 }
 
-fn write_header(text: &mut String) -> std::fmt::Result {
+fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
     writeln!(text, "\n/* Versions of the table that this header describes. */")?;
     writeln!(text, "#define HW_TABLE_VERSION_MIN {}u", TABLE_VERSIONS.start())?;
     writeln!(text, "#define HW_TABLE_VERSION_MAX {}u", TABLE_VERSIONS.end())?;
@@ -70,7 +75,7 @@ fn write_header(text: &mut String) -> std::fmt::Result {
         // Answers are of the type `int32_t`.
         let suffix = if constants.iter().any(|constant| constant.name.starts_with("ERROR_")) { "" } else { "u" };
         writeln!(text, "\n/* Numbers for {what}. */")?;
-        for Constant { name, value } in *constants {
+        for Constant { name, value, .. } in *constants {
             writeln!(text, "#define HW_{name} {value}{suffix}")?;
         }
     }
@@ -107,7 +112,7 @@ fn write_header(text: &mut String) -> std::fmt::Result {
         [("Bits of hw_capabilities.abilities.", Abilities::NAMES), ("Bits of hw_capabilities.facts.", Facts::NAMES)]
     {
         writeln!(text, "\n/* {what} */")?;
-        for Constant { name, value } in set {
+        for Constant { name, value, .. } in set {
             writeln!(text, "#define HW_{name} (UINT64_C(1) << {})", value.trailing_zeros())?;
         }
     }
@@ -124,7 +129,12 @@ fn write_header(text: &mut String) -> std::fmt::Result {
             writeln!(text, "typedef void (*hw_log_call)(uint32_t level, const char *text, uint64_t bytes);")?;
         }
         if one.name == "hw_open" {
-            writeln!(text, "\n/* Opens the backend. */")?;
+            writeln!(
+                text,
+                "\n/* Opens the backend, which has one device at least. If it cannot, the answer says why: HW_ERROR_LIBRARY_MISSING \
+                 for a\n * library of the vendor's, HW_ERROR_SYMBOL_MISSING for a function in it, HW_ERROR_DEVICE_MISSING where no \
+                 device is there. The\n * program reports it, and tries other backends unless this one was asked for. */"
+            )?;
             writeln!(
                 text,
                 "typedef int32_t (*hw_open_call)(const hw_open *request, hw_backend **backend, hw_error *error);"
@@ -136,12 +146,14 @@ fn write_header(text: &mut String) -> std::fmt::Result {
     writeln!(text, "\n/* The operations of a backend. */\nstruct hw_table {{")?;
     writeln!(text, "    /* Bytes of this struct. */\n    uint64_t size;")?;
     let mut group = None;
-    for slot in slot_list() {
+    for slot in slots {
         if group != Some(slot.group) {
             group = Some(slot.group);
-            writeln!(text, "\n    /* ---- group {}: {} */", slot.group.name(), words(slot.group))?;
+            let title = format!("---- group {}: {}", slot.group.name(), words(slot.group));
+            writeln!(text)?;
+            write_comment_with_clauses(text, slots, &title, Home::Group(slot.group))?;
         }
-        write_comment(text, "    ", &slot.doc)?;
+        write_comment_with_clauses(text, slots, &slot.doc, Home::Slot(slot.name))?;
         writeln!(text, "    int32_t (*{})({});", slot.name, slot.arguments.join(", "))?;
     }
     writeln!(text, "}};")?;
@@ -151,6 +163,97 @@ fn write_header(text: &mut String) -> std::fmt::Result {
     )?;
     writeln!(text, "const hw_plugin *{ENTRY_POINT}(const hw_host *host);")?;
     writeln!(text, "\n#ifdef __cplusplus\n}}\n#endif\n\n#endif /* HIGHWATER_H */")
+}
+
+/// Which comment of the header lists a clause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Home {
+    /// The one at the top.
+    Everything,
+    /// That of a group, for a promise of no single operation in it.
+    Group(Group),
+    /// That of an operation.
+    Slot(&'static str),
+}
+
+fn home(slots: &[Slot], clause: &Clause) -> Home {
+    let slot =
+        slots.iter().find(|slot| slot.method.is_some() && slot.method == clause.method.map(|name| (clause.of, name)));
+    match (slot, clause.of, clause.method) {
+        (Some(slot), ..) => Home::Slot(slot.name),
+        (None, "HostAllocator", _) => Home::Group(Group::Host),
+        (None, "BlasHandle", _) => Home::Group(Group::Blas),
+        (None, "IpcSharing", _) | (None, _, Some("ipc_sharing")) => Home::Group(Group::Ipc),
+        _ => Home::Everything,
+    }
+}
+
+/// A comment inside of the table, with the clauses that belong there.
+fn write_comment_with_clauses(text: &mut String, slots: &[Slot], comment: &str, at: Home) -> std::fmt::Result {
+    let listed = clause_items(slots, "    ", clauses().iter().filter(|clause| home(slots, clause) == at));
+    if listed.is_empty() {
+        return write_comment(text, "    ", comment);
+    }
+    let mut lines = comment.lines();
+    write!(text, "    /* {}", lines.next().unwrap_or_default())?;
+    for line in lines {
+        write!(text, "\n     * {line}")?;
+    }
+    writeln!(text, "\n{} */", listed.join("\n"))
+}
+
+/// Columns of a comment.
+const WIDTH: usize = 126;
+
+/// The lines ` *  - ID: PROMISE` of clauses, in the words of C.
+fn clause_items<'c>(slots: &[Slot], indent: &str, listed: impl Iterator<Item = &'c Clause>) -> Vec<String> {
+    let mut lines = Vec::new();
+    for clause in listed {
+        let mut line = format!("{indent} *  - {}:", clause.id);
+        for word in in_c(slots, clause).split(' ') {
+            if line.len() + 1 + word.len() > WIDTH {
+                lines.push(std::mem::replace(&mut line, format!("{indent} *   ")));
+            }
+            line.push(' ');
+            line.push_str(word);
+        }
+        lines.push(line);
+    }
+    lines
+}
+
+/// A promise with what C calls the things that it names.
+fn in_c(slots: &[Slot], clause: &Clause) -> String {
+    let promise = clause.promise.replace("[`", "`").replace("`]", "`");
+    let parts = promise.split('`').enumerate().map(|(place, part)| match (place % 2, name_in_c(slots, clause, part)) {
+        (0, _) => part.to_owned(),
+        (_, Some(name)) => name,
+        (_, None) => format!("`{part}`"),
+    });
+    parts.collect()
+}
+
+/// What C calls a thing of the traits, where that is another name.
+fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
+    let last = name.rsplit("::").next().unwrap_or(name);
+    let other = match name {
+        "Shareable" => Some("HW_DEVICE_MEMORY_SHAREABLE"),
+        "device_info().memory_bytes" => Some("hw_device_info.memory_bytes"),
+        "identity().tag" => Some("hw_open.tag"),
+        "live_objects().handles" => Some("hw_live_objects.handles"),
+        "live_objects().host_allocations" => Some("hw_live_objects.host_allocations"),
+        "ipc_transports" | "workspace_alignment" => return Some(format!("hw_capabilities.{name}")),
+        _ => None,
+    };
+    let choices = CHOICES.iter().flat_map(|(_, constants)| *constants);
+    let mut named = choices.chain(Abilities::NAMES).chain(Facts::NAMES).filter(|constant| constant.rust == last);
+    // A name that two choices have says nothing.
+    let constant = named.next().filter(|_| named.next().is_none());
+    let slot = slots.iter().find(|slot| slot.method == Some((clause.of, name)) && slot.name != name);
+    other
+        .map(ToOwned::to_owned)
+        .or_else(|| constant.map(|constant| format!("HW_{}", constant.name)))
+        .or_else(|| slot.map(|slot| format!("`{}`", slot.name)))
 }
 
 const fn words(group: Group) -> &'static str {
@@ -221,5 +324,54 @@ mod tests {
             let rules = TOP.split("have none, and never grow").next().unwrap_or_default();
             assert!(rules.contains(name) && rules.len() < TOP.len(), "the header does not say that {name} has no size");
         }
+    }
+
+    /// The words of each clause's comment, with the place of its item.
+    fn comment_of(id: &str) -> String {
+        let text = header();
+        let start = format!("*  - {id}: ");
+        assert_eq!(text.matches(&start).count(), 1, "the header states {id} once");
+        let after = text.split_once(&start).map(|(_, after)| after).unwrap_or_default();
+        let lines =
+            after.lines().enumerate().map_while(|(number, line)| match line.trim_start().strip_prefix("*   ") {
+                _ if number == 0 => Some(line),
+                Some(more) if !more.starts_with(" -") => Some(more.trim()),
+                _ => None,
+            });
+        lines.collect::<Vec<_>>().join(" ").trim_end_matches("*/").trim().to_owned()
+    }
+
+    #[test]
+    fn the_header_states_every_clause_in_the_words_of_c() {
+        for clause in clauses() {
+            let comment = comment_of(clause.id);
+            assert_eq!(comment, in_c(&slot_list(), clause), "{}", clause.id);
+            // In backticks stand names and formulas. The names of Rust's variants are no names in C.
+            for name in comment.split('`').skip(1).step_by(2) {
+                let of_rust = name.chars().any(char::is_lowercase) && name.starts_with(char::is_uppercase);
+                assert!(!of_rust && !name.contains("::"), "{}: C has no `{name}`", clause.id);
+            }
+        }
+        assert!(clauses().len() >= 90);
+    }
+
+    #[test]
+    fn the_header_names_codes_capabilities_and_slots_as_c_does() {
+        assert!(comment_of("backend.device-checked").contains("gives HW_ERROR_INVALID_ARGUMENT"));
+        assert!(comment_of("blas.unbound").contains("give HW_ERROR_INVALID_STATE"));
+        assert!(comment_of("gemm.alpha-zero").contains("with alpha 0"));
+        assert!(comment_of("gemm.mixed").contains("Needs HW_CAN_GEMM_MIXED"));
+        assert!(comment_of("host.unregister-unknown").contains("`host_register` was not called with"));
+        assert!(comment_of("ipc.open-outlives").contains("with HW_TRANSPORT_DESCRIPTOR"));
+        assert!(header().contains("HW_ERROR_DEVICE_MISSING where no"));
+    }
+
+    #[test]
+    fn clauses_stand_at_their_operation() {
+        let text = header();
+        let place = |of: &str| text.find(of).unwrap_or_else(|| panic!("the header lacks {of}"));
+        let order = ["- copy.zero:", "(*copy)(", "- fill.exact:", "(*fill)(", "- gemm.value:", "(*handle_gemm)("];
+        assert!(order.map(place).is_sorted());
+        assert!(place("- backend.forked:") < place("#ifndef HIGHWATER_H"));
     }
 }

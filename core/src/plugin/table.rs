@@ -83,6 +83,8 @@ pub(super) struct Slot {
     pub(super) group: Group,
     /// What it does.
     pub(super) doc: String,
+    /// The trait and the method behind it, whose clauses it has to keep. None for slots that give back what Rust drops.
+    pub(super) method: Option<(&'static str, &'static str)>,
     /// The declarations of its arguments.
     pub(super) arguments: Vec<String>,
     /// Bytes from the beginning of the table.
@@ -152,7 +154,7 @@ macro_rules! slots {
             Required backend stream_wait_event "stream_wait_event" (stream: StreamId, event: EventId) {
                 backend.stream_wait_event(stream, event)
             }
-            /// Makes an event.
+            /// Makes an event. Timing and sharing at once is HW_ERROR_INVALID_ARGUMENT.
             Required backend create_event "create_event" (device: u32, options: EventOptions) -> EventId {
                 backend.create_event(device, &options)
             }
@@ -262,7 +264,8 @@ macro_rules! slots {
             Blas handle handle_set_atomics_mode "set_atomics_mode" (mode: AtomicsMode) {
                 handle.set_atomics_mode(mode)
             }
-            /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream.
+            /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. The program has checked sizes, leading
+            /// dimensions and strides: every element lies in the address space, and no two products of a batch share one.
             Blas handle handle_gemm "gemm" (gemm: Gemm) {
                 // SAFETY: as for `free`.
                 unsafe { handle.gemm(&gemm) }
@@ -416,6 +419,7 @@ macro_rules! table {
                 name: stringify!($name),
                 group: Group::$group,
                 doc: text_of(&[$($doc),+]),
+                method: trait_of(Group::$group, stringify!($receiver)).map(|of| (of, $operation)),
                 arguments: vec![
                     <*mut receiver_type!($receiver) as CType>::declare(receiver_name(stringify!($receiver))),
                     $(<<$type as Argument>::Abi as CType>::declare(stringify!($argument)),)*
@@ -428,6 +432,17 @@ macro_rules! table {
     };
 }
 slots!(table);
+
+/// The trait of a method.
+fn trait_of(group: Group, receiver: &str) -> Option<&'static str> {
+    match (group, receiver) {
+        (_, "owned_backend" | "owned_handle") => None,
+        (_, "handle") => Some("BlasHandle"),
+        (Group::Host | Group::Register, _) => Some("HostAllocator"),
+        (Group::Ipc, _) => Some("IpcSharing"),
+        _ => Some("Backend"),
+    }
+}
 
 fn receiver_name(receiver: &'static str) -> &'static str {
     receiver.strip_prefix("owned_").unwrap_or(receiver)

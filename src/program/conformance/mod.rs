@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::ErrorKind;
-use highwater_conformance::{Options, Progress as Step, Report, Status, cases, run_on, serve_peer};
+use highwater_conformance::{Case, Options, Progress as Step, Report, Status, cases, run_on, serve_peer};
 
 use self::certificate::Certificate;
 use self::choice::Choice;
@@ -50,6 +50,10 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
         return saboteurs::command(arguments, &choice, json);
     }
     let options = options(arguments, choice.name())?;
+    if arguments.list {
+        report::list(&options, json)?;
+        return Ok(Verdict::Good);
+    }
     if arguments.fault_sweep {
         return sweep::command(arguments, &choice, &options, json);
     }
@@ -109,7 +113,8 @@ fn run(workers: &mut Workers, options: &Options, json: bool) -> Report {
         Step::Finished { report, .. } => {
             let Some(progress) = &progress else { return };
             if let Status::Failed(message) = &report.status {
-                progress.say(&format!("failed: {}: {message}", report.case.name));
+                let Case { name, clauses, .. } = report.case;
+                progress.say(&format!("failed: {name} [{}]: {message}", clauses.join(", ")));
             }
             progress.advance(1);
         }

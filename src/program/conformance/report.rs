@@ -1,7 +1,7 @@
 //! What is printed of a run.
 
 use anyhow::Result;
-use highwater_conformance::{Case, CaseReport, Options, Report, Status, clauses, clauses_without_case};
+use highwater_conformance::{Case, CaseReport, Clause, Options, Report, Status, clauses, clauses_without_case};
 use serde_json::{Value, json};
 
 use super::super::output;
@@ -81,15 +81,42 @@ impl Run<'_> {
         }
         let report = self.report;
         let (name, total) = (&report.backend().name, report.cases().len());
-        output::result(format_args!(
-            "{name}: {total} cases: {} passed, {} failed, {} skipped, {} failed as expected",
-            report.passed(),
-            report.failed(),
-            report.skipped(),
-            report.expected_failures()
-        ))?;
+        for (reason, cases) in report.skips() {
+            let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
+            output::result(format_args!("skipped: {reason}: {}", names.join(", ")))?;
+        }
+        output::result(format_args!("{name}: {total} cases: {}", report.counts()))?;
         Ok(())
     }
+}
+
+/// Prints the cases that the options select, and the clauses that they prove.
+pub(super) fn list(options: &Options, json: bool) -> Result<()> {
+    let listed = options.round(0);
+    let proved = |clause: &&Clause| listed.iter().any(|case| case.clauses.contains(&clause.id));
+    let proved: Vec<&Clause> = clauses().iter().filter(proved).collect();
+    if json {
+        let case = |case: &&'static Case| json!({ "case": case.name, "clauses": case.clauses });
+        let clause = |clause: &&Clause| {
+            let Clause { id, of, method, promise, .. } = clause;
+            json!({ "clause": id, "trait": of, "method": method, "promise": promise })
+        };
+        output::result(json!({
+            "cases": listed.iter().map(case).collect::<Vec<_>>(),
+            "clauses": proved.iter().map(clause).collect::<Vec<_>>(),
+        }))?;
+        return Ok(());
+    }
+    for case in &listed {
+        output::result(format_args!("{} [{}]", case.name, case.clauses.join(", ")))?;
+    }
+    output::result("")?;
+    for Clause { id, of, method, promise, .. } in &proved {
+        let method = method.map_or(String::new(), |method| format!("::{method}"));
+        output::result(format_args!("{id} ({of}{method}): {promise}"))?;
+    }
+    output::result(format_args!("\n{} cases prove {} clauses", listed.len(), proved.len()))?;
+    Ok(())
 }
 
 /// The clauses of a case, each with its promise.

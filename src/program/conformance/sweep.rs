@@ -35,7 +35,8 @@ pub(super) fn command(
     let report = sweep_on(jobs, &|| Workers::start(choice, limit), options, arguments.sample, &|step| {
         progress.now(step.case.name);
         for SweepFailure { case, fault, message, .. } in step.failures {
-            progress.say(&format!("failed: {}, {}: {message}", case.name, refused(fault.as_ref())));
+            let (name, clauses) = (case.name, case.clauses.join(", "));
+            progress.say(&format!("failed: {name} [{clauses}], {}: {message}", refused(fault.as_ref())));
         }
         progress.advance(1);
     });

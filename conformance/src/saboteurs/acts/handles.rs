@@ -76,6 +76,23 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
+    Saboteur::new("multiplies-unbound", "blas.unbound", "Multiplies at once where no stream is bound.", |h| {
+        h.handle.gemm(|handle, gemm| match handle.stream {
+            None if handle.kind() == BlasKind::Blas => handle.gemm_aside(gemm),
+            _ => handle.gemm(gemm),
+        });
+    }),
+    Saboteur::new(
+        "unbound-runs-vanish",
+        "blas.unbound",
+        "Takes a run of a plan where no stream is bound, and does nothing.",
+        |h| {
+            h.handle.run_plan(|handle, plan, arguments| match handle.stream {
+                None => handle.run_plan(plan, arguments).or(Ok(())),
+                Some(_) => handle.run_plan(plan, arguments),
+            });
+        },
+    ),
     Saboteur::new(
         "streams-of-other-devices",
         "blas.stream-device",

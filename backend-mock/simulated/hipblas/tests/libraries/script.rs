@@ -38,6 +38,26 @@ fn output_and_exit_status_are_those_of_the_command() {
 }
 
 #[test]
+fn a_folder_is_laid_out_again_when_it_is_gone_or_of_another_build() {
+    // A variant that no other test uses.
+    const VARIANT: &str = "rocm6:hip-5";
+    let folder = folder(VARIANT);
+    let made_of = folder.with_added_extension("made-of");
+    let (right, files_of_it) = (std::fs::read(&made_of).unwrap(), files(VARIANT));
+    let library = folder.join("libamdhip64.so.5");
+    let bytes = std::fs::read(&library).unwrap();
+    std::fs::write(&library, "of another build").unwrap();
+    assert_eq!(files(VARIANT), files_of_it);
+    assert_eq!(std::fs::read(&library).unwrap(), b"of another build", "a folder that is up to date is left alone");
+    std::fs::write(&made_of, "another build\n").unwrap();
+    assert_eq!(files(VARIANT), files_of_it);
+    assert_eq!((std::fs::read(&library).unwrap() == bytes, std::fs::read(&made_of).unwrap()), (true, right));
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(files(VARIANT), files_of_it);
+    assert!(std::fs::read(&library).unwrap() == bytes);
+}
+
+#[test]
 fn misuse_says_how_it_is_used() {
     for vendor in ["rocm:none-such", "rocm6:cuda-12", "rocm:stub", "rocm5", "cuda:hip-5"] {
         let output = under(vendor, &["true"].map(OsStr::new), &[]);

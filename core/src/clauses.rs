@@ -1,0 +1,30 @@
+//! Every clause of the traits as data: for the conformance suite, which proves them, and for the C header, which states them.
+
+/// One promise of the traits.
+///
+/// The documentation of the traits is where clauses are written. This table is made from it when the crate is built.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Clause {
+    /// Its id, such as `stream.order`. Cases name it.
+    pub id: &'static str,
+    /// The trait that promises it.
+    pub of: &'static str,
+    /// The method that promises it; `None` for the trait as a whole.
+    pub method: Option<&'static str>,
+    /// The promise, in the words of the documentation.
+    pub promise: &'static str,
+}
+
+include!(concat!(env!("OUT_DIR"), "/clauses.rs"));
+
+/// Every clause, in the order of the traits.
+///
+/// ```
+/// let order = highwater_core::clauses().iter().find(|clause| clause.id == "stream.order").unwrap();
+/// assert_eq!((order.of, order.method), ("Backend", Some("create_stream")));
+/// ```
+#[must_use]
+pub fn clauses() -> &'static [Clause] {
+    CLAUSES
+}
