@@ -9,9 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use highwater_core::{
-    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, Epilogue, ErrorKind, EventOptions,
-    FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments, PlanOptions, Runtime,
-    StreamId, StreamOptions, Ticket, Transport,
+    AllocateOptions, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceBuffer, Epilogue, ErrorKind,
+    EventOptions, FillPattern, Gemm, GemmShape, HostOptions, Location, MemoryCopy, MemoryFill, PlanArguments,
+    PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
 };
 
 /// The backend, in the run over the simulation; `None` where the test has just been made to run there.
@@ -414,5 +414,76 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
     let refused = wrap(0).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     drop(device);
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+/// Fills that take some milliseconds on any device, so that work behind them is late.
+fn delay(stream: &Stream, scratch: &DeviceBuffer<u32>) {
+    for value in 0..60 {
+        stream.fill(scratch, value).unwrap();
+    }
+}
+
+#[test]
+fn memory_allocated_on_one_stream_holds_no_late_work_on_another() {
+    let Some(backend) = open("memory_allocated_on_one_stream_holds_no_late_work_on_another") else { return };
+    let runtime = Runtime::new(backend).unwrap();
+    let device = runtime.device(0).unwrap();
+    let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let scratch = device.allocate::<u32>(1 << 20).unwrap();
+    let mut reused = 0;
+    for round in 0..20 {
+        delay(&home, &scratch);
+        let first = home.allocate::<u32>(1 << 16).unwrap();
+        home.fill(&first, 1_u32).unwrap();
+        let place = first.ptr();
+        drop(first);
+        let second = home.allocate::<u32>(1 << 16).unwrap();
+        reused += u32::from(second.ptr() == place);
+        other.fill(&second, 2_u32).unwrap();
+        let early = other.download(&second).unwrap();
+        home.synchronize().unwrap();
+        let late = other.download(&second).unwrap();
+        assert!(early.iter().chain(&late).all(|value| *value == 2), "round {round}");
+    }
+    // Else the test shows nothing.
+    assert!(reused > 0, "the device gave out other memory in each round");
+    drop((home, other, scratch, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from() {
+    const THREADS: usize = 16;
+    let name = "events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from";
+    let Some(backend) = open(name) else { return };
+    let runtime = Runtime::new(backend.clone()).unwrap();
+    let device = runtime.device(0).unwrap();
+    let mut constant = runtime.pinned::<f32>(1024).unwrap();
+    constant.write().unwrap().fill(1.0);
+    let shape = GemmShape::of::<f32>(32, 32, 32);
+    let rounds = |count: usize| {
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    let stream = device.create_stream().unwrap();
+                    let [a, c] = [(); 2].map(|()| device.allocate::<f32>(1024).unwrap());
+                    let mut result = runtime.pinned::<f32>(1024).unwrap();
+                    for _ in 0..count {
+                        stream.copy_to_device(&constant, &a).unwrap();
+                        stream.blas().unwrap().gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
+                        stream.copy_to_host(&c, &mut result).unwrap();
+                    }
+                    assert!(result.read().unwrap().iter().all(|value| *value == 32.0));
+                });
+            }
+        });
+        runtime.backend().live_objects().events
+    };
+    let few = rounds(10);
+    let many = rounds(500);
+    // Each thread has a few events in flight for each stream; what grows with the rounds would be thousands.
+    assert!(many <= few + 40 * THREADS as u64, "{few} events after 10 rounds, {many} after 500");
+    drop((constant, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
