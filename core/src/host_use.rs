@@ -90,6 +90,9 @@ impl Stream {
     /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The work itself is not
     /// ordered after work of other streams: see [`Stream::wait`].
     ///
+    /// On the [per-thread default stream](crate::Device::per_thread_default_stream), call it once more after the work is
+    /// enqueued. Other threads cannot mark that stream, so a buffer that they drop is freed after the last call noted there.
+    ///
     /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
     /// a note of its own.
     ///

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use highwater_core::{Backend, DeviceBuffer, ErrorKind, GemmShape, Result, Runtime, Stream, StreamId};
+use highwater_core::{
+    Backend, DeviceBuffer, ErrorKind, FillPattern, GemmShape, Location, MemoryCopy, MemoryFill, Result, Runtime,
+    Stream, StreamId,
+};
 use highwater_mock::{MockGpu, MockOptions};
 
 fn open() -> (Arc<MockGpu>, Runtime) {
@@ -92,6 +95,41 @@ fn what_a_per_thread_stream_used_may_be_dropped_in_any_thread() {
                 stream.fill(&filled, value).unwrap();
             }
             stream.copy(&filled, result).unwrap();
+            hand_over.send((stream, filled)).unwrap();
+            let _ = ends.recv();
+        });
+        let (stream, filled) = handed_over.recv().unwrap();
+        drop_elsewhere(&gpu, &runtime, stream, filled, result);
+        drop(end);
+    });
+    assert!(gpu.violations().is_empty(), "{:?}", gpu.violations());
+    drop((result, device));
+    assert_eq!(runtime.close().unwrap().total(), 0);
+}
+
+#[test]
+fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
+    let (gpu, runtime) = open();
+    let device = runtime.device(0).unwrap();
+    let result = device.allocate::<u8>(4096).unwrap();
+    let (hand_over, handed_over) = std::sync::mpsc::channel();
+    let (end, ends) = std::sync::mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (device, result, foreign) = (&device, &result, &gpu);
+        scope.spawn(move || {
+            let stream = device.per_thread_default_stream().unwrap();
+            let filled = device.allocate::<u8>(4096).unwrap();
+            stream.note_device_use(&filled, true).unwrap();
+            for value in 0..10 {
+                let fill = MemoryFill::new(0, filled.ptr(), FillPattern::U8(value), 4096);
+                // SAFETY: the range is the block's, which is noted as in use before and after.
+                unsafe { foreign.fill(&fill, stream.id()) }.unwrap();
+            }
+            let at = |ptr| Location::Device { device: 0, ptr };
+            let copy = MemoryCopy::new(at(result.ptr()), at(filled.ptr()), 4096);
+            // SAFETY: as above; the other block lives until the device was waited for.
+            unsafe { foreign.copy(&copy, stream.id()) }.unwrap();
+            stream.note_device_use(&filled, true).unwrap();
             hand_over.send((stream, filled)).unwrap();
             let _ = ends.recv();
         });
