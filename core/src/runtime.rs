@@ -20,7 +20,7 @@ use crate::gate::{CaptureGate, Quiet};
 use crate::id::StreamId;
 use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
-use crate::memory::{AllocateOptions, DevicePtr, MemoryInfo};
+use crate::memory::{AllocateOptions, DevicePtr};
 use crate::numerics::Numerics;
 use crate::pinned::PinnedBuffer;
 use crate::pool::block_uses::{BlockUses, CpuAccess};
@@ -632,8 +632,7 @@ impl RuntimeInner {
     /// Refuses a request for more than the device could give if every stream had been waited for and everything given back
     /// that no buffer owns.
     fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
-        // Where the backend does not tell, waiting is worth a try.
-        let Ok(MemoryInfo { total, .. }) = self.backend.memory_info(device) else { return Ok(()) };
+        let total = self.device(device).info.memory_bytes;
         let owned = self.ledger.owned_bytes(device);
         if bytes as u64 <= total.saturating_sub(owned) {
             return Ok(());

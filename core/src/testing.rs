@@ -343,7 +343,7 @@ unsafe impl Backend for ManualBackend {
         1
     }
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        Ok(DeviceInfo::new(device, "manual", [0; 16], 1 << 40))
+        Ok(DeviceInfo::new(device, "manual", [0; 16], self.memory.load(Ordering::Relaxed)))
     }
     fn capabilities(&self, _: u32) -> Result<Capabilities> {
         Ok(self.capabilities)

@@ -166,8 +166,9 @@ const MIB: usize = 1 << 20;
 
 /// A device of 16 MiB, with a block of 4 MiB that was dropped while a stream which is behind uses it.
 fn nearly_full() -> (Arc<ManualBackend>, Runtime, Stream, u64) {
-    let (backend, runtime) = open();
+    let backend = ManualBackend::new();
     backend.set_memory(16 * MIB as u64);
+    let runtime = Runtime::new(backend.clone()).unwrap();
     let stream = streams(&runtime, 1).remove(0);
     let (pinned, dropped) =
         (runtime.pinned::<u8>(BYTES).unwrap(), runtime.device(0).unwrap().allocate(4 * MIB).unwrap());
