@@ -667,7 +667,9 @@ struct hw_table {
      *  - memory.aligned: the address is a multiple of 256.
      *  - memory.disjoint: blocks that are alive do not overlap.
      *  - memory.zero: 0 bytes give HW_ERROR_INVALID_ARGUMENT.
-     *  - memory.exhausted: more than there is gives HW_ERROR_OUT_OF_MEMORY, and nothing changes. */
+     *  - memory.exhausted: more than there is gives HW_ERROR_OUT_OF_MEMORY, and nothing changes.
+     *  - memory.stream-ordered: work enqueued on a block's stream after the allocation has the bytes to itself, and so has
+     *    work that waits for an event recorded there after it. */
     int32_t (*allocate)(hw_backend *backend, uint32_t device, const hw_allocate_options *options, uint64_t *answer, hw_error *error);
     /* Frees a block. `stream` is zeros, or the stream in whose order stream-ordered memory is freed.
      *  - memory.free-returns: freed bytes can be allocated again (stream-ordered ones once the stream is past). */
@@ -782,6 +784,8 @@ struct hw_table {
      *  - plan.value: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before an epilogue,
      *    `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
      *  - plan.epilogue: for each epilogue; the bias is added to every column.
+     *  - plan.alpha-zero: with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the
+     *    epilogue adds.
      *  - plan.mixed: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors' type
      *    on the way.
      *  - plan.stale: a destroyed or unknown plan gives HW_ERROR_INVALID_HANDLE.
@@ -854,7 +858,8 @@ struct hw_table {
 
     /* ---- group reset: restoring a handle that foreign code had */
     /* Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. Where this fails or is
-     * missing, handles that foreign code had are destroyed. */
+     * missing, handles that foreign code had are destroyed.
+     *  - blas.reset: later products are as those of a fresh handle; a stream and a workspace are bound anew before. */
     int32_t (*handle_reset)(hw_handle *handle, hw_error *error);
 };
 
