@@ -330,8 +330,13 @@ fn handles_and_plans_that_are_gone() {
         let x = block(backend, 0, DeviceMemoryKind::Plain);
         let shape = GemmShape::new(highwater_core::DataType::F32, 8, 8, 1);
         let gemm = Gemm::new(shape, DevicePtr::new(x), DevicePtr::new(x + 32), DevicePtr::new(x + 64));
+        let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
+        let mut handle = blas(backend);
+        handle.set_stream(stream).unwrap();
         // SAFETY: the backend is scripted, and multiplies nothing.
-        unsafe { blas(backend).gemm(&gemm).unwrap() };
+        unsafe { handle.gemm(&gemm).unwrap() };
+        drop(handle);
+        backend.destroy_stream(stream).unwrap();
         free(backend, 0, x, None);
     });
     assert_says(&said, &["`gemm` was accepted: C from 0x1040 to 0x1140 does not lie in one living range"]);
