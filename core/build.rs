@@ -1,7 +1,7 @@
-//! Makes the table of clauses from the documentation of the traits, which is the only place where clauses are written.
+//! Makes the table of clauses from the documentation of the traits, the only source of clauses.
 //!
-//! A clause is an item "- `group.name`: promise" of a doc comment before a trait or one of its methods. Lines that are indented below
-//! the item continue it.
+//! A clause is an item "- `group.name`: promise" of a doc comment before a trait or one of its methods. Indented lines
+//! below the item continue it.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -20,7 +20,7 @@ fn main() {
         for clause in clauses(source, &text) {
             let Clause { id, of, method, promise } = &clause;
             assert!(ids.insert(id.clone()), "{source}: the clause `{id}` is documented twice");
-            // Writing to a text does not fail.
+            // Writing to a `String` does not fail.
             let _ =
                 writeln!(table, "    Clause {{ id: {id:?}, of: {of:?}, method: {method:?}, promise: {promise:?} }},");
         }

@@ -21,13 +21,13 @@ OPTIONS = sys.argv[1:]
 if OPTIONS not in ([], ["--no-build"], ["--publish"]):
     sys.exit(__doc__)
 
-# Files that a package must hold. The program classifies `examples/digits`, whose license asks for the notice.
+# Files that a package must contain. The program classifies `examples/digits`, whose license requires the notice.
 IN_EACH = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "src/lib.rs"]
 IN_ONE = {
     "highwater": [f"examples/digits/{name}" for name in ("NOTICE", "test.safetensors", "weights.safetensors")],
     "highwater-core": ["include/highwater.h"],
 }
-# Folders that no package may hold. Tests stay behind: they use scripts and crates that are not published.
+# Folders that no package may contain. Tests stay out, because they use scripts and crates that are not published.
 FORBIDDEN = re.compile(r"(.*/)?(\.ci|\.cargo|\.github|scripts|tests|target)/")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<(https?://[^>]+)>")
 
@@ -106,7 +106,7 @@ for name, package in published.items():
     text = (folder / readme).read_text(encoding="utf-8")
     if not text.startswith(f"# {name}\n"):
         wrong(f"its README does not begin with `# {name}`")
-    # The registry shows a README without its neighbours, so only whole addresses work there.
+    # The registry shows a README without its repository, so only full addresses work there.
     for found in LINK.finditer(text):
         target = found[1] or found[2]
         crate = re.match(r"https://docs\.rs/([^/]+)", target)
@@ -131,6 +131,6 @@ if problems:
 
 if "--no-build" not in OPTIONS:
     chosen = [argument for name in order for argument in ("--package", name)]
-    # A release is published from a clean tree, which cargo checks then; this has to work before a commit, too.
+    # Cargo requires a clean tree to publish. This check must also work before a commit.
     cargo("publish", "--dry-run", "--locked", "--allow-dirty", "--quiet", *chosen)
 print(f"packages: ok, in this order: {', '.join(order)}")

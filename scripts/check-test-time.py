@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 300.0
 CORES = 2
-# Seconds that the fixed work takes on two idle cores of the machine that the limit was set on.
+# Seconds that the fixed work takes on two idle cores of the machine on which the limit was set.
 REFERENCE = 0.9
 SHOWN = 10
 
@@ -52,7 +52,7 @@ for line in tests.stdout:
     sys.stdout.write(line)
     sys.stdout.flush()
     if found := re.match(r"\s+(?:Running|Doc-tests) (.*)", line):
-        # Many packages have a `src/lib.rs`; the binary is named for the package.
+        # Many packages have a `src/lib.rs`; the binary has the package's name.
         current = re.sub(r"\((?:.*/)?(.*)-[0-9a-f]+\)", r"(\1)", found[1])
     elif found := re.match(r"test result: .* finished in ([0-9.]+)s", line):
         files.append((float(found[1]), current))
@@ -60,7 +60,7 @@ status = tests.wait()
 seconds = time.monotonic() - begun
 now = resource.getrusage(resource.RUSAGE_CHILDREN)
 processor = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-# The slower of the two: a machine that became busy on the way is a busy machine.
+# The slower of the two, so that a machine that became busy meanwhile counts as busy.
 slower = max(before, fixed_work()) / REFERENCE
 limit = LIMIT * max(1.0, slower)
 

@@ -88,7 +88,7 @@ if command -v cargo >/dev/null; then
   (cd "$root" && CARGO_TARGET_DIR=$target cargo build --quiet --locked --profile simulated \
     "${packages[@]/#/--package=highwater-simulated-}" >&2)
 else
-  # A machine that tests were copied to, with the libraries among them.
+  # The tests were copied to this machine, with the libraries.
   for package in "${packages[@]}"; do
     [ -f "$built/libhwsim_$package.so" ] || {
       echo "simulated.sh: there is no cargo to build $built/libhwsim_$package.so: install Rust, or copy the file there" >&2
@@ -101,7 +101,7 @@ fi
 folder=$target/simulated/vendor/$vendor${variant:+-$variant}
 [ -d "$folder" ] || rm -f "$folder.made-of"
 mkdir -p "$folder"
-# The files that the folder was made of, by place, time and size. A test file runs this script hundreds of times, and renaming
+# The source files of the folder, by path, time and size. A test file runs this script hundreds of times, and renaming
 # symbols takes most of a second.
 libraries=("${packages[@]/#/$built/libhwsim_}")
 made_of=$(stat -c '%i %y %s' "${BASH_SOURCE[0]}" "${libraries[@]/%/.so}")
@@ -174,7 +174,7 @@ if [ "$(cat "$folder.made-of" 2>/dev/null)" != "$made_of" ]; then
     cuda) lay_out_cuda ;;
     *) lay_out_rocm ;;
   esac
-  # Last, so that the folder is whole.
+  # Written last, so that it marks a complete folder.
   echo "$made_of" >"$scratch/made-of"
   mv -f "$scratch/made-of" "$folder.made-of"
 fi

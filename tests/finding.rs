@@ -90,7 +90,7 @@ impl Home {
         for name in ["XDG_DATA_HOME", "HIGHWATER_BACKEND", "HIGHWATER_ALLOW_INSECURE_PLUGINS", "HIGHWATER_MOCK"] {
             command.env_remove(name);
         }
-        // No driver, also where this machine has one: the best is then what the test says.
+        // No driver, even if this machine has one, so that the best backend is the one of the test.
         command.env("HIGHWATER_CUDA_LIBRARY", NO_DRIVER).env("HIGHWATER_HIP_LIBRARY", NO_DRIVER);
         let Output { status, stdout, stderr } = command.envs(variables.iter().copied()).output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
@@ -271,7 +271,7 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
     let home = Home::new();
     home.library("plain", PLAIN, &[]);
     fs::set_permissions(home.plugins(), Permissions::from_mode(0o777)).unwrap();
-    // Of the folder, and not of what others may have put into it.
+    // The report shows the folder, and not the files that others may have put into it.
     let refused = |variables| {
         let object = home.run(&["doctor", "--json"], variables).object();
         let place = object["places"].as_array().unwrap()[1].clone();
@@ -297,7 +297,7 @@ fn what_others_can_change_is_loaded_where_that_was_allowed() {
     assert!(refused(&[("HIGHWATER_ALLOW_INSECURE_PLUGINS", "yes")]).contains("it is `yes`"));
 }
 
-/// Nothing in the output is a command to a terminal, and no line is endless.
+/// The output has no terminal commands and no endless line.
 #[track_caller]
 fn assert_harmless(run: &Run) {
     for text in [&run.stdout, &run.stderr] {
@@ -335,7 +335,7 @@ fn what_others_called_their_files_is_no_command_to_the_terminal() {
         assert!(run.stdout.contains("evil") || run.stderr.contains("evil"), "{}", run.stderr);
     }
     let object = home.run(&["doctor", "--json"], &[]).object();
-    // As data they are what they are.
+    // As data the names are unchanged.
     assert_eq!(said(&object, &home, &format!("a{EVIL}"))["name"], format!("a{EVIL}"));
     let crashed = said(&object, &home, "crashes")["reason"].as_str().unwrap();
     assert!(crashed.ends_with(r"it said: gone \u{1b}[2J"), "{crashed}");

@@ -82,7 +82,7 @@ fn rust_backend() -> &'static Path {
 #[track_caller]
 fn conforms(file: &Path) {
     let mut program = Command::new(env!("CARGO_BIN_EXE_highwater"));
-    // Who builds with files that are writable by a group, by their umask, has such plugins too.
+    // A umask that leaves files writable by a group yields such plugins, too.
     program.env("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1").env_remove("HIGHWATER_MOCK");
     let output = program.args(["conformance", "--json", "--plugin"]).arg(file).output().expect("the program starts");
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -68,7 +68,7 @@ impl Run {
     }
 }
 
-/// The program with the mock as `mock` describes it, which it takes where it is told nothing else, also on a machine with a GPU.
+/// The program with the mock as `mock` describes it. It takes the mock by default, also on a machine with a GPU.
 fn command_on(mock: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
     command.args(arguments).env("HIGHWATER_MOCK", mock).env("HIGHWATER_BACKEND", "mock");
@@ -82,7 +82,7 @@ fn highwater_on(mock: &str, arguments: &[&str]) -> Run {
     run_whole(command_on(mock, arguments), mock, arguments)
 }
 
-/// The same where the choice is the program's, as on a machine without a GPU.
+/// The same, but the program chooses, as on a machine without a GPU.
 fn highwater_without_gpu(mock: &str, arguments: &[&str]) -> Run {
     let mut command = command_on(mock, arguments);
     command.env_remove("HIGHWATER_BACKEND").env_remove("HIGHWATER_PLUGIN_PATH");
@@ -881,7 +881,7 @@ fn what_is_wrong_with_the_mock_is_told_whether_or_not_it_was_asked_for() {
         let asked = highwater_on(mock, &["--backend", "mock", "--json"]);
         asked.assert_error(&[&reason, &hint]);
         let auto = highwater_without_gpu(mock, &["--json"]);
-        // What can be put right at once comes first.
+        // The fault that is fixed most easily comes first.
         let first = format!("no backend could be taken (mock: failed: {reason}");
         auto.assert_error(&[&first, "cuda: ", "rocm: ", &hint]);
         for key in ["kind", "hint"] {
@@ -907,7 +907,7 @@ fn a_result_that_cannot_be_written_is_an_error() {
     }
 }
 
-/// The program as a shell starts it that limits files to so many blocks of 512 or 1024 bytes.
+/// The program, started by a shell that limits files to a number of blocks of 512 or 1024 bytes.
 fn command_with_small_files(blocks: u32, arguments: &[&str]) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("ulimit -f {blocks} && exec \"$0\" \"$@\"")]);
@@ -927,7 +927,7 @@ fn files_that_are_limited_end_no_process() {
     let reason = mock["reason"].as_str().unwrap();
     assert!(reason.contains("File too large"), "{mock}");
     assert!(mock["hint"].as_str().unwrap().contains("`ulimit -f`"), "{mock}");
-    // The result too is a file.
+    // The result is a file, too.
     let folder = scratch_folder("small");
     let file = fs::File::create(folder.join("result")).unwrap();
     let output = command_with_small_files(1, &arguments).stdout(file).output().unwrap();

@@ -74,19 +74,19 @@ vendor_calls! {
             property: "GetProperty" (u32, *mut i32);
         }
         optional {
-            /// How many multiprocessors kernels are chosen for: handle, out.
+            /// The number of multiprocessors that kernels are chosen for: handle, out.
             get_sm_count: "GetSmCountTarget" (u64, *mut i32);
             /// Sets it: handle, number.
             set_sm_count: "SetSmCountTarget" (u64, i32);
-            /// When products are emulated: handle, out.
+            /// The strategy of emulation: handle, out.
             get_emulation: "GetEmulationStrategy" (u64, *mut i32);
             /// Sets it: handle, strategy.
             set_emulation: "SetEmulationStrategy" (u64, i32);
-            /// Which special values emulation keeps: handle, out.
+            /// The special values that emulation keeps: handle, out.
             get_special_values: "GetEmulationSpecialValuesSupport" (u64, *mut i32);
             /// Sets them: handle, mask.
             set_special_values: "SetEmulationSpecialValuesSupport" (u64, i32);
-            /// Who decides on the bits of emulation: handle, out.
+            /// The control of the bits of emulation: handle, out.
             get_mantissa_control: "GetFixedPointEmulationMantissaControl" (u64, *mut i32);
             /// Sets it: handle, control.
             set_mantissa_control: "SetFixedPointEmulationMantissaControl" (u64, i32);
@@ -94,21 +94,21 @@ vendor_calls! {
             get_mantissa_bits: "GetFixedPointEmulationMaxMantissaBitCount" (u64, *mut i32);
             /// Sets it: handle, bits.
             set_mantissa_bits: "SetFixedPointEmulationMaxMantissaBitCount" (u64, i32);
-            /// What is added to those bits: handle, out.
+            /// The offset added to those bits: handle, out.
             get_mantissa_offset: "GetFixedPointEmulationMantissaBitOffset" (u64, *mut i32);
             /// Sets it: handle, bits.
             set_mantissa_offset: "SetFixedPointEmulationMantissaBitOffset" (u64, i32);
-            /// Where products report how many bits they took: handle, an address on the device or 0.
+            /// Sets the address at which products report their bits: handle, an address on the device or 0.
             set_mantissa_report: "SetFixedPointEmulationMantissaBitCountPointer" (u64, u64);
         }
     }
 }
 
-/// Reads a setting of a handle, and sets it.
+/// The two calls that read and set a setting of a handle.
 type Setting = (Option<unsafe extern "C" fn(u64, *mut i32) -> i32>, Option<unsafe extern "C" fn(u64, i32) -> i32>);
 
 impl CublasCalls {
-    /// What only handles of cuBLAS can be set to. A logger is the process's and not a handle's.
+    /// The settings that only cuBLAS handles have. A logger belongs to the process and not to a handle.
     fn settings(&self) -> [Setting; 6] {
         [
             (self.get_sm_count, self.set_sm_count),
@@ -120,10 +120,10 @@ impl CublasCalls {
         ]
     }
 
-    /// What a fresh handle has. Its defaults depend on the version and on environment variables, so they are asked for.
+    /// Reads the settings of a fresh handle. The defaults depend on the version and on environment variables.
     ///
     /// # Safety
-    /// The handle is alive.
+    /// The caller must pass a live handle.
     pub(crate) unsafe fn settings_of(&self, handle: u64) -> BlasSettings {
         self.settings().map(|(get, set)| {
             let (get, _) = get.zip(set)?;
@@ -133,10 +133,10 @@ impl CublasCalls {
         })
     }
 
-    /// Sets all of it again.
+    /// Restores all these settings.
     ///
     /// # Safety
-    /// The handle is alive.
+    /// The caller must pass a live handle.
     ///
     /// # Errors
     /// cuBLAS's code.

@@ -15,7 +15,7 @@ use crate::{codes, libraries};
 /// The oldest version of CUDA that a driver may know: 12.2.
 const OLDEST: i32 = 12_020;
 
-/// The smallest block of zeros: one that does for most products.
+/// The smallest block of zeros, enough for most products.
 const LEAST_ZEROS: usize = 64 << 10;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -30,7 +30,7 @@ pub(crate) struct Driver {
     /// The version of CUDA that it knows: 1000 * major + 10 * minor.
     pub(crate) version: i32,
     pub(crate) devices: Vec<Device>,
-    /// What is captured in it.
+    /// The captures that are open in it.
     pub(crate) captures: Arc<Captures>,
 }
 
@@ -40,7 +40,8 @@ pub(crate) struct Device {
     pub(crate) number: i32,
     /// Retained when it is first needed and never released: a last release would end every library's work in it.
     context: OnceLock<u64>,
-    /// Blocks of zeros, their addresses and bytes: never written again, and never freed, because graphs refer to them.
+    /// Blocks of zeros: their addresses and bytes. They are never written again, and never freed, because graphs refer
+    /// to them.
     zeros: Mutex<Vec<(u64, usize)>>,
 }
 
@@ -108,8 +109,8 @@ impl Driver {
         }
     }
 
-    /// The address of so many bytes of zeros on a device, which is current; the calling thread may make calls that a capture
-    /// forbids. Products read them from any stream, because they were written before anybody had the address.
+    /// The address of `bytes` zeros on the current device. The calling thread must be allowed calls that a capture
+    /// forbids. Products read the zeros from any stream, because they are written before this returns.
     ///
     /// # Errors
     /// The driver's code.
@@ -119,7 +120,7 @@ impl Driver {
         if let Some(address) = find() {
             return Ok(address);
         }
-        // Each at least twice the one before, so that all of them together are few.
+        // Each block is at least twice the one before, so there are few of them.
         let bytes = bytes.checked_next_power_of_two().unwrap_or(bytes).max(LEAST_ZEROS);
         let address = self.make_zeros(bytes)?;
         lock(&state.zeros).push((address, bytes));
@@ -134,7 +135,7 @@ impl Driver {
         // SAFETY: each call writes one number that lives until it returns.
         unsafe {
             done((calls.allocate)(&mut address, bytes))?;
-            // A stream of its own: what is filled on another is perhaps recorded, or waited for by a default stream.
+            // A stream of its own: a fill on another stream could be recorded, or a default stream could wait for it.
             let filled = done((calls.stream_create)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
                 let filled = done((calls.fill_8)(address, 0, bytes, stream));
                 let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));

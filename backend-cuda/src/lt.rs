@@ -175,13 +175,13 @@ impl Plan {
         factors & of_factors | results & of_results != 0
     }
 
-    /// Whether A and B matter with this alpha, in its type.
+    /// Returns whether A and B matter with this alpha, in its type.
     #[inline]
     fn reads_factors(&self, alpha: f64) -> bool {
         if self.doubles { alpha != 0.0 } else { alpha as f32 != 0.0 }
     }
 
-    /// What is wrong with a run, if anything is.
+    /// The fault of a run, if any.
     #[inline]
     fn refuses(
         &self,
@@ -225,13 +225,13 @@ impl Plan {
     }
 }
 
-/// What was asked for, and the plans that do it.
+/// The requested product, and the plans that compute it.
 #[derive(Debug)]
 struct Planned {
     options: PlanOptions,
     /// `None` where k is 0, which cuBLASLt does not describe.
     product: Option<Plan>,
-    /// For runs in which A and B do not matter; made by the first of them.
+    /// The plan for runs in which A and B do not matter. The first such run makes it.
     without_factors: Option<Plan>,
 }
 
@@ -461,7 +461,7 @@ impl LtBlas {
         })
     }
 
-    /// A plan for `epilogue(beta * C)`: a column of zeros times a row of zeros in place of A and B, from one block of zeros.
+    /// A plan for `epilogue(beta * C)`. A column of zeros times a row of zeros, from one block, replaces A and B.
     fn plan_without_factors(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
         let mut options = *options;
         let shape = &mut options.shape;
@@ -470,13 +470,13 @@ impl LtBlas {
         if let Some(batch) = &mut shape.batch {
             (batch.stride_a, batch.stride_b) = (0, 0);
         }
-        // What it was made with may be less than another algorithm needs, and a sum of one term needs none.
+        // The workspace of the first plan may be less than another algorithm needs. A sum of one term needs none.
         options.workspace_bytes = 0;
         self.plan(operation, &options)
     }
 
-    /// Runs a plan whose alpha or k is 0. cuBLASLt leaves the epilogue out with some of its algorithms then, or refuses the
-    /// product, and any other alpha would have what is in A and B show in D.
+    /// Runs a plan whose alpha or k is 0. Some algorithms of cuBLASLt then leave the epilogue out, or refuse the
+    /// product. With any other alpha, A and B would show in D.
     ///
     /// # Safety
     /// As [`BlasHandle::run_plan`].
@@ -518,7 +518,7 @@ impl LtBlas {
         }
         let mut arguments = *arguments;
         (arguments.a, arguments.b) = (DevicePtr::new(zeros), DevicePtr::new(zeros));
-        // What is added to beta * C, whose sign a 0 keeps: then it is -0.
+        // The addend of beta * C is -0, which keeps the sign of a 0.
         arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
         let call = Call { room: &room, handle: self.raw, stream: self.stream, workspace: self.workspace };
         // SAFETY: passed on from the caller; the zeros stay for good.
@@ -526,7 +526,7 @@ impl LtBlas {
     }
 }
 
-/// What a run takes from its handle.
+/// The state that a run takes from its handle.
 #[derive(Debug, Clone, Copy)]
 struct Call<'h> {
     room: &'h Room<Cuda>,
@@ -536,7 +536,7 @@ struct Call<'h> {
 }
 
 impl Call<'_> {
-    /// Enqueues a run that was not refused.
+    /// Enqueues a run that passed all checks.
     ///
     /// # Safety
     /// As [`BlasHandle::run_plan`].
@@ -566,8 +566,8 @@ impl Call<'_> {
         } else {
             [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
         };
-        // SAFETY: the handle, the stream and the plan are alive; the caller vouches for the matrices and the workspace; the
-        // factors are read during the call.
+        // SAFETY: the handle, the stream and the plan are alive. The caller vouches for the matrices and the workspace.
+        // The call reads the factors before it returns.
         let code = unsafe {
             (lt.matmul)(
                 handle,

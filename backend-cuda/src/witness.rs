@@ -131,7 +131,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
             set_emulation = cublasSetEmulationStrategy(_, _);
         }
     };
-    // Later than the header of CUDA 13.0, whose types of these arguments are there already: an enum of 32 bits each.
+    // These calls are newer than the header of CUDA 13.0, which has the types of their arguments: enums of 32 bits.
     let later = [
         "get_special_values",
         "set_special_values",

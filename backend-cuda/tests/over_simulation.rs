@@ -291,7 +291,7 @@ fn a_product_that_loses_the_device_is_told_as_that() {
 /// A function of cuBLAS, past the backend.
 ///
 /// # Safety
-/// The symbol is a function of that type.
+/// The caller must name a function of that type.
 unsafe fn cublas<F: Copy>(symbol: &str) -> F {
     let file = highwater_core::driver::loaded_files("libcublas.so").pop().unwrap();
     // SAFETY: the library is in this process already; the caller vouches for the type.
@@ -376,7 +376,7 @@ fn backends_opened_twice_do_not_lose_each_others_captures() {
                 stream.fill(&block, 7)
             })
             .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
-        // Nothing of the other is left; it was opened by itself.
+        // The other backend has left nothing behind; the test opened it separately.
         assert_eq!(end.unwrap().join().unwrap().total(), 0, "{mode:?}");
         graph.launch(&stream).unwrap();
         assert_eq!(stream.download(&block).unwrap(), [7; 64]);
@@ -391,7 +391,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
     let context = cudarc::driver::CudaContext::new(0).unwrap();
-    // What candle's default device hands out.
+    // The stream that candle's default device hands out.
     let theirs = context.per_thread_stream();
     let handle = theirs.cu_stream().addr() as u64;
     assert_eq!(handle, 2);
@@ -402,9 +402,9 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
         assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
         let block = device.allocate::<u8>(1024).unwrap();
         stream.fill(&block, 7).unwrap();
-        // In their order, without a wait: the legacy stream and that of a thread wait for each other.
+        // The legacy stream and the stream of a thread wait for each other, so no other wait is needed.
         let mut bytes = vec![0_u8; 1024];
-        // SAFETY: the range is the block's, and the copy has been made when the call returns.
+        // SAFETY: the range belongs to the block, and the copy is complete when the call returns.
         unsafe {
             cudarc::driver::result::memcpy_dtoh_async(&mut bytes, block.ptr().get(), theirs.cu_stream()).unwrap();
         }
@@ -446,7 +446,7 @@ fn memory_allocated_on_one_stream_holds_no_late_work_on_another() {
         let late = other.download(&second).unwrap();
         assert!(early.iter().chain(&late).all(|value| *value == 2), "round {round}");
     }
-    // Else the test shows nothing.
+    // Without reuse the test shows nothing.
     assert!(reused > 0, "the device gave out other memory in each round");
     drop((home, other, scratch, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -482,7 +482,7 @@ fn events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from() {
     };
     let few = rounds(10);
     let many = rounds(500);
-    // Each thread has a few events in flight for each stream; what grows with the rounds would be thousands.
+    // Each thread has a few events in flight for each stream. A count that grew with the rounds would reach thousands.
     assert!(many <= few + 40 * THREADS as u64, "{few} events after 10 rounds, {many} after 500");
     drop((constant, device));
     assert_eq!(runtime.close().unwrap().total(), 0);

@@ -2,10 +2,10 @@
 //!
 //! A block is *live* from its allocation until it is retired, *retiring* until the stream that frees it has passed that
 //! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes. An
-//! allocation in the order of the stream that frees a block takes bytes of that block at once, as vendors' pools do. Where a
-//! [`Quarantine`] is set, a block that was freed becomes a gap only when enough others were freed after it, so that work
-//! which uses it too late meets nobody's memory; its bytes count as free, and are taken when nothing else is left.
-//! Offsets count from the start of the device's memory. The arena is plain data, without locks and without memory.
+//! allocation in the order of the stream that frees a block takes bytes of that block at once, as vendors' pools do. If
+//! a [`Quarantine`] is set, a freed block becomes a gap only after enough later frees. So work that uses it too late
+//! meets no other block. Its bytes count as free, and are taken when nothing else is left. Offsets count from the start
+//! of the device's memory. The arena is plain data, without locks and without memory.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -50,12 +50,12 @@ impl Block {
     }
 }
 
-/// A block that was taken out of use, or what a later allocation of the same stream left of it.
+/// A block that was retired, or the rest of it after a later allocation on the same stream.
 #[derive(Debug, Clone, Copy)]
 struct Retiring {
     /// The whole block, as it was allocated.
     block: Block,
-    /// Bytes that are left.
+    /// The remaining bytes.
     length: u64,
     /// The stream that frees the block, once the free is enqueued there.
     stream: Option<u64>,
@@ -83,7 +83,7 @@ impl Quarantine {
 pub(crate) struct Arena {
     live: BTreeMap<u64, Block>,
     retiring: BTreeMap<u64, Retiring>,
-    /// The retiring ones that their stream may have at once, as (stream, length, offset).
+    /// The retiring blocks that their stream may reuse at once, as (stream, length, offset).
     reusable: BTreeSet<(u64, u64, u64)>,
     /// Length of each gap by its offset. No two gaps touch.
     gaps: BTreeMap<u64, u64>,
@@ -150,8 +150,8 @@ impl Arena {
         Some(offset)
     }
 
-    /// Takes a block out of bytes that `stream` is about to free; `None` if it frees none of that length, or a quarantine
-    /// keeps them back.
+    /// Takes a block out of bytes that `stream` is about to free. Returns `None` if it frees no block of that length,
+    /// or a quarantine keeps the bytes back.
     pub(crate) fn reuse(&mut self, bytes: u64, stream: u64) -> Option<u64> {
         let reserved = bytes.checked_next_multiple_of(Owner::StreamOrdered.granule())?;
         let first = (stream, reserved, 0)..=(stream, u64::MAX, u64::MAX);
@@ -196,7 +196,7 @@ impl Arena {
         Some(block)
     }
 
-    /// Lets allocations in the order of `stream` have a retiring block, whose free was enqueued there.
+    /// Offers a retiring block, whose free was enqueued on `stream`, to allocations in the order of `stream`.
     pub(crate) fn offer(&mut self, offset: u64, serial: u64, stream: u64) {
         if let Some(retiring) = self.retiring.get_mut(&offset).filter(|retiring| retiring.block.serial == serial) {
             retiring.stream = Some(stream);
@@ -204,7 +204,7 @@ impl Arena {
         }
     }
 
-    /// Takes out what was not reused of a retiring block, as offset and length of each part, for [`Arena::release`].
+    /// Takes out the parts of a retiring block that were not reused, as offset and length, for [`Arena::release`].
     pub(crate) fn end_retiring(&mut self, offset: u64, bytes: u64, serial: u64) -> Vec<(u64, u64)> {
         let parts = self.retiring.range(offset..offset + bytes).filter(|(_, part)| part.block.serial == serial);
         let parts: Vec<_> = parts.map(|(&at, part)| (at, part.length)).collect();
@@ -230,7 +230,7 @@ impl Arena {
         }
     }
 
-    /// Gives back bytes that [`Arena::end_retiring`] took out.
+    /// Frees bytes that [`Arena::end_retiring`] took out.
     pub(crate) fn release(&mut self, (offset, length): (u64, u64)) {
         self.free_bytes += length;
         self.quarantined.push_back((offset, length));
@@ -389,11 +389,11 @@ mod tests {
         assert_eq!((arena.reuse(256, 8), arena.reuse(1025, 7), arena.allocate(256, Owner::Plain)), (None, None, None));
         assert_eq!((arena.reuse(200, 7), arena.reuse(512, 7)), (Some(offset), Some(offset + 256)));
         assert_eq!((arena.callers_blocks(), arena.free_bytes(), arena.retiring_bytes()), (2, 0, 256));
-        // The first free is reached: what was not reused is all that it gives back.
+        // The first free executes. It gives back only the bytes that were not reused.
         release(&mut arena, offset, first);
         assert_eq!((arena.free_bytes(), arena.reuse(256, 7)), (256, None));
         assert_eq!(arena.allocate(256, Owner::Plain), Some(offset + 768));
-        // The free of a later block in the same place is not taken for the first one, nor the other way round.
+        // The frees of two blocks in the same place, one after the other, are told apart.
         let later = arena.retire(offset).unwrap();
         arena.offer(offset, first.serial, 7);
         assert_eq!(arena.reuse(256, 7), None);
@@ -444,7 +444,7 @@ mod tests {
         arena.set_quarantine(quarantine);
         let mut live: Vec<(u64, u64, Owner)> = Vec::new();
         let mut retired: Vec<(u64, Block)> = Vec::new();
-        // What is left of retired blocks: offset, length, serial number, and the stream that may have it.
+        // The rests of retired blocks: offset, length, serial number, and the stream that may reuse them.
         let mut parts: Vec<(u64, u64, u64, Option<u64>)> = Vec::new();
         for step in steps {
             match step {

@@ -43,7 +43,7 @@ struct Context {
     known_workspace: Option<(Workspace, u64)>,
     math_mode: MathMode,
     atomics_mode: AtomicsMode,
-    /// Whether alpha and beta are read on the device, which only foreign code asks for.
+    /// True if the device reads alpha and beta. Only foreign code sets this.
     scales_on_device: Arc<AtomicBool>,
     plans: HashMap<PlanId, PlanOptions>,
     /// Last, so that what the fields above refer to outlives them.
@@ -291,7 +291,7 @@ impl BlasHandle for MockBlas {
         let operation = Operation::Gemm;
         self.0.enter_as(operation, BlasKind::Blas)?;
         self.0.check_type(operation, &gemm.shape)?;
-        // Relaxed: whoever changed it had the handle before, by the caller's leave.
+        // Relaxed: the code that changed it had the handle before, with the caller's permission.
         if self.0.scales_on_device.load(Ordering::Relaxed) {
             return Err(operation
                 .error(ErrorKind::InvalidPointer, "the device read alpha at an address of the host")

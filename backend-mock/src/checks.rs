@@ -103,13 +103,13 @@ impl Checks {
         Some(Noted { checks: Arc::clone(self), number })
     }
 
-    /// How many commands have been noted.
+    /// The number of commands noted so far.
     pub(crate) fn noted(&self) -> u64 {
         self.0.lock().noted
     }
 
-    /// Looks whether work that has not been executed uses a range, among the commands that were noted first, so many of
-    /// them; `what` became of the range by this operation.
+    /// Checks the first commands noted, up to a given number, for unexecuted work that uses a range. `what` says what
+    /// this operation did to the range.
     pub(crate) fn look(&self, noted: u64, operation: Operation, what: &str, range: Range) {
         let mut book = self.0.lock();
         let broken: Vec<_> = book

@@ -16,14 +16,14 @@ use crate::sealed_file;
 use crate::stream::Stream;
 use crate::uses::{Range, Space};
 
-/// A block that was taken out of use, whose bytes come back with [`Device::release`].
+/// A retired block, whose bytes come back with [`Device::release`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Retired {
     pub(crate) ptr: DevicePtr,
     /// Bytes that the block takes.
     pub(crate) bytes: u64,
     serial: u64,
-    /// In test mode, how many commands had been noted: none of the later ones is the block's own.
+    /// In test mode, the number of commands noted by then. No later command belongs to the block.
     noted: u64,
 }
 
@@ -118,7 +118,7 @@ impl Device {
         self.look_at_first(u64::MAX, operation, what, offset, bytes);
     }
 
-    /// The same for the commands that were noted first, so many of them.
+    /// The same for a given number of the first commands noted.
     fn look_at_first(&self, noted: u64, operation: Operation, what: &str, offset: u64, bytes: u64) {
         if let Some(checks) = &self.checks {
             let address = self.memory.base() + offset;
@@ -126,7 +126,8 @@ impl Device {
         }
     }
 
-    /// Memory for a caller, for stream-ordered memory in the order of a stream: that has the bytes at once that it is to free.
+    /// Allocates memory for a caller. For stream-ordered memory, a stream gets at once the bytes that it has not freed
+    /// yet.
     pub(crate) fn allocate(
         &self,
         operation: Operation,
@@ -140,7 +141,7 @@ impl Device {
             Some(offset) => {
                 let reserved = arena.block(offset).map_or(bytes as u64, Block::reserved);
                 drop(arena);
-                // What is reused is in use by right: the release looks at it.
+                // Outstanding work may use reused bytes; the release checks it.
                 if reused.is_none() {
                     self.look(operation, "were handed out", offset, bytes as u64);
                 }
@@ -164,7 +165,7 @@ impl Device {
         }
     }
 
-    /// Takes a caller's block out of use.
+    /// Retires a caller's block.
     pub(crate) fn retire(&self, operation: Operation, ptr: DevicePtr, stream_ordered: bool) -> Result<Retired> {
         let mut arena = self.arena.write();
         let block = self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?)));
@@ -193,7 +194,7 @@ impl Device {
         Retired { ptr, bytes: block.reserved(), serial: block.serial, noted }
     }
 
-    /// The release of a block was enqueued on a stream, whose allocations may have the bytes from here on.
+    /// Notes that the release of a block was enqueued on a stream. Allocations there may reuse the bytes from now on.
     pub(crate) fn offer(&self, block: Retired, stream: u64) {
         if let Some(offset) = self.offset(block.ptr) {
             self.arena.write().offer(offset, block.serial, stream);
@@ -207,15 +208,15 @@ impl Device {
         }
     }
 
-    /// Gives the bytes of a retired block back, except those that were reused.
+    /// Frees the bytes of a retired block, except those that were reused.
     pub(crate) fn release(&self, block: Retired) {
         let Some(offset) = self.offset(block.ptr) else { return };
         let parts = self.arena.write().end_retiring(offset, block.bytes, block.serial);
-        // Who reused some of the block uses it by right, in work that was enqueued later.
+        // Later work of a block that reused some of the bytes may use them.
         let noted = if parts == [(offset, block.bytes)] { u64::MAX } else { block.noted };
         self.look_at_first(noted, Operation::Free, "were freed", offset, block.bytes);
         for &(offset, bytes) in &parts {
-            // While a part is neither live nor a gap, its pages are nobody's.
+            // While a part is neither live nor a gap, its pages belong to no block.
             if self.checks.is_some() {
                 self.memory.fill(offset as usize, bytes as usize, POISON_PATTERN);
             } else {

@@ -68,7 +68,7 @@ pub(crate) struct State {
     captures: Mutex<OpenCaptures>,
     host: Arc<MockHost>,
     pub(crate) handles: AtomicU64,
-    /// What foreign code can change of the BLAS handles, by their raw numbers.
+    /// The settings of BLAS handles that foreign code can change, by raw handle.
     pub(crate) raw_handles: Mutex<HashMap<u64, Arc<AtomicBool>>>,
     create_handle_latency_ns: Vec<AtomicU64>,
     pub(crate) gemm_gap: Duration,
@@ -218,15 +218,15 @@ impl MockGpu {
         Ok(())
     }
 
-    /// Does what foreign code does that sets the pointer mode of a raw BLAS handle: with `true`, the device reads alpha and
-    /// beta. A product of the handle is then `InvalidPointer`, because the trait passes addresses of the host.
+    /// Sets the pointer mode of a raw BLAS handle, as foreign code does. With `true`, the device reads alpha and beta.
+    /// A product on the handle then returns `InvalidPointer`, because the trait passes host addresses.
     ///
     /// # Errors
-    /// `InvalidHandle` for a number that is no live handle's.
+    /// `InvalidHandle` if `raw` is no live handle.
     pub fn set_pointer_mode(&self, raw: u64, on_device: bool) -> Result<()> {
         let handle = self.shared.raw_handles.lock().get(&raw).cloned().ok_or_else(|| {
             Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is no live handle"))
-                .with_hint("pass what `BlasHandle::raw` gave, while the handle lives")
+                .with_hint("pass the result of `BlasHandle::raw` while the handle lives")
         })?;
         handle.store(on_device, Ordering::Relaxed);
         Ok(())

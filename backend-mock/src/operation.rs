@@ -185,7 +185,7 @@ struct Fault {
 
 #[derive(Debug)]
 enum When {
-    /// The calls with these numbers; `calls` have come since it was set.
+    /// The calls with these numbers fail; `calls` counts the calls since the fault was set.
     Calls { numbers: RangeInclusive<u64>, calls: u64 },
     /// So many times in a million; `calls` have come since it was set.
     Chance { per_million: u32, calls: u64 },

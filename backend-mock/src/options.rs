@@ -45,7 +45,7 @@ pub struct MockOptions {
     pub(crate) create_handle_latency: BTreeMap<u32, Duration>,
     pub(crate) gemm_gap: Duration,
     pub(crate) capabilities: Capabilities,
-    /// Operations, and which of their calls fail.
+    /// Operations, and the numbers of their calls that fail.
     faults: Vec<(String, RangeInclusive<u64>, ErrorKind)>,
     chances: Vec<(String, u32, ErrorKind)>,
     pub(crate) seed: u64,
@@ -141,22 +141,22 @@ impl MockOptions {
     /// The same with the `nth` call (from 1) of an operation failing. `operation` is an [`Operation`] or its name; a name
     /// that does not exist makes [`MockGpu::open`](crate::MockGpu::open) fail.
     ///
-    /// A `Runtime` answers a failure of the kind `OutOfMemory` by giving back what it caches and trying once more, so one such
-    /// failure of an allocation never surfaces through it. [`MockOptions::with_faults`] makes the second attempt fail too.
+    /// On `OutOfMemory`, a `Runtime` frees its caches and tries once more, so one such failure of an allocation never
+    /// surfaces. [`MockOptions::with_faults`] makes the second attempt fail too.
     #[must_use]
     pub fn with_fault(self, operation: impl AsRef<str>, nth: u64, kind: ErrorKind) -> Self {
         self.with_faults(operation, nth..=nth, kind)
     }
 
-    /// As [`MockOptions::with_fault`], for every call of an operation in a range: `3..` for the third call and all after it,
-    /// `3..6` for three calls. A range without calls makes [`MockGpu::open`](crate::MockGpu::open) fail. Of several faults of
-    /// one call, the one that was set first counts.
+    /// As [`MockOptions::with_fault`], for every call of an operation in a range: `3..` for the third call and all
+    /// after it, `3..6` for three calls. A range without calls makes [`MockGpu::open`](crate::MockGpu::open) fail. If
+    /// several faults match a call, the one set first applies.
     ///
     /// ```
     /// use highwater_core::{ErrorKind, Runtime};
     /// use highwater_mock::{MockGpu, MockOptions, Operation};
     ///
-    /// // The device has room for one block. A runtime tries twice, and gives back in between what it caches.
+    /// // The device has room for one block. A runtime tries twice, and frees its caches in between.
     /// let options = MockOptions::new().with_faults(Operation::Allocate, 2.., ErrorKind::OutOfMemory);
     /// let gpu = MockGpu::open(options)?;
     /// let runtime = Runtime::new(gpu.clone())?;
@@ -413,7 +413,7 @@ impl MockOptions {
             .map(|(name, numbers, kind)| match name.parse() {
                 Ok(operation) if *numbers.start() > 0 && !numbers.is_empty() => Ok((operation, numbers.clone(), *kind)),
                 Ok(_) if numbers.is_empty() => Err(invalid(
-                    format!("no call of `{name}` was to fail"),
+                    format!("the fault's range has no call of `{name}`"),
                     "give a range with calls in it, such as 3..",
                 )),
                 Ok(_) => Err(invalid(format!("call 0 of `{name}` was to fail"), "calls count from 1")),
@@ -440,7 +440,7 @@ impl MockOptions {
     }
 }
 
-/// The numbers of calls in a range; without a start, from the first call on. Empty where the range is.
+/// The numbers of calls in a range; without a start, from the first call on. Empty if the range is empty.
 fn call_numbers(calls: &impl RangeBounds<u64>) -> RangeInclusive<u64> {
     #[expect(clippy::reversed_empty_ranges, reason = "no call is in it")]
     const NONE: RangeInclusive<u64> = 2..=1;
@@ -471,7 +471,7 @@ fn parse_calls(text: &str) -> Option<RangeInclusive<u64>> {
     Some(numbers).filter(|numbers| *numbers.start() > 0 && !numbers.is_empty())
 }
 
-/// Reads `OPERATION:WHICH` or `OPERATION:WHICH:KIND`; `bad` makes the error of what is expected instead.
+/// Reads `OPERATION:WHICH` or `OPERATION:WHICH:KIND`. `bad` makes the error that states the expected form.
 fn parse_fault<W>(
     value: &str,
     parse: impl Fn(&str) -> Option<W>,

@@ -36,7 +36,7 @@ pub(crate) fn page_bytes() -> u64 {
 
 /// Makes a file of `bytes` zeros that can become neither shorter nor longer.
 pub(crate) fn create(name: &str, bytes: u64) -> Result<OwnedFd, Errno> {
-    // Else the next call ends the process.
+    // Otherwise the next call ends the process.
     if !file_limit::allows(bytes) {
         return Err(Errno::FBIG);
     }
@@ -74,7 +74,7 @@ pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64
     Ok((identify(file).map_err(asked)?, u64::try_from(bytes).unwrap_or(0)))
 }
 
-/// What a failed call of the system means for the operation, which was given the file.
+/// The error of an operation whose system call on a given file failed.
 #[cold]
 pub(crate) fn failed(operation: Operation, what: &str, error: Errno) -> Error {
     let (kind, hint) = match error {
@@ -87,14 +87,14 @@ pub(crate) fn failed(operation: Operation, what: &str, error: Errno) -> Error {
     operation.error(kind, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
 }
 
-/// The same where the file was to be made: nobody passed a wrong one.
+/// The same for a file that the operation makes itself, so the caller passed no wrong file.
 #[cold]
 pub(crate) fn not_made(operation: &'static str, what: &str, error: Errno) -> Error {
     let (kind, hint) = meaning(error);
     Error::new(kind, operation, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
 }
 
-/// What an error of the system means for a memory file, and what helps.
+/// The kind and the hint for a system error on a memory file.
 fn meaning(error: Errno) -> (ErrorKind, &'static str) {
     match error {
         Errno::NOMEM => (ErrorKind::OutOfMemory, "ask for less at once, or raise the limit of addresses (ulimit -v)"),
@@ -107,7 +107,7 @@ fn meaning(error: Errno) -> (ErrorKind, &'static str) {
             ErrorKind::PermissionDenied,
             "a sandbox of the process refuses this: let it make memory files (memfd_create)",
         ),
-        _ => (ErrorKind::OperatingSystem, "see what the system says"),
+        _ => (ErrorKind::OperatingSystem, "fix the cause that the system names in the message"),
     }
 }
 

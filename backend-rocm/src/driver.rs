@@ -18,7 +18,7 @@ pub(crate) struct Driver {
     pub(crate) version: i32,
     /// How many devices there are.
     pub(crate) devices: i32,
-    /// What is captured in it.
+    /// The captures that are open in it.
     pub(crate) captures: Arc<Captures>,
 }
 

@@ -65,7 +65,7 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
 /// A function of the runtime that the backend has opened, past the backend.
 ///
 /// # Safety
-/// The symbol is a function of that type.
+/// The caller must name a function of that type.
 unsafe fn hip<F: Copy>(symbol: &str) -> F {
     // SAFETY: passed on from the caller.
     unsafe { of_library("libamdhip64.so", symbol) }
@@ -74,7 +74,7 @@ unsafe fn hip<F: Copy>(symbol: &str) -> F {
 /// A function of a library that the backend has opened, past the backend.
 ///
 /// # Safety
-/// The symbol is a function of that type.
+/// The caller must name a function of that type.
 unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
     let file = highwater_core::driver::loaded_files(library).pop().unwrap();
     // SAFETY: the library is in this process already; the caller vouches for the type.

@@ -91,13 +91,13 @@ impl<'b> Busy<'b> {
     }
 }
 
-/// Calls that return when their work is done, where they should only enqueue it.
+/// Calls that return when their work is done, although they should only enqueue it.
 #[derive(Debug)]
 pub(crate) struct InTheCall {
     copies: usize,
-    /// How long it took to enqueue them.
+    /// The time to enqueue them.
     enqueued: Duration,
-    /// How long it took until they were done.
+    /// The time until they were done.
     done: Duration,
 }
 
@@ -114,10 +114,10 @@ impl fmt::Display for InTheCall {
     }
 }
 
-/// Whether copies on device 0 are executed by the calls that should enqueue them.
+/// Returns whether the calls that should enqueue copies on device 0 execute them instead.
 ///
-/// Such a call lasts as long as the work, and nothing is left to wait for. A thread that is kept from running can make one
-/// round look either way. So rounds are long, and most of them decide.
+/// Such a call lasts as long as the work and leaves nothing to wait for. A preempted thread can make one round look
+/// either way. So rounds are long, and the majority decides.
 pub(crate) fn executes_in_the_call(backend: &dyn Backend) -> Result<Option<InTheCall>> {
     const ROUNDS: usize = 5;
     let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;

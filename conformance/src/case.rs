@@ -155,7 +155,7 @@ pub(crate) type CaseResult = Result<(), Failure>;
 pub(crate) struct Failure {
     message: String,
     location: &'static Location<'static>,
-    /// Attempts that were all too late, which is what failed.
+    /// The case failed because all attempts were too late.
     futile: Option<Futile>,
 }
 

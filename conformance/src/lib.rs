@@ -43,8 +43,8 @@
 //!   group `lacking` ask for it nevertheless, and run where the capability is false.
 //! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
 //!   was measured first, and is tried again with up to 128 times as many before the case fails. On a machine that is
-//!   busy with other things it is tried more often than on a quiet one, and a failure says so. A failure also says if the
-//!   calls of the backend execute the work themselves, so that nothing is ever outstanding.
+//!   busy with other things it is tried more often than on a quiet one, and a failure says so. If the calls of the
+//!   backend execute the work themselves, nothing is ever outstanding, and the failure says so.
 //! - A second process has one stream and does what the case tells it, over a socket. One that does not answer within half
 //!   a minute is killed and the case fails; none is left behind, whatever happens.
 //! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done

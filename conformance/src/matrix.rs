@@ -114,7 +114,7 @@ impl Product {
         self
     }
 
-    /// The same with this value in every element of the bias, where there is one.
+    /// The same with this value in every element of the bias, if any.
     pub(crate) fn with_bias(mut self, value: f64) -> Self {
         if let Some(bias) = &mut self.bias {
             bias.fill(value);

@@ -93,7 +93,7 @@ impl Report {
         self.count(|status| matches!(status, Status::ExpectedFailure { .. }))
     }
 
-    /// The cases that were skipped, by the reason, in the order of the run.
+    /// The skipped cases by reason, in the order of the run.
     #[must_use]
     pub fn skips(&self) -> Vec<(&str, Vec<&'static Case>)> {
         let mut skips: Vec<(&str, Vec<&'static Case>)> = Vec::new();

@@ -59,8 +59,8 @@ pub struct DeviceInfo {
     pub uuid: [u8; 16],
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// PCI address as `domain:bus:device.function`. Core takes devices with equal addresses and UUIDs for one device, on which
-    /// runtimes keep out of the way of each other's captures. `None` for a device that is the backend's alone.
+    /// PCI address as `domain:bus:device.function`. Core treats devices with equal addresses and UUIDs as one device,
+    /// on which runtimes respect each other's captures. `None` for a device that only this backend has.
     pub pci_address: Option<String>,
     /// NUMA node that it is attached to, where known.
     pub numa_node: Option<u32>,
@@ -427,10 +427,10 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// - `memory.stream-ordered`: work enqueued on a block's stream after the allocation has the bytes to itself, and so has
     ///   work that waits for an event recorded there after it.
     ///
-    /// Nothing more is promised for stream-ordered memory. Its bytes may belong to a block that was freed in the order of
-    /// the same stream, whose work is still outstanding. Work of another stream that no event orders after the allocation
-    /// meets that work: each overwrites what the other writes. Core orders the first use on each other stream. Every other
-    /// caller must record an event after the allocation and make the other stream wait for it.
+    /// The contract promises nothing more for stream-ordered memory. Its bytes may belong to a block that was freed in
+    /// the order of the same stream, with work still outstanding. Work of another stream races with that work unless an
+    /// event orders it after the allocation. Core orders the first use on each other stream. Every other caller must
+    /// record an event after the allocation and make the other stream wait for it.
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr>;
 
     /// Frees a block. `stream` is `Some` for stream-ordered memory, which is then freed in the order of that stream, and

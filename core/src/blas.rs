@@ -102,8 +102,8 @@ pub struct StridedBatch {
     pub stride_a: usize,
     /// Elements from one B to the next; 0 uses the same B in each product.
     pub stride_b: usize,
-    /// Elements from one C to the next. The Cs lie one behind the other, or side by side: then each column of the first is
-    /// followed by that of the second, and so on, and `ldc` spans all of them.
+    /// Elements from one C to the next. The Cs lie one behind the other, or side by side. Side by side, the same column
+    /// of the second C follows each column of the first, and so on, and `ldc` spans all of them.
     pub stride_c: usize,
 }
 
@@ -304,7 +304,8 @@ impl GemmShape {
         (leading && fits).then_some(all)
     }
 
-    /// Whether the Cs of a batch, each of which reaches so many elements, lie one behind the other or side by side.
+    /// Returns whether the Cs of a batch lie one behind the other or side by side. Each reaches a given number of
+    /// elements.
     #[inline]
     fn keeps_apart(&self, batch: &StridedBatch, reach: usize) -> bool {
         let side_by_side = || {
@@ -438,7 +439,7 @@ pub struct PlanOptions {
     pub shape: GemmShape,
     /// What follows the product.
     pub epilogue: Epilogue,
-    /// Bytes of workspace that the plan may use: with 0 it uses none, not even memory of the handle's own.
+    /// Bytes of workspace that the plan may use. With 0 it uses none, not even the handle's own memory.
     pub workspace_bytes: usize,
     /// Every operand's address is a multiple of this, in bytes, and of its own elements' size, which may be more where
     /// the types are mixed; quicker kernels want 16 to 256.
@@ -633,14 +634,14 @@ pub trait BlasHandle: Send + fmt::Debug {
         Err(Error::lacks("destroy_plan", "lt_plans"))
     }
 
-    /// The vendor's handle, as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes what that code
-    /// sets.
+    /// The vendor's handle, as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes the
+    /// settings of that code.
     fn raw(&self) -> u64;
 
-    /// Puts every setting that the vendor has on a handle back to that of a fresh one, whoever changed it. Its plans stay.
+    /// Restores every vendor setting of the handle to its value on a fresh handle. Its plans stay.
     ///
-    /// A backend that cannot do so gives `Unsupported`, as this default does: core then destroys a handle that foreign code
-    /// had, and makes a new one. The same follows any other error.
+    /// A backend that cannot do so returns `Unsupported`, as this default does. After this or any other error, core
+    /// destroys a handle that foreign code had, and makes a new one.
     ///
     /// - `blas.reset`: later products are as those of a fresh handle; a stream and a workspace are bound anew before.
     fn reset(&mut self) -> Result<()> {
@@ -700,7 +701,7 @@ mod tests {
                     assert!(apart, "{shape:?}");
                     assert_eq!(extents.c, elements.last().map_or(0, |last| last + 1), "{shape:?}");
                 }
-                // What is refused overlaps, or is neither of the two orders.
+                // The refused shapes overlap, or follow neither of the two orders.
                 Err(_) => {
                     let one = (n - 1) * ldc + m;
                     assert!(!apart || (stride_c < one && (count - 1) * stride_c + m > ldc), "{shape:?}");

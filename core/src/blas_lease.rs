@@ -26,7 +26,7 @@ pub(crate) struct PooledHandle {
     pub(crate) kind: BlasKind,
     /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
     bound: u64,
-    /// Whether foreign code had the handle since its settings were known. Then it is bound to nothing.
+    /// True if foreign code had the handle since its settings were known. Then it is bound to nothing.
     lent: bool,
     /// The modes that are set on the handle. Plans have modes of their own.
     modes: Modes,
@@ -41,7 +41,7 @@ impl PooledHandle {
         Self { handle, kind, bound: 0, lent: false, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
     }
 
-    /// Lets go of the stream that is about to end: to the vendor, the handle is bound to it until then.
+    /// Unbinds the handle from a stream that is about to end. The vendor keeps it bound until then.
     pub(crate) fn unbind(&mut self) -> Result<()> {
         self.bound = 0;
         self.modes = Modes::default();
@@ -75,7 +75,7 @@ impl PooledHandle {
         Ok(())
     }
 
-    /// Restores a handle that foreign code had, or puts a new one in its place.
+    /// Restores a handle that foreign code had, or replaces it.
     fn take_back(&mut self, runtime: &RuntimeInner) -> Result<()> {
         if !self.lent {
             return Ok(());
@@ -192,8 +192,8 @@ impl<'s> BlasLease<'s> {
     /// # Errors
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
-    /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the policy
-    ///   asks for; in a capture also where the BLAS has no workspace.
+    /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the
+    ///   policy asks for. In a capture, also if the BLAS has no workspace.
     /// - Else what the backend gives.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
@@ -262,16 +262,16 @@ impl<'s> BlasLease<'s> {
 
     /// Lends the vendor's handle to code that calls the vendor itself.
     ///
-    /// For the time of the call the handle is bound to this stream and to a workspace of its own, so foreign code needs
-    /// no turn, and is in the modes of the policy that counts here. It must not be destroyed.
+    /// During the call the handle is bound to this stream and to a workspace of its own, so foreign code needs no turn.
+    /// It has the modes of the policy that applies here. The caller must not destroy it.
     ///
-    /// Before the handle is used again, every setting is as on a fresh one, also where `foreign` panics: pointer, math and
-    /// atomics mode, stream and workspace, and with cuBLAS the target of multiprocessors and what there is about emulation.
-    /// Where that is refused, or the backend cannot restore a handle, it is destroyed and another one takes its place. A
-    /// logger belongs to the process and not to a handle: what foreign code sets there stays.
+    /// Before the next use, the backend restores every setting of the handle, also if `foreign` panics. These are the
+    /// pointer, math and atomics modes, stream, workspace, and with cuBLAS the multiprocessor target and emulation. If
+    /// the backend cannot, core destroys and replaces the handle. A logger belongs to the process and not to a handle,
+    /// so logger settings of foreign code stay.
     ///
-    /// A capture of the stream does not begin meanwhile; where one is open, the workspace
-    /// belongs to it, and it must not end meanwhile.
+    /// No capture of the stream begins meanwhile. If one is open, the workspace belongs to it, and the caller must not
+    /// end it meanwhile.
     ///
     /// # Errors
     /// `OutOfMemory` where there is no room for the workspace; `Unsupported` where the policy asks for TF32 and the device
@@ -279,14 +279,14 @@ impl<'s> BlasLease<'s> {
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
         inner.check("with_raw")?;
-        // Where the time before failed.
+        // If the previous attempt failed.
         self.pooled.take_back(inner)?;
         // Foreign code may multiply any type.
         self.pooled.apply_numerics("with_raw", self.stream, policy(self.numerics, self.stream), DataType::F32)?;
         let lent = LentWorkspace::take(self.stream)?;
         let pooled = &mut *self.pooled;
-        // What foreign code changes is not known, so all of it is undone by the next binding. The workspace goes back
-        // after that binding, or where there is none: before a product uses the handle, it is bound anew.
+        // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace goes back after
+        // that binding, or without one: a product binds the handle again before it uses it.
         pooled.bound = 0;
         pooled.lent = true;
         pooled.modes = Modes::default();
@@ -562,13 +562,13 @@ fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
     let (why, hint) = if device.capabilities.blas_workspace {
         (
             "the BLAS workspace has 0 bytes",
-            "give it some: by `RuntimeOptions::with_blas_workspace_bytes`, or by the variable that says 0, such as \
+            "set a size with `RuntimeOptions::with_blas_workspace_bytes`, or in the variable that sets 0, such as \
              CUBLAS_WORKSPACE_CONFIG",
         )
     } else {
         (
             "the device's BLAS takes no workspace",
-            "multiply outside of the capture, or use a release whose BLAS takes a workspace",
+            "multiply outside of the capture, or use a vendor release whose BLAS takes a workspace",
         )
     };
     let message = format!("{why}, and a recorded product would share its handle's memory with later ones");

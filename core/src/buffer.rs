@@ -23,9 +23,9 @@ use crate::stream::{Marked, Stream, StreamCore, StreamUse};
 ///
 /// Dropping a buffer never waits: its memory is freed once every stream that used it has passed that use. Device work of
 /// different streams on one buffer is not ordered by itself; unordered access gives unspecified values and nothing worse.
-/// A stream that uses what another one wrote must wait for it, see [`Stream::wait`]. Waiting for the last writer of a whole
-/// buffer automatically would serialize streams that write disjoint parts of it, and would wait for all that the writer's
-/// stream was given later.
+/// A stream that uses data of another stream must wait for it, see [`Stream::wait`]. An automatic wait for the last
+/// writer of a whole buffer would serialize streams that write disjoint parts of it. It would also wait for later work
+/// of the writer's stream.
 ///
 /// ```
 /// # use highwater_core::Runtime;
@@ -72,7 +72,7 @@ pub struct DeviceBuffer<T: Element> {
 pub(crate) struct DeviceBlock {
     pub(crate) runtime: Runtime,
     pub(crate) ptr: DevicePtr,
-    /// Key of the stream noted last as [`Noted::Ordered`], 0 for none; a stream that is noted again costs one load.
+    /// Key of the stream noted last as [`Noted::Ordered`], 0 for none. Noting that stream again costs one load.
     last_use: AtomicU64,
     pub(crate) device: u32,
     /// Streams that use the block in a capture that is open.
@@ -81,13 +81,14 @@ pub(crate) struct DeviceBlock {
     origin: Origin,
 }
 
-/// How the use of a block by a stream comes after the block's allocation.
+/// The way in which the use of a block by a stream is ordered after the block's allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Noted {
-    /// All that the stream executes from here on does.
+    /// All later work of the stream comes after it.
     Ordered,
-    /// Each launch of the graph does: the stream takes part in a capture, where it cannot wait for work outside.
+    /// Each launch of the graph comes after it. The stream takes part in a capture, where it cannot wait for work
+    /// outside.
     InCapture,
 }
 
@@ -96,16 +97,16 @@ impl Noted {
         if self == Self::Ordered { other } else { self }
     }
 
-    /// Refuses work that is executed and not recorded: the capture ended between note and call.
+    /// Refuses work that would execute instead of being recorded, because the capture ended between note and call.
     pub(crate) fn check_executed(self, operation: &'static str) -> Result<()> {
         match self {
             Self::Ordered => Ok(()),
             Self::InCapture => Err(Error::new(
                 ErrorKind::Capture,
                 operation,
-                "another thread ended the capture of the stream during the call, which was to be recorded",
+                "another thread ended the capture of the stream before it recorded this call",
             )
-            .with_hint("end a capture after the calls of all threads that it records")),
+            .with_hint("end a capture after all recorded calls of all threads have returned")),
         }
     }
 }
@@ -221,10 +222,10 @@ impl<T: Element> DeviceBuffer<T> {
         self.block.device
     }
 
-    /// Address of the first value, for kernels and copies that the program enqueues itself. Highwater does not see such
-    /// work. The caller must:
-    /// - call [`Stream::note_device_use`] on the stream that executes the work, before the work is enqueued. Without the
-    ///   note, the memory is freed and handed out again while the work is queued;
+    /// Returns the address of the first value, for kernels and copies that the program enqueues itself. Highwater does
+    /// not see such work. The caller must:
+    /// - call [`Stream::note_device_use`] on the stream that executes the work, before enqueuing it. Without the
+    ///   note, Highwater frees and reuses the memory while the work is queued;
     /// - keep the buffer until the work is enqueued;
     /// - touch no bytes beside the values of the buffer, and order the work after that of other streams on the same values
     ///   (see [`Stream::wait`]);
@@ -367,7 +368,7 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.block.device
     }
 
-    /// Address of the first value. The caller must keep the obligations of [`DeviceBuffer::ptr`].
+    /// Address of the first value. The caller must meet the obligations of [`DeviceBuffer::ptr`].
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.block.ptr.offset(self.offset * size_of::<T>())
@@ -424,8 +425,8 @@ impl DeviceBlock {
         self.last_use.load(Ordering::Relaxed) == stream.key
     }
 
-    /// Notes that work on `stream` uses the block, before it is enqueued. The first note of a stream orders it after the
-    /// allocation of stream-ordered memory. The caller holds no turn.
+    /// Notes that work on `stream` uses the block, before it is enqueued. The first note of a stream orders it after
+    /// the allocation of stream-ordered memory. The caller must hold no turn.
     #[inline]
     pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
         if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
@@ -444,7 +445,8 @@ impl DeviceBlock {
             && earlier != Some(Noted::Ordered)
         {
             drop(uses);
-            // Whoever finds the stream in the list as ordered comes after the wait. Two threads may both make it wait.
+            // A thread that finds the stream in the list as ordered comes after the wait. Two threads may both make it
+            // wait.
             noted = self.order_after_allocation(home, stream)?;
             uses = self.uses.lock();
         }
@@ -467,9 +469,9 @@ impl DeviceBlock {
         Ok(noted)
     }
 
-    /// Makes a stream wait, on the device, for the allocation of the block in the order of another one: until then, work of
-    /// the block that had the memory before may be outstanding. Waits for all that the other stream has come to meanwhile,
-    /// so that an allocation itself marks nothing.
+    /// Makes a stream wait, on the device, for the allocation of the block in the order of another stream. Until then,
+    /// work of the earlier block in this memory may be outstanding. The wait covers all work of the other stream so
+    /// far, so that an allocation itself records no mark.
     fn order_after_allocation(&self, home: &StreamCore, stream: &StreamCore) -> Result<Noted> {
         const OPERATION: &str = "stream_wait_event";
         if stream.turn().recording.is_some() {
@@ -477,7 +479,7 @@ impl DeviceBlock {
         }
         let inner = &self.runtime.inner;
         let wait = || {
-            // Where the home stream takes part in a capture, the allocation came before that.
+            // If the home stream takes part in a capture, the allocation came before that.
             let allocated = home.mark(inner)?;
             let turn = stream.enter(OPERATION)?;
             if turn.recording.is_some() {

@@ -56,8 +56,9 @@ impl Stream {
     /// In the capture, these give `Capture`, and the capture goes on undisturbed: waiting for or asking a stream that takes
     /// part or an event recorded in it; waits for events from outside; allocating device memory and making streams; access
     /// by the CPU to page-locked memory that is recorded. Allocate before. Where the capability
-    /// `create_during_capture` is false, run the work once before it is captured, so that handles exist. A capture waits to
-    /// begin while other threads wait for the stream or for its device; threads that come to wait meanwhile come after it.
+    /// `create_during_capture` is false, run the work once before it is captured, so that handles exist. A capture does
+    /// not begin while other threads wait for the stream or for its device. Threads that start to wait meanwhile come
+    /// after it.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -79,9 +80,9 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// What `record` gives; then, and when it panics, the capture has ended and nothing is kept. `Unsupported` where the
-    /// capability `capture` is false; `Capture` where the stream takes part in a capture already, is a default stream,
-    /// or a stream that joined was not waited for; else what the backend gives.
+    /// The error of `record`. Then, and if it panics, the capture has ended and nothing is kept. `Unsupported` if the
+    /// capability `capture` is false. `Capture` if the stream already takes part in a capture or is a default stream,
+    /// or if it did not wait for a stream that joined. Else the backend's error.
     pub fn capture(&self, record: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
         self.capture_with(CaptureMode::default(), record)
     }
@@ -194,7 +195,7 @@ pub struct GraphStatistics {
 thread_local! {
     /// Captures that this thread has begun and not ended.
     static OPEN_CAPTURES: Cell<u32> = const { Cell::new(0) };
-    /// Runtimes whose last user was dropped inside a capture of this thread.
+    /// Runtimes whose last user was dropped inside a capture on this thread.
     static ENDING: RefCell<Vec<Arc<RuntimeInner>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -208,11 +209,11 @@ fn count_open(change: i32) {
     let _ = OPEN_CAPTURES.try_with(|open| open.set(open.get().saturating_add_signed(change)));
 }
 
-/// Lets go of a runtime, whose end waits for captures. Inside a capture of this thread it would wait for ever: the end of
-/// that capture lets go then.
+/// Drops a reference to a runtime, whose end waits for captures. Inside a capture of this thread it would wait for
+/// ever, so the end of that capture drops the reference.
 pub(crate) fn let_go(runtime: Arc<RuntimeInner>) {
     if in_capture() {
-        // Where the thread is ending, the runtime ends here, without waiting.
+        // If the thread is ending, the runtime ends here, without waiting.
         let _ = ENDING.try_with(|ending| ending.borrow_mut().push(runtime));
     }
 }
@@ -268,13 +269,13 @@ pub(crate) struct Graphs {
     device_blocks: AtomicU64,
     pinned_blocks: AtomicU64,
     workspaces: AtomicU64,
-    /// What threads inside a capture dropped.
+    /// Objects that threads inside a capture dropped.
     dropped: Mutex<Vec<Dropped>>,
-    /// What the backend refused to destroy.
+    /// Objects that the backend refused to destroy.
     refused: Mutex<Vec<Dropped>>,
 }
 
-/// What is to be destroyed later: it was dropped inside a capture, or the backend refused.
+/// Objects to destroy later: dropped inside a capture, or refused by the backend.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Dropped {
     Graph(GraphId),
@@ -294,7 +295,7 @@ impl Graphs {
         }
     }
 
-    /// How many destroys that were refused are to be tried again.
+    /// The number of refused destroys to retry.
     pub(crate) fn refused(&self) -> u64 {
         self.refused.lock().len() as u64
     }
@@ -315,12 +316,12 @@ impl RuntimeInner {
         if in_capture() {
             self.graphs.dropped.lock().push(dropped);
         } else {
-            // A refusal is counted and tried again; a destructor has nobody to tell.
+            // A refusal is counted and retried; a destructor cannot report it.
             let _ = self.destroy(dropped);
         }
     }
 
-    /// Destroys an object now. Where the backend refuses, the refusal is counted, and tried again later.
+    /// Destroys an object now. If the backend refuses, the refusal is counted and retried later.
     pub(crate) fn destroy(&self, dropped: Dropped) -> Result<()> {
         let destroyed = self.call_destroy(dropped);
         if let Err(error) = &destroyed {
@@ -340,7 +341,7 @@ impl RuntimeInner {
     }
 
     fn keep_refused(&self, dropped: Dropped, error: &Error) {
-        // An id that the backend does not know any more stands for nothing that could be destroyed.
+        // If the backend no longer knows the id, nothing is left to destroy.
         if error.kind() != ErrorKind::InvalidHandle {
             self.graphs.refused.lock().push(dropped);
         }
@@ -356,7 +357,7 @@ impl RuntimeInner {
         result
     }
 
-    /// Tries once more to destroy what the backend refused to. A refusal was counted the first time.
+    /// Retries once the destroys that the backend refused. The first refusal was counted.
     pub(crate) fn destroy_refused(&self) -> Result<()> {
         let refused = std::mem::take(&mut *self.graphs.refused.lock());
         let mut result = Ok(());
@@ -571,7 +572,7 @@ impl Recording {
 }
 
 impl TurnState {
-    /// Keeps the blocks that a call uses, where it is recorded; they were noted before.
+    /// Keeps the blocks of a recorded call, which were noted before.
     #[inline]
     pub(crate) fn keep_device(
         &mut self,

@@ -298,7 +298,7 @@ fn a_backend_that_panics_while_a_stream_ends_keeps_nobody_waiting() {
     backend.intrude("record_event", || panic!("told to panic"));
     let drops = std::panic::AssertUnwindSafe(|| drop(stream));
     assert!(std::panic::catch_unwind(drops).is_err());
-    // In a thread of its own, so that the test fails where it waits for ever.
+    // In a thread of its own, so that the test fails instead of waiting for ever.
     let (dropped, is_dropped) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         drop(buffer);

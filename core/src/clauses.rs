@@ -1,8 +1,8 @@
-//! Every clause of the traits as data: for the conformance suite, which proves them, and for the C header, which states them.
+//! Every clause of the traits as data. The conformance suite proves them, and the C header states them.
 
 /// One promise of the traits.
 ///
-/// The documentation of the traits is where clauses are written. This table is made from it when the crate is built.
+/// The documentation of the traits is the source of the clauses. The build of this crate makes this table from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Clause {

@@ -80,7 +80,7 @@ impl Device {
         Ok(Stream::new(self.runtime.clone(), inner.backend.create_stream(self.ordinal, options)?, true))
     }
 
-    /// The vendor's legacy default stream.
+    /// Returns the vendor's legacy default stream.
     ///
     /// # Errors
     /// `Unsupported` where `legacy_default_stream` is false.
@@ -91,14 +91,15 @@ impl Device {
         Ok(Stream::legacy_default(self.runtime.clone(), self.ordinal))
     }
 
-    /// The vendor's default stream of the calling thread. Only this thread can use it: in others its calls give `InvalidState`,
-    /// because the vendor's handle names another stream there. It may be dropped anywhere, and so may the buffers that it used.
+    /// Returns the vendor's default stream of the calling thread. Only this thread can use it. In others its calls
+    /// return `InvalidState`, because the vendor's handle names another stream there. Any thread may drop it and the
+    /// buffers that it used.
     ///
-    /// Each call leaves a mark on the stream, so it is slower than others, and it takes part in no capture and allocates no
-    /// stream-ordered memory.
+    /// Each call records an event on the stream, so the stream is slower than others. It takes part in no capture and
+    /// allocates no stream-ordered memory.
     ///
     /// # Errors
-    /// `Unsupported` where `per_thread_default_stream` is false; else what marking the stream gives.
+    /// `Unsupported` if `per_thread_default_stream` is false; else the error of recording the event.
     pub fn per_thread_default_stream(&self) -> Result<Stream> {
         self.runtime.inner.check("per_thread_default_stream")?;
         if !self.capabilities().per_thread_default_stream {
@@ -107,16 +108,17 @@ impl Device {
         Stream::per_thread_default(self.runtime.clone(), self.ordinal)
     }
 
-    /// Wraps a stream that other code made and keeps. The vendor's handle of a default stream gives that stream, as
-    /// [`Device::legacy_default_stream`] and [`Device::per_thread_default_stream`] do: 1 and 2 for CUDA, 0 and 2 for HIP.
+    /// Wraps a stream that other code made and keeps. For the vendor's handle of a default stream (1 and 2 on CUDA, 0
+    /// and 2 on HIP), returns that stream, as [`Device::legacy_default_stream`] and
+    /// [`Device::per_thread_default_stream`] do.
     ///
     /// # Errors
-    /// `Unsupported` where `foreign_objects` is false; `InvalidArgument` for CUDA's 0, which names the one default stream or the
-    /// other by how the code that uses it was compiled; else what the backend gives.
+    /// `Unsupported` if `foreign_objects` is false; else the backend's error. `InvalidArgument` for CUDA's 0: the
+    /// compile options of the code that uses it decide which default stream it names.
     ///
     /// # Safety
-    /// `raw` is a live stream of this device, and stays so until this stream and every buffer that was used on it have
-    /// been dropped. This does not concern default streams.
+    /// The caller must pass a live stream of this device. The caller must keep it alive until this stream and every
+    /// buffer used on it have been dropped. Default streams always stay alive.
     pub unsafe fn stream_from_raw(&self, raw: u64) -> Result<Stream> {
         const OPERATION: &str = "stream_from_raw";
         let inner = &self.runtime.inner;
@@ -134,10 +136,9 @@ impl Device {
             return self.per_thread_default_stream();
         }
         if raw == 0 {
-            let message =
-                "0 is no handle of one stream: it names a default stream by how the code that uses it was compiled";
+            let message = "0 names the legacy or the per-thread default stream, depending on compile options";
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                .with_hint("call `legacy_default_stream` or `per_thread_default_stream`, whichever that code means"));
+                .with_hint("call `legacy_default_stream` or `per_thread_default_stream`, whichever that code uses"));
         }
         // SAFETY: the caller's promise is the one that the backend asks for.
         let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw)? };
@@ -147,8 +148,10 @@ impl Device {
     /// Allocates device memory for `len` values of `T`, usable from every stream. The contents are unspecified.
     ///
     /// # Errors
-    /// `OutOfMemory` when the device has no more, also after what the pools keep was given back, for which it waits; at once
-    /// when live buffers leave too little; `InvalidArgument` when the size does not fit the address space; `Capture` in a thread that is inside a capture.
+    /// - `OutOfMemory`: live buffers leave too little (returns at once), or the device has no more. Before the latter the
+    ///   call waits for the pools' memory and frees it.
+    /// - `InvalidArgument`: the size does not fit the address space.
+    /// - `Capture`: this thread is inside a capture.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Plain)
     }
@@ -184,8 +187,8 @@ impl Device {
     /// Waits for every stream of the device.
     ///
     /// # Errors
-    /// `Capture` where a stream of the device takes part in a capture, also in one of another runtime; else what the backend
-    /// gives, and an error of earlier work may show up here.
+    /// `Capture` if any runtime captures on a stream of the device; else the backend's error. An error of earlier work
+    /// may show up here.
     pub fn synchronize(&self) -> Result<()> {
         let inner = &self.runtime.inner;
         inner.check("synchronize_device")?;

@@ -92,9 +92,9 @@ impl fmt::Display for ErrorKind {
 
 /// An error: kind, operation, vendor code, message and hint.
 ///
-/// `Display` prints all of them on one line, and `Debug` the same with the hint on a line of its own, because
-/// `fn main() -> Result<()>` and `unwrap` print that. The accessors give each alone. The value is one pointer wide, so a
-/// `Result` on a hot path costs no more than the success value.
+/// `Display` prints all of them on one line. `Debug`, which `fn main() -> Result<()>` and `unwrap` print, puts the hint
+/// on a line of its own. The accessors give each alone. The value is one pointer wide, so a `Result` on a hot path
+/// costs no more than the success value.
 ///
 /// ```
 /// use highwater_core::{Error, ErrorKind};
@@ -128,7 +128,7 @@ impl fmt::Display for Code {
 }
 
 impl Error {
-    /// Everything, with `before_hint` in front of the hint.
+    /// Writes everything, with `before_hint` in front of the hint.
     fn write(&self, f: &mut fmt::Formatter<'_>, before_hint: &str) -> fmt::Result {
         let Body { kind, operation, code, message, hint, .. } = &*self.0;
         write!(f, "{operation}: {kind}: {message}{}", Code(*code))?;
@@ -157,8 +157,8 @@ impl std::error::Error for Error {
 impl Error {
     /// An error of `kind` in `operation` (the name of the trait method or of the public function).
     ///
-    /// Control characters of the message, other than line breaks, and characters that reorder text become escapes, so that a
-    /// terminal shows them. Names and texts of another origin are cut to size with [`display_foreign`](crate::display_foreign).
+    /// Control characters of the message, except line breaks, and characters that reorder text become escapes, so that
+    /// a terminal shows them. [`display_foreign`](crate::display_foreign) cuts names and texts of another origin.
     #[must_use]
     pub fn new(kind: ErrorKind, operation: &'static str, message: impl Into<String>) -> Self {
         let message = harmless(message.into());
@@ -172,14 +172,14 @@ impl Error {
         self
     }
 
-    /// The same error with a sentence that says what to do; its characters are those of a message.
+    /// The same error with a sentence that states the remedy. It escapes the same characters as the message.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = harmless(hint.into());
         self
     }
 
-    /// The same error with what lies behind it, which [`source`](std::error::Error::source) gives.
+    /// The same error with its cause, which [`source`](std::error::Error::source) returns.
     #[must_use]
     pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.0.source = Some(Arc::new(source));

@@ -108,7 +108,8 @@ fn map_page() -> &'static AtomicU64 {
         zeroed_by_handler()
     // SAFETY: the range is the mapping just made.
     } else if unsafe { libc::madvise(address, BYTES, libc::MADV_WIPEONFORK) } != 0 {
-        // SAFETY: the range is the mapping just made, to which nothing refers. An error leaves it mapped, to no harm.
+        // SAFETY: the range is the mapping just made, and nothing refers to it. An error leaves it mapped, which is
+        // harmless.
         unsafe { libc::munmap(address, BYTES) };
         zeroed_by_handler()
     } else {
@@ -119,7 +120,7 @@ fn map_page() -> &'static AtomicU64 {
     page
 }
 
-/// What stands for the page where the kernel wipes none.
+/// Replaces the page if the kernel wipes none.
 fn zeroed_by_handler() -> &'static AtomicU64 {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     extern "C" fn zero() {
@@ -129,7 +130,7 @@ fn zeroed_by_handler() -> &'static AtomicU64 {
     // once and for good).
     if unsafe { libc::pthread_atfork(None, None, Some(zero)) } != 0 {
         tracing::warn!(
-            "the kernel wipes no page on fork and there is no room for a handler; forks will not be noticed"
+            "the kernel wipes no page on fork and has no room for a handler; this process will not notice forks"
         );
     }
     &NUMBER

@@ -84,7 +84,7 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
                 && forked(runtime.trim())
                 && runtime.statistics() == crate::Statistics::default()
                 && pool.take_idle().is_empty()
-                // A child that opens a backend of its own can use it.
+                // A child can open and use a backend of its own.
                 && Runtime::new(ManualBackend::new()).is_ok_and(|own| own.close().is_ok());
             // Destructors, as a child that returns from `main` would run them.
             // SAFETY: the child never comes back to the frames that own these, so nothing is dropped twice.

@@ -1,13 +1,14 @@
-//! The gate of a device: keeps captures apart from the calls that would lose them.
+//! The gate of a device keeps captures apart from the calls that would lose them.
 //!
-//! Waiting for a device and destroying a handle lose every capture that is open on the device, whoever began it. So all
-//! runtimes of a process that use one device share its gate: runtimes over one backend, over a backend that was opened twice,
-//! and over a plugin and a backend that is built in. Gates live in the program's copy of this crate, as runtimes do.
+//! Waiting for a device and destroying a handle lose every open capture on the device, also those of other runtimes. So
+//! all runtimes of a process on one device share its gate. They may run over one backend, over two openings of a
+//! backend, or over a plugin and a built-in backend. Gates live in the program's copy of this crate, as runtimes do.
 //!
-//! A physical device is known by its UUID and by where it is plugged in. A device without a place is simulated, and is the
-//! device of one backend only.
+//! The UUID and the PCI address identify a physical device. A device without an address is simulated, and belongs to
+//! one backend only.
 //!
-//! No thread waits for captures while it keeps others from beginning: a capture that is open may be about to begin another.
+//! No thread waits for captures while it keeps others from beginning, because an open capture may be about to begin
+//! another.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
@@ -19,7 +20,7 @@ use crate::backend::DeviceInfo;
 use crate::fork::Generation;
 use crate::id::BackendTag;
 
-/// What tells one device from another in this process.
+/// The identity of a device in this process.
 #[derive(Debug, PartialEq, Eq)]
 enum Key {
     Physical { uuid: [u8; 16], place: String },
@@ -56,7 +57,7 @@ fn registry() -> &'static Registry {
         match CURRENT.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => current = fresh,
             Err(stands) => {
-                // SAFETY: made above, and nobody else knows it.
+                // SAFETY: the pointer was made above, and no other thread knows it.
                 drop(unsafe { Box::from_raw(fresh) });
                 current = stands;
             }
@@ -73,13 +74,13 @@ pub(crate) struct DeviceGate {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Streams of the device that take part in a capture, or are about to.
+    /// The number of streams of the device that take part in a capture, or are about to.
     capturing: u32,
-    /// Calls under way that a capture must not begin in.
+    /// The number of running calls during which no capture may begin.
     quiet: u32,
 }
 
-/// No capture is open on the device, and none begins until this is dropped.
+/// A guard: no capture is open on the device, and none begins until the guard is dropped.
 pub(crate) struct Quiet(Arc<DeviceGate>);
 
 impl Drop for Quiet {
@@ -119,7 +120,7 @@ pub(crate) struct CaptureGate {
     own: AtomicU32,
 }
 
-/// A stream takes part in a capture, until this is dropped or forgotten.
+/// A guard: a stream takes part in a capture until the guard is dropped or forgotten.
 pub(crate) struct Capturing<'g>(&'g CaptureGate);
 
 impl Drop for Capturing<'_> {
@@ -134,7 +135,7 @@ impl CaptureGate {
         Self { gate: DeviceGate::of(backend, info), own: AtomicU32::new(0) }
     }
 
-    /// Keeps captures from beginning; `None` where one is open.
+    /// Keeps captures from beginning. Returns `None` if one is open.
     pub(crate) fn quiet(&self) -> Option<Quiet> {
         let mut state = self.gate.state.lock();
         if state.capturing > 0 {
@@ -144,8 +145,8 @@ impl CaptureGate {
         Some(Quiet(Arc::clone(&self.gate)))
     }
 
-    /// Keeps captures from beginning behind all gates, once none is open behind any of them. Not for a thread that is inside
-    /// a capture.
+    /// Waits until no capture is open behind any of the gates, then keeps captures from beginning behind all. A thread
+    /// inside a capture must not call this.
     pub(crate) fn wait_until_quiet<'g>(gates: impl Iterator<Item = &'g Self> + Clone) -> Vec<Quiet> {
         loop {
             let mut quiet = Vec::new();
@@ -162,7 +163,7 @@ impl CaptureGate {
         }
     }
 
-    /// Counts a stream that is about to take part in a capture, and waits for the calls that no capture may begin in.
+    /// Counts a stream that is about to take part in a capture, then waits for calls during which none may begin.
     pub(crate) fn capturing(&self) -> Capturing<'_> {
         let mut state = self.gate.state.lock();
         state.capturing += 1;
@@ -175,7 +176,7 @@ impl CaptureGate {
         capturing
     }
 
-    /// A stream takes part no more.
+    /// Notes that a stream takes part no more.
     pub(crate) fn capture_ended(&self) {
         self.own.fetch_sub(1, Ordering::Relaxed);
         self.gate.state.lock().capturing -= 1;
@@ -249,7 +250,7 @@ mod tests {
                 waiting.store(false, Ordering::Relaxed);
                 drop(quiet);
             });
-            // The capture takes in a stream of the first device, as often as it likes.
+            // Streams of the first device may join the capture, any number of times.
             for _ in 0..1000 {
                 drop(gates[0].capturing());
             }

@@ -1,4 +1,4 @@
-//! Uses of memory by code that Highwater does not see, and page-locked memory by address: which block an address lies in.
+//! Uses of memory by code that Highwater does not see, and the lookup of page-locked blocks by address.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -81,17 +81,18 @@ impl Stream {
         noted
     }
 
-    /// Notes that work of other code on this stream uses the values of `slice`: kernels and copies that the program enqueues
-    /// itself, with [`Stream::raw`] and [`DeviceBuffer::ptr`](crate::DeviceBuffer::ptr). `writes` says whether they write
-    /// the values. At present reads and writes are treated alike.
+    /// Notes that work of other code on this stream uses the values of `slice`: kernels and copies that the program
+    /// enqueues itself, with [`Stream::raw`] and [`DeviceBuffer::ptr`](crate::DeviceBuffer::ptr). `writes` states
+    /// whether they write the values. At present reads and writes have the same effect.
     ///
-    /// Call it before the work is enqueued. One note covers everything that is enqueued on this stream until the buffer is
-    /// dropped. Afterward the memory is freed and reused only when this stream has executed that work. The first note
-    /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The work itself is not
-    /// ordered after work of other streams: see [`Stream::wait`].
+    /// Call it before you enqueue the work. One note covers all work on this stream until the buffer is dropped.
+    /// Afterward Highwater frees and reuses the memory only when this stream has executed that work. The first note
+    /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The note does not
+    /// order the work after work of other streams; see [`Stream::wait`].
     ///
     /// On the [per-thread default stream](crate::Device::per_thread_default_stream), call it once more after the work is
-    /// enqueued. Other threads cannot mark that stream, so a buffer that they drop is freed after the last call noted there.
+    /// enqueued. Other threads cannot mark that stream. If they drop a buffer, Highwater frees it after the last call
+    /// noted there.
     ///
     /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
     /// a note of its own.
@@ -122,11 +123,11 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; else what
-    /// ordering the stream after the allocation gives. Then the caller must not enqueue the work.
+    /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; else the
+    /// error of ordering the stream after the allocation. After an error the caller must not enqueue the work.
     pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, writes: bool) -> Result<()> {
         const OPERATION: &str = "note_device_use";
-        // Memory is kept for both alike.
+        // Reads and writes both keep the memory.
         let _ = writes;
         let slice = slice.into();
         self.runtime().inner.check(OPERATION)?;

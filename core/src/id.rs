@@ -151,7 +151,7 @@ impl StreamId {
         Self(IdParts { slot: LEGACY_SLOT, generation: NonZeroU32::MIN, tag, device })
     }
 
-    /// The vendor's per-thread default stream of `device`: another stream in each thread.
+    /// The vendor's per-thread default stream of `device`, a different stream in each thread.
     #[must_use]
     pub const fn per_thread_default(tag: BackendTag, device: u32) -> Self {
         Self(IdParts { slot: PER_THREAD_SLOT, generation: NonZeroU32::MIN, tag, device })

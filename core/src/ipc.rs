@@ -137,7 +137,7 @@ pub trait IpcSharing: Send + Sync + fmt::Debug {
     ///   transport needs, gives `InvalidArgument`, and nothing is mapped.
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
 
-    /// Undoes one `open_memory`. A call that fails leaves the memory open, and can be made again.
+    /// Undoes one `open_memory`. A failed call leaves the memory open, and the caller may repeat it.
     ///
     /// - `ipc.close-unknown`: an address that is not open gives `InvalidPointer`.
     ///

@@ -44,11 +44,11 @@ pub(crate) struct HostBlock {
     pub(crate) uses: Arc<BlockUses>,
 }
 
-/// A block of device memory with what core knows of its owner.
+/// A block of device memory, and whether it has an owner.
 #[derive(Debug, Clone, Copy)]
 struct DeviceBlock {
     info: DeviceBlockInfo,
-    /// Whether a buffer owns the block, so that waiting for streams does not free it.
+    /// True if a buffer owns the block. Then waiting for streams does not free it.
     owned: bool,
 }
 
@@ -88,7 +88,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// The buffer that owns a block is gone.
+    /// Notes that the buffer that owns a block is gone.
     pub(crate) fn set_dropped(&self, ptr: DevicePtr) {
         if let Some(block) = self.device.lock().get_mut(&ptr.get()) {
             block.owned = false;

@@ -8,7 +8,7 @@
 //! - The pools behind them, of which [`HandlePool`] can be used for handle types of your own.
 //! - [`numerics`]: TF32 and repeatability, for a runtime, a thread or a call.
 //! - [`driver`]: what vendors' drivers do alike, written once; [`fork`]: noticing a fork for the price of two loads; [`exit`]:
-//!   noticing the end of the process; [`file_limit`]: files and memory files that may not grow.
+//!   noticing the end of the process; [`file_limit`]: the limit on the size of files and memory files.
 //!
 //! Core knows no vendor: what differs between them is data ([`Capabilities`]).
 

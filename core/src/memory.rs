@@ -124,8 +124,9 @@ pub enum DeviceMemoryKind {
     Plain,
     /// Plain, and other processes may open it by this transport, which a vendor fixes when it allocates.
     Shareable(Transport),
-    /// Allocated in the order of this stream: usable by what is enqueued on it after the call, and by what an event orders
-    /// after that. See the clause `memory.stream-ordered` of [`Backend::allocate`](crate::Backend::allocate).
+    /// Allocated in the order of this stream. Work enqueued on the stream after the call may use it, and so may work
+    /// that an event orders after that. See the clause `memory.stream-ordered` of
+    /// [`Backend::allocate`](crate::Backend::allocate).
     StreamOrdered(StreamId),
 }
 

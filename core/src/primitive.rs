@@ -14,10 +14,11 @@ pub(crate) use parking_lot::{Condvar, Mutex};
 /// Whether [`heavy_fence`] makes every running thread of the process pass a barrier, so that [`store_and_fence`] needs none.
 static IS_ASYMMETRIC: AtomicBool = AtomicBool::new(false);
 
-/// When the system first denied the barrier, after it had granted it.
+/// The time when the system first denied the barrier, after it had granted it.
 static DENIED: OnceLock<Instant> = OnceLock::new();
 
-/// How long a store may stay unseen by other processors: thousands of times what any takes, and several ticks of the timer.
+/// The longest time that a store may stay unseen by other processors: thousands of times the actual delay, and several
+/// timer ticks.
 const STORES_ARE_SEEN: Duration = Duration::from_millis(50);
 
 /// Decides once how the two fences below are made; the answer is [`IS_ASYMMETRIC`].
@@ -43,7 +44,7 @@ fn membarrier(command: libc::membarrier_cmd) -> bool {
 /// reordering. Else, on x86, an exchange does it for half the price of the `mfence` that such a fence is compiled to: every
 /// instruction with a lock prefix is a full barrier there.
 ///
-/// Which of the two it is, is asked behind the store: see [`heavy_fence`].
+/// The choice between the two is read after the store: see [`heavy_fence`].
 #[inline(always)]
 pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
     cell.store(value, Ordering::Relaxed);
@@ -58,13 +59,13 @@ pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
     }
 }
 
-/// The seldom side: a sequentially consistent fence, which pairs with every [`store_and_fence`].
+/// The rare side: a sequentially consistent fence, which pairs with every [`store_and_fence`].
 ///
-/// *Where the barrier is denied after it was granted*, as by a sandbox that is put up after opening, [`store_and_fence`] makes its
-/// own fence from then on, for good. A thread that is past its store without a fence asked before it could see that. Its store
-/// was made before it asked, so it lies in the processor's store buffer at most. No processor keeps it there: it leaves
-/// within microseconds, and at the latest when the thread is interrupted. So the first call waits for much longer than that,
-/// and so does every other one until that time is over. Whoever asks later makes a fence.
+/// *If the system denies the barrier after granting it*, as in a sandbox that begins after opening, [`store_and_fence`]
+/// makes its own fence from then on. A thread that skipped the fence read the choice before it could see the change.
+/// Its store precedes that read, so at worst it is still in the processor's store buffer. It leaves the buffer within
+/// microseconds, at the latest when the thread is interrupted. So the first call waits much longer than that, and so
+/// does every other call until that time is over. Threads that read the choice later make a fence.
 pub(crate) fn heavy_fence() {
     fence(Ordering::SeqCst);
     // Whoever found the static set has found it after this was decided.
@@ -81,7 +82,7 @@ pub(crate) fn heavy_fence() {
         Instant::now()
     });
     if is_first {
-        tracing::warn!("the system denies `membarrier`, which it granted before; from now on every call makes a fence");
+        tracing::warn!("the system denies `membarrier`, which it granted before; every call makes a fence from now on");
     }
     let rest = STORES_ARE_SEEN.saturating_sub(denied.elapsed());
     if !rest.is_zero() {

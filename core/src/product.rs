@@ -94,7 +94,7 @@ impl<'b> Product<'b> {
         if !(ldc >= m && len_c >= reach_c) {
             return false;
         }
-        // No longer than the buffers, whose bytes can be counted.
+        // C is no longer than the buffers, so its bytes can be counted.
         let end_c = c.offset(reach_c * of_result.bytes());
         (end_c <= *a || a.offset(reach_a * of_factors.bytes()) <= *c)
             && (end_c <= *b || b.offset(reach_b * of_factors.bytes()) <= *c)
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn a_c_whose_bytes_cannot_be_counted_is_refused() {
         RIGS.with(|[Rig(stream, buffers), _]| {
-            // So many columns of 8 bytes each are more than there are addresses, and wrap to few.
+            // The columns of 8 bytes each exceed the address space, and their number of bytes wraps to few.
             let (n, ldc) = ((1 << 30) + 2, (1 << 31) - 1);
             for data_type in [DataType::F64, DataType::F32] {
                 let shape = GemmShape::new(data_type, 1, n, 1).with_leading_dimensions(1, 1, ldc);
@@ -276,7 +276,7 @@ mod tests {
                     operation: "gemm",
                     gemm: Gemm::new(shape, ours, ours, other),
                     blocks: [DeviceSlice::from(&buffers[0]).untyped().block; 3],
-                    // Of factors that are large enough.
+                    // The factors are large enough.
                     lens: [1, n, BYTES],
                     types: [data_type; 2],
                 };

@@ -40,8 +40,9 @@ use crate::workspace_config;
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct RuntimeOptions {
-    /// Bytes of BLAS workspace for each stream; else the backend's environment variables or its default. With 0 each
-    /// handle is on memory of its own: then each stream has handles of its own, and a capture records no products.
+    /// Bytes of BLAS workspace for each stream. The default is the backend's environment variables or its own default.
+    /// With 0 each handle uses memory of its own. Then each stream has handles of its own, and a capture records no
+    /// products.
     pub blas_workspace_bytes: Option<usize>,
     /// Bytes that an Lt plan may use; else the backend's environment variables or its default.
     pub lt_workspace_bytes: Option<usize>,
@@ -92,9 +93,9 @@ impl RuntimeOptions {
 /// An open backend with its pools. Cheap to clone; all clones are the same runtime.
 ///
 /// Devices, streams, events and buffers keep their runtime alive. When the last of them is dropped, the runtime waits
-/// for the devices and gives everything back; [`Runtime::close`] does so with an answer. Waiting for a device would lose the
-/// captures on it, so the end of a runtime first waits until no runtime of the process captures there. A runtime that is
-/// dropped inside a capture ends right after that capture, in the same thread.
+/// for the devices and frees everything; [`Runtime::close`] does so and reports the result. Waiting for a device would
+/// lose the captures on it. So the end of a runtime first waits until no runtime of the process captures there. A
+/// runtime that is dropped inside a capture ends right after that capture, in the same thread.
 ///
 /// ```
 /// use highwater_core::{GemmShape, Runtime};
@@ -170,9 +171,9 @@ pub(crate) struct RuntimeInner {
     deferred: DeferredFrees,
     /// Blocks of device memory whose last use could not be marked: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
-    /// Threads that give device memory back, for which they may wait for streams.
+    /// Threads that free device memory. They may wait for streams.
     pub(crate) device_rounds: Rounds,
-    /// Threads that give page-locked memory back, which never wait for a stream.
+    /// Threads that free page-locked memory. They never wait for a stream.
     host_rounds: Rounds,
     /// Made with the first share or open.
     sharing: OnceLock<Arc<Sharing>>,
@@ -225,8 +226,8 @@ impl DeviceState {
         }
     }
 
-    /// Whether handles of a kind stay with one stream: where the vendor wants it, and where products pass their intermediate
-    /// results through memory of the handle's own. A plan that was made for no workspace has none to pass.
+    /// Returns whether handles of a kind stay with one stream. They do if the vendor requires it, or if products keep
+    /// intermediate results in the handle's own memory. A plan made for no workspace has no such results.
     pub(crate) fn handle_per_stream(&self, kind: BlasKind) -> bool {
         self.capabilities.handle_per_stream || (kind == BlasKind::Blas && self.blas_workspace_bytes == 0)
     }
@@ -250,9 +251,9 @@ pub struct Statistics {
     pub workspaces: u64,
     /// Bytes of those workspaces.
     pub workspace_bytes: u64,
-    /// Events that the pools made and keep, over all devices: marks of work that may not be done yet, and idle ones.
+    /// Events that the pools made and keep, over all devices: completion events of recent work, and idle ones.
     pub events: u64,
-    /// Of those, events that mark nothing and are kept for the next mark. [`Runtime::trim`] destroys them.
+    /// The idle events among them, kept for reuse. [`Runtime::trim`] destroys them.
     pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
@@ -262,8 +263,8 @@ pub struct Statistics {
     pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
-    /// Streams, events and graphs among them that still wait to be destroyed: [`Runtime::reclaim`], [`Runtime::trim`] and the
-    /// end of the runtime try again.
+    /// Streams, events and graphs among them that still wait to be destroyed. [`Runtime::reclaim`], [`Runtime::trim`]
+    /// and the end of the runtime retry them.
     pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,
@@ -340,7 +341,8 @@ impl Runtime {
         self.inner.backend.identity()
     }
 
-    /// The backend itself. The caller must keep the memory that a capture begun here records: core does not know of it.
+    /// The backend itself. The caller must keep the memory that a capture begun here records, because core does not
+    /// know of it.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.inner.backend
@@ -379,11 +381,12 @@ impl Runtime {
     }
 
     /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
-    /// a stream is synchronised. Streams, events and graphs that the backend refused to destroy are tried once more. In a thread
-    /// that is inside a capture it does nothing.
+    /// a stream is synchronised. It also retries streams, events and graphs that the backend refused to destroy. In a
+    /// thread inside a capture it does nothing.
     ///
-    /// A vendor's free may wait for all work on the device: CUDA's does, and other threads that allocate or enqueue wait with it.
-    /// For memory that comes and goes beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep the buffers.
+    /// A vendor's free may wait for all work on the device. CUDA's does, and it blocks other threads that allocate or
+    /// enqueue meanwhile. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate),
+    /// or keep the buffers.
     ///
     /// # Errors
     /// What the backend gives when it is asked about an event; nothing is lost.
@@ -393,11 +396,11 @@ impl Runtime {
     }
 
     /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
-    /// mappings of other processes' memory that nobody has open, events that mark nothing.
+    /// unused mappings of other processes' memory, and idle events.
     ///
     /// # Errors
     /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
-    /// capture. Handles stay while any capture is open on a device of the runtime, also one of another runtime.
+    /// capture. Handles stay while any runtime captures on a device of this runtime.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
         refuse_in_capture("trim")?;
@@ -447,8 +450,8 @@ impl Runtime {
     /// - `DeviceMissing`: this process does not see the ticket's device.
     /// - `PermissionDenied`: the exporter belongs to another user.
     /// - `Unsupported`: the device here does not have the ticket's transport.
-    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. One that did not answer the last time is
-    ///   waited for 2 seconds.
+    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The wait is 2 seconds for an
+    ///   exporter that did not answer the last time.
     /// - `OperatingSystem`: no descriptor, thread or address is left, here or in the exporter.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
@@ -512,13 +515,15 @@ impl Runtime {
         if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
     }
 
-    /// Ends the runtime: waits for captures of other runtimes on its devices and for the devices themselves, gives everything
-    /// back, and says what the backend still counts as alive (nothing, unless something else uses the same backend).
+    /// Ends the runtime. Waits for captures of other runtimes on its devices and for the devices themselves, then frees
+    /// everything. Returns the objects that the backend still counts as alive: none, unless other code uses the same
+    /// backend.
     ///
     /// # Errors
-    /// `InvalidState` while a device, stream, event, buffer or clone of the runtime is alive, or another process has a
-    /// buffer of it open: nothing is closed then, and the message counts what is alive, by its kind. Otherwise the first refusal of the backend; the rest is given back all
-    /// the same. `Capture` in a thread that is inside a capture.
+    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has a
+    ///   buffer of it open. Nothing is closed, and the message counts the live objects by kind.
+    /// - `Capture`: this thread is inside a capture.
+    /// - Else the first refusal of the backend. The rest is freed all the same.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
         refuse_in_capture("close")?;
@@ -545,7 +550,7 @@ impl Runtime {
             {
                 tracing::warn!("shares are not served any more: {error}");
             }
-            // What is left then is in somebody's hands. A refusal was counted and logged.
+            // The remaining objects are in use elsewhere. A refusal was counted and logged.
             let _ = shared.trim();
             let others = match Arc::strong_count(&shared) - 1 {
                 1 => "1 other object of the runtime is alive".to_owned(),
@@ -568,7 +573,7 @@ impl Runtime {
 }
 
 impl RuntimeInner {
-    /// Gives back what is idle.
+    /// Frees idle objects.
     fn trim(&self) -> Result<()> {
         let handles = self.retry_refused().and(self.destroy_idle_handles());
         let memory = handles.and(self.reclaim(false)).and(self.free_idle_workspaces(false)).and(self.trim_host());
@@ -629,8 +634,8 @@ impl RuntimeInner {
 
     // ---------------------------------------------------------------- device memory
 
-    /// Refuses a request for more than the device could give if every stream had been waited for and everything given back
-    /// that no buffer owns.
+    /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing
+    /// the rest could not satisfy it.
     fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
         let total = self.device(device).info.memory_bytes;
         let owned = self.ledger.owned_bytes(device);
@@ -647,8 +652,8 @@ impl RuntimeInner {
         })
     }
 
-    /// Runs `make`; where the device has no memory left, gives back what is not in use and tries once more. `within` refuses
-    /// what that could not help.
+    /// Runs `make`. If the device has no memory left, frees unused memory and tries once more. `within` refuses
+    /// requests that this cannot help.
     fn with_reclaim<T>(&self, make: impl Fn() -> Result<T>, within: impl Fn(&Error) -> Result<()>) -> Result<T> {
         self.reclaim_in_passing();
         match make() {
@@ -676,7 +681,8 @@ impl RuntimeInner {
 
     /// Allocates device memory; where there is none left, gives back what is not in use and tries once more.
     ///
-    /// `home` is the stream in whose order stream-ordered memory is allocated. The caller tells the ledger of the block.
+    /// `home` is the stream in whose order stream-ordered memory is allocated. The caller enters the block in the
+    /// ledger.
     fn allocate_device(
         &self,
         device: u32,
@@ -858,7 +864,8 @@ impl RuntimeInner {
         Ok(ptr)
     }
 
-    /// Undoes [`RuntimeInner::map_shared`]; `false` where the backend refuses, and it is mapped as before.
+    /// Undoes [`RuntimeInner::map_shared`]. Returns `false` if the backend refuses; then the memory is mapped as
+    /// before.
     ///
     /// # Safety
     /// Nobody uses the mapping any more, outstanding device work included.
@@ -944,12 +951,12 @@ impl RuntimeInner {
         result
     }
 
-    /// Tries once more to destroy what the backend refused to, outside captures.
+    /// Retries refused destroys once, outside captures.
     fn retry_refused(&self) -> Result<()> {
         if in_capture() { Ok(()) } else { self.destroy_refused() }
     }
 
-    /// Tries to destroy what the backend refused to for as long as some of it can be, and once more.
+    /// Retries refused destroys as long as any succeeds, and once more.
     fn insist_on_refused(&self) -> Result<()> {
         let mut in_vain = 0;
         loop {
@@ -1021,12 +1028,12 @@ impl RuntimeInner {
         self.devices.iter().map(|device| device.capture_gate.quiet()).collect()
     }
 
-    /// Destroys a handle that another one has replaced; while a capture is open, with those that are idle later.
+    /// Destroys a handle that another one has replaced. While a capture is open, the handle waits with the idle ones.
     pub(crate) fn discard_handle(&self, mut pooled: PooledHandle) {
         match self.quiet() {
-            // What is refused is counted.
+            // A refusal is counted.
             Some(_quiet) => drop(self.note(pooled.handle.destroy())),
-            // Without a mark it is nobody's spare.
+            // Without a mark no stream may reuse it.
             None => {
                 let device = pooled.handle.device();
                 self.spare_handles.lock().push(SpareHandle { device, pooled, after: None });
@@ -1034,8 +1041,8 @@ impl RuntimeInner {
         }
     }
 
-    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. They
-    /// stay while a capture is open, of any runtime: to destroy one waits for the device, which would lose the capture.
+    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory.
+    /// They stay while any runtime captures: destroying one waits for the device, which would lose the capture.
     fn destroy_idle_handles(&self) -> Result<()> {
         let Some(_quiet) = self.quiet() else { return Ok(()) };
         let idle = [&self.blas_handles, &self.lt_handles].map(HandlePool::take_idle).into_iter().flatten();
@@ -1047,8 +1054,8 @@ impl RuntimeInner {
         result
     }
 
-    /// Keeps the handles of a stream that is about to end, and that no other could have, for other streams. Those that cannot
-    /// let go of it end with it.
+    /// Keeps the handles that were tied to an ending stream for other streams. Handles that the backend cannot unbind
+    /// end with it.
     pub(crate) fn spare_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
         let pools = [&self.blas_handles, &self.lt_handles].into_iter().zip(keys);
         let of_stream = pools.filter(|(_, key)| key.affinity != 0);
@@ -1317,7 +1324,7 @@ impl RuntimeInner {
         enqueued
     }
 
-    /// Forgets uses of a block that are over, so that a buffer which outlives many streams does not keep an event for each.
+    /// Forgets uses of a block that are over. So a buffer that outlives many streams does not keep an event for each.
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {
@@ -1339,12 +1346,12 @@ impl RuntimeInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        // What follows would lose the captures of other runtimes on the same devices.
+        // The next steps would lose the captures of other runtimes on the same devices.
         let gates = self.devices.iter().map(|device| &device.capture_gate);
         let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
         let Some(_quiet) = quiet else {
-            // In a capture whose thread is ending, so that nobody ends the runtime later.
-            tracing::warn!("a runtime ended inside a capture; what it holds is left allocated");
+            // The thread of the capture is ending, so no later call ends the runtime.
+            tracing::warn!("a runtime ended inside a capture; its memory and objects stay allocated");
             self.leave_handles();
             return Err(capture::nothing_is_executed("close"));
         };
@@ -1352,7 +1359,7 @@ impl RuntimeInner {
         if let Some(sharing) = self.sharing.get() {
             sharing.hang_up();
         }
-        // What is refused here is tried again below.
+        // A refusal here is retried below.
         let _ = self.destroy_dropped();
         let mut result = Ok(());
         let pooled = [&mut self.blas_handles, &mut self.lt_handles].map(HandlePool::take_all).into_iter().flatten();
@@ -1403,7 +1410,7 @@ impl RuntimeInner {
                 result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
             }
         }
-        // What is refused here is tried again like the rest.
+        // A refusal here is retried like the rest.
         let _ = self.destroy_idle_events();
         result.and(self.insist_on_refused())
     }

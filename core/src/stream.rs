@@ -7,9 +7,9 @@
 //! share it, as they share the workspace. Every other call that enqueues takes it too, because the turn also decides
 //! whether a call comes before, in or after a capture of the stream (see `capture.rs`).
 //!
-//! *The per-thread default stream.* Its handle names another stream in each thread, so a [`Stream`] over it belongs to the
-//! thread that made it. Calls of other threads are refused. Another thread may still drop a buffer and need a mark, which it
-//! cannot record; so the end of each turn leaves a mark behind.
+//! *The per-thread default stream.* Its handle names another stream in each thread, so a [`Stream`] over it belongs to
+//! the thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a mark, which
+//! it cannot record. So the end of each turn records a mark.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
@@ -56,9 +56,9 @@ use crate::scalar::Element;
 /// # Ok::<(), highwater_core::Error>(())
 /// ```
 ///
-/// A stream may be used by any thread, except a per-thread default stream
-/// ([`Device::per_thread_default_stream`](crate::Device::per_thread_default_stream)): its calls give `InvalidState` in other
-/// threads than its own. It may be dropped in any thread, and so may the buffers that it used.
+/// Any thread may use a stream, except a per-thread default stream
+/// ([`Device::per_thread_default_stream`](crate::Device::per_thread_default_stream)), whose calls return `InvalidState`
+/// in other threads. Any thread may drop a stream and the buffers that it used.
 #[derive(Debug, Clone)]
 pub struct Stream {
     runtime: Runtime,
@@ -77,26 +77,26 @@ pub(crate) struct StreamCore {
     /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
     bound_as: AtomicU64,
     turn: Mutex<TurnState>,
-    /// Whether a call has more to ask before it enqueues: whose thread it is, or whether other code captures the stream.
+    /// True if a call must check more before it enqueues: its thread, or a capture by other code.
     asks: bool,
     /// Whether other code may capture the stream, so that the backend has to be asked.
     ask_capture: bool,
-    /// Whether the device captures at all. The id of any stream may have gone to code that captures it.
+    /// True if the device can capture. Other code may have the id of any stream and capture it.
     can_capture: bool,
     /// What the device multiplies.
     pub(crate) products: Products,
     own_process: fork::Guard,
     backend: Arc<dyn Backend>,
     runtime: Weak<RuntimeInner>,
-    /// Which BLAS handles can be bound to the stream, and which Lt handles.
+    /// The keys of the BLAS handles and the Lt handles that can be bound to the stream.
     blas_key: PoolKey,
     lt_key: PoolKey,
-    /// For the per-thread default stream: whose it is.
+    /// For the per-thread default stream: its thread.
     owner: Option<Owner>,
     /// Whether the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
-    /// Wakes a capture that waits for those who wait for the stream, and those who come after it.
+    /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
     settled: Condvar,
     /// Set by the first BLAS call; `None` inside where workspaces are switched off.
     blas_workspace: OnceLock<Option<Workspace>>,
@@ -107,7 +107,7 @@ pub(crate) struct StreamCore {
     workspace_made: Condvar,
 }
 
-/// The thread that a stream belongs to, with the events for the marks that its calls leave behind.
+/// The thread that a stream belongs to, with the events for the marks that its calls record.
 struct Owner {
     thread: ThreadId,
     events: Arc<EventPool>,
@@ -124,15 +124,15 @@ impl Owner {
 pub(crate) struct TurnState {
     /// Threads that wait for the stream; no capture begins meanwhile.
     pub(crate) waiting: u32,
-    /// Captures that are about to begin and wait for those threads. Threads that come to wait come after them.
+    /// Captures that are about to begin and wait for those threads. New waiters queue behind them.
     beginning: u32,
     /// Raw handles of the stream that are lent to foreign code; no capture begins meanwhile.
     pub(crate) lent: u32,
     /// The stream's part in a capture.
     pub(crate) recording: Option<Box<Recording>>,
-    /// For the per-thread default stream: the mark after everything that was enqueued; `None` where it could not be recorded.
+    /// For the per-thread default stream: the mark after all enqueued work; `None` if it could not be recorded.
     latest: Option<Arc<Mark>>,
-    /// Marks recorded so far.
+    /// The number of marks recorded so far.
     marks: u64,
 }
 
@@ -189,9 +189,9 @@ impl LeavesMark<'_> {
         self.before = match self.stream.record(state, &mut mark) {
             Ok(()) => state.latest.replace(Arc::new(mark)),
             Err(error) => {
-                tracing::warn!("what was enqueued on {:?} could not be marked: {error}", self.stream.id);
+                tracing::warn!("cannot record the completion event of {:?}: {error}", self.stream.id);
                 self.mark = Some(mark);
-                // An earlier mark would say less than what was enqueued.
+                // An earlier mark would not cover all enqueued work.
                 state.latest.take()
             }
         };
@@ -206,10 +206,10 @@ struct StreamEnd {
     ended: Condvar,
 }
 
-/// How far the use of a stream could be marked.
+/// The result of marking the use of a stream.
 pub(crate) enum Marked {
     By(Arc<Mark>),
-    /// Not while other code captures the stream: a mark would become a part of the graph, and would never be passed.
+    /// Not possible while other code captures the stream. A mark would become part of the graph and never pass.
     Later,
     Never,
 }
@@ -244,14 +244,14 @@ impl StreamUse {
                 runtime.is_passed(&before, false).unwrap_or(false)
             }
             None => {
-                // To ask would lose a capture by other code.
+                // A query would lose a capture by other code.
                 stream.refuse_if_captured("query_stream").is_ok()
                     && runtime.backend.query_stream(stream.id).is_ok_and(Completion::is_complete)
             }
         }
     }
 
-    /// Marks what was enqueued on the stream so far.
+    /// Marks all work enqueued on the stream so far.
     pub(crate) fn mark(&self, runtime: &RuntimeInner) -> Marked {
         if let Some(stream) = self.stream.upgrade() {
             // The reference keeps the stream from being destroyed meanwhile.
@@ -351,7 +351,7 @@ impl StreamCore {
     fn enter_asking(&self, operation: &'static str) -> Result<Turn<'_>> {
         let leaves = match &self.owner {
             Some(owner) if !owner.is_here() => return Err(not_the_owner(operation)),
-            // Had before the turn, so that no other lock is taken inside it.
+            // Taken before the turn, so that no other lock is taken inside it.
             Some(owner) => {
                 let mark = Some(owner.events.take(&*self.backend)?);
                 Some(Box::new(LeavesMark { stream: self, mark, before: None }))
@@ -366,8 +366,8 @@ impl StreamCore {
         Ok(turn)
     }
 
-    /// Refuses what must not become a part of a capture by other code. The caller has the turn, and the stream takes part in no
-    /// capture of core's.
+    /// Refuses work that must not become part of a capture by other code. The caller must have the turn, and the stream
+    /// must take part in no capture of core.
     pub(crate) fn refuse_if_captured(&self, operation: &'static str) -> Result<()> {
         if self.can_capture && self.backend.is_capturing(self.id)? {
             return Err(Error::new(ErrorKind::Capture, operation, "the stream is being captured by other code")
@@ -382,8 +382,8 @@ impl StreamCore {
         if turn.recording.is_some() { Err(capture::nothing_is_executed(operation)) } else { Ok(turn) }
     }
 
-    /// Waits until no thread waits for the stream, for a capture that is about to begin. Threads that come meanwhile find the
-    /// capture, or go on where it did not begin.
+    /// Waits until no thread waits for the stream, for a capture that is about to begin. Threads that come meanwhile
+    /// find the capture, or continue if it did not begin.
     pub(crate) fn wait_settled(&self, turn: &mut Turn<'_>) {
         turn.beginning += 1;
         while turn.waiting > 0 && turn.recording.is_none() {
@@ -393,7 +393,7 @@ impl StreamCore {
         self.settled.notify_all();
     }
 
-    /// The turn, for a call that waits for the stream: after the captures that are about to begin.
+    /// Takes the turn for a call that waits for the stream, after the captures that are about to begin.
     fn enter_to_wait(&self, operation: &'static str) -> Result<Turn<'_>> {
         let mut turn = self.enter_outside(operation)?;
         while turn.beginning > 0 {
@@ -437,8 +437,8 @@ impl StreamCore {
         Ok(Arc::new(mark))
     }
 
-    /// Records a mark after everything that was enqueued on the stream so far. The caller has the turn, so the order of the
-    /// numbers is that of the records.
+    /// Records a mark after all work enqueued on the stream so far. The caller must have the turn, so that the numbers
+    /// follow the order of the records.
     pub(crate) fn record(&self, turn: &mut TurnState, mark: &mut Mark) -> Result<()> {
         self.backend.record_event(mark.event(), self.id)?;
         turn.marks += 1;
@@ -501,7 +501,7 @@ impl Drop for Made<'_> {
     }
 }
 
-/// Tells those who wait for the end of a stream, also where the backend panics in it.
+/// Wakes the threads that wait for the end of a stream, also if the backend panics in it.
 struct Ending<'s> {
     end: &'s StreamEnd,
     last: Option<Arc<Mark>>,
@@ -545,14 +545,14 @@ impl Drop for StreamCore {
             _ if !self.owned => {}
             Some(runtime) => runtime.destroy_or_defer(Dropped::Stream(self.id)),
             None => {
-                // Nobody is left to try again later, so it is done at once.
+                // No later call can retry, so it is done at once.
                 let destroyed = self.backend.destroy_stream(self.id);
                 if let Err(error) = destroyed.or_else(|_| self.backend.destroy_stream(self.id)) {
                     tracing::warn!("a stream could not be destroyed: {error}");
                 }
             }
         }
-        // Perhaps the last that refers to it.
+        // This may be the last reference to it.
         runtime.into_iter().for_each(capture::let_go);
     }
 }
@@ -562,9 +562,9 @@ fn not_the_owner(operation: &'static str) -> Error {
     Error::new(
         ErrorKind::InvalidState,
         operation,
-        "the stream is the per-thread default stream of another thread, whose handle names another stream in this one",
+        "the per-thread default stream belongs to another thread; its handle names a different stream in this one",
     )
-    .with_hint("use it in the thread that made it, or a stream of `create_stream` in both")
+    .with_hint("use it only in the thread that made it, or share a stream of `create_stream`")
 }
 
 /// A copy of page-locked memory.
@@ -592,7 +592,7 @@ impl Stream {
         let events = Arc::clone(&runtime.inner.device(device).events);
         let owner = Owner { thread: thread::current().id(), events };
         let stream = Self::with_keeper(runtime, id, false, true, Some(owner));
-        // From here on there is a mark.
+        // A mark exists from here on.
         stream.core.enter_outside("record_event")?;
         Ok(stream)
     }
@@ -657,15 +657,15 @@ impl Stream {
         self.core.id
     }
 
-    /// The vendor's handle of the stream, as a number: a `cudaStream_t` on CUDA, a `hipStream_t` on ROCm. For kernels and
-    /// copies that the program enqueues itself.
+    /// Returns the vendor's handle of the stream as a number, for kernels and copies that the program enqueues itself.
+    /// It is a `cudaStream_t` on CUDA and a `hipStream_t` on ROCm.
     ///
-    /// The handle is valid while this stream or a clone of it lives. The caller must not destroy it, must not capture it
-    /// other than by [`Stream::capture`], and must note the memory that its work uses by [`Stream::note_device_use`] and
-    /// [`Stream::note_host_use`].
+    /// The handle is valid while this stream or a clone of it lives. The caller must not destroy it, and must capture
+    /// it only with [`Stream::capture`]. The caller must note the memory that its work uses with
+    /// [`Stream::note_device_use`] and [`Stream::note_host_use`].
     ///
     /// # Errors
-    /// `Unsupported` if `foreign_objects` is false; else what the backend gives.
+    /// `Unsupported` if `foreign_objects` is false; else the backend's error.
     pub fn raw(&self) -> Result<u64> {
         self.backend("raw_stream")?.raw_stream(self.core.id)
     }
@@ -774,13 +774,13 @@ impl Stream {
 
     // ---------------------------------------------------------------- memory
 
-    /// Allocates device memory in the order of this stream: for scratch, which is quicker that way. The contents are
+    /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are
     /// unspecified.
     ///
-    /// The memory may have belonged to a buffer whose work on this stream is outstanding. So the first use on each other
-    /// stream waits, on the device, for everything that this stream was given before that use. A graph that another stream
-    /// records does not wait while it is recorded; each of its launches does. Only the allocation is ordered by this: order
-    /// later work on the buffer by [`Stream::wait`].
+    /// The memory may have belonged to a buffer whose work on this stream is outstanding. So the first use on each
+    /// other stream waits, on the device, for all earlier work of this stream. A graph that another stream records
+    /// waits at each launch, not during recording. This orders only the allocation; order later work on the buffer with
+    /// [`Stream::wait`].
     ///
     /// # Errors
     /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false; `Capture`
@@ -790,8 +790,8 @@ impl Stream {
             return Err(Error::lacks("allocate", "stream_ordered_memory"));
         }
         if self.core.owner.is_some() {
-            // Freed in the order of the stream, by any thread that drops it.
-            let message = "memory in the order of a per-thread default stream could not be freed by other threads";
+            // Any thread may drop the buffer, and would have to free it in the order of the stream.
+            let message = "other threads could not free memory allocated in the order of a per-thread default stream";
             return Err(Error::new(ErrorKind::Unsupported, "allocate", message).with_hint("use `Device::allocate`"));
         }
         let kind = DeviceMemoryKind::StreamOrdered(self.core.id);
@@ -1005,8 +1005,8 @@ impl Stream {
         self.copy_to_device(&staging, dst)
     }
 
-    /// A device buffer with these values, copied as by [`Stream::write`]. Work on another stream must wait for the copy:
-    /// `other.wait(&stream.record()?)?`.
+    /// Returns a device buffer with these values, copied as by [`Stream::write`]. Work on another stream must wait for
+    /// the copy: `other.wait(&stream.record()?)?`.
     ///
     /// # Errors
     /// As [`Stream::write`] and [`Device::allocate`](crate::Device::allocate).
@@ -1102,7 +1102,7 @@ impl Stream {
     /// makes no call of the backend.
     ///
     /// # Errors
-    /// What making and binding a handle gives.
+    /// The errors of making and binding a handle.
     // Always inlined: a call spills registers, and the compare-exchange waits for those stores (14 ns against 7).
     #[inline(always)]
     pub fn blas(&self) -> Result<BlasLease<'_>> {

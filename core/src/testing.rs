@@ -35,12 +35,12 @@ pub(crate) struct ManualBackend {
     /// How many of the next calls that set a mode fail.
     refuse_modes: Arc<Mutex<usize>>,
     intruder: Intruder,
-    /// How often an event was asked after, and how often a stream was made to wait for one.
+    /// The number of event queries, and the number of waits of streams for events.
     queries: AtomicU64,
     waits: AtomicU64,
     /// Bytes of device memory.
     memory: AtomicU64,
-    /// How many of the next calls that destroy a stream, an event or a graph are refused.
+    /// The number of the next calls to refuse that destroy a stream, an event or a graph.
     refuse_destroys: AtomicU64,
 }
 
@@ -82,7 +82,7 @@ struct State {
     next_address: u64,
     /// Operations enqueued, and executed, on each stream.
     streams: HashMap<StreamId, (u64, u64)>,
-    /// Waits that are enqueued and not executed: the stream and the number of the operation, and what it waits for.
+    /// Enqueued waits that have not executed: the stream, the number of the operation, and the awaited point.
     waits: Vec<((StreamId, u64), (StreamId, u64))>,
     /// The stream and the number of the operation at which each event was recorded.
     events: HashMap<EventId, Option<(StreamId, u64)>>,
@@ -160,7 +160,7 @@ impl State {
         Ok(())
     }
 
-    /// Executes what is enqueued on the stream up to an operation, and what that waits for on other streams.
+    /// Executes the stream's work up to an operation, and the work on other streams that it waits for.
     fn advance(&mut self, stream: StreamId, to: u64) {
         let Some((_, executed)) = self.streams.get_mut(&stream) else { return };
         *executed = to.max(*executed);
@@ -169,7 +169,7 @@ impl State {
         due.into_iter().for_each(|(_, (other, at))| self.advance(other, at));
     }
 
-    /// Executes everything that is enqueued on the stream.
+    /// Executes all work enqueued on the stream.
     fn advance_all(&mut self, stream: StreamId) {
         if let Some((enqueued, _)) = self.streams.get(&stream) {
             self.advance(stream, *enqueued);
@@ -246,12 +246,12 @@ impl ManualBackend {
         *self.refuse_modes.lock() = calls;
     }
 
-    /// How often events were asked after since this was asked last.
+    /// The number of event queries since the last call of this.
     pub(crate) fn take_queries(&self) -> u64 {
         self.queries.swap(0, Ordering::Relaxed)
     }
 
-    /// How often streams were made to wait for events since this was asked last.
+    /// The number of waits of streams for events since the last call of this.
     pub(crate) fn take_waits(&self) -> u64 {
         self.waits.swap(0, Ordering::Relaxed)
     }
@@ -267,7 +267,7 @@ impl ManualBackend {
         if left == 0 { Ok(()) } else { Err(Error::new(ErrorKind::Vendor, operation, "told to refuse")) }
     }
 
-    /// Has no more device memory than this from here on.
+    /// Limits the device memory to this from now on.
     pub(crate) fn set_memory(&self, bytes: u64) {
         self.memory.store(bytes, Ordering::Relaxed);
     }

@@ -1,21 +1,21 @@
-//! Text that somebody else wrote, made safe to show: names of files, values of variables, answers of plugins and libraries.
+//! Makes foreign text safe to show: names of files, values of variables, answers of plugins and libraries.
 
 use std::ffi::OsStr;
 use std::fmt::{self, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
 
-/// Characters that are shown of a longer text.
+/// The number of characters shown of a longer text.
 const MOST_CHARACTERS: usize = 200;
-/// Of these, the last ones: a path ends in the name of its file.
+/// The number of those from the end, because a path ends in the name of its file.
 const AT_THE_END: usize = 60;
 
 /// Displays text of another origin without harm to a terminal, and never at length.
 ///
-/// Control characters, among them those of C1, characters that reorder or hide text, and bytes that are not UTF-8 are shown as
-/// escapes: `\n`, `\u{1b}`, `\xff`. Of more than 200 characters the first 140 and the last 60 are shown, with a mark between
-/// them that counts the others.
+/// Escapes control characters (C1 included), characters that reorder or hide text, and bytes that are not UTF-8: `\n`,
+/// `\u{1b}`, `\xff`. Shows the first 140 and the last 60 of more than 200 characters, with the number of the others
+/// between them.
 ///
-/// Displaying the result again changes nothing, unless it was cut.
+/// Displaying an uncut result again changes nothing.
 ///
 /// ```
 /// use highwater_core::display_foreign;
@@ -49,9 +49,9 @@ impl fmt::Display for Foreign<'_> {
     }
 }
 
-/// The same for a text of our own with foreign ones in it: its lines stay, and it is not cut.
+/// The same for a text of this crate that contains foreign text. Its line breaks stay, and it is not cut.
 ///
-/// Names in it are displayed with [`display_foreign`]; this is for what a place forgot.
+/// Callers display names in it with [`display_foreign`]; this catches the ones that they missed.
 #[must_use]
 pub fn harmless(text: String) -> String {
     let harms = |c: char| c != '\n' && is_harmful(c);
@@ -74,7 +74,7 @@ fn push(shown: &mut String, c: char) -> fmt::Result {
     }
 }
 
-/// Whether a terminal may obey a character instead of showing it, or a reader may not see that it is there.
+/// Returns whether a terminal may obey the character instead of showing it, or a reader may not see it.
 fn is_harmful(c: char) -> bool {
     c.is_control()
         || matches!(c,
@@ -129,7 +129,7 @@ mod tests {
         let cut = shown(&text);
         assert!(cut.starts_with("/ddd") && cut.ends_with("ddd/lib.so"), "{cut}");
         assert!(cut.contains(&format!("... [{} characters left out] ...", text.len() - MOST_CHARACTERS)), "{cut}");
-        // Escapes count for what they take.
+        // Escapes count with their full length.
         assert!(shown(&"\x1b".repeat(131_072)).chars().count() < 250);
     }
 

@@ -943,8 +943,8 @@ fn a_product_on_memory_of_its_handle_is_not_recorded() {
     product(&stream, &a, &b, &c).unwrap();
 }
 
-/// What another runtime on the device may do that waits for the device or destroys handles. Says whether it needs the end of
-/// the capture.
+/// Actions of another runtime on the device that wait for the device or destroy handles. Each returns whether it needs
+/// the end of the capture.
 type Harm = (&'static str, fn(Runtime) -> bool);
 
 const HARMS: [Harm; 5] = [
@@ -953,7 +953,7 @@ const HARMS: [Harm; 5] = [
         true
     }),
     ("closed", |other| {
-        // What the first runtime holds is alive.
+        // The objects of the first runtime are alive.
         other.close().unwrap();
         true
     }),
@@ -978,7 +978,7 @@ fn another_runtime_on_the_device_does_not_lose_a_capture() {
         let other = Runtime::new(gpu.clone()).unwrap();
         let stream = runtime.device(0).unwrap().create_stream().unwrap();
         let block = stream.upload(&[1_u8]).unwrap();
-        // In a thread that has ended, so that the handle is idle.
+        // On a thread that has ended, so that the handle is idle.
         let work = || {
             let stream = other.device(0).unwrap().create_stream().unwrap();
             let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 5.0));
@@ -1021,7 +1021,7 @@ fn a_runtime_dropped_inside_a_capture_ends_after_it() {
     let waited = gpu.calls(Operation::SynchronizeDevice);
     let mut graph = stream
         .capture(|stream| {
-            // A capture of the other runtime inside, on the same thread: its end is not the end of the outer one.
+            // A capture of the other runtime inside, on the same thread. Its end does not end the outer one.
             let inner = theirs.capture(|theirs| theirs.fill(&c, 3.0))?;
             assert_eq!(kind(other.clone().close()), ErrorKind::Capture);
             drop((inner, a, b, c, theirs, other));
@@ -1064,7 +1064,7 @@ fn a_capture_begins_while_threads_wait_for_its_stream_again_and_again() {
         let threads: Vec<_> = (0..3).map(|_| scope.spawn(wait)).collect();
         all_wait.wait();
         let graph = stream.capture(|_| {
-            // Each finds it open.
+            // Each thread finds the capture open.
             while !threads.iter().all(|thread| thread.is_finished()) {
                 thread::yield_now();
             }

@@ -69,7 +69,7 @@ fn the_per_thread_stream_belongs_to_one_thread() {
             ] {
                 assert_eq!(refused, ErrorKind::InvalidState);
             }
-            // The one of this thread is another.
+            // This thread has a different one.
             let own = device.per_thread_default_stream().unwrap();
             product(&own).unwrap();
             assert_eq!(own.download(&c).unwrap(), [6.0]);
@@ -122,12 +122,12 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
             stream.note_device_use(&filled, true).unwrap();
             for value in 0..10 {
                 let fill = MemoryFill::new(0, filled.ptr(), FillPattern::U8(value), 4096);
-                // SAFETY: the range is the block's, which is noted as in use before and after.
+                // SAFETY: the range belongs to the block, and notes before and after cover its use.
                 unsafe { foreign.fill(&fill, stream.id()) }.unwrap();
             }
             let at = |ptr| Location::Device { device: 0, ptr };
             let copy = MemoryCopy::new(at(result.ptr()), at(filled.ptr()), 4096);
-            // SAFETY: as above; the other block lives until the device was waited for.
+            // SAFETY: as above. The other block lives until the wait for the device.
             unsafe { foreign.copy(&copy, stream.id()) }.unwrap();
             stream.note_device_use(&filled, true).unwrap();
             hand_over.send((stream, filled)).unwrap();
@@ -142,7 +142,7 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-/// Its thread lives, and its work goes on. Others get no memory that it uses: the mock's checks would tell.
+/// Its thread lives, and its work goes on. Other threads get no memory that it uses; the mock's checks would report it.
 fn drop_elsewhere(
     gpu: &MockGpu,
     runtime: &Runtime,

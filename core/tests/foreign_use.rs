@@ -1,4 +1,4 @@
-//! Work of the user's own on device memory: it gets the vendor's stream and an address, and core does not see it.
+//! The user's own work on device memory. It has the vendor's stream and an address, and core does not see it.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use highwater_mock::{MockGpu, MockOptions};
 const LEN: usize = 1000;
 const KERNEL: u32 = 7;
 
-/// A kernel of other code: writes [`KERNEL`] into so many values.
+/// A kernel of other code, which writes [`KERNEL`] into a number of values.
 fn launch(gpu: &MockGpu, raw: u64, values: DevicePtr) {
     let fill = MemoryFill::new(0, values, FillPattern::U32(KERNEL), LEN);
-    // SAFETY: the tests keep the stream for the time of the call. Whether the memory stays allocated for long enough is what
-    // they are about; the mock checks that it is at the time of the call, and touches device memory by atomics only.
+    // SAFETY: the tests keep the stream for the time of the call. The tests are about the lifetime of the memory. The
+    // mock checks it during the call, and touches device memory by atomics only.
     unsafe {
         let stream = gpu.stream_from_raw(0, raw).unwrap();
         gpu.fill(&fill, stream).unwrap();
@@ -27,8 +27,8 @@ fn open(options: MockOptions) -> (Arc<MockGpu>, Runtime) {
     (gpu.clone(), Runtime::new(gpu).unwrap())
 }
 
-/// Launches a kernel on a buffer and drops it, and looks what becomes of the memory: how often it was given away while the
-/// kernel was queued, and whether the next buffer holds what was put into it.
+/// Launches a kernel on a buffer, drops the buffer, and follows the memory. Returns how often it was reused while the
+/// kernel was queued, and whether the next buffer holds its own values.
 fn dropped_after_launch(seed: u64, note: bool) -> Result<(u64, bool)> {
     let (gpu, runtime) = open(MockOptions::new().with_schedule(seed).with_checks());
     let device = runtime.device(0)?;
@@ -53,7 +53,7 @@ fn dropped_after_launch(seed: u64, note: bool) -> Result<(u64, bool)> {
 #[test]
 fn memory_of_a_noted_kernel_is_given_to_nobody_before_it_is_done() {
     let rounds = |note| (0..50).map(move |seed| dropped_after_launch(seed, note).unwrap());
-    // Core cannot know of it, and what goes wrong shows that the other half of the test looks at the right thing.
+    // Core cannot know of it. The failure shows that the other half of the test checks the right thing.
     assert!(rounds(false).any(|(violations, _)| violations > 0));
     assert!(rounds(false).any(|(_, kept)| !kept));
     for (seed, round) in rounds(true).enumerate() {

@@ -1,4 +1,4 @@
-//! What the race finder prints of a program that uses Highwater's types: the program's own frames first.
+//! The race finder's report on a program that uses Highwater's types shows the program's own frames first.
 
 use highwater_core::{DeviceBuffer, Runtime, Stream};
 use highwater_mock::{MockGpu, MockOptions};
@@ -37,7 +37,7 @@ fn a_report_begins_with_the_frames_of_the_program_and_folds_the_rest() {
             .strip_prefix("and ")
             .and_then(|rest| rest.strip_suffix(" frames of Highwater and the standard library"));
         assert!(folded.is_some_and(|count| count.parse::<u32>().unwrap() > 5), "{text}");
-        // Of the program, and of nobody else.
+        // Frames of the program only.
         for line in &lines[..lines.len() - 1] {
             assert!(line.contains("race_report.rs:"), "`{line}` in {text}");
         }

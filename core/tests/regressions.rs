@@ -102,7 +102,7 @@ fn handles_without_a_workspace_moved_between_streams_and_into_graphs() {
     let runtime = Runtime::with_options(gpu.clone(), &options).unwrap();
     let device = runtime.device(0).unwrap();
     let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
-    // The memory that products pass their results through is the handle's, which one stream uses at a time.
+    // Products keep intermediate results in the handle's memory, which one stream uses at a time.
     let handles = [&streams[0], &streams[1], &streams[0]].map(|stream| {
         let handle = stream.blas().unwrap().with_raw(|raw| (raw.handle, raw.workspace)).unwrap();
         assert_eq!(handle.1, None);
@@ -141,7 +141,7 @@ fn handles_without_a_workspace_moved_between_streams_and_into_graphs() {
         .unwrap();
     graph.launch(&streams[0]).unwrap();
     assert_eq!(streams[0].download(&c).unwrap(), [2.0 * N as f32; N * N]);
-    // The next stream has the handle of one that has ended and is done.
+    // The next stream gets the handle of an ended stream whose work is done.
     drop((streams, graph));
     device.synchronize().unwrap();
     let next = device.create_stream().unwrap();
@@ -159,7 +159,7 @@ fn settings_of_foreign_code_stayed_on_the_handle() {
     lease.gemm(&SHAPE, 1.0, &a, &a, 0.0, &c).unwrap();
     assert_eq!(stream.download(&c).unwrap(), [4.0; 16]);
     drop(lease);
-    // Nor does it stay where foreign code panics, or where the handle cannot be bound again right away.
+    // Nor does it stay if foreign code panics, or if the handle cannot be bound again right away.
     for fails in [false, true] {
         let mut lease = stream.blas().unwrap();
         let foreign = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -170,7 +170,7 @@ fn settings_of_foreign_code_stayed_on_the_handle() {
             })
         }));
         assert_eq!(foreign.map(|lent| lent.unwrap_err().kind()).ok(), fails.then_some(ErrorKind::Vendor));
-        // The handle that is lent once more is as a fresh one, too.
+        // A handle lent again is like a fresh one, too.
         lease.with_raw(|_| ()).unwrap();
         drop(lease);
         stream.blas().unwrap().gemm(&SHAPE, 2.0, &a, &a, 0.0, &c).unwrap();
@@ -193,7 +193,7 @@ fn a_handle_that_cannot_be_restored_goes_to_nobody() {
     assert_ne!(lease.with_raw(|raw| raw.handle).unwrap(), lent);
     assert_eq!(gpu.set_pointer_mode(lent, true).unwrap_err().kind(), ErrorKind::InvalidHandle, "destroyed");
     assert_eq!(gpu.live_objects().handles, 1);
-    // To destroy it while another stream is captured would lose the capture.
+    // Destroying it while another stream is captured would lose the capture.
     let graph = other.capture(|_| {
         gpu.fail_call(Operation::Reset, 1, ErrorKind::Vendor).unwrap();
         lease.with_raw(|raw| gpu.set_pointer_mode(raw.handle, true).unwrap()).unwrap();
@@ -417,7 +417,7 @@ fn a_runtime_that_cannot_be_closed_names_what_is_alive() {
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
     let buffers = [device.allocate::<f32>(4).unwrap(), device.allocate::<f32>(4).unwrap()];
-    // Host memory that is idle again is not the caller's.
+    // Idle host memory no longer belongs to the caller.
     stream.download(&buffers[0]).unwrap();
     let error = runtime.close().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidState);

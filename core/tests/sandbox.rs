@@ -32,7 +32,7 @@ fn refuse(refused: &Refused) -> std::io::Result<()> {
     }
     filter.extend([end(libc::SECCOMP_RET_ERRNO | refused.error as u32), end(libc::SECCOMP_RET_ALLOW)]);
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    // SAFETY: the calls read their arguments only, and the filter lives until they return.
+    // SAFETY: the calls only read their arguments, and the filter lives until they return.
     let loaded = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
@@ -44,8 +44,8 @@ fn refuse(refused: &Refused) -> std::io::Result<()> {
 fn run(role: &str, refused: Refused) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "play", "--nocapture"]).env(ROLE, role);
-    // SAFETY: between fork and exec the child makes system calls, and allocates, which no other thread of this process
-    // hinders: the allocator of the system is usable in a forked child.
+    // SAFETY: between fork and exec the child only makes system calls and allocates. The system's allocator works in a
+    // forked child, whatever other threads of this process do.
     unsafe {
         command.pre_exec(move || {
             libc::alarm(20);
@@ -55,7 +55,7 @@ fn run(role: &str, refused: Refused) -> Output {
     command.output().unwrap()
 }
 
-/// Not a test by itself: what the processes do that [`run`] starts.
+/// Not a test by itself: the code of the processes that [`run`] starts.
 #[test]
 fn play() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -83,7 +83,7 @@ fn fork_and_call() {
     let runtime = Runtime::new(MockGpu::open(MockOptions::new()).unwrap()).unwrap();
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
     let buffer = stream.upload(&[1_u32; 100]).unwrap();
-    // SAFETY: the child takes no lock that another thread may hold; that it does not is what is tested. It ends with `_exit`.
+    // SAFETY: the child takes no lock that another thread may hold; the test checks this. It ends with `_exit`.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         // SAFETY: a call that hangs is ended by the signal.

@@ -391,15 +391,15 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
     }
 }
 
-/// Threads use a block on a stream that they share, and another on one of its own. Each stream has one entry, in whichever
-/// order the marks are noted, and no use is forgotten before it is over.
+/// Threads use a block on a shared stream, and another thread on its own stream. Each stream has one entry, in any
+/// order of the notes, and no use is forgotten before it is over.
 fn uses_of_shared_streams(writes: bool) {
     const THREADS: u64 = 3;
     let rig = Rig::new(None);
     let block = Arc::new(rig.take(BYTES));
     // The number of each stream's last mark, under its turn.
     let turns = [0, 1].map(|_| Arc::new(Mutex::new(0)));
-    // In an order that the device may execute: a stream waits for marks that were noted before.
+    // In an order that the device may execute: a stream waits for marks noted earlier.
     let marks = Arc::new(Mutex::new(Vec::new()));
     let threads: Vec<_> = (0..THREADS)
         .map(|thread| {

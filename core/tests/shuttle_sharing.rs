@@ -319,7 +319,7 @@ impl Importer {
                             Acquired::NotMapped => panic!("{ticket:?} is in the table, and its word says not mapped"),
                         };
                     }
-                    // Being unmapped by another thread: wait for its end, then map anew unless that was refused.
+                    // Another thread is unmapping it: wait for the result, then map again unless the backend refused.
                 }
                 Some(None) => drop(imports),
                 None => {
@@ -413,7 +413,7 @@ impl Importer {
         imports.iter().try_for_each(|import| self.unmap(import))
     }
 
-    /// What a collection does.
+    /// Performs a collection.
     fn try_refused_again(&self) {
         let refused = std::mem::take(&mut *self.refused.lock().unwrap());
         let closed = refused.into_iter().filter(|import| import.slot().is_closed());

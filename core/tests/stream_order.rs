@@ -1,5 +1,5 @@
-//! Memory in the order of one stream that is used on another: core orders the first use after the allocation, because work
-//! of the block that had the memory before may be outstanding until then.
+//! Use of stream-ordered memory on another stream. Core orders the first use after the allocation, because work of the
+//! earlier block in this memory may be outstanding until then.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -9,7 +9,7 @@ use highwater_mock::{MockGpu, MockOptions, Operation};
 
 const LEN: usize = 1000;
 
-/// A mock that finds missing orders, whatever is executed first.
+/// A mock that finds missing orders in any order of execution.
 fn watched(streams: usize) -> (Arc<MockGpu>, Runtime, Vec<Stream>) {
     let gpu = MockGpu::open(MockOptions::new().with_devices(2).with_race_detector(true)).unwrap();
     let runtime = Runtime::new(gpu.clone()).unwrap();
@@ -17,8 +17,8 @@ fn watched(streams: usize) -> (Arc<MockGpu>, Runtime, Vec<Stream>) {
     (gpu, runtime, streams)
 }
 
-/// What the second of two buffers in the order of one stream holds, after another stream has filled it with 2s. The first
-/// had the same memory, and its 1s may be outstanding.
+/// The values of the second of two buffers in the order of one stream, after another stream has filled it with 2s. The
+/// first had the same memory, and its fill with 1s may be outstanding.
 fn filled_elsewhere(seed: u64) -> Result<(bool, Vec<u32>)> {
     let runtime = Runtime::new(MockGpu::open(MockOptions::new().with_schedule(seed))?)?;
     let device = runtime.device(0)?;
@@ -38,7 +38,7 @@ fn a_first_use_on_another_stream_comes_after_the_allocation() {
     let rounds: Vec<_> = (0..50).map(|seed| filled_elsewhere(seed).unwrap()).collect();
     assert!(rounds.iter().all(|(same_place, _)| *same_place), "the mock does not reuse memory early");
     let wrong = rounds.iter().filter(|(_, values)| *values != [2; LEN]).count();
-    assert_eq!(wrong, 0, "of 50 rounds so many found the data of another buffer");
+    assert_eq!(wrong, 0, "rounds of 50 that found the data of another buffer");
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn every_kind_of_use_is_ordered() {
     let bias = home.allocate::<f32>(4).unwrap();
     let (a, b, d) = (buffer(), buffer(), buffer());
     other.lt().unwrap().matmul(&shape, Epilogue::Bias, 1.0, &a, &b, 0.0, &d, Some((&bias).into())).unwrap();
-    // Of another device.
+    // A stream of another device.
     far.copy(&buffer(), &there.allocate::<f32>(16).unwrap()).unwrap();
     gpu.check_races().unwrap();
 }

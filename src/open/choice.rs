@@ -14,7 +14,7 @@ use super::OPERATION;
 use super::built_in::{KNOWN, backends};
 use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
 
-/// Names that a message lists.
+/// The most names that a message lists.
 const MOST_NAMES: usize = 32;
 
 /// A backend that could be opened.
@@ -23,7 +23,7 @@ pub(super) struct Contender<'a> {
     pub(super) origin: Origin,
     /// Whether its path was given: then its name does not matter to others, nor theirs to it.
     pub(super) given: bool,
-    /// Whether no report names it, because others chose its name: it lies in a folder that they can write to.
+    /// True if no report names it. It lies in a folder that other users can write to, so they chose its name.
     pub(super) hidden: bool,
     /// Whether there is hardware behind it; `None` where only the opened backend can tell.
     pub(super) real: Option<bool>,
@@ -119,7 +119,7 @@ impl Contender<'_> {
         let file = self.origin.to_string();
         let library = self.origin.library().map(|library| display_foreign(library).to_string());
         let names = |file: &str| error.message().contains(file);
-        // Where the search ended before a file was found, the message says what was looked for.
+        // If the search ended before it found a file, the message names the goal of the search.
         let is_nowhere = self.origin.manifest().is_none() && library.is_none();
         if self.is_built_in() || is_nowhere || names(&file) || library.is_some_and(|library| names(&library)) {
             return error;
@@ -142,7 +142,7 @@ fn shown<'c, 'a>(contenders: &'c [Contender<'a>]) -> impl Iterator<Item = &'c Co
     contenders.iter().filter(|one| !one.hidden)
 }
 
-/// For each name the contender that it means: a built-in one, else the first.
+/// The contender for each name: a built-in one, else the first.
 struct Namesakes<'c, 'a>(HashMap<&'c str, &'c Contender<'a>>);
 
 impl<'c, 'a> Namesakes<'c, 'a> {
@@ -161,7 +161,7 @@ impl<'c, 'a> Namesakes<'c, 'a> {
         self.0.get(name).copied()
     }
 
-    /// The candidate for a contender that another of its name comes before.
+    /// The candidate for a contender that comes after another of the same name.
     fn shadowed(&self, one: &Contender<'_>) -> Option<Candidate> {
         let first = self.meant(&one.name).filter(|&first| !std::ptr::addr_eq(first, one))?;
         if one.given || matches!(one.state, State::Off) {
@@ -182,7 +182,7 @@ impl<'c, 'a> Namesakes<'c, 'a> {
 
 /// Opens the backend `name`, and no other in its place.
 ///
-/// `by` is empty, or says who asked for it: ` by VARIABLE`.
+/// `by` is empty, or names the source of the request: ` by VARIABLE`.
 pub(super) fn by_name(
     contenders: &[Contender<'_>],
     places: Vec<Place>,
@@ -209,7 +209,7 @@ pub(super) fn only(
     let asked = &contenders[asked];
     let namesakes = Namesakes::of(contenders);
     let rest = |one: &Contender<'_>| namesakes.shadowed(one).unwrap_or_else(|| one.not_tried(reason));
-    // In front of the one that was asked for, and behind it.
+    // Before the requested one, and after it.
     let (before, after): (Vec<_>, Vec<_>) = {
         let index = contenders.iter().position(|one| std::ptr::eq(one, asked)).unwrap_or_default();
         let (before, after) = contenders.split_at(index);
@@ -232,7 +232,7 @@ pub(super) fn only(
             Ok(Opened { backend, report: LoadReport { places, candidates } })
         }
         Err(failure) => {
-            // What was asked for, and why it is not there, comes before all that does not matter.
+            // The requested backend and the reason for its absence come before all others.
             let candidates = [vec![asked.failed(&failure)], before, after].concat();
             Err(OpenError { error: asked.error(failure.error), report: LoadReport { places, candidates } })
         }
@@ -310,7 +310,7 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
         Some(backend) => Ok(Opened { backend, report }),
         None => {
             let mock_failure = mock_failure.map(|(index, error)| {
-                // It works anywhere, so it is the first thing to put right.
+                // The mock works anywhere, so its error is the first one to fix.
                 let place = shown(&contenders[..index]).count();
                 report.candidates[..=place].rotate_right(1);
                 error
@@ -343,10 +343,10 @@ pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadRe
     LoadReport { candidates: shown(contenders).map(look).collect(), places }
 }
 
-/// The known name that a misspelt one probably means: the same in other letters, or the nearest with one or two typing errors.
+/// The known name that a misspelt one probably means: equal but for case, or the nearest with one or two typing errors.
 fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let lower = name.to_lowercase();
-    // In a name of three letters two errors make any other.
+    // Two errors turn a name of three letters into almost any other.
     let most = lower.chars().count() / 3;
     let near = known
         .map(|known| (distance(&lower, &known.to_lowercase()), known))
@@ -354,7 +354,7 @@ fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n s
     near.min_by_key(|(errors, _)| *errors).map(|(_, known)| known)
 }
 
-/// Letters to insert, remove or replace between two words, and neighbours to swap.
+/// The number of letters to insert, remove or replace between two words, and of neighbours to swap.
 fn distance(one: &str, other: &str) -> usize {
     let (one, other): (Vec<char>, Vec<char>) = (one.chars().take(100).collect(), other.chars().take(100).collect());
     let mut rows: Vec<Vec<usize>> = vec![(0..=other.len()).collect()];

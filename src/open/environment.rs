@@ -8,7 +8,7 @@ use std::path::PathBuf;
 /// The variables that count, in the order of the documentation.
 const VARIABLES: [&str; 6] = [BACKEND, PLUGIN_PATH, DATA_HOME, HOME, ALLOW_INSECURE, PROBING];
 
-/// Folders for libraries of the system, in which plugins have one of their own.
+/// The system's library folders, each of which has a folder for plugins.
 pub(super) const SYSTEM: [&str; 2] = ["/usr/local/lib", "/usr/lib"];
 
 pub(super) const BACKEND: &str = "HIGHWATER_BACKEND";
@@ -26,7 +26,7 @@ pub(super) struct Environment {
     /// Whether the program has more rights than who started it, whose variables then do not count.
     pub(super) secure: bool,
     pub(super) executable: Option<PathBuf>,
-    /// Where the system keeps libraries.
+    /// The folders in which the system keeps libraries.
     pub(super) system: &'static [&'static str],
     /// The user with whose rights this runs.
     pub(super) user: u32,

@@ -74,13 +74,13 @@ mod tests {
         report.candidates.iter().find(built_in).unwrap()
     }
 
-    /// A machine without any vendor's library, whatever the one is that the test runs on: each real backend is refused.
+    /// A machine without any vendor's library, on any test machine. Each real backend is refused.
     static BARE: [Known; 3] = [
         Known { name: "cuda", real: true, open: Some(no_driver) },
         Known { name: "rocm", real: true, open: Some(no_driver) },
         Known { name: "mock", real: false, open: KNOWN[2].open },
     ];
-    /// A machine with a device of AMD's, which a fake stands for.
+    /// A machine with a fake AMD device.
     static WITH_ROCM: [Known; 3] = [
         Known { name: "cuda", real: true, open: Some(no_driver) },
         Known { name: "rocm", real: true, open: Some(fake) },
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// Of this machine, whatever is in it: a real backend is opened as itself, or refused with its reason.
+    /// The test machine itself, with any hardware. A real backend opens as itself, or is refused with its reason.
     #[test]
     fn each_real_backend_opens_here_as_itself_or_says_why_not() {
         for known in KNOWN.iter().filter(|known| known.real && known.open.is_some()) {

@@ -351,8 +351,8 @@ pub struct Opened {
 
 /// No backend was opened: why, and what was tried.
 ///
-/// It becomes an [`Error`] by `?`, and an error behind a box as it is; either way the report is its
-/// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, is that of the error alone.
+/// `?` converts it to an [`Error`], or boxes it unchanged. Either way the report is its
+/// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, shows the error alone.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct OpenError {
@@ -380,7 +380,7 @@ impl std::error::Error for OpenError {
     }
 }
 
-/// What lies behind an [`OpenError`].
+/// The source of an [`OpenError`].
 impl std::error::Error for LoadReport {}
 
 impl From<OpenError> for Error {

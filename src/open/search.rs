@@ -42,7 +42,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The same of a machine that a test describes: without any variable, and with these backends built in.
+    /// The same on a machine that a test describes, without any variable and with these built-in backends.
     #[cfg(test)]
     pub(super) fn of_machine(options: &'a OpenOptions, built_in: &'static [Known]) -> Self {
         Self { environment: Environment::default(), built_in, ..Self::of_process(options) }
@@ -111,7 +111,7 @@ impl<'a> Search<'a> {
         Ok((Wanted::Name(name.to_owned()), vec![place(Some(name.into()), Outcome::Searched, "")]))
     }
 
-    /// Who asked for a name or a path, to be added to "asked for".
+    /// The source of a request for a name or a path, to append to "asked for".
     fn by(&self) -> &'static str {
         if self.options.path.is_some() || self.options.name.is_some() { "" } else { BY_VARIABLE }
     }

@@ -75,9 +75,9 @@ impl Child {
         self.pidfd.as_fd()
     }
 
-    /// The child's state as the system has it, such as `T (stopped)`; `None` where it does not say.
+    /// The child's state as the system reports it, such as `T (stopped)`; `None` if it does not.
     pub(super) fn state(&self) -> Option<String> {
-        // The number means no other process before the child has been waited for.
+        // The id names no other process until the child has been waited for.
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         status.lines().find_map(|line| line.strip_prefix("State:")).map(|state| state.trim().to_owned())
     }

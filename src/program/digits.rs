@@ -70,7 +70,7 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     finish(printed, faults)
 }
 
-/// Prints what is wrong with a result, once that could be printed.
+/// Prints the fault of a result, after the result itself could be printed.
 fn finish(printed: Result<(), Failure>, faults: Vec<String>) -> Result<Verdict> {
     printed?;
     faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));

@@ -154,7 +154,7 @@ fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {
     }
     output::result(table)?;
     for Finding { candidate, .. } in findings {
-        // Mostly the reason says all of it.
+        // The reason usually contains all of it.
         let untold: Vec<_> =
             candidate.tried.iter().filter(|tried| !candidate.reason.contains(&tried.to_string())).collect();
         if untold.is_empty() {

@@ -94,7 +94,7 @@ impl Explanation {
                 hints.push(error.hint());
                 kinds.push(error.kind().as_str());
             } else if !cause.is::<highwater::LoadReport>() {
-                // The error in front of a report says of each backend why not.
+                // The error before a report gives the reason for each backend.
                 let is_own = cause.is::<Failure>();
                 messages.push(if is_own { cause.to_string() } else { display_foreign(&cause.to_string()).to_string() });
                 if let Some(Failure { kind, hint, .. }) = cause.downcast_ref() {

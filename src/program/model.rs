@@ -22,7 +22,7 @@ const LARGEST_FILE: u64 = 16 << 20;
 /// Inputs and outputs of each layer.
 pub(super) const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
 
-/// Tensors that a message lists.
+/// The most tensors that a message lists.
 const MOST_NAMES: usize = 16;
 
 const WEIGHTS_FILE: &str = "weights.safetensors";

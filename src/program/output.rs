@@ -10,12 +10,12 @@ use serde_json::Value;
 
 use super::failure::Failure;
 
-/// Prints a result on standard output. What would be a command to a terminal is shown instead, wherever the text comes from.
+/// Prints a result on standard output. Escapes terminal commands in it, from any source of the text.
 pub(super) fn result(text: impl Display) -> Result<(), Failure> {
     print(harmless(format!("{text}\n")))
 }
 
-/// Prints an object on standard output, as JSON of characters that no terminal obeys.
+/// Prints an object on standard output, as JSON without characters that a terminal obeys.
 pub(super) fn object(value: &Value) -> Result<(), Failure> {
     print(to_json(value) + "\n")
 }
@@ -27,22 +27,22 @@ fn to_json(value: &Value) -> String {
         if c.is_ascii() && !c.is_ascii_control() || harmless(c.to_string()).len() == c.len_utf8() {
             escaped.push(c);
         } else {
-            // Such a character stands in a text only, and there it may be written by its code.
+            // Such a character occurs only inside a string, where JSON allows its code.
             c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}"));
         }
     }
     escaped
 }
 
-/// Prints what the parser of the command line says on its own: help and version on standard output, else on standard error.
+/// Prints a message of the command line's parser: help and version on standard output, else on standard error.
 pub(super) fn of_parser(said: &clap::Error) -> Result<(), Failure> {
     let text = said.render();
     if said.use_stderr() {
-        // It repeats arguments, which a shell may have made of the names of files.
+        // It repeats arguments, which a shell may have expanded from file names.
         text.to_string().trim_end().lines().for_each(|text| line(display_foreign(text)));
         return Ok(());
     }
-    // Its texts are the program's own.
+    // Its text is the program's own.
     print(if io::stdout().is_terminal() { text.ansi().to_string() } else { text.to_string() })
 }
 
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn objects_say_the_same_without_characters_that_a_terminal_obeys() {
-        // What is printed is read from outside, in tests/finding.rs.
+        // The tests in tests/finding.rs read the output.
         let value = json!({ "name": "a\u{1b}[2J\u{9b}1m\u{202e}\u{e0041}é", "quote": "\"\n" });
         let text = super::to_json(&value);
         assert!(text.is_ascii() || text.contains('é'), "{text}");

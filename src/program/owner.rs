@@ -4,10 +4,10 @@
 //! *Devices.* The workers are spread over the devices in turns. All workers of a device share one copy of the weights in its
 //! memory. The ticket names the device by its UUID, so ordinals may differ between the processes.
 //!
-//! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. There is
-//! no time limit on the work itself: a worker that owes something and says nothing is told of, with its state, and waited
-//! for. A worker that has died is lost with what it had been given, and so is the job: the
-//! others are stopped, and the error names the worker and the images.
+//! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. The
+//! time of the work itself is unlimited. The owner reports a worker that owes something but sends nothing, with its
+//! state, and goes on waiting. A dead worker loses its images and ends the job. The owner stops the others, and the
+//! error names the worker and the images.
 //!
 //! *Dealing.* Each worker is sent as many batches as its threads have lanes, and one more for each thread, so that the next
 //! is there when a lane is free; then one for each answer. So the quicker worker gets more, and what waits unread in a socket
@@ -37,7 +37,7 @@ use super::report::{DeviceUse, Outcome};
 use super::task::Task;
 use super::weights::{self, Weights};
 
-/// How long a worker may say nothing before it is told of; then twice as long each time.
+/// The silence after which the owner reports a worker; it doubles each time.
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// How long a worker may live on after it has closed its end of the socket.
@@ -312,11 +312,11 @@ struct Member {
     in_flight: BTreeSet<u64>,
     report: Option<WorkerReport>,
     ended: bool,
-    /// Whether it is to say something: that it is ready, an answer, a report.
+    /// True if it owes a message: that it is ready, an answer, a report.
     owes: bool,
-    /// Since when it has said nothing, though it owes something.
+    /// The start of its silence while it owes a message.
     silent_since: Instant,
-    /// After which silence it is told of next.
+    /// The silence after which the owner reports it next.
     told_after: Duration,
 }
 
@@ -357,7 +357,7 @@ impl Member {
         let _ = order.send(child.socket(), || tell_of_silence(child, *silent_since, told_after, progress));
     }
 
-    /// It is silent from here on, if at all.
+    /// Its silence starts now, if it stays silent.
     fn is_heard(&mut self) {
         self.silent_since = Instant::now();
         self.told_after = SILENCE;
@@ -375,7 +375,7 @@ impl Member {
     }
 }
 
-/// Tells of a worker that has said nothing for too long, and what the system says of it.
+/// Reports a worker that has been silent for too long, with its state in the system.
 fn tell_of_silence(child: &Child, since: Instant, told_after: &mut Duration, progress: &Progress) {
     if since.elapsed() < *told_after {
         return;
@@ -427,7 +427,8 @@ impl Crew<'_> {
         Ok(())
     }
 
-    /// Which workers have something to say or are dead (true); none when all are silent, or one that hung up does not die.
+    /// The workers that have a message or are dead (true). Empty if all are silent, or if one that hung up does not
+    /// die.
     fn poll(&self) -> io::Result<Vec<(usize, bool)>> {
         let mut places = Vec::new();
         let mut descriptors = Vec::with_capacity(2 * MOST_WORKERS);

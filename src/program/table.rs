@@ -1,16 +1,16 @@
-//! Tables that fit where they are printed: as wide as the terminal, without lines below 80 columns, and not cut where no terminal is.
+//! Tables that fit the terminal. Below 80 columns they have no lines. Without a terminal their width is unlimited.
 
 use std::fmt;
 use std::io::{IsTerminal as _, stdout};
 
 use comfy_table::{CellAlignment, ContentArrangement, presets};
 
-/// Below this width rows are stacked: their cells stand one below the other.
+/// Below this width the cells of a row are stacked one below the other.
 const LEAST_WIDTH: usize = 80;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
-    /// One text for each column; empty where the first column says what each row is.
+    /// One text for each column; empty if the first column names each row.
     header: Vec<&'static str>,
     rows: Vec<Vec<String>>,
     numbers: bool,
@@ -22,7 +22,7 @@ impl Table {
         Self { header: header.into(), ..Self::default() }
     }
 
-    /// The same of numbers, without lines between the rows.
+    /// The same with numbers, without lines between the rows.
     pub(super) fn of_numbers<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
         Self { numbers: true, ..Self::with_header(header) }
     }
@@ -31,7 +31,7 @@ impl Table {
         self.rows.push(row.into_iter().map(Into::into).collect());
     }
 
-    /// The table as it is printed on so many columns; as wide as its text where there is no limit.
+    /// Formats the table for a number of columns; without a limit, as wide as its text.
     pub(super) fn to_text(&self, width: Option<usize>) -> String {
         match width {
             Some(width) if width < LEAST_WIDTH => self.stacked(width),
@@ -59,7 +59,7 @@ impl Table {
         table.to_string()
     }
 
-    /// Each cell below its heading's name, or after it where there is room.
+    /// Writes each cell after its heading, or below it if the line is too short.
     fn stacked(&self, width: usize) -> String {
         let mut lines: Vec<String> = Vec::new();
         for row in &self.rows {
@@ -79,7 +79,8 @@ impl Table {
     }
 }
 
-/// Breaks lines between words; all but the first line of a text are indented. A word that is too long gets the next line.
+/// Breaks lines between words and indents all but the first line of a text. A word that is too long starts on the next
+/// line.
 fn wrap(text: &str, width: usize, lines: &mut Vec<String>) {
     let mut indent = "";
     for line in text.lines() {
@@ -103,13 +104,13 @@ fn wrap(text: &str, width: usize, lines: &mut Vec<String>) {
 }
 
 impl fmt::Display for Table {
-    /// As it fits standard output.
+    /// Formats the table for standard output.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.to_text(width()))
     }
 }
 
-/// Columns of the terminal that standard output is; else what `COLUMNS` says; `None`: there is no limit.
+/// The columns of the terminal on standard output, else of `COLUMNS`; `None` means unlimited.
 fn width() -> Option<usize> {
     let of_terminal = || {
         let size = rustix::termios::tcgetwinsize(stdout()).ok()?;

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The plugin of a backend, `cuda`, `rocm` or `mock`, built as it is in development. On a machine without cargo it is the one that
-/// was copied there.
+/// The plugin of a backend, `cuda`, `rocm` or `mock`, in a development build. On a machine without cargo it is the
+/// copied file.
 pub(crate) fn plugin(backend: &str) -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("it is a folder of the target's");
     let package = format!("highwater-{backend}-plugin");

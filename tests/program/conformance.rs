@@ -62,7 +62,7 @@ fn conformance_says_why_it_skips_and_names_the_clause_of_a_failure_at_once() {
 
 #[test]
 fn conformance_lists_cases_and_clauses_and_runs_none() {
-    // A backend that cannot open is not asked.
+    // The program does not query a backend that cannot open.
     let arguments = ["conformance", "--list", "--filter", "copy.exact", "--backend", "cuda"];
     let run = highwater(&arguments);
     assert_eq!(run.code, Some(0), "{}", run.stderr);
@@ -77,7 +77,7 @@ fn conformance_lists_cases_and_clauses_and_runs_none() {
         "{object}"
     );
     assert!(object["clauses"].to_string().contains("exactly `bytes` bytes arrive"), "{object}");
-    // Everything is listed without a filter.
+    // Without a filter, the list is complete.
     let all = highwater(&["conformance", "--list", "--json"]).object();
     assert!(all["cases"].as_array().unwrap().len() > 300 && all["clauses"].as_array().unwrap().len() > 90);
     assert_eq!(highwater(&["conformance", "--list", "--races"]).code, Some(2));

@@ -123,7 +123,7 @@ impl Place {
     }
 
     /// Who called, the innermost function first, without those of the mock and of the standard library. Without debug
-    /// information they have no locations. `Display` shows those of the program, and counts the others.
+    /// information they have no locations. `Display` shows the frames of the program, and counts the others.
     #[must_use]
     pub fn frames(&self) -> Vec<Frame> {
         self.site.origin.frames()

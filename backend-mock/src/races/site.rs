@@ -88,7 +88,7 @@ impl Origin {
         frames
     }
 
-    /// What a report shows: the callers that are of the program, and how many other frames there are. If none is of the
+    /// The frames that a report shows: the callers in the program, and the number of other frames. If none is in the
     /// program, all callers.
     pub(crate) fn shown_frames(&self) -> (Vec<Frame>, usize) {
         shown(self.all_frames(), &std::env::current_dir().unwrap_or_default())
@@ -246,7 +246,7 @@ mod tests {
         let (frames, others) = texts(&printed);
         assert_eq!(frames, ["my_program::upload::{{closure}} at src/upload.rs:12:20", "main at src/main.rs:5:1"]);
         assert_eq!(others, 11);
-        // Where nothing of the program is known, what there is.
+        // If no frame of the program is known, all frames.
         let (before, _) = printed.split_once("   4: ").unwrap();
         let (frames, others) = texts(before);
         assert_eq!((frames.len(), others), (2, 4));

@@ -212,7 +212,7 @@ fn stream_ordered_memory_is_reused_before_its_free_is_reached() {
         let holder = hold_up(&rig, rig.stream);
         rig.fill(earlier, FillPattern::U8(1), 1024, rig.stream).unwrap();
         rig.free(0, earlier, Some(rig.stream)).unwrap();
-        // Plain memory is not had from it, nor memory in the order of another stream.
+        // Plain memory does not reuse it, nor does memory in the order of another stream.
         let elsewhere = AllocateOptions::new(512).with_kind(DeviceMemoryKind::StreamOrdered(other));
         assert!(rig.allocate(0, 512) != earlier && rig.gpu.allocate(0, &elsewhere).unwrap() != earlier);
         let (block, behind) = (ordered(&rig, 512), ordered(&rig, 512));
@@ -228,7 +228,7 @@ fn stream_ordered_memory_is_reused_before_its_free_is_reached() {
         }
         drop(holder);
         rig.gpu.synchronize_device(0).unwrap();
-        // Who does not wait meets the work of the block that was there before.
+        // A stream that does not wait meets the work of the earlier block.
         let expected = if waits { 2 } else { 1 };
         assert_eq!(rig.download::<u8>(block, 512, rig.stream), [expected; 512]);
         assert_eq!(rig.download::<u8>(behind, 512, rig.stream), [3; 512]);

@@ -261,7 +261,7 @@ fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// A backend may say that it cannot; then the handle is as it was.
+/// A backend may return `Unsupported`; then the handle is unchanged.
 fn settings_are_those_of_a_fresh_handle_after_a_reset(backend: &dyn Backend) -> CaseResult {
     let capabilities = backend.capabilities(DEVICE)?;
     let bytes = workspace_bytes(backend)?;

@@ -382,7 +382,7 @@ fn multiplies_batches_bf16(backend: &dyn Backend) -> CaseResult {
     multiplies_batches(backend, DataType::Bf16)
 }
 
-/// Each column of the first C is followed by that of the second, and so on.
+/// The same column of the second C follows each column of the first, and so on.
 fn multiplies_batches_side_by_side(backend: &dyn Backend) -> CaseResult {
     let shape = GemmShape::new(DataType::F32, 9, 10, 11);
     prove(

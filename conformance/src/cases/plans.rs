@@ -156,7 +156,7 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
             Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
         }),
     )?;
-    // Each column of the first D is followed by that of the second, and so on.
+    // The same column of the second D follows each column of the first, and so on.
     let side_by_side = StridedBatch { count: 4, stride_a: 384, stride_b: 480, stride_c: 16 };
     let shape = shape.with_leading_dimensions(shape.lda, shape.ldb, 4 * 16 + 8).with_batch(side_by_side);
     prove(backend, [Product::new(shape, 16).with_scale(0.5, 1.0)])
@@ -220,9 +220,9 @@ fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> Case
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
 
-/// Products of which nothing is left but C and a bias that is small beside whatever the factors could add.
+/// Products that leave only C and a bias. The bias is small beside anything that the factors could add.
 fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product> {
-    // The last is a number of every type, and its square of none but the widest.
+    // Every type holds the last value, and only the widest holds its square.
     let factors = [f64::NAN, f64::INFINITY, 60_000.0];
     EPILOGUES.into_iter().flat_map(move |epilogue| {
         factors.into_iter().zip([0.0, -0.5, 1.0]).map(move |(factor, beta)| {
@@ -245,7 +245,7 @@ fn ignore_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseRes
 
 fn ignore_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
     let shape = GemmShape::new(DataType::F32, 16, 16, 16);
-    // Their products are infinite, and what is next to nothing of them is not.
+    // Their products are infinite, but a tiny fraction of them is not.
     let large = without_factors(shape, 0.0).map(|product| product.with_factors(1e30));
     prove(backend, large)?;
     ignore_the_factors(backend, DataType::F32)
@@ -285,7 +285,7 @@ fn apply_their_epilogue_with_k_zero_f16(backend: &dyn Backend) -> CaseResult {
     prove(backend, without_factors(GemmShape::new(DataType::F16, 16, 24, 0), 2.0))
 }
 
-/// One plan, with and without its factors in turn, on a handle that has no workspace.
+/// One plan, alternately with and without its factors, on a handle that has no workspace.
 fn run_with_alpha_zero_and_without_a_workspace(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;

@@ -71,7 +71,7 @@ fn a_wrapper_that_breaks_nothing_passes() {
     assert!(report.is_success() && report.skipped() < 40, "{report}");
 }
 
-/// Nothing is outstanding when such a call returns, which a busy machine is not to be blamed for.
+/// Such a call leaves nothing outstanding. A busy machine must not get the blame.
 #[test]
 fn a_backend_whose_calls_execute_the_work_is_told_so() {
     let backend = wrapped(MockOptions::new(), |h| {
@@ -89,7 +89,7 @@ fn a_backend_whose_calls_execute_the_work_is_told_so() {
     }
 }
 
-/// The same failures have another reason where the calls return at once.
+/// The same failures have another reason if the calls return at once.
 #[test]
 fn a_backend_whose_queries_lie_is_not_told_that_its_calls_execute_the_work() {
     let backend = wrapped(MockOptions::new(), |h| {

@@ -126,7 +126,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         live.streams = room.streams.live().saturating_sub(room.streams.live_with(FOREIGN));
         live.events = room.events.live().saturating_sub(room.events.live_with(FOREIGN));
         live.graphs = room.graphs.live() + room.graph_execs.live();
-        // What a call still uses is not destroyed.
+        // Objects that a call still uses are not destroyed.
         live.streams += room.streams.put_off_without(FOREIGN);
         live.events += room.events.put_off_without(FOREIGN);
         live.graphs += room.graphs.put_off_without(FOREIGN) + room.graph_execs.put_off_without(FOREIGN);

@@ -23,7 +23,7 @@ pub(super) struct DriverBlas<P: Platform> {
     numbers: Numbers,
     /// What the device multiplies.
     products: Products,
-    /// What only this vendor's handles can be set to, as the fresh handle had it.
+    /// The settings that only this vendor's handles have, as read from the fresh handle.
     settings: BlasSettings,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<P>>,
@@ -72,12 +72,12 @@ impl<P: Platform> DriverBlas<P> {
         Ok(handle)
     }
 
-    /// Sets everything as [`DriverBlas::create`] leaves it. The default stream is bound then, and the handle's own workspace.
+    /// Restores the state after [`DriverBlas::create`], with the default stream and the handle's own workspace bound.
     fn restore(&mut self, operation: &'static str) -> Result<()> {
         let platform = &self.room.platform;
         let (quirks, calls) = (platform.quirks(), &platform.blas().calls);
-        // SAFETY: each is the vendor's call for a setting of this handle, which is alive. The default stream outlives it, and
-        // no address stands for its own workspace.
+        // SAFETY: each is the vendor's call for a setting of this live handle. The default stream outlives it, and the
+        // null address selects its own workspace.
         unsafe {
             self.check(operation, (calls.set_stream)(self.raw, 0))?;
             if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
@@ -502,7 +502,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     fn reset(&mut self) -> Result<()> {
         const OPERATION: &str = "reset";
         self.enter(OPERATION)?;
-        // What is bound is not known, whatever follows.
+        // The binding is unknown from here on.
         (self.stream, self.workspace) = (None, None);
         let room = Arc::clone(&self.room);
         let _relaxed = room.relaxed();

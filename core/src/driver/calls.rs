@@ -272,7 +272,7 @@ vendor_calls! {
             set_stream: "SetStream" (u64, u64);
             /// Says whether kernels may add with atomics: handle, mode.
             set_atomics_mode: "SetAtomicsMode" (u64, u32);
-            /// Says where alpha and beta lie: handle, mode, which is 0 for the host with both vendors.
+            /// Sets the location of alpha and beta: handle, mode. Mode 0 is the host with both vendors.
             set_pointer_mode: "SetPointerMode" (u64, u32);
         }
         optional {

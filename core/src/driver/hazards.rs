@@ -1,10 +1,10 @@
 //! Announcements of what each thread is using: a record per thread, found by whoever wants to destroy something.
 //!
-//! Who uses an object announces it, fences, and then looks whether it still stands. Who destroys it makes it stale, fences, and
-//! then looks for announcements. With a sequentially consistent fence on each side, not both miss the other. Announcing is
-//! frequent and destroying is not, so the one who destroys pays for both fences where the system can, and for as long as it lets us
-//! (`primitive.rs`).
-//! `tests/loom_hazards.rs` tries every interleaving. Which record is whose is `records.rs`'s affair.
+//! A user publishes a hazard pointer, fences, then re-checks that the object is live. A destroyer makes the object
+//! stale, fences, then looks for hazard pointers. With a sequentially consistent fence on each side, at least one sees
+//! the other. Publishing is frequent and destroying is not, so the destroyer pays for both fences while the system
+//! permits it (`primitive.rs`). `tests/loom_hazards.rs` tries every interleaving. `records.rs` assigns records to
+//! threads.
 
 use std::marker::PhantomData;
 

@@ -6,7 +6,8 @@
 //!
 //! - [`Search`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`]).
 //! - [`vendor_calls!`](crate::vendor_calls) declares tables of calls; [`Calls`] and [`BlasCalls`] are those that both vendors have alike.
-//! - [`Initialised`] keeps a vendor's driver, [`Captures`] knows what is captured in it, [`loaded_files`] says what other code has opened, [`text`] reads what a vendor wrote.
+//! - [`Initialised`] keeps a vendor's driver, [`Captures`] knows the captures in it, [`loaded_files`] says what other
+//!   code has opened, [`text`] reads what a vendor wrote.
 //! - [`Platform`] is what a vendor crate implements, [`DriverBackend`] the four traits over it.
 //!
 //! `docs/driver-mapping.md` of the repository maps every trait method to its calls.

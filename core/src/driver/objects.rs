@@ -434,7 +434,7 @@ impl<I: ObjectId> Objects<I> {
         self.book.lock().live
     }
 
-    /// How many handles were put off that are to be destroyed, those without a flag.
+    /// The number of handles without a flag whose destruction was put off.
     pub(super) fn put_off_without(&self, flag: u64) -> u64 {
         self.book.lock().put_off.iter().filter(|removed| removed.flags & flag == 0).count() as u64
     }
@@ -444,7 +444,7 @@ impl<I: ObjectId> Objects<I> {
         self.devices_with(flag).len() as u64
     }
 
-    /// The devices of those that have a flag, one for each object.
+    /// The devices of the objects with a flag, one for each object.
     pub(super) fn devices_with(&self, flag: u64) -> Vec<u32> {
         let slots = self.book.lock().slots;
         let device = |slot: &Slot| {

@@ -150,7 +150,7 @@ impl Blas {
     }
 }
 
-/// Numbers that a platform reads off a fresh BLAS handle; `None` for a setting that the library lacks.
+/// Settings that a platform reads from a fresh BLAS handle; `None` for a setting that the library lacks.
 pub type BlasSettings = [Option<i32>; 6];
 
 /// Memory that other processes can open by a descriptor or over a fabric: what was made for it.
@@ -267,13 +267,13 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         Ok(())
     }
 
-    /// What a fresh BLAS handle has for settings that only this vendor has; for [`Platform::restore_blas`].
+    /// Reads the settings of a fresh BLAS handle that only this vendor has, for [`Platform::restore_blas`].
     fn blas_settings(&self, handle: u64) -> BlasSettings {
         let _ = handle;
         BlasSettings::default()
     }
 
-    /// Sets them again, whatever other code has set.
+    /// Restores these settings after changes by other code.
     ///
     /// # Errors
     /// The vendor's code.

@@ -99,7 +99,7 @@ pub struct Room<P: Platform> {
     handles: AtomicU64,
     /// Captures that are open in the vendor's library.
     pub(super) captures: Arc<Captures>,
-    /// Those of this backend, with who takes part, for a vendor whose streams die with their capture.
+    /// The captures of this backend with their streams, for a vendor whose streams die with their capture.
     pub(super) open_captures: Mutex<Vec<OpenCapture>>,
     /// Whether streams of other code were wrapped, whose captures nobody tells this backend of.
     foreign: AtomicBool,
@@ -666,7 +666,7 @@ impl<P: Platform> Drop for Room<P> {
         if self.is_in_service() {
             self.sweep("close");
             self.forget_captures();
-            // Nobody can end these any more, and they must not stand in the way of other backends.
+            // No caller can end these captures any more, and they must not block other backends.
             self.streams.devices_with(CAPTURES).into_iter().for_each(|device| self.captures.ended(device));
         }
     }

@@ -513,7 +513,7 @@ fn flags_that_are_set_twice_are_told_apart() {
 /// Set in the process that the test below starts.
 const SANDBOXED: &str = "HIGHWATER_TEST_SANDBOXED";
 
-/// Has the kernel refuse `membarrier` to this thread from here on, as a sandbox that is put up after opening does.
+/// Makes the kernel refuse `membarrier` to this thread from now on, as a sandbox that begins after opening does.
 fn deny_membarrier() {
     let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
     let code = |class: u32, mode: u32, source: u32| (class | mode | source) as u16;
@@ -521,7 +521,7 @@ fn deny_membarrier() {
     let compare = code(libc::BPF_JMP, libc::BPF_JEQ, libc::BPF_K);
     let give = code(libc::BPF_RET, libc::BPF_K, 0);
     let mut filter = [
-        // The number of the call is what the description of a call begins with.
+        // The description of a call begins with its number.
         libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
         libc::sock_filter { code: compare, jt: 0, jf: 1, k: libc::SYS_membarrier as u32 },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: refuse },

@@ -13,7 +13,7 @@ pub(super) struct Constant {
     pub(super) name: &'static str,
     /// Its value.
     pub(super) value: u64,
-    /// What the traits call it.
+    /// Its name in the traits.
     pub(super) rust: &'static str,
 }
 

@@ -252,7 +252,7 @@ static TOLD: OnceLock<Told> = OnceLock::new();
 /// `host` is null or good for as many bytes as it says.
 pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const RawPlugin {
     let inside = || {
-        // The program's, and those of other plugins.
+        // Captures of the program and of other plugins.
         crate::driver::note_other_copies();
         let mut spare = MaybeUninit::uninit();
         // SAFETY: the caller vouches.

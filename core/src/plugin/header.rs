@@ -165,14 +165,14 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
     writeln!(text, "\n#ifdef __cplusplus\n}}\n#endif\n\n#endif /* HIGHWATER_H */")
 }
 
-/// Which comment of the header lists a clause.
+/// The comment of the header that lists a clause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Home {
-    /// The one at the top.
+    /// The comment at the top.
     Everything,
-    /// That of a group, for a promise of no single operation in it.
+    /// The comment of a group, for a promise of no single operation in it.
     Group(Group),
-    /// That of an operation.
+    /// The comment of an operation.
     Slot(&'static str),
 }
 
@@ -188,7 +188,7 @@ fn home(slots: &[Slot], clause: &Clause) -> Home {
     }
 }
 
-/// A comment inside of the table, with the clauses that belong there.
+/// Writes a comment inside the table, with the clauses that belong there.
 fn write_comment_with_clauses(text: &mut String, slots: &[Slot], comment: &str, at: Home) -> std::fmt::Result {
     let listed = clause_items(slots, "    ", clauses().iter().filter(|clause| home(slots, clause) == at));
     if listed.is_empty() {
@@ -222,7 +222,7 @@ fn clause_items<'c>(slots: &[Slot], indent: &str, listed: impl Iterator<Item = &
     lines
 }
 
-/// A promise with what C calls the things that it names.
+/// A promise with C's names for the things that it mentions.
 fn in_c(slots: &[Slot], clause: &Clause) -> String {
     let promise = clause.promise.replace("[`", "`").replace("`]", "`");
     let parts = promise.split('`').enumerate().map(|(place, part)| match (place % 2, name_in_c(slots, clause, part)) {
@@ -233,7 +233,7 @@ fn in_c(slots: &[Slot], clause: &Clause) -> String {
     parts.collect()
 }
 
-/// What C calls a thing of the traits, where that is another name.
+/// C's name for a thing of the traits, if it differs.
 fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
     let last = name.rsplit("::").next().unwrap_or(name);
     let other = match name {
@@ -247,7 +247,7 @@ fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
     };
     let choices = CHOICES.iter().flat_map(|(_, constants)| *constants);
     let mut named = choices.chain(Abilities::NAMES).chain(Facts::NAMES).filter(|constant| constant.rust == last);
-    // A name that two choices have says nothing.
+    // A name that two choices share is ambiguous.
     let constant = named.next().filter(|_| named.next().is_none());
     let slot = slots.iter().find(|slot| slot.method == Some((clause.of, name)) && slot.name != name);
     other
@@ -346,7 +346,7 @@ mod tests {
         for clause in clauses() {
             let comment = comment_of(clause.id);
             assert_eq!(comment, in_c(&slot_list(), clause), "{}", clause.id);
-            // In backticks stand names and formulas. The names of Rust's variants are no names in C.
+            // Backticks enclose names and formulas. C does not know the names of Rust's variants.
             for name in comment.split('`').skip(1).step_by(2) {
                 let of_rust = name.chars().any(char::is_lowercase) && name.starts_with(char::is_uppercase);
                 assert!(!of_rust && !name.contains("::"), "{}: C has no `{name}`", clause.id);

@@ -277,7 +277,7 @@ pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> 
     if let Some(outcome) = known(key) {
         return outcome;
     }
-    // It may capture what this copy of the crate asks about.
+    // The plugin may capture streams that this copy of the crate queries.
     crate::driver::note_other_copies();
     let plugin = match enter(&file, options.limit) {
         Ok(raw) => Arc::new(check(file, raw)?),

@@ -8,9 +8,9 @@
 //! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
 //! precedes the give-back, which then sees it, or it finds that the block is not live.
 //!
-//! *Streams.* The record has one entry for each stream, with the last mark after its uses. A write waits for all others on the
-//! device, so its mark replaces theirs. Whenever the list has doubled, the entries whose marks are passed are dropped: so its
-//! length follows the streams that use the block at once, not those that ever did.
+//! *Streams.* The record has one entry for each stream, with the last mark after its uses. A write waits for all others
+//! on the device, so its mark replaces theirs. Each time the list has doubled, entries with passed marks are dropped.
+//! So its length follows the streams that use the block at once, not those that ever did.
 //!
 //! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
 //! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
@@ -30,13 +30,14 @@ use super::events::{Mark, Point};
 use crate::fork::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
-/// Streams that a block remembers before it is first asked which of them are done.
+/// The number of streams in the list before the first check which of them are done.
 const LONG: usize = 8;
 
-/// Use of a block by a stream. The stream itself need not live on: its work is done when the mark is passed.
+/// Use of a block by a stream. The stream may end: its work is done when the mark is passed.
 #[derive(Debug)]
 struct StreamUse {
-    /// Recorded after the last operation of the stream on the block. Who asks after it shares it: see `events.rs`.
+    /// Recorded after the last operation of the stream on the block. A thread that queries it shares it: see
+    /// `events.rs`.
     after: Arc<Mark>,
     /// Whether an operation up to there writes the block.
     writes: bool,
@@ -75,7 +76,7 @@ pub(crate) struct BlockUses {
 struct State {
     /// Streams that may still use the block, each once.
     list: Vec<StreamUse>,
-    /// How often a use was noted.
+    /// The number of notes so far.
     notes: u64,
     enqueuing_reads: u32,
     enqueuing_writes: u32,
@@ -90,7 +91,7 @@ pub(crate) struct BegunUse<'b> {
     writes: bool,
     /// Marks of other streams that the operation has to wait for.
     pub(crate) racing: Vec<Arc<Mark>>,
-    /// How often a use had been noted when the operation began.
+    /// The number of notes when the operation began.
     notes: u64,
 }
 
@@ -170,7 +171,8 @@ impl BlockUses {
         self.state.lock().list.first().map(|use_| use_.after.point())
     }
 
-    /// Notes a use by a stream, up to a mark that was recorded after it. Says whether it is time to ask which uses are over.
+    /// Notes a use by a stream, up to a mark that was recorded after it. Returns true when it is time to check which
+    /// uses are over.
     #[must_use]
     pub(crate) fn note(&self, after: Arc<Mark>, writes: bool) -> bool {
         let mut state = self.state.lock();
@@ -187,8 +189,8 @@ impl BlockUses {
         self.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
-    /// Forgets uses that are over, which `is_passed` is asked about without a lock, up to the first that is not; says whether
-    /// none is left.
+    /// Forgets uses that are over, up to the first that is not. Calls `is_passed` without a lock, and returns true if
+    /// no use is left.
     pub(crate) fn are_over(&self, is_passed: impl Fn(&Mark) -> bool) -> bool {
         let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
         while let Some(mark) = first() {
@@ -200,7 +202,7 @@ impl BlockUses {
         true
     }
 
-    /// Forgets every use that is over, which `is_passed` is asked about without a lock.
+    /// Forgets every use that is over. Calls `is_passed` without a lock.
     #[cold]
     pub(crate) fn forget_passed(&self, is_passed: impl Fn(&Mark) -> bool) {
         self.marks(false).iter().filter(|mark| is_passed(mark)).for_each(|mark| self.forget(mark));
@@ -279,8 +281,8 @@ impl BlockUses {
 }
 
 impl State {
-    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their marks in another order than that of
-    /// the records: the last record counts, whichever comes last.
+    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their marks in any order; the last
+    /// record counts.
     fn note(&mut self, after: Arc<Mark>, writes: bool) -> bool {
         self.notes += 1;
         let noted = self.notes;
@@ -294,7 +296,7 @@ impl State {
             return false;
         }
         self.list.push(StreamUse { after, writes, noted });
-        // As often as the list has doubled, so that a question or two come for each stream.
+        // Each time the list has doubled, so that each stream costs a query or two.
         self.list.len() >= LONG && self.list.len().is_power_of_two()
     }
 
@@ -308,13 +310,13 @@ impl State {
 }
 
 impl BegunUse<'_> {
-    /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Says whether it is
-    /// time to ask which uses are over.
+    /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Returns
+    /// true when it is time to check which uses are over.
     #[must_use]
     pub(crate) fn settle(self, after: Arc<Mark>) -> bool {
         let mut state = self.uses.state.lock();
         if self.writes {
-            // A write races with every other stream, so its mark covers what had been noted when it began.
+            // A write races with every other stream, so its mark covers all notes from before it began.
             let stream = after.point().stream;
             state.list.retain(|use_| use_.noted > self.notes || use_.stream() == stream);
         }

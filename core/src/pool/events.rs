@@ -4,8 +4,8 @@
 //! A [`Mark`] owns its event and gives it back when it is dropped. Who has to ask a mark after leaving a lock shares it
 //! by `Arc`: an event that somebody still refers to by its id alone could be recorded anew for somebody else meanwhile.
 //!
-//! Marks of one stream are numbered in the order of their records, which is the order in which they pass. So of two marks of a
-//! stream the one with the higher number covers the other, and where one is not passed, no later one is.
+//! Marks of one stream are numbered in the order of their records, which is the order in which they pass. So of two
+//! marks of a stream the one with the higher number covers the other. If one is not passed, no later one is.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,7 +55,7 @@ impl EventPool {
             Some(event) => event,
             None => {
                 let event = backend.create_event(self.device, &EventOptions::new())?;
-                // Relaxed: nothing follows from the count.
+                // Relaxed: the count orders nothing.
                 self.held.fetch_add(1, Ordering::Relaxed);
                 event
             }
@@ -70,7 +70,7 @@ impl EventPool {
         idle
     }
 
-    /// How many events the pool made and still has, and how many of them mark nothing.
+    /// The number of events that the pool made and still has, and the number of idle ones among them.
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.load(Ordering::Relaxed), self.idle.lock().len() as u64)
     }
@@ -85,7 +85,8 @@ impl Mark {
         self.point
     }
 
-    /// Says which point the event is recorded at. Only [`StreamCore::record`](crate::stream::StreamCore::record) knows.
+    /// Sets the point at which the event is recorded. Only [`StreamCore::record`](crate::stream::StreamCore::record)
+    /// knows it.
     pub(crate) fn set_point(&mut self, point: Point) {
         self.point = point;
     }

@@ -1,5 +1,5 @@
-//! What a program that runs for months must not do: keep an event for every stream that ever was, and ask after all of
-//! them for every request.
+//! Growth over months: a program must not keep an event for every stream that ever was, nor query all of them for every
+//! request.
 
 use std::sync::Arc;
 use std::thread;
@@ -20,7 +20,7 @@ fn streams(runtime: &Runtime, count: usize) -> Vec<Stream> {
     (0..count).map(|_| device.create_stream().unwrap()).collect()
 }
 
-/// How many marks the buffer remembers.
+/// The number of marks that the buffer remembers.
 fn marks(pinned: &PinnedBuffer<u8>) -> usize {
     pinned.block().uses.marks(false).len()
 }
@@ -69,7 +69,7 @@ fn threads_on_one_stream_leave_one_mark() {
         }
     });
     let events = backend.live_objects().events;
-    // Each thread has two events in hand at most: the one that it records and the one that it replaces.
+    // Each thread holds two events at most: the one that it records and the one that it replaces.
     assert!(marks(&constant) == 1 && events <= 1 + 2 * THREADS as u64, "{} marks, {events} events", marks(&constant));
 }
 
@@ -108,7 +108,7 @@ fn a_write_waits_once_for_each_stream_that_read() {
     assert_eq!(marks(&pinned), 1, "the writer has waited for the others");
     writer.copy_to_host(&copy, &mut pinned).unwrap();
     assert_eq!(backend.take_waits(), 0, "they were waited for before");
-    // Whoever reads now waits for the write, and for no one else.
+    // A read now waits for the write, and for nothing else.
     stream_reads(&readers[0], &pinned, &copy);
     assert_eq!((backend.take_waits(), marks(&pinned)), (1, 2));
 }
@@ -151,7 +151,8 @@ fn a_request_asks_one_block_of_a_stream_that_is_behind() {
     let host = runtime.statistics().host;
     assert_eq!((host.waiting_blocks, host.hits), (WAITING as u64, 0));
     assert!(backend.take_queries() <= 2 * WAITING as u64);
-    // One stream has caught up: each of its blocks is found by a question of its own and one to the other stream at most.
+    // One stream has caught up. Finding each of its blocks takes one query of its own and at most one to the other
+    // stream.
     backend.advance(streams[1].id());
     let taken: Vec<_> = (0..WAITING / 2).map(|_| runtime.pinned::<u8>(BYTES).unwrap()).collect();
     assert_eq!(runtime.statistics().host.hits, WAITING as u64 / 2);
@@ -160,7 +161,7 @@ fn a_request_asks_one_block_of_a_stream_that_is_behind() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-// ------------------------------------------------------------------------------------------------ what cannot be had
+// ------------------------------------------------------------------------------------------------ impossible requests
 
 const MIB: usize = 1 << 20;
 
@@ -199,7 +200,7 @@ fn a_request_for_more_than_live_buffers_leave_waits_for_nothing() {
     assert!(backend.is_in_use(dropped), "the request waited for a stream");
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
     assert!(error.message().contains("8388608"), "names what live buffers hold: {error}");
-    // A graph keeps what was dropped, so that counts as live.
+    // A graph keeps the dropped buffer, so it counts as live.
     let pinned = runtime.pinned::<u8>(BYTES).unwrap();
     let graph = stream.capture(|stream| stream.copy_to_device(&pinned, live.slice(0..BYTES)?)).unwrap();
     drop(live);
@@ -223,7 +224,7 @@ fn a_request_that_waiting_makes_room_for_waits() {
 #[test]
 fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
     let (_backend, runtime) = open();
-    // As a thread that waits for a slow stream, to give device memory back.
+    // Like a thread that waits for a slow stream to free device memory.
     let _round = runtime.inner.device_rounds.begin();
     let (done, is_done) = std::sync::mpsc::channel();
     let asking = runtime.clone();

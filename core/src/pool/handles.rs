@@ -261,7 +261,7 @@ impl<H: Send + 'static> HandlePool<H> {
         let handles = of_key.filter_map(|(_, slot)| slot.retire()).map(Keyed::into_handle).collect();
         slots.retain(|(_, slot)| !slot.is_retired());
         drop(slots);
-        // After the slots are retired: see `Shared::push_idle`.
+        // After retiring the slots: see `Shared::push_idle`.
         self.shared.stacks.lock().remove(&key);
         handles
     }
@@ -434,8 +434,8 @@ impl<H: Send + 'static> SlotOwner for Shared<H> {
 }
 
 impl<H> Shared<H> {
-    /// Puts an idle slot in its stack, unless the pool has retired it. Both under one lock: a key that is forgotten has its slots
-    /// retired first and its stack removed then, so no stack comes back for it.
+    /// Puts an idle slot in its stack, unless the pool has retired it. One lock covers the check and the push. To
+    /// forget a key, the pool retires its slots first and then removes its stack, so the stack never comes back.
     fn push(&self, key: PoolKey, slot: PooledSlot<H>) {
         let mut stacks = self.stacks.lock();
         if !slot.is_retired() {

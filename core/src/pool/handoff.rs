@@ -99,7 +99,7 @@ impl<H> Slot<H> {
         self.state.load(Ordering::Relaxed) == RETIRED
     }
 
-    /// Whether the slot is idle.
+    /// Returns whether the slot is idle.
     pub(crate) fn is_idle(&self) -> bool {
         self.state.load(Ordering::Relaxed) == IDLE
     }

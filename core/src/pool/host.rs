@@ -1,10 +1,10 @@
 //! The host cache: page-locked blocks, used again only after every stream that used them has passed that point.
 //!
 //! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits in
-//! its bin, filed under the point of a stream that it waits for. The marks of one stream pass in order, so a request that
-//! finds no free block asks each stream's first block and leaves the rest of a stream that is behind alone. So a stream that
-//! is stuck holds up its own blocks and no others. The vendor is never called under a lock: what calls it is handed in and is
-//! called with the block in hand, out of its bin.
+//! its bin, filed under the point of a stream that it waits for. The marks of one stream pass in order. So a request
+//! that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A stuck
+//! stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which
+//! runs with the block out of its bin.
 //!
 //! | state | where | leaves by |
 //! | --- | --- | --- |
@@ -15,11 +15,10 @@
 //! | unmarked | in its bin: nobody can tell when its streams are done | the end of the runtime |
 //!
 //! *The cap* bounds what is cached, free and waiting, not what is held: a live buffer is never refused for it, and what
-//! graphs keep is not counted. A give-back that might exceed it gives the blocks that were free longest back to the
-//! backend, and where there are none, asks waiting ones, up to a handful of streams that are behind: their number does not slow
-//! down every give-back. What is still in use is the one thing that may stay above the cap. The hit path looks at
-//! held bytes only, by one relaxed load: what is cached is part of what is held. Where that is not enough, the bins' own
-//! counts are summed up.
+//! graphs keep is not counted. A give-back that might exceed it frees the blocks that were free longest. If none is
+//! free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow
+//! down every give-back. Only blocks still in use may stay above the cap. The hit path looks at held bytes only, by one
+//! relaxed load: what is cached is part of what is held. If that is not enough, the bins' own counts decide.
 //!
 //! *Orderings.* Everything about a block is under its bin's lock. The counters are relaxed: each is exact once no thread is
 //! at work. Two threads that give blocks back to different bins at once must not both miss the other's count: each counts,
@@ -38,7 +37,7 @@ use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
 
 /// Without a cap.
 const NO_CAP: u64 = u64::MAX;
-/// Streams that are found to be behind before the cap is left at that.
+/// The number of streams found behind before the cap stops querying.
 const ENOUGH_BEHIND: usize = 16;
 const WORDS: usize = size_class::COUNT.div_ceil(64);
 
@@ -112,9 +111,9 @@ pub(crate) type OwnedBlock = Box<PinnedBlock>;
 struct BinState {
     /// Ordered by how long they are idle: the one that was given back last is at the back.
     free: VecDeque<OwnedBlock>,
-    /// By a point that the block waits for, and a number to tell apart blocks that wait for the same.
+    /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
     waiting: BTreeMap<(Point, u64), OwnedBlock>,
-    /// How many blocks were put there.
+    /// The number of blocks put there so far.
     filed: u64,
     live: u64,
     requested_bytes: u64,
@@ -126,7 +125,7 @@ struct BinState {
 }
 
 impl BinState {
-    /// Takes in a block that streams use, if there are any; gives it back otherwise.
+    /// Takes in a block if streams use it; returns it otherwise.
     #[inline]
     fn wait(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         match block.uses.first() {
@@ -174,7 +173,7 @@ pub(crate) struct HostCache {
     used_classes: [AtomicU64; WORDS],
     /// Counts give-backs, where there is a cap.
     clock: AtomicU64,
-    /// The class and the stream whose waiting block is asked first when the cap wants some.
+    /// The class and the stream whose waiting block the cap queries first.
     next_asked: Mutex<(usize, u64)>,
     held_bytes: AtomicU64,
     held_blocks: AtomicU64,
@@ -216,8 +215,8 @@ impl HostCache {
         Some(block)
     }
 
-    /// Asks the first waiting block of each stream, and gives out the first whose streams are done. Each is taken out alone:
-    /// others that look meanwhile find the rest.
+    /// Queries the first waiting block of each stream, and returns the first whose streams are done. It takes out one
+    /// block at a time, so that other threads find the rest.
     pub(crate) fn take_waiting(
         &self,
         class: usize,
@@ -229,8 +228,9 @@ impl HostCache {
         Some(block)
     }
 
-    /// Takes out a waiting block whose streams are done. Asks those filed under the streams from `from` on and up to `to`,
-    /// and moves `from` to the stream to go on with; for each stream that is behind, `goes_on` decides.
+    /// Takes out a waiting block whose streams are done. Queries blocks filed under the streams from `from` up to `to`,
+    /// and moves `from` to the stream to continue with. For each stream that is behind, `goes_on` decides whether to
+    /// continue.
     fn pop_passed(
         &self,
         class: usize,
@@ -247,7 +247,7 @@ impl HostCache {
             }
             let is_behind = block.uses.first().is_some_and(|point| point.stream == stream);
             self.put_back(block);
-            // Else it waits for another stream, and the next block of this one may wait for none.
+            // Otherwise it waits for another stream, and the next block of this one may wait for none.
             if is_behind {
                 *from = stream + 1;
                 if !goes_on() {
@@ -395,8 +395,8 @@ impl HostCache {
         self.bins[class].state.lock().free.len()
     }
 
-    /// Takes out the first waiting block of the first stream from `from` on and below `to`, for the caller to ask the backend
-    /// about without a lock.
+    /// Takes out the first waiting block of the first stream from `from` on and below `to`. The caller queries the
+    /// backend about it without a lock.
     fn pop_waiting_from(&self, class: usize, from: u64, to: u64) -> Option<(u64, OwnedBlock)> {
         let bin = &self.bins[class];
         let mut state = bin.state.lock();
@@ -441,8 +441,8 @@ impl HostCache {
         }
     }
 
-    /// Takes out a waiting block of any class whose streams are done. Stops where `behind` streams that are not come to enough;
-    /// the next time, the next stream is asked first.
+    /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind,
+    /// counted in `behind`; the next call begins with the next stream.
     fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
         let (first, stream) = *self.next_asked.lock();
         let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));

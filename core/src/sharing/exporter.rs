@@ -395,10 +395,10 @@ impl Exporter {
         peer
     }
 
-    /// The connection to drop if more than `most` stand by which nothing is open: the oldest such of the process that has
-    /// the most. So a process that connects again and again drops its own connections and not those of others.
+    /// The connection to drop if more than `most` are idle, with nothing open: the oldest idle one of the process that
+    /// has the most. So a process that connects again and again loses its own connections and not those of others.
     ///
-    /// One whose greeting waits to be read is passed over: it is read next.
+    /// Connections with an unread greeting are skipped; the service reads them next.
     pub(crate) fn crowding(&self, most: usize) -> Option<Arc<Peer>> {
         let state = self.state.lock();
         let idle = || state.peers.values().filter(|book| book.exports.is_empty()).map(|book| &book.peer);

@@ -29,7 +29,7 @@ use crate::pool::events::Mark;
 const OPERATION: &str = "open_shared";
 /// How long an exporter that lives may take to answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// The same for one that has not answered the last time.
+/// The same for an exporter that did not answer the last time.
 const ANSWER_AGAIN_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
@@ -61,7 +61,7 @@ struct State {
     imports: HashMap<ImportKey, Option<Arc<Import>>>,
     /// The same by incarnation and index, as exporters name them: one for each device that opened it.
     by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
-    /// Exporters that have not answered the last time.
+    /// Exporters that did not answer the last time.
     silent: HashSet<[u8; 16]>,
     lost_links: u64,
 }
@@ -145,7 +145,7 @@ struct PendingRelease {
 pub(crate) trait Mapper {
     /// Maps memory of another process.
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
-    /// Undoes it; `false` where the backend refuses. Nobody uses the mapping any more.
+    /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
     /// Whether this process may go on waiting.
     fn check(&self) -> Result<()>;
@@ -265,7 +265,7 @@ impl Link {
             }
         }
         let process = Process::of_peer(OPERATION, socket.as_fd())?;
-        // Anybody of this user can take the name of an exporter that has ended.
+        // Any process of this user can take the name of an exporter that has ended.
         if process.own_number().is_some_and(|number| number != ticket.pid) {
             return Err(expired(format!(
                 "the exporter (process {}) has ended, and process {} has taken its name",
@@ -471,7 +471,7 @@ impl Link {
     }
 }
 
-/// How long an exporter is waited for.
+/// The time to wait for an exporter.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
     limit: Duration,
@@ -487,7 +487,7 @@ impl Patience {
         Instant::now() >= self.until
     }
 
-    /// The error where it is over. `who` has not answered.
+    /// The error after the time is over. `who` has not answered.
     fn lost_with(self, who: &str) -> Error {
         let what = format!("{who} lives but has not answered for {} s", self.limit.as_secs());
         Error::new(ErrorKind::InvalidState, OPERATION, what)
@@ -572,8 +572,8 @@ impl Importer {
         }
     }
 
-    /// Asks the exporter of a ticket something. One that has not answered the last time is not waited for at length again,
-    /// so that many opens of its tickets do not take for ever.
+    /// Sends a request to the exporter of a ticket. The wait is short for an exporter that did not answer the last
+    /// time. Otherwise repeated opens of its tickets would take for ever.
     fn ask<T>(&self, ticket: &Ticket, ask: impl FnOnce(Patience) -> Result<T>) -> Result<T> {
         let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
         let answer = ask(Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN }));
@@ -630,7 +630,8 @@ impl Importer {
                     }
                     import.check(ticket)?;
                     if !import.open.enter() {
-                        // Being unmapped by another thread: wait for its end, then map anew unless that was refused.
+                        // Another thread is unmapping it: wait for the result, then map again unless the backend
+                        // refused.
                         let mut state = self.state.lock();
                         let stands = |state: &State| {
                             let there = state.imports.get(&key).and_then(Option::as_ref);
@@ -661,7 +662,7 @@ impl Importer {
                 Err(error) => {
                     if link.is_cut() {
                         self.state.lock().retire(&link);
-                        // The exporter may live all the same: it drops connections by which nothing is open.
+                        // The exporter may still live: it drops idle connections.
                         if error.kind() == ErrorKind::Expired && !has_reconnected {
                             has_reconnected = true;
                             continue;
@@ -805,7 +806,7 @@ impl Importer {
         }
     }
 
-    /// Has unmapping tried again where it was refused and there is a reason to unmap still.
+    /// Schedules another try at unmapping if the backend refused and the reason still holds.
     pub(crate) fn try_refused_again(&self) {
         let refused = std::mem::take(&mut *self.refused.lock());
         let has_reason = |import: &Arc<Import>| import.slot().is_closed() || import.link.is_lost();
@@ -826,7 +827,7 @@ impl Importer {
             return;
         }
         if !mapper.unmap(import.device, import.ptr) {
-            // It stays in the tables and in the exporter's count: by some transports nobody may free what is mapped.
+            // It stays in the tables and in the exporter's count: with some transports mapped memory must not be freed.
             self.refused.lock().push(Arc::clone(import));
             let state = self.state.lock();
             import.open.stays();

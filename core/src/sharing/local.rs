@@ -6,7 +6,7 @@
 //! | [`LocalCount::enter`] | who opens it | 1 up unless it is gone |
 //! | [`LocalCount::leave`] | who has let go of it | 1 down; the last then asks whether it is to be unmapped |
 //! | [`LocalCount::try_gone`] | who wants to unmap it | gone if the count was 0 |
-//! | [`LocalCount::stays`] | the same, where unmapping was refused | 0 again; who wants it unmapped tries again later |
+//! | [`LocalCount::stays`] | the same, if the backend refused to unmap | 0 again; the caller tries again later |
 //!
 //! *Why nothing is unmapped while it is open.* `enter` and `try_gone` are read-modify-writes of one word, so one comes first:
 //! either the enter finds it gone, or the other finds it open. *Why no unmapping is lost.* There are two who can do it: who
@@ -43,13 +43,13 @@ impl LocalCount {
         was_last
     }
 
-    /// Undoes [`LocalCount::try_gone`] for the caller that had `true`: it is still mapped. A reason that was found meanwhile
-    /// has come to nothing, so the caller sees to a later try.
+    /// Undoes [`LocalCount::try_gone`] for the caller that got `true`: the memory is still mapped. The caller must try
+    /// again later, because reasons found meanwhile had no effect.
     pub(crate) fn stays(&self) {
         self.0.store(0, Ordering::Release);
     }
 
-    /// Whether it is being unmapped, or unmapped.
+    /// Returns whether it is unmapped, or about to be.
     pub(crate) fn is_gone(&self) -> bool {
         self.0.load(Ordering::Acquire) & GONE != 0
     }

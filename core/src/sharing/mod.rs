@@ -144,7 +144,7 @@ impl Mapper for RuntimeMapper<'_> {
 }
 
 impl Sharing {
-    /// `operation` is the one that needs it first.
+    /// `operation` is the first operation that needs it.
     pub(crate) fn new(generation: Generation, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation,

@@ -30,11 +30,11 @@ const HELLO_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Questions of one importer that are answered before the others have their turn.
 const QUESTIONS_AT_ONCE: usize = 64;
-/// Connections by which nothing is open, of all processes together: no more than so many, and no more than one for so many
-/// descriptors that this process may have. Each takes up to three.
+/// Limits on idle connections, those with nothing open, of all processes together: a number, and a number of
+/// descriptors of this process for each. Each connection takes up to three descriptors.
 const MOST_IDLE: usize = 64;
 const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
-/// So many are let in however few descriptors there are.
+/// This many are accepted even with few descriptors.
 const FEWEST_IDLE: usize = 4;
 
 pub(super) struct Service {
@@ -158,7 +158,7 @@ impl Service {
         let sharing = Arc::clone(&self.sharing);
         let Some(listener) = sharing.listener.get() else { return };
         let most_idle = most_idle();
-        // Few at once: those that are let in greet before they count as crowding.
+        // Few at once, so that accepted connections can greet before they count as idle.
         for _ in 0..most_idle / 2 {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match rustix::net::accept_with(listener, flags) {
@@ -206,7 +206,7 @@ impl Service {
         }
     }
 
-    /// Drops a connection by which nothing is open. An importer that has greeted connects again when it opens something.
+    /// Drops an idle connection. An importer that has greeted connects again when it opens something.
     fn turn_out(&self, peer: &Peer, runtime: &RuntimeInner) {
         if peer.line.get().is_none() {
             let what = format!("process {} has too many connections on which it says nothing", peer.process.pid);
@@ -325,7 +325,7 @@ impl Service {
     }
 }
 
-/// How many connections may stand by which nothing is open.
+/// The number of idle connections to keep.
 fn most_idle() -> usize {
     let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let share = usize::try_from(descriptors / DESCRIPTORS_FOR_ONE_IDLE).unwrap_or(MOST_IDLE);

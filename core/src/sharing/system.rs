@@ -47,7 +47,8 @@ pub(crate) fn invalid_message(operation: &'static str, what: &str) -> Error {
 pub(crate) fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    // Zeros where there is no such file: nobody refuses a ticket for them, and one of another boot names no exporter.
+    // Zeros if the file is missing. No process refuses a ticket for them, and a ticket of another boot names no
+    // exporter.
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
 
@@ -121,17 +122,17 @@ impl Process {
         self.pidfd.as_fd()
     }
 
-    /// The number that the process has for itself: that of its own namespace. `None` if the system does not say.
+    /// The process id in the process's own namespace. `None` if the system does not report it.
     pub(crate) fn own_number(&self) -> Option<u32> {
         self.status("NSpid:")?.split_whitespace().next_back()?.parse().ok()
     }
 
-    /// Whether the process is stopped, by a signal or a debugger, as far as the system says.
+    /// Returns whether the system reports the process as stopped, by a signal or a debugger.
     pub(crate) fn is_stopped(&self) -> bool {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
-    /// What `/proc` says of the process, if it shows the processes as this one sees them.
+    /// The state of the process in `/proc`, if `/proc` shows this process's namespace.
     fn status(&self, field: &str) -> Option<String> {
         let shows = std::fs::read_link("/proc/self").ok()?;
         if shows.to_str()?.parse() != Ok(std::process::id()) {
@@ -139,7 +140,7 @@ impl Process {
         }
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let value = status.lines().find_map(|line| line.strip_prefix(field))?.to_owned();
-        // Until here the number was not given to another process.
+        // Up to here the system has not reused the process id.
         (!self.has_ended()).then_some(value)
     }
 }

@@ -327,7 +327,7 @@ fn memory_whose_unmapping_is_refused_stays_mapped_and_is_unmapped_later() {
     importer.gpu.fail_call("close_memory", 1, ErrorKind::Vendor).unwrap();
     importer.runtime.trim().unwrap();
     assert_eq!((sharing().mappings, mapped()), (1, 1), "it is mapped, and known to be");
-    // By the mapping that stands.
+    // It uses the existing mapping.
     let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
     assert_eq!(sharing().kept_opens, 1);
     assert_eq!(importer.stream.download(&opened).unwrap(), vec![1; 1000]);
@@ -336,7 +336,7 @@ fn memory_whose_unmapping_is_refused_stays_mapped_and_is_unmapped_later() {
     importer.runtime.trim().unwrap();
     assert_eq!((sharing().mappings, mapped()), (0, 0));
 
-    // The same where the exporter has freed it: nobody opens it any more, and the next look unmaps it.
+    // The same after the exporter has freed it. No process opens it any more, and the next check unmaps it.
     drop(importer.runtime.open_shared::<u32>(&ticket).unwrap());
     until("it is let go of once more", || sharing().imports == 0);
     importer.gpu.fail_call("close_memory", 1, ErrorKind::Vendor).unwrap();

@@ -208,7 +208,7 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     let socket = socket.unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
     rustix::net::listen(&socket, 8).unwrap();
-    // It is another process than the ticket's: nobody waits for it.
+    // It is not the ticket's process, so the importer does not wait for it.
     let started = std::time::Instant::now();
     let error = importer.runtime.open_shared::<u32>(&ticket).map(drop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Expired, "{error}");
@@ -216,7 +216,7 @@ fn an_impostor_that_listens_for_a_dead_exporter_is_found_out() {
     assert!(error.message().contains(&exporter) && error.message().contains(&impostor), "{error}");
     assert!(started.elapsed() < std::time::Duration::from_secs(10), "{:?}", started.elapsed());
     drop(rustix::net::accept(&socket).unwrap());
-    // One that cannot be told from the exporter by its number.
+    // A process that its id does not distinguish from the exporter.
     let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
     let runtime = importer.runtime.clone();
     let opening = std::thread::spawn(move || runtime.open_shared::<u32>(&ticket).map(drop));
@@ -243,7 +243,7 @@ fn an_exporter_that_is_stopped_is_named_with_its_state_and_soon() {
         assert!(error.message().contains("is stopped") && error.hint().contains("kill -CONT"), "{error}");
         assert!(started.elapsed() < std::time::Duration::from_secs(15), "{:?}", started.elapsed());
     };
-    // In the handshake, and by a connection that stands.
+    // In the handshake, and on an open connection.
     refused(&known, stopped_at());
     peer.signal(rustix::process::Signal::CONT);
     drop(importer.runtime.open_shared::<u32>(&known).unwrap());
@@ -260,7 +260,7 @@ fn a_process_that_does_not_answer_is_waited_for_at_length_once() {
     let mut peer = Peer::start();
     let ticket: Ticket = peer.tell("make a 10 1").parse().unwrap();
     peer.kill();
-    // Somebody who cannot be told from the exporter takes its name, and never answers.
+    // A process that cannot be distinguished from the exporter takes its name, and never answers.
     let ticket = forged(&ticket, |bytes| bytes[64..68].copy_from_slice(&std::process::id().to_le_bytes()));
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -282,7 +282,7 @@ fn a_process_that_does_not_answer_is_waited_for_at_length_once() {
 fn a_ticket_of_an_exporter_that_cannot_read_the_boot_id_is_opened() {
     let (exporter, importer) = (Exporter::new(), Exporter::new());
     let buffer = exporter.make(1000, 1);
-    // What an exporter writes that has no `/proc`.
+    // The ticket of an exporter without `/proc`.
     let ticket = forged(&buffer.share().unwrap(), |bytes| bytes[16..32].fill(0));
     let opened = importer.runtime.open_shared::<u32>(&ticket).unwrap();
     assert_eq!(importer.stream.download(&opened).unwrap(), vec![1; 1000]);
@@ -328,7 +328,7 @@ fn limit_descriptors(command: &mut std::process::Command, most: u64) {
     limit(command, rustix::process::Resource::Nofile, most);
 }
 
-/// Limits what a process to be may have.
+/// Limits the resources of a process to start.
 fn limit(command: &mut std::process::Command, what: rustix::process::Resource, most: u64) {
     let limit = rustix::process::Rlimit { current: Some(most), maximum: Some(most) };
     // SAFETY: between fork and exec the child makes one system call.
@@ -424,7 +424,7 @@ fn opens_in_a_crowd(what: &str) {
         drop(opened);
         importer.end();
     }
-    // Those who open nothing are no importers.
+    // Processes that open nothing are no importers.
     until("the crowd counts for nothing", || exporter.tell("statistics").contains("peers=0"));
     crowd.kill();
     assert!(exporter.quit().success());

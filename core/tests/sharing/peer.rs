@@ -132,7 +132,7 @@ pub(crate) fn obey() {
     assert_eq!(live.total(), 0, "{live:?}");
 }
 
-/// Crowds an exporter for as long as the process lives. Reports once it has tried so many connections.
+/// Crowds an exporter for as long as the process lives. Reports after a given number of connections.
 fn crowd(name: &[u8], greets: bool, count: usize, crowded: &Sender<()>) {
     let address = SocketAddrUnix::new_abstract_name(name).unwrap();
     let connect = || {
@@ -157,7 +157,7 @@ fn crowd(name: &[u8], greets: bool, count: usize, crowded: &Sender<()>) {
     }
     let _ = crowded.send(());
     loop {
-        // What the exporter says is not read: a connection is closed when the other end hangs up.
+        // The exporter's messages are not read. A connection is closed when the other end hangs up.
         open.retain(|(socket, _)| {
             let mut polled = [PollFd::new(socket, PollFlags::empty())];
             let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -263,8 +263,8 @@ impl Obedient {
                 }
                 Ok(cut.to_string())
             }
-            // Keeps so many connections to an exporter, a new one for each that is closed, and says nothing on them; or says
-            // who it is and asks for nothing.
+            // Keeps a number of connections to an exporter, and replaces each that is closed. It sends nothing on them,
+            // or only a greeting.
             ["crowd", what, count, ticket] => {
                 let (ticket, count) = (ticket.parse::<Ticket>()?, count.parse().unwrap());
                 let greets = what == "greets";

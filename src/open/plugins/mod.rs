@@ -50,7 +50,7 @@ impl Means {
     }
 }
 
-/// Platforms of a manifest that a message lists.
+/// The most platforms of a manifest that a message lists.
 const MOST_PLATFORMS: usize = 16;
 
 /// Looks for plugins.
@@ -152,7 +152,7 @@ impl<'a> Finder<'a> {
         match (contenders.len() - before, refused) {
             (0, _) => (place.outcome, place.reason) = (Outcome::Absent, "there is no plugin in it".into()),
             (_, None) => {}
-            // Others chose what its files are called, so they are counted and not named.
+            // Other users chose the names of its files, so the report counts them and does not name them.
             (found, Some(complaint)) => {
                 let plugins = if found == 1 { "1 plugin in it was" } else { &format!("{found} plugins in it were") };
                 place.outcome = Outcome::NotPermitted;
@@ -349,7 +349,7 @@ fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure
     })?;
     notes.extend(warnings.iter().map(|warning| display_foreign(warning).to_string()));
     let library = display_foreign(&ready.library);
-    // Names are compared as they are, and told as they can be shown.
+    // Names are compared raw, and displayed escaped.
     let [said_name, expected_name] = [name.as_str(), expected].map(|name| display_foreign(name).to_string());
     match &ready.named {
         Named::Manifest { path, .. } if name != expected => {

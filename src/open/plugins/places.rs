@@ -149,7 +149,7 @@ mod tests {
     use super::super::testing::Folder;
     use super::*;
 
-    /// Without any variable.
+    /// An environment without any variable.
     fn bare() -> Environment {
         let mut environment = Environment::default();
         environment.system = &SYSTEM;

@@ -7,9 +7,9 @@
 //! The child writes the beginning of the object, [`BEGINNING`], before it touches the plugin. So whoever reads can tell a plugin that
 //! ends the process from a program that does not know how to probe.
 //!
-//! *Ends.* A child is waited for by its pidfd, never by its output, which a grandchild may keep open. It is the leader of a process
-//! group, which is killed as a whole when the child has ended or its time is over; so is what has left the group, which is known by a
-//! mark in its environment.
+//! *Ends.* A child is waited for by its pidfd, never by its output, which a grandchild may keep open. It leads a
+//! process group, which the parent kills as a whole when the child has ended or its time is over. The parent also kills
+//! processes that left the group, which carry a mark in their environment.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -46,7 +46,8 @@ const MOST_OUTPUT: usize = 64 * 1024;
 const NO_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// How long a killed child may take to be gone.
 const END: Duration = Duration::from_secs(10);
-/// How often it is looked for what a child has left. Once more than it has a life to start another in would do.
+/// The most searches for processes that a child has left. A killed process may have started another, so one search is
+/// not enough.
 const MOST_ROUNDS: usize = 100;
 
 /// Whether and how plugins are probed before they are loaded.
@@ -139,7 +140,7 @@ struct Running {
     pid: Pid,
     pidfd: OwnedFd,
     reaped: bool,
-    /// What stands in the environment of the child, and of all that it starts.
+    /// The mark in the environment of the child, and of all that it starts.
     mark: String,
 }
 
@@ -229,21 +230,21 @@ impl Drop for Running {
     }
 }
 
-/// Kills every process that has this mark: also what left the group of the child, or was left by its parent.
+/// Kills every process that has this mark, also those that left the child's group or lost their parent.
 ///
-/// Not one that got another environment, or that this user may not look at.
+/// Misses processes with another environment, and those that this user may not inspect.
 fn kill_marked(mark: &str) {
     let mark = format!("{PROBING}={mark}");
     let is_marked = |pid: Pid| {
         let environment = fs::read(format!("/proc/{}/environ", pid.as_raw_pid())).unwrap_or_default();
         environment.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes())
     };
-    // One that is killed may have started another meanwhile.
+    // A killed process may have started another meanwhile.
     for _ in 0..MOST_ROUNDS {
         let mut found = false;
         let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
         for pid in entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)) {
-            // Before it is looked at, so that its number cannot come to mean another process.
+            // Opened before the check, so that its id cannot pass to another process.
             let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
             found |= is_marked(pid) && pidfd_send_signal(&pidfd, Signal::KILL).is_ok();
         }
@@ -313,7 +314,7 @@ impl Seen {
             }
             (End::Itself(status), Some(_)) if !status.success() => crashed(&status),
             (_, Some(answer)) => read_answer(&answer).unwrap_or_else(|| {
-                Probed::Impossible(format!("`{}` answers in a way of another version", display_foreign(prober)))
+                Probed::Impossible(format!("`{}` answers in the format of another version", display_foreign(prober)))
             }),
             (End::Itself(status), None) => crashed(&status),
             (End::Unknown, None) => crashed(&"no answer"),
@@ -502,7 +503,7 @@ mod tests {
         let folder = Folder::new();
         let file = folder.file("plugin.so", "");
         let pid = folder.path().join("pid");
-        // Twice left by its parent, as a daemon is.
+        // Its parents have ended twice, as with a daemon.
         let text = format!(
             "setsid sh -c '(echo $$ >{0}.new; mv {0}.new {0}; exec sleep 600) &' </dev/null >/dev/null 2>&1 &
              while [ ! -e {0} ]; do sleep 0.01; done

@@ -175,7 +175,7 @@ fn a_manifest_whose_name_is_not_utf_8_is_told_and_harms_nobody() {
 #[test]
 fn twenty_thousand_plugins_of_one_folder_are_found_in_a_moment() {
     let folder = Folder::new();
-    // Of one file, which is for another machine.
+    // All manifests share one file, which is for another machine.
     let manifest = folder.file("m0.toml", manifest_of("m0", "lib.so").replace(&manifest::platform(), "sparc64-linux"));
     for number in 1..20_000 {
         fs::hard_link(&manifest, folder.path().join(format!("m{number}.toml"))).unwrap();
@@ -183,7 +183,7 @@ fn twenty_thousand_plugins_of_one_folder_are_found_in_a_moment() {
     let started = std::time::Instant::now();
     let report = World::of(&folder).survey();
     assert_eq!(report.candidates.len(), 20_000);
-    // Found by comparing each with each, they took 29 s in a release build.
+    // Comparing each with each took 29 s in a release build.
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }
 
@@ -239,7 +239,7 @@ fn what_others_can_change_is_not_permitted_unless_allowed() {
         if is_file {
             assert_broken(&world.one(), Outcome::NotPermitted, named);
         } else {
-            // Who can write to a folder chooses the names in it, so none of them is told.
+            // A user who can write to a folder chooses the names in it, so the report shows none of them.
             let report = world.survey();
             assert!(report.candidates.is_empty(), "{report}");
             let place = report.broken_places().next().unwrap();
@@ -249,7 +249,7 @@ fn what_others_can_change_is_not_permitted_unless_allowed() {
                 "{report}"
             );
             assert!(place.hint.contains("chmod go-w") && !report.to_string().contains("acme"), "{report}");
-            // Asked for by its name, it is refused, and none is taken in its place.
+            // A request by name is refused, and nothing is taken in its place.
             let (contenders, places) = world.finder().all();
             let refused = choice::by_name(&contenders, places, "acme", "").unwrap_err();
             assert_eq!(refused.error.kind(), highwater_core::ErrorKind::PermissionDenied, "{refused}");

@@ -27,7 +27,7 @@ impl Certificate {
     /// Looks whether the run can have one, and whether it can be written.
     ///
     /// # Errors
-    /// For a run of a part of the suite; where the file can be neither made nor replaced nor written into.
+    /// If the run covers only a part of the suite, or if the file can be neither made nor replaced nor written into.
     pub(super) fn begin(path: &Path, options: &Options) -> Result<Self> {
         if options.filter.is_some() {
             let hint = "leave out `--filter`: a certificate tells of every clause";
@@ -50,7 +50,7 @@ impl Certificate {
 
 fn not_written(path: &Path, error: std::io::Error) -> anyhow::Error {
     let message = format!("the certificate `{}` cannot be written", display_foreign(path));
-    let hint = "name a file in a folder that is there and that can be written, or a pipe or a terminal";
+    let hint = "name a file in an existing writable folder, a pipe, or a terminal";
     Failure::new(ErrorKind::OperatingSystem, message, hint).because_of(error).into()
 }
 

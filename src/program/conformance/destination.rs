@@ -1,7 +1,8 @@
-//! A file that is written when a long run has ended: looked at before the run, and touched only after it.
+//! A file to write after a long run: checked before the run, and touched only after it.
 //!
-//! A regular file is replaced by a whole one or not at all. The new one has no name while it is written, so that nothing is left of
-//! a run that is interrupted. Whatever else can be written to, such as a pipe or `/dev/stdout`, is written into, and stays what it is.
+//! A whole new file replaces a regular file, or nothing does. The new file has no name while it is written, so that an
+//! interrupted run leaves nothing. Any other writable target, such as a pipe or `/dev/stdout`, is written into and
+//! otherwise unchanged.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
@@ -12,19 +13,19 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Links that are followed, as many as the kernel follows.
+/// The most links to follow, as in the kernel.
 const MOST_LINKS: usize = 40;
 
 #[derive(Debug)]
 pub(super) enum Destination {
-    /// Replaced, or made: the path without links, and what the file that is there allows.
+    /// To replace or make: the path without links, and the permissions of the existing file.
     Replace { path: PathBuf, permissions: Option<Permissions> },
-    /// Written into.
+    /// To write into.
     Write(File),
 }
 
 impl Destination {
-    /// Looks whether a path can be written to.
+    /// Checks that a path can be written to.
     pub(super) fn of(path: &Path) -> io::Result<Self> {
         let Some(path) = resolved(path)? else { return write_into(path) };
         match fs::metadata(&path) {
@@ -47,7 +48,7 @@ impl Destination {
         Ok(Self::Replace { path, permissions })
     }
 
-    /// Writes it.
+    /// Writes the content.
     pub(super) fn write(self, text: &str) -> io::Result<()> {
         match self {
             Self::Write(mut file) => file.write_all(text.as_bytes()),
@@ -64,14 +65,14 @@ fn write_into(path: &Path) -> io::Result<Destination> {
     Ok(Destination::Write(OpenOptions::new().append(true).open(path)?))
 }
 
-/// Where the links of a path lead, be there a file or not; `None` for one of `/proc`, which stands for something that is open already.
+/// The target of a path's links, whether or not it exists. `None` for a link of `/proc`, which stands for an open file.
 fn resolved(path: &Path) -> io::Result<Option<PathBuf>> {
     let mut path = path.to_owned();
     for _ in 0..MOST_LINKS {
         let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
         let folder = fs::canonicalize(folder_of(&path))?;
         let found = folder.join(name);
-        // Where no file can be made.
+        // No file can be made here.
         if folder.starts_with("/proc") {
             return Ok(None);
         }
@@ -103,24 +104,24 @@ fn replace(path: &Path, permissions: Option<Permissions>, text: &str) -> io::Res
             let name = format!("/proc/self/fd/{}", file.as_raw_fd());
             let link = |to: &Path| rustix::fs::linkat(CWD, &name, CWD, to, AtFlags::SYMLINK_FOLLOW);
             match link(path) {
-                // A name for a moment: no call links in place of what is there.
+                // A temporary name, because no call links over an existing file.
                 Err(Errno::EXIST) => link(&draft.0)?,
                 linked => return Ok(linked?),
             }
         }
-        // File systems without nameless files.
+        // The file system has no nameless files.
         Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => fill(&File::create_new(&draft.0)?)?,
         Err(error) => return Err(error.into()),
     }
     fs::rename(&draft.0, path)
 }
 
-/// The name of a file that is about to get another one.
+/// The temporary name of a file that is about to be renamed.
 struct Draft(PathBuf);
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // Gone where it was renamed, and never there where it needed no name.
+        // The name is gone after a rename, and never existed if none was needed.
         let _ = fs::remove_file(&self.0);
     }
 }
@@ -168,7 +169,7 @@ mod tests {
         Destination::of(&path).unwrap().write("two").unwrap();
         let new = fs::metadata(&path).unwrap();
         assert!(new.ino() != old && new.mode() & 0o777 == 0o640, "{new:?}");
-        // Whoever has the old one open reads it to its end.
+        // A reader that has the old file open reads it to its end.
         assert_eq!(
             (fs::read_to_string(&path).unwrap(), fs::read_to_string(&other).unwrap()),
             ("two".into(), "one".into())
@@ -200,7 +201,7 @@ mod tests {
         assert!(fs::metadata("/dev/full").unwrap().file_type().is_char_device());
         Destination::of(Path::new("/dev/null")).unwrap().write("text").unwrap();
         assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
-        // By a link of /proc, as /dev/stdout is one: what is open goes on to be the same file.
+        // A link of /proc, such as /dev/stdout, leads to the same open file.
         let path = folder.0.join("open");
         fs::write(&path, "before ").unwrap();
         let open = OpenOptions::new().append(true).open(&path).unwrap();

@@ -2,7 +2,7 @@
 //!
 //! - `workers`: the process that cases run in, and its replacement; `worker`: that process; `protocol`: what they say
 //! - `choice`: which backend, for each process; `expected`: what is known to fail
-//! - `report`: what is printed of a run; `certificate`: what is written of a full one; `destination`: where to
+//! - `report`: the printed report of a run; `certificate`: the file about a full run; `destination`: its target
 //! - `sweep`: the fault sweep; `saboteurs`: backends that the suite has to catch; `races`: mistakes that the mock has to find
 //!
 //! Cases about two processes start the program once more, with the same command line as the user's and a variable that
@@ -69,7 +69,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     let end = workers.finish().err();
     let run = Run { report: &report, options: &options, seconds: started.elapsed().as_secs_f64(), end: end.as_deref() };
     let certified = certificate.map_or(Ok(()), |certificate| certificate.finish(&run, &about));
-    // What the run came to is told all the same, unless the error is the one object.
+    // The result of the run is printed all the same, unless the error is the one object.
     if json {
         certified?;
         output::object(&run.to_json())?;

@@ -45,7 +45,7 @@ pub(crate) struct State {
     pub(crate) atomics_mode: u32,
     /// `cublasPointerMode_t`.
     pub(crate) pointer_mode: u32,
-    /// How many multiprocessors kernels are chosen for; 0 is all.
+    /// The number of multiprocessors that kernels are chosen for; 0 is all.
     pub(crate) sm_count_target: i32,
     /// `cublasEmulationStrategy_t`.
     pub(crate) emulation_strategy: u32,
@@ -134,7 +134,7 @@ impl State {
         Ok(())
     }
 
-    /// By default, where it is faster, or always.
+    /// The default, if faster, or always.
     pub(crate) fn set_emulation_strategy(&mut self, strategy: u32) -> Result<(), u32> {
         if strategy > 2 {
             return Err(status::INVALID_VALUE);

@@ -76,7 +76,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
             });
         },
     ),
-    Saboteur::new("multiplies-unbound", "blas.unbound", "Multiplies at once where no stream is bound.", |h| {
+    Saboteur::new("multiplies-unbound", "blas.unbound", "Multiplies at once if no stream is bound.", |h| {
         h.handle.gemm(|handle, gemm| match handle.stream {
             None if handle.kind() == BlasKind::Blas => handle.gemm_aside(gemm),
             _ => handle.gemm(gemm),
@@ -85,7 +85,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new(
         "unbound-runs-vanish",
         "blas.unbound",
-        "Takes a run of a plan where no stream is bound, and does nothing.",
+        "Accepts a run of a plan if no stream is bound, and does nothing.",
         |h| {
             h.handle.run_plan(|handle, plan, arguments| match handle.stream {
                 None => handle.run_plan(plan, arguments).or(Ok(())),
@@ -237,10 +237,10 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new("plans-with-atomics", "blas.deterministic", "Makes plans that add with atomics.", |h| {
         h.handle.create_plan(|handle, options| handle.create_plan(&options.with_atomics_mode(AtomicsMode::Allowed)));
     }),
-    Saboteur::new("settings-stay", "blas.reset", "Resets nothing of a handle, and says that it did.", |h| {
+    Saboteur::new("settings-stay", "blas.reset", "Resets nothing of a handle, and reports success.", |h| {
         h.handle.reset(|_| Ok(()));
     }),
-    Saboteur::new("reset-forgets-the-precision", "blas.reset", "Resets all of a handle but TF32.", |h| {
+    Saboteur::new("reset-forgets-the-precision", "blas.reset", "Resets every setting of a handle but TF32.", |h| {
         h.handle.reset(|handle| {
             handle.reset()?;
             handle.set_math_mode(MathMode::Tf32)

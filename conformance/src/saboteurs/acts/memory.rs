@@ -116,9 +116,9 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new(
         "in-the-order-of-another",
         "memory.stream-ordered",
-        "Gives memory that another stream is still to free.",
+        "Returns memory that another stream has not freed yet.",
         |h| {
-            // Freed blocks of each device and size, with the stream that is to free them.
+            // Freed blocks of each device and size, with the stream that frees them.
             let freed = Note::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
             let blocks = Note::<HashMap<(u32, DevicePtr), usize>>::default();
             let (given, given_out) = (freed.clone(), blocks.clone());

@@ -92,7 +92,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new(
         "plans-read-factors",
         "plan.alpha-zero",
-        "Multiplies A and B with the least number above 0 where alpha is 0.",
+        "Multiplies A and B by the least positive number if alpha is 0.",
         |h| {
             run(h, |arguments| {
                 if arguments.alpha == 0.0 {
@@ -110,7 +110,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     Saboteur::new(
         "epilogue-lost-with-alpha-zero",
         "plan.alpha-zero",
-        "Scales C and applies no epilogue where alpha is 0.",
+        "Scales C and applies no epilogue if alpha is 0.",
         |h| {
             let plain = Note::<HashMap<(u64, PlanId), PlanId>>::default();
             let made = plain.clone();
