@@ -112,6 +112,10 @@ put() { # name; the bytes come from standard input
   cat >"$scratch/$1"
   cmp -s "$scratch/$1" "$folder/$1" || mv -f "$scratch/$1" "$folder/$1"
 }
+# The name that programs link by, which some look for first: a real library of that name must not come before these.
+link() { # target, name
+  ln -sfn "$1" "$folder/$2"
+}
 # Renames symbols in a library without moving anything: the new names are as long as the old ones.
 rename() { LC_ALL=C sed -z "$@"; }
 
@@ -122,6 +126,7 @@ lay_out_cuda() {
     junk) echo "no library" ;;
     *) cat "$built/libhwsim_cuda.so" ;;
   esac | put libcuda.so.1
+  link libcuda.so.1 libcuda.so
   case $variant in
     no-cublas) ;;
     wrong-major | cuda-12)
@@ -132,6 +137,8 @@ lay_out_cuda() {
     *)
       put libcublas.so.13 <"$built/libhwsim_cublas.so"
       put libcublasLt.so.13 <"$built/libhwsim_cublaslt.so"
+      link libcublas.so.13 libcublas.so
+      link libcublasLt.so.13 libcublasLt.so
       ;;
   esac
 }

@@ -857,9 +857,9 @@ struct hw_table {
     int32_t (*release_descriptor)(hw_backend *backend, uint64_t token, hw_error *error);
 
     /* ---- group reset: restoring a handle that foreign code had */
-    /* Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. Where this fails or is
-     * missing, handles that foreign code had are destroyed.
-     *  - blas.reset: later products are as those of a fresh handle; a stream and a workspace are bound anew before. */
+    /* Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. If this fails or is
+     * missing, core destroys handles that foreign code had.
+     *  - blas.reset: after it, products behave as on a fresh handle with a stream and a workspace bound. */
     int32_t (*handle_reset)(hw_handle *handle, hw_error *error);
 };
 

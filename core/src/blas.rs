@@ -643,7 +643,7 @@ pub trait BlasHandle: Send + fmt::Debug {
     /// A backend that cannot do so returns `Unsupported`, as this default does. After this or any other error, core
     /// destroys a handle that foreign code had, and makes a new one.
     ///
-    /// - `blas.reset`: later products are as those of a fresh handle; a stream and a workspace are bound anew before.
+    /// - `blas.reset`: after it, products behave as on a fresh handle with a stream and a workspace bound.
     fn reset(&mut self) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "reset", "this backend cannot restore the settings of a handle")
             .with_hint("destroy the handle, and make a new one"))

@@ -14,16 +14,28 @@ const CUDA: Simulated = Simulated { libraries: "cuda", backend: "cuda" };
 fn installations_are_told_apart() {
     // Variant, what became of it, a part of the reason, a part of the hint.
     CUDA.are_told_apart(&[
-        ("", "usable", "NVIDIA CUDA, 1 device", ""),
-        ("cuda-12", "usable", "NVIDIA CUDA, 1 device", ""),
-        ("no-symbol", "symbol missing", "libcuda.so.1 lacks cuStreamWaitEvent", "CUDA 12.2 or newer"),
-        ("two-symbols", "symbol missing", "lacks cuStreamQuery, ", "CUDA 12.2 or newer"),
-        ("junk", "library missing", "file too short", "install the NVIDIA driver"),
-        ("old-driver", "unsupported", "driver of CUDA 11.8", "CUDA 12.2 or newer"),
-        ("no-device", "no device", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"),
-        ("stub", "library missing", "CUDA_ERROR_STUB_LIBRARY", "off the library path"),
-        ("no-cublas", "library missing", "libcublasLt.so.13: cannot open", "HIGHWATER_CUBLASLT_LIBRARY"),
-        ("wrong-major", "unsupported", "libcublasLt.so.11", "libcublasLt.so.13 or libcublasLt.so.12"),
+        ("", "usable", "NVIDIA CUDA, 1 device", "", &[]),
+        ("cuda-12", "usable", "NVIDIA CUDA, 1 device", "", &[]),
+        ("no-symbol", "symbol missing", "libcuda.so.1 lacks cuStreamWaitEvent", "CUDA 12.2 or newer", &[]),
+        ("two-symbols", "symbol missing", "lacks cuStreamQuery, ", "CUDA 12.2 or newer", &[]),
+        ("junk", "library missing", "file too short", "install the NVIDIA driver", &[]),
+        ("old-driver", "unsupported", "driver of CUDA 11.8", "CUDA 12.2 or newer", &[]),
+        ("no-device", "no device", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES", &[]),
+        ("stub", "library missing", "CUDA_ERROR_STUB_LIBRARY", "off the library path", &[]),
+        (
+            "no-cublas",
+            "library missing",
+            "libcublasLt.so.13: cannot open",
+            "HIGHWATER_CUBLASLT_LIBRARY",
+            &["libcublasLt.so.13", "libcublasLt.so.12"],
+        ),
+        (
+            "wrong-major",
+            "unsupported",
+            "libcublasLt.so.11",
+            "libcublasLt.so.13 or libcublasLt.so.12",
+            &["libcublasLt.so.13", "libcublasLt.so.12"],
+        ),
     ]);
 }
 

@@ -31,6 +31,16 @@ const VARIABLES: [&str; 9] = [
     "VIRTUAL_ENV",
 ];
 
+/// Whether the loader or the search of a backend finds a real library of this name.
+fn is_installed(name: &str) -> bool {
+    let cached =
+        Command::new("ldconfig").arg("-p").output().or_else(|_| Command::new("/sbin/ldconfig").arg("-p").output());
+    let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    cached.is_ok_and(|cache| String::from_utf8_lossy(&cache.stdout).lines().any(|line| line.trim().starts_with(name)))
+        || Path::new("/usr/local/cuda/lib64").join(name).exists()
+        || std::env::split_paths(&folders).any(|folder| folder.join(name).exists())
+}
+
 /// Simulated libraries: as `scripts/simulated.sh` names them, and the backend that they are for.
 #[derive(Clone, Copy)]
 struct Simulated {
@@ -70,10 +80,15 @@ impl Simulated {
         (text("outcome"), text("reason"), text("hint"))
     }
 
-    /// `doctor` says of each variant what became of it, and this in the reason and the hint.
+    /// `doctor` says of each variant what became of it, and this in the reason and the hint. The last value names real
+    /// libraries that take the place of what a variant lacks: where this machine has one, that variant shows nothing.
     #[track_caller]
-    fn are_told_apart(self, expected: &[(&str, &str, &str, &str)]) {
-        for (variant, outcome, reason, hint) in expected {
+    fn are_told_apart(self, expected: &[(&str, &str, &str, &str, &[&str])]) {
+        for (variant, outcome, reason, hint, substitutes) in expected {
+            if let Some(substitute) = substitutes.iter().find(|name| is_installed(name)) {
+                eprintln!("{variant} is left out: this machine has {substitute}");
+                continue;
+            }
             let said = self.doctor(variant, &[]);
             assert_eq!(said.0, *outcome, "{variant}: {said:?}");
             assert!(said.1.contains(reason) && said.2.contains(hint), "{variant}: {said:?}");

@@ -9,16 +9,22 @@ const ROCM_6: Simulated = Simulated { libraries: "rocm6", backend: "rocm" };
 fn installations_are_told_apart() {
     // Variant, what became of it, a part of the reason, a part of the hint.
     ROCM_7.are_told_apart(&[
-        ("", "usable", "AMD ROCm, 1 device", ""),
-        ("no-symbol", "symbol missing", "libamdhip64.so.7 lacks hipStreamWaitEvent", "ROCm 6 or 7"),
-        ("two-symbols", "symbol missing", "lacks hipStreamQuery, ", "ROCm 6 or 7"),
-        ("junk", "library missing", "file too short", "install"),
-        ("no-device", "no device", "hipErrorNoDevice", "HIP_VISIBLE_DEVICES"),
-        ("no-hipblas", "library missing", "libhipblas.so.3", "HIGHWATER_HIPBLAS_LIBRARY"),
-        ("wrong-major", "library missing", "libhipblas.so.3", ""),
-        ("hip-5", "unsupported", "libamdhip64.so.5", "libamdhip64.so.7 or libamdhip64.so.6"),
+        ("", "usable", "AMD ROCm, 1 device", "", &[]),
+        ("no-symbol", "symbol missing", "libamdhip64.so.7 lacks hipStreamWaitEvent", "ROCm 6 or 7", &[]),
+        ("two-symbols", "symbol missing", "lacks hipStreamQuery, ", "ROCm 6 or 7", &[]),
+        ("junk", "library missing", "file too short", "install", &["libamdhip64.so.6", "libamdhip64.so.5"]),
+        ("no-device", "no device", "hipErrorNoDevice", "HIP_VISIBLE_DEVICES", &[]),
+        ("no-hipblas", "library missing", "libhipblas.so.3", "HIGHWATER_HIPBLAS_LIBRARY", &["libhipblas.so.3"]),
+        ("wrong-major", "library missing", "libhipblas.so.3", "", &["libhipblas.so.3"]),
+        (
+            "hip-5",
+            "unsupported",
+            "libamdhip64.so.5",
+            "libamdhip64.so.7 or libamdhip64.so.6",
+            &["libamdhip64.so.7", "libamdhip64.so.6"],
+        ),
     ]);
-    ROCM_6.are_told_apart(&[("", "usable", "AMD ROCm, 1 device", "")]);
+    ROCM_6.are_told_apart(&[("", "usable", "AMD ROCm, 1 device", "", &[])]);
 }
 
 #[test]

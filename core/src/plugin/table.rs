@@ -359,8 +359,8 @@ macro_rules! slots {
                 Ok(())
             }
 
-            /// Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. Where this fails or is
-            /// missing, handles that foreign code had are destroyed.
+            /// Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. If this fails or is
+            /// missing, core destroys handles that foreign code had.
             Reset handle handle_reset "reset" () {
                 handle.reset()
             }

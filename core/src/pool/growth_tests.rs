@@ -228,7 +228,7 @@ fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
     let _round = runtime.inner.device_rounds.begin();
     let (done, is_done) = std::sync::mpsc::channel();
     let asking = runtime.clone();
-    let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 46).unwrap_err().kind()));
+    let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 50).unwrap_err().kind()));
     let kind = is_done.recv_timeout(std::time::Duration::from_secs(20)).expect("the request waits");
     asking.join().unwrap().unwrap();
     assert_eq!(kind, ErrorKind::OutOfMemory);
