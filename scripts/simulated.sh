@@ -85,6 +85,7 @@ case $vendor in
 esac
 built=$target/simulated
 if command -v cargo >/dev/null; then
+  [ -f "$built/libhwsim_${packages[0]}.so" ] || echo "simulated.sh: building the simulated libraries, once" >&2
   (cd "$root" && CARGO_TARGET_DIR=$target cargo build --quiet --locked --profile simulated \
     "${packages[@]/#/--package=highwater-simulated-}" >&2)
 else

@@ -430,7 +430,9 @@ fn memory_allocated_on_one_stream_holds_no_late_work_on_another() {
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
     let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
-    let scratch = device.allocate::<u32>(1 << 20).unwrap();
+    // A real device fills 4 MiB faster than a program asks for it.
+    let is_real = device.info().memory_bytes > 16 << 30;
+    let scratch = device.allocate::<u32>(if is_real { 64 << 20 } else { 1 << 20 }).unwrap();
     let mut reused = 0;
     for round in 0..20 {
         delay(&home, &scratch);
@@ -481,9 +483,11 @@ fn events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from() {
         runtime.backend().live_objects().events
     };
     let few = rounds(10);
-    let many = rounds(500);
+    // A real device takes seconds of it to show what grows.
+    let is_real = device.info().memory_bytes > 16 << 30;
+    let many = rounds(if is_real { 20_000 } else { 500 });
     // Each thread has a few events in flight for each stream. A count that grew with the rounds would reach thousands.
-    assert!(many <= few + 40 * THREADS as u64, "{few} events after 10 rounds, {many} after 500");
+    assert!(many <= few + 40 * THREADS as u64, "{few} events after 10 rounds, {many} after many");
     drop((constant, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
 }

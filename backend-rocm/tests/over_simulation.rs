@@ -1088,11 +1088,13 @@ fn a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures() 
     assert_eq!(wrong_products_on_two_streams(&runtime), 0);
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
     let (a, c) = (stream.upload(&[2.0_f32; 4]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
-    // A capture makes no handle here.
-    drop(stream.blas().unwrap());
+    if major() == 7 {
+        // A capture makes no handle. With HIP 6 it needs none, because it records no product.
+        drop(stream.blas().unwrap());
+    }
     let mut recorded = Ok(());
     let graph = stream.capture(|scope| {
-        recorded = scope.blas()?.gemm(&GemmShape::of::<f32>(2, 2, 2), 1.0, &a, &a, 0.0, &c);
+        recorded = scope.blas().and_then(|mut blas| blas.gemm(&GemmShape::of::<f32>(2, 2, 2), 1.0, &a, &a, 0.0, &c));
         scope.fill(&a, 3.0_f32)
     });
     let mut graph = graph.unwrap();

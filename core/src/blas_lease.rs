@@ -554,7 +554,7 @@ impl<'s> LtLease<'s> {
 /// Refuses products that cannot be recorded. A graph may run beside whatever its handle does next, so it needs a workspace that
 /// is not the handle's.
 #[cold]
-fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
+pub(crate) fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
     let device = stream.runtime().inner.device(stream.device());
     if device.workspace_bytes(BlasKind::Blas) > 0 {
         return Ok(());

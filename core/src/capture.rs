@@ -800,6 +800,9 @@ impl<'s> OpenCapture<'s> {
         if !inner.device(stream.device()).capabilities.capture {
             return Err(Error::lacks(OPERATION, "capture"));
         }
+        if !in_capture() {
+            inner.device(stream.device()).capture_gate.make_way();
+        }
         let state = CaptureState { streams: vec![Arc::clone(stream.core())], ..CaptureState::default() };
         let capture = Arc::new(Capture { closed: AtomicBool::new(false), state: Mutex::new(state) });
         take_part(OPERATION, stream, &capture, |backend| backend.begin_capture(stream.id(), mode)).inspect_err(

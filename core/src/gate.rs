@@ -13,6 +13,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -78,7 +79,13 @@ struct State {
     capturing: u32,
     /// The number of running calls during which no capture may begin.
     quiet: u32,
+    /// The number of runtimes that wait for captures to end.
+    waiting: u32,
 }
+
+/// How long a capture that is about to begin makes way for runtimes that wait. The limit serves a capture that an open one
+/// waits for: it must begin before that one can end.
+const MAKE_WAY: Duration = Duration::from_millis(100);
 
 /// A guard: no capture is open on the device, and none begins until the guard is dropped.
 pub(crate) struct Quiet(Arc<DeviceGate>);
@@ -109,6 +116,21 @@ impl DeviceGate {
         while state.capturing > 0 {
             self.changed.wait(&mut state);
         }
+    }
+
+    fn announce(self: &Arc<Self>) -> Waiting {
+        self.state.lock().waiting += 1;
+        Waiting(Arc::clone(self))
+    }
+}
+
+/// A guard: a runtime waits for captures until the guard is dropped.
+struct Waiting(Arc<DeviceGate>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.state.lock().waiting -= 1;
+        self.0.changed.notify_all();
     }
 }
 
@@ -145,9 +167,10 @@ impl CaptureGate {
         Some(Quiet(Arc::clone(&self.gate)))
     }
 
-    /// Waits until no capture is open behind any of the gates, then keeps captures from beginning behind all. A thread
-    /// inside a capture must not call this.
+    /// Waits until no capture is open behind any of the gates, then keeps captures from beginning behind all. New
+    /// captures make way meanwhile. A thread inside a capture must not call this.
     pub(crate) fn wait_until_quiet<'g>(gates: impl Iterator<Item = &'g Self> + Clone) -> Vec<Quiet> {
+        let _waiting: Vec<Waiting> = gates.clone().map(|gate| gate.gate.announce()).collect();
         loop {
             let mut quiet = Vec::new();
             let closed = gates.clone().find(|gate| match gate.quiet() {
@@ -161,6 +184,13 @@ impl CaptureGate {
             drop(quiet);
             closed.gate.wait_for_captures();
         }
+    }
+
+    /// Makes way, before a capture begins, for runtimes that wait for captures to end.
+    pub(crate) fn make_way(&self) {
+        let mut state = self.gate.state.lock();
+        let until = Instant::now() + MAKE_WAY;
+        while state.waiting > 0 && !self.gate.changed.wait_until(&mut state, until).timed_out() {}
     }
 
     /// Counts a stream that is about to take part in a capture, then waits for calls during which none may begin.
@@ -234,6 +264,44 @@ mod tests {
         drop(gate);
         of(other, &simulated);
         assert_eq!(known(one), 0, "a gate that nobody uses is forgotten");
+    }
+
+    #[test]
+    fn captures_that_follow_each_other_do_not_keep_a_runtime_waiting() {
+        const THREADS: usize = 8;
+        let gate = CaptureGate::of(BackendTag::next(), &device(205, None));
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let begun = std::sync::Barrier::new(THREADS + 1);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    let mut open = gate.capturing();
+                    begun.wait();
+                    // Some thread has a capture open at any time, unless captures make way.
+                    while !stop.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(2));
+                        drop(open);
+                        gate.make_way();
+                        open = gate.capturing();
+                    }
+                });
+            }
+            begun.wait();
+            let before = Instant::now();
+            drop(CaptureGate::wait_until_quiet(std::iter::once(&gate)));
+            let waited = before.elapsed();
+            stop.store(true, Ordering::Relaxed);
+            assert!(waited < Duration::from_secs(5), "{waited:?}");
+        });
+    }
+
+    #[test]
+    fn a_capture_that_an_open_one_waits_for_begins_while_a_runtime_waits() {
+        let gate = CaptureGate::of(BackendTag::next(), &device(206, None));
+        let outer = gate.capturing();
+        let _waiting = gate.gate.announce();
+        gate.make_way();
+        drop((gate.capturing(), outer));
     }
 
     #[test]

@@ -35,8 +35,8 @@ impl Stream {
     ///
     /// From here on the buffer behaves as after a copy by this crate: the CPU's access waits for that work (for reading,
     /// only where it writes), copies of other streams that would race with it wait on the device, and the memory is not
-    /// given to anybody else before it is done. Until this call nobody knows of the use, so it has to be made before the
-    /// buffer is touched, copied or dropped.
+    /// given to anybody else before it is done. The caller must make this call after the work is enqueued, and before the
+    /// buffer is touched, copied or dropped. A call before the work covers nothing of it.
     ///
     /// Where the stream takes part in a capture, the use is a recorded one: the capture keeps the memory, and each launch of the
     /// graph waits for uses that it would race with and counts as a use. Plain slices of the values that were made before

@@ -264,7 +264,8 @@ pub struct Statistics {
     /// Releases that the backend refused.
     pub failed_releases: u64,
     /// Streams, events and graphs among them that still wait to be destroyed. [`Runtime::reclaim`], [`Runtime::trim`]
-    /// and the end of the runtime retry them.
+    /// and the end of the runtime retry them. An object that the backend answers for with `InvalidHandle` no longer
+    /// exists, so it is not retried.
     pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,
@@ -1341,6 +1342,13 @@ impl RuntimeInner {
         pooled.chain(spare).for_each(std::mem::forget);
     }
 
+    /// Releases what the runtime holds, and retries the refused ones once after all others: nobody can retry later. Returns
+    /// the first error that remains.
+    fn twice<T>(&self, held: impl IntoIterator<Item = T>, mut release: impl FnMut(&T) -> Result<()>) -> Result<()> {
+        let refused: Vec<T> = held.into_iter().filter(|one| release(one).is_err()).collect();
+        refused.iter().map(release).fold(Ok(()), Result::and)
+    }
+
     /// Waits for the devices and frees everything that the runtime holds. Called once no other object refers to it.
     fn give_everything_back(&mut self) -> Result<()> {
         if self.closed.swap(true, Ordering::Relaxed) {
@@ -1388,27 +1396,39 @@ impl RuntimeInner {
             }
         }
         let stranded = std::mem::take(self.stranded.get_mut());
-        for free in std::iter::from_fn(|| self.deferred.pop()).chain(stranded).collect::<Vec<_>>() {
+        let frees: Vec<_> = std::iter::from_fn(|| self.deferred.pop()).chain(stranded).collect();
+        result = result.and(self.twice(frees, |free| {
             // SAFETY: the devices have executed everything, and the owner of the block is gone.
-            result = result.and(self.note(unsafe { self.free_deferred(&free) }.map(|_| ())));
-        }
+            self.note(unsafe { self.free_deferred(free) }.map(|_| ()))
+        }));
         let blocks = (0..size_class::COUNT).flat_map(|class| {
             let cache = &self.host_cache;
             let any = move || cache.pop_free(class).or_else(|| cache.pop_waiting(class));
             std::iter::from_fn(move || any().or_else(|| cache.pop_unmarked(class)))
         });
-        for block in blocks {
-            // Its marks go back to their pools, also where the free is refused.
+        // Marks go back to their pools, also where the free is refused.
+        let blocks: Vec<_> = blocks.collect();
+        for block in &blocks {
             block.uses.are_over(|_| true);
-            // SAFETY: the devices have executed everything, and no buffer owns the block.
-            result = result.and(unsafe { self.free_pinned(&block) }.1);
         }
+        let mut in_part = Ok(());
+        result = result.and(self.twice(blocks, |block| {
+            // SAFETY: the devices have executed everything, and no buffer owns the block.
+            let (is_gone, freed) = unsafe { self.free_pinned(block) };
+            if is_gone {
+                // What is left of it is a remnant, which is released below.
+                in_part = std::mem::replace(&mut in_part, Ok(())).and(freed);
+                return Ok(());
+            }
+            freed
+        }));
+        result = result.and(in_part);
         result = result.and(self.host_memory.release_remnants(|error| self.count_failed_release(error)));
         for device in &self.devices {
-            for workspace in device.workspaces.take_all() {
+            result = result.and(self.twice(device.workspaces.take_all(), |workspace| {
                 // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
-                result = result.and(self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) }));
-            }
+                self.note(unsafe { self.free_device(device.info.ordinal, workspace.ptr, None) })
+            }));
         }
         // A refusal here is retried like the rest.
         let _ = self.destroy_idle_events();

@@ -22,7 +22,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::backend::{Backend, Completion, EventOptions};
 use crate::blas::{BlasKind, Workspace};
-use crate::blas_lease::{BlasLease, LtLease};
+use crate::blas_lease::{BlasLease, LtLease, PooledHandle, check_recordable};
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
 use crate::capability::Products;
 use crate::capture::{self, Dropped, Recording};
@@ -661,13 +661,19 @@ impl Stream {
     /// It is a `cudaStream_t` on CUDA and a `hipStream_t` on ROCm.
     ///
     /// The handle is valid while this stream or a clone of it lives. The caller must not destroy it, and must capture
-    /// it only with [`Stream::capture`]. The caller must note the memory that its work uses with
-    /// [`Stream::note_device_use`] and [`Stream::note_host_use`].
+    /// it only with [`Stream::capture`]. The caller must note the memory that its work uses: device memory before the work
+    /// is enqueued, with [`Stream::note_device_use`], and page-locked memory after it, with [`Stream::note_host_use`].
     ///
     /// # Errors
-    /// `Unsupported` if `foreign_objects` is false; else the backend's error.
+    /// `Unsupported` if `foreign_objects` is false; `InvalidState` for the per-thread default stream of another thread,
+    /// because the number names a different stream here; else the backend's error.
     pub fn raw(&self) -> Result<u64> {
-        self.backend("raw_stream")?.raw_stream(self.core.id)
+        const OPERATION: &str = "raw_stream";
+        let backend = self.backend(OPERATION)?;
+        if self.core.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
+            return Err(not_the_owner(OPERATION));
+        }
+        backend.raw_stream(self.core.id)
     }
 
     /// Ordinal of the stream's device.
@@ -1106,12 +1112,19 @@ impl Stream {
     // Always inlined: a call spills registers, and the compare-exchange waits for those stores (14 ns against 7).
     #[inline(always)]
     pub fn blas(&self) -> Result<BlasLease<'_>> {
-        let lease = self
-            .runtime
-            .inner
-            .blas_handles
-            .lease(self.core.blas_key, || self.runtime.inner.create_handle(self.device(), BlasKind::Blas))?;
+        let lease = self.runtime.inner.blas_handles.lease(self.core.blas_key, || self.new_blas_handle())?;
         BlasLease::bind(self, lease)
+    }
+
+    /// A handle for products. In a capture that cannot record products, the error says so, and not that a handle is missing.
+    #[cold]
+    fn new_blas_handle(&self) -> Result<PooledHandle> {
+        self.runtime.inner.create_handle(self.device(), BlasKind::Blas).or_else(|error| {
+            if error.kind() == ErrorKind::Capture && self.core.enter("gemm")?.recording.is_some() {
+                check_recordable("gemm", self)?;
+            }
+            Err(error)
+        })
     }
 
     /// Leases an Lt handle, bound to this stream and its workspace, as [`Stream::blas`] does.

@@ -62,6 +62,7 @@ fn the_per_thread_stream_belongs_to_one_thread() {
                 kind(stream.synchronize()),
                 kind(stream.is_complete()),
                 kind(stream.record()),
+                kind(stream.raw()),
                 kind(stream.record_timed()),
                 kind(stream.wait(&event)),
                 kind(product(&stream)),
