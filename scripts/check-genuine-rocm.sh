@@ -11,8 +11,8 @@
 #
 # One line per fact: version, fact, expected, seen, and `ok` or `DIFFERENT`; exits 1 if one is different.
 #
-#   DEBIAN_MIRROR   http://deb.debian.org/debian, or a day of http://snapshot.debian.org/archive/debian/ where the packages
-#                   have moved on
+#   DEBIAN_MIRROR   a mirror of Debian's packages (the first that this machine's apt uses), or a day of Debian's snapshot
+#                   archive where the packages have moved on
 #   DEBIAN_KEYRING  Debian's keys (/usr/share/keyrings/debian-archive-keyring.gpg, of the package debian-archive-keyring)
 set -euo pipefail
 
@@ -39,7 +39,7 @@ done
 folder=${folder:-$target/genuine-rocm}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
-mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | head -n 1)}
 keyring=${DEBIAN_KEYRING:-/usr/share/keyrings/debian-archive-keyring.gpg}
 
 [ "$(uname -m)" = x86_64 ] || fail "the packages are for x86_64, this is $(uname -m)"
@@ -51,6 +51,7 @@ done
 # --- the packages
 
 prepare_apt() {
+  [ -n "$mirror" ] || fail "this machine's apt has no mirror: set DEBIAN_MIRROR"
   [ -r "$keyring" ] || fail "$keyring is missing: install debian-archive-keyring, or set DEBIAN_KEYRING"
   mkdir -p "$folder/apt/etc" "$folder/apt/state/lists/partial" "$folder/apt/cache/archives/partial"
   # Nothing is installed as far as this apt knows, so the closure is whole.
