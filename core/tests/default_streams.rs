@@ -82,34 +82,36 @@ fn the_per_thread_stream_belongs_to_one_thread() {
 
 #[test]
 fn what_a_per_thread_stream_used_may_be_dropped_in_any_thread() {
-    let (gpu, runtime) = open();
-    let device = runtime.device(0).unwrap();
-    let result = device.allocate::<u8>(4096).unwrap();
-    let (hand_over, handed_over) = std::sync::mpsc::channel();
-    let (end, ends) = std::sync::mpsc::channel::<()>();
-    thread::scope(|scope| {
-        let (device, result) = (&device, &result);
-        scope.spawn(move || {
-            let stream = device.per_thread_default_stream().unwrap();
-            let filled = device.allocate::<u8>(4096).unwrap();
-            for value in 0..10 {
-                stream.fill(&filled, value).unwrap();
-            }
-            stream.copy(&filled, result).unwrap();
-            hand_over.send((stream, filled)).unwrap();
-            let _ = ends.recv();
-        });
-        let (stream, filled) = handed_over.recv().unwrap();
-        drop_elsewhere(&gpu, &runtime, stream, filled, result);
-        drop(end);
+    let ended = drop_after(|_, stream, filled, result| {
+        for value in 0..10 {
+            stream.fill(filled, value).unwrap();
+        }
+        stream.copy(filled, result).unwrap();
     });
-    assert!(gpu.violations().is_empty(), "{:?}", gpu.violations());
-    drop((result, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    assert_eq!(ended, 0);
 }
 
 #[test]
 fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
+    let ended = drop_after(|gpu, stream, filled, result| {
+        stream.note_device_use(filled, true).unwrap();
+        for value in 0..10 {
+            let fill = MemoryFill::new(0, filled.ptr(), FillPattern::U8(value), 4096);
+            // SAFETY: the range belongs to the block, and notes before and after cover its use.
+            unsafe { gpu.fill(&fill, stream.id()) }.unwrap();
+        }
+        let at = |ptr| Location::Device { device: 0, ptr };
+        let copy = MemoryCopy::new(at(result.ptr()), at(filled.ptr()), 4096);
+        // SAFETY: as above. The other block lives until the wait for the device.
+        unsafe { gpu.copy(&copy, stream.id()) }.unwrap();
+        stream.note_device_use(filled, true).unwrap();
+    });
+    assert_eq!(ended, 0);
+}
+
+/// Runs `work` on a per-thread stream, drops the stream and the first buffer in another thread, and closes the runtime.
+/// Returns the number of resources that the runtime could not free.
+fn drop_after(work: impl FnOnce(&MockGpu, &Stream, &DeviceBuffer<u8>, &DeviceBuffer<u8>) + Send) -> u64 {
     let (gpu, runtime) = open();
     let device = runtime.device(0).unwrap();
     let result = device.allocate::<u8>(4096).unwrap();
@@ -120,17 +122,7 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
         scope.spawn(move || {
             let stream = device.per_thread_default_stream().unwrap();
             let filled = device.allocate::<u8>(4096).unwrap();
-            stream.note_device_use(&filled, true).unwrap();
-            for value in 0..10 {
-                let fill = MemoryFill::new(0, filled.ptr(), FillPattern::U8(value), 4096);
-                // SAFETY: the range belongs to the block, and notes before and after cover its use.
-                unsafe { foreign.fill(&fill, stream.id()) }.unwrap();
-            }
-            let at = |ptr| Location::Device { device: 0, ptr };
-            let copy = MemoryCopy::new(at(result.ptr()), at(filled.ptr()), 4096);
-            // SAFETY: as above. The other block lives until the wait for the device.
-            unsafe { foreign.copy(&copy, stream.id()) }.unwrap();
-            stream.note_device_use(&filled, true).unwrap();
+            work(foreign, &stream, &filled, result);
             hand_over.send((stream, filled)).unwrap();
             let _ = ends.recv();
         });
@@ -140,7 +132,7 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
     });
     assert!(gpu.violations().is_empty(), "{:?}", gpu.violations());
     drop((result, device));
-    assert_eq!(runtime.close().unwrap().total(), 0);
+    runtime.close().unwrap().total()
 }
 
 /// Its thread lives, and its work goes on. Other threads get no memory that it uses; the mock's checks would report it.
