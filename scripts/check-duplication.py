@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Says how much of the two vendor crates is the same text: `check-duplication.py [-v] [--limit PERCENT] [--self-test]`.
 
-What CUDA and HIP do alike belongs in `core/src/driver`, written once. This measures what is left: lines of
+What CUDA and HIP do alike belongs in `backend-driver/src`, written once. This measures what is left: lines of
 `backend-cuda/src` and `backend-rocm/src` that stand in runs of six or more equal lines, as a share of the smaller crate.
 Fails above 10 %, or above PERCENT.
 

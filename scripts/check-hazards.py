@@ -2,7 +2,7 @@
 """Checks that each of AMD's rules that the ROCm backend has to keep has a test: `check-hazards.py [-v]`.
 
 `docs/rocm.md` lists them as rows of a table that begin with a number, such as `| R3.14 |`. The tests of one have its number
-at the beginning of their names, `fn r3_14_...`, and are in `backend-rocm` or `core/src/driver`. Prints each number without a
+at the beginning of their names, `fn r3_14_...`, and are in `backend-rocm` or `backend-driver/src`. Prints each number without a
 test, and each test without a row; fails if there are any. R2.1 to R2.7 and R3.1 to R3.14 have to be there whatever the
 document says.
 
@@ -29,7 +29,7 @@ for line in document.read_text(encoding="utf-8").splitlines() if document.exists
         rows.add((found[1], int(found[2]), int(found[3])))
 
 tests = {}
-for folder in ("backend-rocm", "core/src/driver"):
+for folder in ("backend-rocm", "backend-driver/src"):
     for path in sorted((root / folder).rglob("*.rs")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if found := TEST.match(line):

@@ -25,7 +25,7 @@ sanitize -p highwater-mock
 printf '=== address sanitizer: core\n'
 # Without the search for leaks: some tests forget objects on purpose, or fork and leave the child's copies behind. The
 # model checkers run on stacks of their own, which the sanitizer does not know.
-ASAN_OPTIONS=detect_leaks=0 sanitize -p highwater-core --lib --test sharing --test capture --test host_cache --test host_pieces \
+ASAN_OPTIONS=detect_leaks=0 sanitize -p highwater-core -p highwater-hal -p highwater-driver --lib --test sharing --test capture --test host_cache --test host_pieces \
   --test regressions --test schedules --test turn --test exit --test bad_input
 
 printf '=== valgrind: the mock\n'

@@ -21,11 +21,11 @@ OPTIONS = sys.argv[1:]
 if OPTIONS not in ([], ["--no-build"], ["--publish"]):
     sys.exit(__doc__)
 
-# Files that a package must contain. The program classifies `examples/digits`, whose license requires the notice.
-IN_EACH = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "src/lib.rs"]
+# Files that a package must contain. The program classifies `program/digits`, whose license requires the notice.
+IN_EACH = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT"]
 IN_ONE = {
-    "highwater": [f"examples/digits/{name}" for name in ("NOTICE", "test.safetensors", "weights.safetensors")],
-    "highwater-core": ["include/highwater.h"],
+    "highwater-cli": [f"digits/{name}" for name in ("NOTICE", "test.safetensors", "weights.safetensors")],
+    "highwater-plugin": ["include/highwater.h"],
 }
 # Folders that no package may contain. Tests stay out, because they use scripts and crates that are not published.
 FORBIDDEN = re.compile(r"(.*/)?(\.ci|\.cargo|\.github|scripts|tests|target)/")

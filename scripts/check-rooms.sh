@@ -14,24 +14,38 @@ none_of() { # what, list, forbidden pattern
   if found=$(grep -E "^($3)\$" <<<"$2"); then fail "$1 depends on $(tr '\n' ' ' <<<"$found")"; fi
 }
 
-vendors='cudarc|hip-sys|cubecl-hip-sys|rocm-rs'
-none_of core "$(dependencies highwater-core --all-features)" "$vendors|highwater|highwater-(cuda|rocm|mock|conformance)"
-none_of backend-cuda "$(dependencies highwater-cuda)" 'highwater|highwater-(rocm|mock|conformance)'
-none_of backend-rocm "$(dependencies highwater-rocm)" 'highwater|highwater-(cuda|mock|conformance)'
-none_of backend-mock "$(dependencies highwater-mock)" "$vendors|highwater|highwater-(cuda|rocm|conformance)"
-simulated="$vendors|highwater|highwater-(cuda|rocm|conformance)"
-none_of backend-mock/simulated/engine "$(dependencies highwater-simulated-engine)" "$simulated"
-none_of backend-mock/simulated/cuda "$(dependencies highwater-simulated-cuda)" "$simulated"
-none_of conformance/example-backend "$(dependencies highwater-example-backend)" "$vendors|highwater|highwater-(cuda|rocm|mock|conformance)"
-none_of conformance "$(dependencies highwater-conformance)" "$vendors|highwater|highwater-(cuda|rocm|mock)"
+ours=$(cargo metadata --no-deps --format-version 1 --locked --offline | grep -oE '"name":"highwater[a-z-]*"' | cut -d'"' -f4 | sort -u)
+# Package, and the packages of this workspace that a normal build of it may pull in.
+only() {
+  local package=$1 allowed=" $1 highwater-hal ${*:2} " found
+  found=$(dependencies "$package" --all-features | grep -Fx "$ours" || true)
+  for other in $found; do
+    case $allowed in *" $other "*) ;; *) fail "$package depends on $other" ;; esac
+  done
+}
+only highwater-hal
+only highwater-core
+only highwater-driver
+only highwater-plugin
+only highwater-cuda highwater-driver
+only highwater-rocm highwater-driver
+only highwater-mock
+only highwater-conformance
+only highwater-example-backend highwater-plugin
+for backend in cuda rocm; do only highwater-$backend-plugin highwater-$backend highwater-driver highwater-plugin; done
+only highwater-mock-plugin highwater-mock highwater-plugin
 
-program='clap|clap_derive|indicatif|comfy-table|anyhow|safetensors|highwater-conformance|highwater-mock'
-plugins='toml|toml_parser|toml_datetime|serde_spanned|winnow|serde_json'
+vendors='cudarc|hip-sys|cubecl-hip-sys'
+for package in hal core driver plugin mock conformance simulated-engine simulated-cuda; do
+  none_of "$package" "$(dependencies "highwater-$package" --all-features)" "$vendors"
+done
+program='clap|clap_derive|indicatif|comfy-table|anyhow|safetensors|highwater-(conformance|mock|cli)'
+plugins='toml|toml_parser|serde_json|highwater-plugin'
 none_of "a library user with the feature cuda" "$(dependencies highwater --no-default-features --features cuda)" \
   "$program|$plugins|highwater-rocm"
 none_of "a library user with the feature plugins" "$(dependencies highwater --no-default-features --features plugins)" \
   "$program|highwater-(cuda|rocm)"
 
 # Comments and strings may speak of it; code may not have it.
-if grep -rnE '\bunsafe +(\{|fn|impl|extern|trait)' src examples --include='*.rs'; then fail "unsafe code in src/ or examples/"; fi
+if grep -rnE '\bunsafe +(\{|fn|impl|extern|trait)' src program/src examples --include='*.rs'; then fail "unsafe code in src/, program/ or examples/"; fi
 echo "rooms: ok"

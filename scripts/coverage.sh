@@ -5,7 +5,7 @@
 #   --only  one vendor; the driver room is then printed, and not judged
 #   -v      the lines that did not run as well
 #
-# Prints each file and each group: backend-cuda/src, backend-rocm/src and core/src/driver, without their tests. Fails below
+# Prints each file and each group: backend-cuda/src, backend-rocm/src and backend-driver/src, without their tests. Fails below
 # 85 % for one of the groups, and where a test or a conformance case fails. Builds in target/coverage.
 #
 # Needs llvm-cov and llvm-profdata of an LLVM that reads what this rustc writes: LLVM_COV and LLVM_PROFDATA, or the ones that
@@ -99,12 +99,12 @@ step() { printf '=== %s (%s s)\n' "$1" "$SECONDS" >&2; }
 step "build"
 # The program as its test has it: with other features it would be another program in the same place, and the profiles of the
 # first one lost.
-add_objects -p highwater --test simulated
+add_objects -p highwater-cli --test simulated
 program=$CARGO_TARGET_DIR/debug/highwater
 objects+=("$program")
-add_objects -p highwater-core --lib
-step "the driver room's tests"
-instrumented test -p highwater-core --lib -- driver >&2
+add_objects -p highwater-driver --lib
+step "tests of highwater-driver"
+instrumented test -p highwater-driver --lib >&2
 skipped=(--skip every_conformance_case)
 for vendor in cuda rocm; do
   case " ${vendors[*]} " in *" $vendor "*) ;; *) skipped+=(--skip "$vendor::"); continue ;; esac
@@ -126,7 +126,7 @@ for vendor in cuda rocm; do
   done
 done
 step "whole and broken installations"
-instrumented test -p highwater --test simulated -- "${skipped[@]}" >&2
+instrumented test -p highwater-cli --test simulated -- "${skipped[@]}" >&2
 
 # --- the figures
 
@@ -139,7 +139,7 @@ find "$profiles" -name '*.profraw' -size +0 >"$CARGO_TARGET_DIR/profiles.list"
   -o "$CARGO_TARGET_DIR/merged.profdata" || fail "$profdata (LLVM $(llvm_of "$profdata")) cannot read what this rustc writes"
 arguments=()
 for object in "${objects[@]:1}"; do arguments+=(-object "$object"); done
-folders=(core/src/driver)
+folders=(backend-driver/src)
 for vendor in "${vendors[@]}"; do folders+=("backend-$vendor/src"); done
 # Functions that were inlined wherever they are used have no counters of their own; that is the mismatch that llvm-cov warns of.
 "$cov" export --format=lcov --instr-profile="$CARGO_TARGET_DIR/merged.profdata" "${objects[0]}" "${arguments[@]}" \
@@ -215,7 +215,7 @@ for folder in folders:
         print(f"{share(ran, len(lines)):6.1f} % {ran:5} of {len(lines):5}  {path.relative_to(root)}")
         if os.environ.get("VERBOSE") and ran < len(lines):
             print(f"         not run: {ranges(sorted(number for number, count in lines.items() if not count))}")
-    judged = folder != "core/src/driver" or len(folders) == 3
+    judged = folder != "backend-driver/src" or len(folders) == 3
     print(f"{share(group_ran, group_all):6.1f} % {group_ran:5} of {group_all:5}  all of {folder}{'' if judged else ' (one vendor only: not judged)'}")
     if judged and share(group_ran, group_all) < LEAST:
         failed.append(folder)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command over simulated vendor libraries. Usage: scripts/simulated.sh VENDOR[:VARIANT] COMMAND [ARGUMENT...]
 #
-# VENDOR is cuda, rocm or rocm6. Builds the look-alikes of its libraries (backend-mock/simulated), lays them out under the
+# VENDOR is cuda, rocm or rocm6. Builds the look-alikes of its libraries (`simulated/`), lays them out under the
 # vendor's names in a folder of their own, and runs COMMAND with that folder first on the loader's path. Standard output and
 # the exit status are those of COMMAND. HIGHWATER_MOCK says what the devices are like, HIGHWATER_SIMULATED_CUDA or
 # HIGHWATER_SIMULATED_HIP how the driver differs.

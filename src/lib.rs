@@ -47,6 +47,8 @@ pub use highwater_core::*;
 pub use highwater_cuda as cuda;
 #[cfg(feature = "mock")]
 pub use highwater_mock as mock;
+#[cfg(feature = "plugins")]
+pub use highwater_plugin as plugin;
 #[cfg(feature = "rocm")]
 pub use highwater_rocm as rocm;
 
@@ -61,6 +63,11 @@ pub use open::{
 #[cfg(all(doctest, feature = "mock"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The example of the mock's README, likewise: the mock itself does not depend on `Runtime`.
+#[cfg(all(doctest, feature = "mock"))]
+#[doc = include_str!("../backend-mock/README.md")]
+struct MockReadme;
 
 /// The examples of the page on the race finder, likewise.
 #[cfg(all(doctest, feature = "mock"))]

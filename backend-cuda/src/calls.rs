@@ -1,9 +1,9 @@
 //! The tables of calls that only CUDA has, and the vendor's symbols behind the tables that it shares.
 
-use highwater_core::driver::{BlasSettings, vendor_calls};
+use highwater_driver::{BlasSettings, vendor_calls};
 
 vendor_calls! {
-    /// The driver's calls beyond [`Calls`](highwater_core::driver::Calls).
+    /// The driver's calls beyond [`Calls`](highwater_driver::Calls).
     pub(crate) struct CudaCalls {
         required {
             /// Initialises the driver: flags.
@@ -67,7 +67,7 @@ vendor_calls! {
 }
 
 vendor_calls! {
-    /// cuBLAS's calls beyond [`BlasCalls`](highwater_core::driver::BlasCalls).
+    /// cuBLAS's calls beyond [`BlasCalls`](highwater_driver::BlasCalls).
     pub(crate) struct CublasCalls {
         required {
             /// A part of the version: which, out.

@@ -2,8 +2,8 @@
 
 use cudarc::cublas::sys::cublasStatus_t;
 use cudarc::driver::sys::CUresult;
-use highwater_core::ErrorKind;
-use highwater_core::driver::{Code, Codes};
+use highwater_driver::{Code, Codes};
+use highwater_hal::ErrorKind;
 
 /// Rows of one kind, each with its hint.
 macro_rules! rows {

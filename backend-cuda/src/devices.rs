@@ -1,8 +1,8 @@
 //! What CUDA's devices are and can do.
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_core::driver::text;
-use highwater_core::{Capabilities, DeviceInfo, Error, Result, Transport, Transports};
+use highwater_driver::text;
+use highwater_hal::{Capabilities, DeviceInfo, Error, Result, Transport, Transports};
 
 use crate::codes;
 use crate::driver::Device;
@@ -30,7 +30,7 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
         check((calls.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, number))?;
     }
     let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
-    info.set_place(&pci);
+    highwater_driver::set_place(&mut info, &pci);
     let (major, minor) = architecture(cuda, number);
     info.architecture = format!("sm_{major}{minor}");
     Ok(info)

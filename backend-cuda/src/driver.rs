@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_core::driver::{Calls, Captures, Found, Initialised, Search};
-use highwater_core::{Error, ErrorKind};
+use highwater_driver::{Calls, Captures, Found, Initialised, Search};
+use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, CudaCalls};
 use crate::quirks::QUIRKS;
@@ -80,7 +80,7 @@ impl Driver {
         }
         // SAFETY: the call takes flags, of which there are none.
         check(unsafe { (own.init)(0) })?;
-        highwater_core::exit::watch();
+        highwater_hal::exit::watch();
         let mut count = 0;
         // SAFETY: as above.
         check(unsafe { (own.device_count)(&mut count) })?;

@@ -1,7 +1,7 @@
 //! The CUDA backend of Highwater: NVIDIA's driver, cuBLASLt and cuBLAS, opened at run time.
 //!
 //! Nothing of CUDA is needed to build it, and a program that holds it starts on a machine without any. It needs a driver of
-//! CUDA 12.2 or newer and cuBLAS 12 or 13. What CUDA and HIP do alike is in `highwater_core::driver`; here are the names of
+//! CUDA 12.2 or newer and cuBLAS 12 or 13. What CUDA and HIP do alike is in `highwater_driver`; here are the names of
 //! the libraries, their calls, the meaning of their codes, and what only CUDA has. Which calls stand behind which method is
 //! written down in `docs/driver-mapping.md` of the repository, what ran on which GPU in `docs/cuda.md`.
 
@@ -20,8 +20,9 @@ mod witness;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_core::driver::{Blas, DriverBackend, Opened, Search, Unavailable, environment_path};
-use highwater_core::{Backend, BackendTag, Error, Identity};
+use highwater_driver::{Blas, DriverBackend, Opened, Search, environment_path};
+use highwater_hal::Unavailable;
+use highwater_hal::{Backend, BackendTag, Error, Identity};
 
 use crate::driver::Driver;
 use crate::mapped::MappedCalls;
@@ -66,7 +67,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let driver = unsafe { Driver::open(search, paths) }?;
     // cuBLAS 13 needs a driver that knows CUDA 13.
     let newest = (driver.version / 1000).unsigned_abs();
-    let goes_with = |name: &highwater_core::driver::LibraryName| name.major.is_none_or(|major| major <= newest);
+    let goes_with = |name: &highwater_driver::LibraryName| name.major.is_none_or(|major| major <= newest);
     let library = &libraries::CUBLAS_LT;
     // SAFETY: passed on from the caller.
     let lt = unsafe { search.open(library, paths(library.path_variable).as_deref(), goes_with) }?;

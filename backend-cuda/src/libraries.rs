@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use highwater_core::driver::{LibraryName, VendorLibrary};
+use highwater_driver::{LibraryName, VendorLibrary};
 
 pub(crate) const NVIDIA_DRIVER: VendorLibrary = VendorLibrary {
     what: "the NVIDIA driver",

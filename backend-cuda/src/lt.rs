@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use cudarc::cublas::sys::{cublasComputeType_t, cudaDataType_t};
 use cudarc::cublaslt::sys;
-use highwater_core::driver::{HandleCount, Library, Room, vendor_calls};
-use highwater_core::{
+use highwater_driver::{HandleCount, Library, Room, vendor_calls};
+use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
     PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
 };
@@ -388,7 +388,7 @@ impl LtBlas {
             product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
         }
         let batch =
-            |stride: fn(&highwater_core::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
+            |stride: fn(&highwater_hal::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
         let a = self.layout(
             operation,
             factor,

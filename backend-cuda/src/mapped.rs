@@ -3,8 +3,8 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
-use highwater_core::driver::SharedBlock;
-use highwater_core::{Descriptor, Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_driver::SharedBlock;
+use highwater_hal::{Descriptor, Error, ErrorKind, MemoryHandle, Result, Transport};
 
 use crate::calls::CudaCalls;
 use crate::codes;

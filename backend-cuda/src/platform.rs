@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
-use highwater_core::driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, Room, SharedBlock};
-use highwater_core::{BlasHandle, Error, MemoryHandle, Result, Transport};
+use highwater_driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, Room, SharedBlock};
+use highwater_hal::{BlasHandle, Error, MemoryHandle, Result, Transport};
 
 use crate::calls::CublasCalls;
 use crate::codes;

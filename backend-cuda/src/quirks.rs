@@ -6,7 +6,7 @@ use cudarc::cublas::sys::{
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_WRITECOMBINED};
 use cudarc::driver::sys::{CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CUipcMem_flags};
 use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUresult, CUstream_flags};
-use highwater_core::driver::Quirks;
+use highwater_driver::Quirks;
 
 /// Parts of a sum are added in 32 bits, also where the result has 16: cuBLAS adds them as halves by default.
 const FULL_SUMS: u32 = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION as u32;

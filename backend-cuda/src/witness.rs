@@ -2,9 +2,9 @@
 //! arguments and an answer of the same size and kind (number or floating-point number).
 
 use cudarc::{cublas, cublaslt, driver};
-use highwater_core::driver::witness::{Signature, check, declared, in_header};
-use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmCall};
-use highwater_core::witness_pairs;
+use highwater_driver::witness::{Signature, check, declared, in_header};
+use highwater_driver::witness_pairs;
+use highwater_driver::{BlasCalls, Calls, GemmBatchCall, GemmCall};
 
 use crate::calls::{CublasCalls, CudaCalls, blas_symbol, driver_symbol, lt_symbol};
 use crate::lt::{LtTable, MatmulCall};

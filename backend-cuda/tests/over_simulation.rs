@@ -293,7 +293,7 @@ fn a_product_that_loses_the_device_is_told_as_that() {
 /// # Safety
 /// The caller must name a function of that type.
 unsafe fn cublas<F: Copy>(symbol: &str) -> F {
-    let file = highwater_core::driver::loaded_files("libcublas.so").pop().unwrap();
+    let file = highwater_driver::loaded_files("libcublas.so").pop().unwrap();
     // SAFETY: the library is in this process already; the caller vouches for the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());

@@ -9,7 +9,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, Epilogue, Error, ErrorKind, Gemm, GemmShape, MathMode, PlanArguments, PlanId,
     PlanOptions, Result, StreamId, Workspace,
 };
@@ -21,7 +21,7 @@ use crate::kernel::OwnWorkspace;
 use crate::operation::{Operation, Tally};
 use crate::product::{RawProduct, Room, Scale};
 use crate::stream::Stream;
-use highwater_core::exit;
+use highwater_hal::exit;
 
 /// Bytes of the workspace that every handle has of its own.
 const OWN_WORKSPACE_BYTES: usize = 64 * 1024;

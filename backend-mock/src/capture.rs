@@ -17,7 +17,7 @@
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
-use highwater_core::{CaptureMode, Error, ErrorKind, GraphExecId, Result};
+use highwater_hal::{CaptureMode, Error, ErrorKind, GraphExecId, Result};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::event::{Event, Point};

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_core::StreamId;
+use highwater_hal::StreamId;
 use parking_lot::Mutex;
 
 use crate::engine::Engine;

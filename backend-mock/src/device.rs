@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use highwater_core::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
 use parking_lot::{Mutex, RwLock};
 
 use crate::arena::{Arena, Block, Owner, Quarantine};

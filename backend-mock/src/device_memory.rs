@@ -9,7 +9,7 @@
 
 use std::os::fd::OwnedFd;
 
-use highwater_core::Result;
+use highwater_hal::Result;
 use parking_lot::RwLock;
 use rustix::fs::FallocateFlags;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use highwater_core::{Completion, ErrorKind, Result};
+use highwater_hal::{Completion, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::device::Device;

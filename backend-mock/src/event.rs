@@ -10,7 +10,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use highwater_core::{Completion, Result};
+use highwater_hal::{Completion, Result};
 use parking_lot::{Condvar, Mutex};
 
 use crate::capture::Mark;

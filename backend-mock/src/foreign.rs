@@ -10,13 +10,13 @@ use std::hash::Hash;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
-use highwater_core::{Error, ErrorKind};
+use highwater_hal::{Error, ErrorKind};
 use parking_lot::Mutex;
 
 use crate::engine::Engine;
 use crate::operation::{Calls, Operation};
 use crate::stream::Stream;
-use highwater_core::exit;
+use highwater_hal::exit;
 
 /// The raw handle of a stream or event.
 pub(crate) fn raw<T>(object: &Arc<T>) -> u64 {

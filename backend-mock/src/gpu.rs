@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
-use highwater_core::fork::Generation;
-use highwater_core::{
+use highwater_hal::fork::Generation;
+use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId,
     GraphId, HostAllocator, IdTable, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo,

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     Capabilities, DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result,
 };
 use parking_lot::RwLock;
@@ -18,7 +18,7 @@ use crate::operation::{Calls, Operation};
 use crate::races::finder::{Finder, Touch};
 use crate::races::shadow::Store;
 use crate::uses::{Range, Space};
-use highwater_core::exit;
+use highwater_hal::exit;
 
 /// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
 const KEPT_BLOCKS: usize = 64;

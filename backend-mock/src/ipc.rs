@@ -23,7 +23,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+use highwater_hal::{DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
 
 use crate::event::Event;
 use crate::gpu::{Shared, device_uuid};
@@ -61,7 +61,7 @@ impl fmt::Debug for MockIpc {
 
 /// The error of a transport that the capabilities do not name.
 #[cold]
-pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwater_core::Error {
+pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwater_hal::Error {
     operation
         .error(ErrorKind::Unsupported, format!("the device shares nothing by the transport {transport:?}"))
         .with_hint("the capability `ipc_transports` says which there are")

@@ -17,7 +17,7 @@ use std::ops::{Add, AddAssign, Mul};
 use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
-use highwater_core::{DataType, DevicePtr, Epilogue, GemmShape, StridedBatch, Transpose};
+use highwater_hal::{DataType, DevicePtr, Epilogue, GemmShape, StridedBatch, Transpose};
 
 use crate::device::Device;
 use crate::device_memory::DeviceMemory;

@@ -10,7 +10,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use highwater_core::{
+//! use highwater_hal::{
 //!     AllocateOptions, Backend, BlasKind, BlasOptions, DataType, FillPattern, Gemm, GemmShape, HostOptions, Location,
 //!     MemoryCopy, MemoryFill, StreamOptions,
 //! };
@@ -38,7 +38,7 @@
 //! assert_eq!(gpu.calls(Operation::Gemm), 1);
 //! # // SAFETY: nothing is outstanding.
 //! # unsafe { host.free(pinned)?; gpu.free(0, ones, None)?; gpu.free(0, product, None)?; }
-//! # Ok::<(), highwater_core::Error>(())
+//! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
 //! # Where what is
@@ -59,13 +59,13 @@
 //! loses the capture for certain, and a capture takes neither stream-ordered memory nor the launch of a graph. Stream
 //! priorities change nothing, and a graph is executed one operation after the other.
 //!
-//! It is repeatable bit for bit, except where [`AtomicsMode::Allowed`](highwater_core::AtomicsMode) was chosen: then sums
+//! It is repeatable bit for bit, except where [`AtomicsMode::Allowed`](highwater_hal::AtomicsMode) was chosen: then sums
 //! over a long k are added in another order each time, on purpose.
 //!
 //! # Sharing between processes
 //! Every process has devices of its own, with the same UUIDs: they stand for the same hardware, and each process sees its
 //! own allocations and what it opened of others. Memory and events travel by descriptor
-//! ([`Transport::Descriptor`](highwater_core::Transport)). What is shared lives in sealed memory files without a name, so
+//! ([`Transport::Descriptor`](highwater_hal::Transport)). What is shared lives in sealed memory files without a name, so
 //! it needs no room in `/dev/shm`, and ends with the last process that uses it, however that ends. Work that a process
 //! has queued ends with the process; on hardware it may go on for a while.
 
@@ -104,8 +104,3 @@ pub use operation::Operation;
 pub use options::{ENVIRONMENT_VARIABLE, MockOptions};
 #[doc(hidden)]
 pub use product::{RawProduct, Scale};
-
-/// The example of the README, compiled with the other doc tests.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

@@ -10,8 +10,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use highwater_core::fork::Generation;
-use highwater_core::{Error, ErrorKind, Result, display_foreign};
+use highwater_hal::fork::Generation;
+use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 use parking_lot::Mutex;
 
 use crate::ipc::checksum;

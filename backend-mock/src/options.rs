@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::{Bound, RangeBounds, RangeInclusive};
 use std::time::Duration;
 
-use highwater_core::{Capabilities, Error, ErrorKind, Result, Transport, Transports, display_foreign};
+use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transports, display_foreign};
 
 use crate::arena::Quarantine;
 use crate::operation::{MILLION, Operation};
@@ -24,7 +24,7 @@ const MAX_MEMORY_BYTES: u64 = 1 << 42;
 ///
 /// ```
 /// use std::time::Duration;
-/// use highwater_core::ErrorKind;
+/// use highwater_hal::ErrorKind;
 /// use highwater_mock::{MockGpu, MockOptions, Operation};
 ///
 /// let options = MockOptions::new()
@@ -34,7 +34,7 @@ const MAX_MEMORY_BYTES: u64 = 1 << 42;
 ///     .with_capabilities(|capabilities| capabilities.peer_copy = false)
 ///     .with_faults(Operation::Allocate, 3.., ErrorKind::OutOfMemory);
 /// let gpu = MockGpu::open(options)?;
-/// # Ok::<(), highwater_core::Error>(())
+/// # Ok::<(), highwater_hal::Error>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct MockOptions {
@@ -153,19 +153,17 @@ impl MockOptions {
     /// several faults match a call, the one set first applies.
     ///
     /// ```
-    /// use highwater_core::{ErrorKind, Runtime};
+    /// use highwater_hal::{AllocateOptions, Backend, ErrorKind};
     /// use highwater_mock::{MockGpu, MockOptions, Operation};
     ///
-    /// // The device has room for one block. A runtime tries twice, and frees its caches in between.
+    /// // The device has memory for one block.
     /// let options = MockOptions::new().with_faults(Operation::Allocate, 2.., ErrorKind::OutOfMemory);
     /// let gpu = MockGpu::open(options)?;
-    /// let runtime = Runtime::new(gpu.clone())?;
-    /// let device = runtime.device(0)?;
-    /// let first = device.allocate::<f32>(1000)?;
-    /// let error = device.allocate::<f32>(1000).unwrap_err();
+    /// gpu.allocate(0, &AllocateOptions::new(4096))?;
+    /// let error = gpu.allocate(0, &AllocateOptions::new(4096)).unwrap_err();
     /// assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    /// assert_eq!(gpu.calls(Operation::Allocate), 3);
-    /// # Ok::<(), highwater_core::Error>(())
+    /// assert_eq!(gpu.calls(Operation::Allocate), 2);
+    /// # Ok::<(), highwater_hal::Error>(())
     /// ```
     #[must_use]
     pub fn with_faults(mut self, operation: impl AsRef<str>, calls: impl RangeBounds<u64>, kind: ErrorKind) -> Self {
@@ -289,7 +287,7 @@ impl MockOptions {
     /// MockOptions::parse("devices=2,memory=64MiB,latency=1ms,create-handle-latency=0:200ms,fail=allocate:3,lt=off")?;
     /// let error = MockOptions::parse("memory=lots").unwrap_err();
     /// assert!(error.to_string().contains("`memory`") && error.to_string().contains("`lots`"));
-    /// # Ok::<(), highwater_core::Error>(())
+    /// # Ok::<(), highwater_hal::Error>(())
     /// ```
     ///
     /// # Errors
@@ -770,7 +768,7 @@ mod tests {
             kind(MockOptions::new().with_capabilities(|c| c.workspace_alignment = 3)),
             ErrorKind::InvalidArgument
         );
-        let transports = highwater_core::Transports::NONE.with(highwater_core::Transport::Legacy);
+        let transports = highwater_hal::Transports::NONE.with(highwater_hal::Transport::Legacy);
         assert_eq!(
             kind(MockOptions::new().with_capabilities(|c| c.ipc_transports = transports)),
             ErrorKind::Unsupported

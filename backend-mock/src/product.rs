@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_core::{AtomicsMode, DataType, DevicePtr, Epilogue, ErrorKind, GemmShape, MathMode, Result, Workspace};
+use highwater_hal::{AtomicsMode, DataType, DevicePtr, Epilogue, ErrorKind, GemmShape, MathMode, Result, Workspace};
 
 use crate::device::Device;
 use crate::kernel::{Factor, OwnWorkspace, Product, intermediate_bytes, panels};
@@ -221,12 +221,12 @@ impl crate::MockGpu {
     /// one block of the device, `InvalidHandle` for an unknown stream, `WrongDevice` for a stream of another device.
     ///
     /// # Safety
-    /// As for [`BlasHandle::run_plan`](highwater_core::BlasHandle::run_plan), and the workspace is used by nobody else
+    /// As for [`BlasHandle::run_plan`](highwater_hal::BlasHandle::run_plan), and the workspace is used by nobody else
     /// until the product has completed.
     pub unsafe fn enqueue_product(
         &self,
         device: u32,
-        stream: highwater_core::StreamId,
+        stream: highwater_hal::StreamId,
         product: &RawProduct,
         workspace: Option<Workspace>,
     ) -> Result<usize> {

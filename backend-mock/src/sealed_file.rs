@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 
-use highwater_core::{Descriptor, Error, ErrorKind, Result, file_limit};
+use highwater_hal::{Descriptor, Error, ErrorKind, Result, file_limit};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;

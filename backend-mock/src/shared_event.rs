@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use highwater_core::{ErrorKind, EventHandle, Result};
+use highwater_hal::{ErrorKind, EventHandle, Result};
 use rustix::thread::futex;
 
 use crate::event::Progress;

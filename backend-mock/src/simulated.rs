@@ -1,14 +1,14 @@
 //! What the simulated vendor libraries need of the inside of the mock, and nobody else.
 //!
 //! A simulated driver has its vendor's rules, which it checks itself; what it finds good it hands to the engine through
-//! [`Hooks`] and the [`Backend`](highwater_core::Backend). The hooks check that nothing outside of the device's memory
+//! [`Hooks`] and the [`Backend`](highwater_hal::Backend). The hooks check that nothing outside of the device's memory
 //! is touched, and leave what is allowed to the caller.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, ErrorKind, Location, Result, StreamId};
+use highwater_hal::{DevicePtr, ErrorKind, Location, Result, StreamId};
 
 use crate::arena::Owner;
 use crate::event::Point;
@@ -78,7 +78,7 @@ impl Hooks {
     /// Has a stream run code in its turn, or its capture record it.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    /// As [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_call(&self, stream: StreamId, call: Call) -> Result<()> {
         let operation = Operation::Copy;
         self.0.stream(operation, stream)?.enqueue(operation, Command::Call(call))
@@ -88,7 +88,7 @@ impl Hooks {
     /// device will do.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    /// As [`Backend::copy`](highwater_hal::Backend::copy).
     ///
     /// # Safety
     /// As there.
@@ -128,7 +128,7 @@ impl Hooks {
     /// Enqueues a copy of `bytes` to device memory, which the call takes along.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_core::Backend::copy).
+    /// As [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_write(&self, stream: StreamId, device: u32, ptr: DevicePtr, bytes: Vec<u8>) -> Result<()> {
         let operation = Operation::Copy;
         self.0.calls.enter(operation)?;
@@ -143,7 +143,7 @@ impl Hooks {
     /// will do.
     ///
     /// # Errors
-    /// As [`Backend::fill`](highwater_core::Backend::fill).
+    /// As [`Backend::fill`](highwater_hal::Backend::fill).
     pub fn enqueue_fill(
         &self,
         stream: StreamId,
@@ -163,7 +163,7 @@ impl Hooks {
     /// part in a capture.
     ///
     /// # Errors
-    /// As [`Backend::record_event`](highwater_core::Backend::record_event).
+    /// As [`Backend::record_event`](highwater_hal::Backend::record_event).
     pub fn order(&self, stream: StreamId, before: StreamId) -> Result<()> {
         let operation = Operation::StreamWaitEvent;
         let (after, before) = (self.0.stream(operation, stream)?, self.0.stream(operation, before)?);
@@ -342,7 +342,7 @@ pub fn start_time(process: u32) -> Option<u32> {
 /// Whether the process has begun to exit, as the mock sees it.
 #[must_use]
 pub fn is_exiting() -> bool {
-    highwater_core::exit::has_begun()
+    highwater_hal::exit::has_begun()
 }
 
 fn checked_source(operation: Operation, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<(Source, u64)> {

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use highwater_core::{Completion, DevicePtr, ErrorKind, GraphExecId, HostPtr, ObjectId, Result, StreamId};
+use highwater_hal::{Completion, DevicePtr, ErrorKind, GraphExecId, HostPtr, ObjectId, Result, StreamId};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::capture::Part;

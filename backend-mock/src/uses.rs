@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, Transpose};
+use highwater_hal::{DevicePtr, Transpose};
 
 use crate::engine::Engine;
 use crate::kernel::{Factor, Panel, Product, intermediate_bytes};

@@ -1,9 +1,9 @@
 //! The table of calls that only HIP has, and the vendor's symbols behind the tables that it shares.
 
-use highwater_core::driver::vendor_calls;
+use highwater_driver::vendor_calls;
 
 vendor_calls! {
-    /// The runtime's calls beyond [`Calls`](highwater_core::driver::Calls).
+    /// The runtime's calls beyond [`Calls`](highwater_driver::Calls).
     pub(crate) struct HipCalls {
         required {
             /// Initialises the runtime: flags.

@@ -1,7 +1,7 @@
 //! What HIP's and hipBLAS's codes mean.
 
-use highwater_core::ErrorKind;
-use highwater_core::driver::{Code, Codes};
+use highwater_driver::{Code, Codes};
+use highwater_hal::ErrorKind;
 
 /// Rows, each with its number, the vendor's name, what a program can do about it, and the hint.
 macro_rules! table {

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use highwater_core::driver::text;
-use highwater_core::{Capabilities, DeviceInfo, Error, Transport, Transports};
+use highwater_driver::text;
+use highwater_hal::{Capabilities, DeviceInfo, Error, Transport, Transports};
 
 use crate::codes;
 use crate::driver::Driver;
@@ -62,7 +62,7 @@ fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo,
     }
     let mut info = DeviceInfo::new(ordinal.unsigned_abs(), text(&name), uuid, bytes as u64);
     info.architecture = architecture.to_owned();
-    info.set_place(&pci);
+    highwater_driver::set_place(&mut info, &pci);
     Ok(info)
 }
 

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_core::driver::{Calls, Captures, Found, Initialised, LibraryName, Search};
-use highwater_core::{Error, ErrorKind};
+use highwater_driver::{Calls, Captures, Found, Initialised, LibraryName, Search};
+use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, HipCalls};
 use crate::{codes, libraries, quirks};
@@ -57,7 +57,7 @@ impl Driver {
         }
         // SAFETY: the call takes flags, of which there are none.
         is_there(unsafe { (own.init)(0) })?;
-        highwater_core::exit::watch();
+        highwater_hal::exit::watch();
         // SAFETY: as above.
         is_there(unsafe { (own.device_count)(&mut devices) })?;
         if devices < 1 {

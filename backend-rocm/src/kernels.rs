@@ -5,8 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
-use highwater_core::driver::{Library, environment_path, loaded_files};
-use highwater_core::{Error, ErrorKind, Result, display_foreign};
+use highwater_driver::{Library, environment_path, loaded_files};
+use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 
 use crate::devices::bare;
 use crate::libraries;

@@ -1,7 +1,7 @@
 //! The ROCm backend of Highwater: AMD's HIP runtime and hipBLAS, opened at run time.
 //!
 //! Nothing of ROCm is needed to build it, and a program that holds it starts on a machine without any. It needs HIP 7 with
-//! hipBLAS 3, or HIP 6 with hipBLAS 2. What CUDA and HIP do alike is in `highwater_core::driver`; here are the names of the
+//! hipBLAS 3, or HIP 6 with hipBLAS 2. What CUDA and HIP do alike is in `highwater_driver`; here are the names of the
 //! libraries, their calls, the meaning of their codes, and what only HIP has. Which calls stand behind which method is written
 //! down in `docs/driver-mapping.md` of the repository.
 
@@ -19,8 +19,9 @@ mod witness;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_core::driver::{Blas, DriverBackend, Found, Opened, Search, Unavailable, environment_path};
-use highwater_core::{Backend, BackendTag, Error, ErrorKind, Identity};
+use highwater_driver::{Blas, DriverBackend, Found, Opened, Search, environment_path};
+use highwater_hal::Unavailable;
+use highwater_hal::{Backend, BackendTag, Error, ErrorKind, Identity};
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;
@@ -115,7 +116,7 @@ fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
 mod tests {
     use std::path::{Path, PathBuf};
 
-    use highwater_core::ErrorKind;
+    use highwater_hal::ErrorKind;
 
     use super::*;
 
@@ -127,7 +128,7 @@ mod tests {
     }
 
     fn c_library() -> PathBuf {
-        let found = highwater_core::driver::loaded_files("libc.so").pop();
+        let found = highwater_driver::loaded_files("libc.so").pop();
         found.expect("this test binary is linked to the C library")
     }
 
@@ -163,7 +164,7 @@ mod tests {
 
     #[test]
     fn every_symbol_that_is_asked_for_is_one_of_the_vendors() {
-        use highwater_core::driver::{BlasCalls, Calls};
+        use highwater_driver::{BlasCalls, Calls};
         let names = Calls::NAMES.iter().chain(calls::HipCalls::NAMES).map(|(_, name)| calls::runtime_symbol(name));
         let symbols: std::collections::HashSet<String> = names.collect();
         assert_eq!(symbols.len(), Calls::NAMES.len() + calls::HipCalls::NAMES.len());

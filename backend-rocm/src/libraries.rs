@@ -5,8 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
-use highwater_core::driver::{LibraryName, VendorLibrary};
-use highwater_core::{Error, ErrorKind, display_foreign};
+use highwater_driver::{LibraryName, VendorLibrary};
+use highwater_hal::{Error, ErrorKind, display_foreign};
 
 pub(crate) const HIP: VendorLibrary = VendorLibrary {
     what: "the HIP runtime",

@@ -1,7 +1,7 @@
 //! HIP as the driver room sees it.
 
-use highwater_core::Result;
-use highwater_core::driver::{Blas, Calls, Codes, Platform, Quirks};
+use highwater_driver::{Blas, Calls, Codes, Platform, Quirks};
+use highwater_hal::Result;
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;

@@ -1,6 +1,6 @@
 //! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `witness.rs` holds them against bindings.
 
-use highwater_core::driver::Quirks;
+use highwater_driver::Quirks;
 
 /// "Not done yet".
 pub(crate) const NOT_READY: i32 = 600;

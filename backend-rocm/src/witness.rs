@@ -3,9 +3,9 @@
 //! backend calls: the one needs AMD's libraries when a program starts, the other asks for names that are not installed.
 
 use cubecl_hip_sys as new;
-use highwater_core::driver::witness::{Signature, check, sizes_in_header};
-use highwater_core::driver::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, witness};
-use highwater_core::{witness_pairs, witness_sizes};
+use highwater_driver::witness::{Signature, check, sizes_in_header};
+use highwater_driver::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, witness};
+use highwater_driver::{witness_pairs, witness_sizes};
 use hip_sys::{hipblas, hiprt as old};
 
 use crate::calls::{HipCalls, blas_symbol, runtime_symbol};

@@ -76,7 +76,7 @@ unsafe fn hip<F: Copy>(symbol: &str) -> F {
 /// # Safety
 /// The caller must name a function of that type.
 unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
-    let file = highwater_core::driver::loaded_files(library).pop().unwrap();
+    let file = highwater_driver::loaded_files(library).pop().unwrap();
     // SAFETY: the library is in this process already; the caller vouches for the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
@@ -932,7 +932,7 @@ fn atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them(
     const TEST: &str = "atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them";
     let Some(backend) = open(TEST) else { return };
     let mut handle = blas(&*backend);
-    let file = highwater_core::driver::loaded_files("libhipblas.so").pop().unwrap();
+    let file = highwater_driver::loaded_files("libhipblas.so").pop().unwrap();
     let mut mode = 9;
     // SAFETY: the symbol has these arguments; the call writes one number that lives until it returns.
     let asks = || unsafe {

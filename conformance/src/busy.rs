@@ -6,7 +6,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, Result};
+use highwater_hal::{Backend, Result};
 
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::sweep::as_one;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, Result};
+use highwater_hal::{Backend, Result};
 
 use crate::device::{Block, Stream};
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 
-use highwater_core::{Backend, Capabilities, Error, Transport};
+use highwater_hal::{Backend, Capabilities, Error, Transport};
 
 use crate::attempts::Futile;
 use crate::busy;
@@ -95,7 +95,7 @@ pub(crate) mod needs {
     use super::Need;
 
     pub(crate) const TWO_DEVICES: Need = Need::TwoDevices;
-    pub(crate) const DESCRIPTORS: Need = Need::Transport(highwater_core::Transport::Descriptor);
+    pub(crate) const DESCRIPTORS: Need = Need::Transport(highwater_hal::Transport::Descriptor);
 
     macro_rules! capability_needs {
         ($($name:ident),* $(,)?) => {
@@ -239,14 +239,14 @@ macro_rules! check_eq {
 macro_rules! check_error {
     ($result:expr, $kind:ident, $($message:tt)+) => {
         match $result {
-            Err(error) if error.kind() == highwater_core::ErrorKind::$kind => {}
+            Err(error) if error.kind() == highwater_hal::ErrorKind::$kind => {}
             other => {
                 let message = format!($($message)+);
                 let got = match other {
                     Ok(_) => "success".to_owned(),
                     Err(error) => format!("`{error}`"),
                 };
-                let expected = highwater_core::ErrorKind::$kind;
+                let expected = highwater_hal::ErrorKind::$kind;
                 return Err($crate::case::Failure::new(format!("{message}: got {got}, expected `{expected}`")));
             }
         }

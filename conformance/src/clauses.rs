@@ -1,6 +1,6 @@
 //! The clauses that no case proves.
 
-use highwater_core::{Clause, clauses};
+use highwater_hal::{Clause, clauses};
 
 use crate::cases::cases;
 

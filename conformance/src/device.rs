@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DeviceMemoryKind, DevicePtr,
     Error, EventHandle, EventId, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, HostAllocator,
     HostOptions, HostPtr, IpcSharing, Location, MemoryCopy, MemoryFill, MemoryHandle, PlanArguments, PlanId, Result,

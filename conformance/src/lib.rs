@@ -1,6 +1,6 @@
 //! The promises of Highwater's traits as named cases that run against any backend.
 //!
-//! The documentation of `highwater_core`'s traits lists, method by method, what a backend promises: *clauses* with ids,
+//! The documentation of `highwater_hal`'s traits lists, method by method, what a backend promises: *clauses* with ids,
 //! such as `stream.order` or `event.wait-snapshot`. A [`Case`] is a function that asks a backend, through
 //! `&dyn Backend` and nothing else, to keep one of these promises or a few; it names their ids. The same cases run
 //! on the mock, on real devices, and on a backend of your own.
@@ -12,7 +12,7 @@
 //! use highwater_conformance::{Options, run};
 //! # use highwater_mock::{MockGpu, MockOptions};
 //!
-//! # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<MockGpu>> { MockGpu::open(MockOptions::new()) }
+//! # fn open_my_backend() -> highwater_hal::Result<std::sync::Arc<MockGpu>> { MockGpu::open(MockOptions::new()) }
 //! let backend = open_my_backend()?;
 //! # let all = Options::new();
 //! # let options = all.with_filter("identity.");
@@ -21,7 +21,7 @@
 //! # };
 //! let report = run(&*backend, &options);
 //! assert!(report.is_success(), "{report}");
-//! # Ok::<(), highwater_core::Error>(())
+//! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
 //! Cases about what two processes share start a second one that opens the same backend, by the [`Launcher`] of the
@@ -59,7 +59,7 @@
 //! use highwater_conformance::{SaboteurOptions, run_saboteurs};
 //! # use highwater_mock::{MockGpu, MockOptions};
 //!
-//! # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<dyn highwater_core::Backend>> {
+//! # fn open_my_backend() -> highwater_hal::Result<std::sync::Arc<dyn highwater_hal::Backend>> {
 //! #     Ok(MockGpu::open(MockOptions::new())?)
 //! # }
 //! let options = SaboteurOptions::new().with_filter("memory.zero");
@@ -94,7 +94,7 @@ mod validation;
 pub use case::{Case, Need};
 pub use cases::cases;
 pub use clauses::clauses_without_case;
-pub use highwater_core::{Clause, clauses};
+pub use highwater_hal::{Clause, clauses};
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use report::{CaseReport, Progress, Report, Status};

@@ -7,7 +7,7 @@
 //! operations), plus one rounding of the result where it is stored in a half type. This is the usual a-priori bound of
 //! an inner product and holds for any order of the additions.
 
-use highwater_core::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
+use highwater_hal::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
 
 use crate::case::{CaseResult, Failure, check};
 use crate::device::{Block, Handle, Stream, holding_all, read_all};
@@ -261,8 +261,8 @@ pub(crate) struct Placed<'b> {
 
 impl Placed<'_> {
     /// Enqueues the product as a GEMM.
-    pub(crate) fn gemm(&self, product: &Product, handle: &mut Handle<'_>) -> highwater_core::Result<()> {
-        let zero = highwater_core::DevicePtr::new(0);
+    pub(crate) fn gemm(&self, product: &Product, handle: &mut Handle<'_>) -> highwater_hal::Result<()> {
+        let zero = highwater_hal::DevicePtr::new(0);
         let gemm = Gemm::new(product.shape, zero, zero, zero).with_scale(product.alpha, product.beta);
         handle.gemm(&gemm, self.operands())
     }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use highwater_core::{Backend, Identity};
+use highwater_hal::{Backend, Identity};
 
 use crate::case::{Case, CaseResult, Run};
 use crate::options::Options;

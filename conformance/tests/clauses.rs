@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use highwater_conformance::cases;
 
 const SOURCES: [&str; 4] = [
-    include_str!("../../core/src/backend.rs"),
-    include_str!("../../core/src/blas.rs"),
-    include_str!("../../core/src/host.rs"),
-    include_str!("../../core/src/ipc.rs"),
+    include_str!("../../core/hal/src/backend.rs"),
+    include_str!("../../core/hal/src/blas.rs"),
+    include_str!("../../core/hal/src/host.rs"),
+    include_str!("../../core/hal/src/ipc.rs"),
 ];
 
 /// Ids of clauses: documentation lines of the form "- `group.name`:".

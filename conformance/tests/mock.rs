@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use highwater_conformance::{CaseReport, Launcher, Options, Progress, Status, run, run_observed, serve_peer};
-use highwater_core::{Backend, Capabilities};
+use highwater_hal::{Backend, Capabilities};
 use highwater_mock::{MockGpu, MockOptions};
 
 fn open(options: MockOptions) -> Arc<MockGpu> {
@@ -24,7 +24,7 @@ fn options(devices: u32) -> Options {
 #[test]
 #[ignore = "the second process of cases about sharing, which start it themselves"]
 fn peer() {
-    let opened = || -> highwater_core::Result<Arc<dyn Backend>> {
+    let opened = || -> highwater_hal::Result<Arc<dyn Backend>> {
         let devices = std::env::var(DEVICES).unwrap().parse().unwrap();
         Ok(MockGpu::open(MockOptions::new().with_devices(devices))?)
     };
@@ -163,7 +163,7 @@ fn expectations_are_held_against_what_happens() {
 
 #[test]
 fn a_failure_of_the_backend_is_reported_and_leaves_nothing_behind() {
-    let options = MockOptions::new().with_fault("allocate", 2, highwater_core::ErrorKind::Vendor);
+    let options = MockOptions::new().with_fault("allocate", 2, highwater_hal::ErrorKind::Vendor);
     let backend = open(options);
     let before = backend.live_objects();
     let filter = Options::new().with_filter("copies.run_in_order");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use highwater_conformance::{
     Launcher, Outcome, SaboteurOptions, SaboteurProgress, Score, run_saboteurs, saboteurs, serve_peer,
 };
-use highwater_core::{Backend, Result};
+use highwater_hal::{Backend, Result};
 use highwater_mock::{MockGpu, MockOptions};
 
 fn open() -> Result<Arc<dyn Backend>> {

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use highwater_conformance::{Launcher, Options, serve_peer, sweep};
-use highwater_core::Backend;
+use highwater_hal::Backend;
 use highwater_mock::{MockGpu, MockOptions};
 
 #[test]
 #[ignore = "the second process of cases about sharing, which start it themselves"]
 fn peer() {
-    let opened = || -> highwater_core::Result<Arc<dyn Backend>> { Ok(MockGpu::open(MockOptions::new())?) };
+    let opened = || -> highwater_hal::Result<Arc<dyn Backend>> { Ok(MockGpu::open(MockOptions::new())?) };
     if let Some(served) = serve_peer(opened) {
         served.unwrap();
     }

@@ -3,18 +3,16 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use crate::blas::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
-    Workspace,
-};
 use crate::buffer::{DeviceSlice, Noted, Untyped};
-use crate::error::{Error, ErrorKind, Result};
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
 use crate::product::{self, Product};
 use crate::runtime::RuntimeInner;
-use crate::scalar::Scalar;
 use crate::stream::{Stream, Turn};
+use highwater_hal::{
+    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, PlanArguments, PlanId,
+    PlanOptions, Result, Scalar, Workspace,
+};
 
 /// Plans that a handle keeps; past this it starts over, so that ever-changing shapes do not fill memory.
 const MOST_PLANS: usize = 256;
@@ -208,11 +206,11 @@ impl<'s> BlasLease<'s> {
     }
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`, which is `f32` where `T` is
-    /// [`half::f16`] or [`half::bf16`]; the sums stay in 32 bits from the first product to C. Also takes equal types, and
+    /// [`half::f16`](highwater_hal::half::f16) or [`half::bf16`](highwater_hal::half::bf16); the sums stay in 32 bits from the first product to C. Also takes equal types, and
     /// then is [`BlasLease::gemm`].
     ///
     /// ```
-    /// use half::bf16;
+    /// use highwater_core::half::bf16;
     /// use highwater_core::{GemmShape, Runtime};
     /// use highwater_mock::{MockGpu, MockOptions};
     ///
@@ -453,7 +451,7 @@ impl<'s> LtLease<'s> {
     /// [`BlasLease::gemm_mixed`] is to [`BlasLease::gemm`].
     ///
     /// ```
-    /// use half::f16;
+    /// use highwater_core::half::f16;
     /// use highwater_core::{Epilogue, GemmShape, Runtime};
     /// use highwater_mock::{MockGpu, MockOptions};
     ///

@@ -9,15 +9,12 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use crate::capture::{in_capture, refuse_in_capture};
-use crate::error::{Error, ErrorKind, Result};
-use crate::ipc::Transport;
-use crate::memory::{AllocateOptions, DeviceMemoryKind, DevicePtr};
 use crate::pool::deferred::DeferredFree;
 use crate::pool::events::Mark;
 use crate::runtime::Runtime;
-use crate::scalar::Element;
 use crate::sharing::{ExportKey, Import, Ticket};
 use crate::stream::{Marked, Stream, StreamCore, StreamUse};
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error, ErrorKind, Result, Transport};
 
 /// `len` values of `T` in the memory of one device.
 ///

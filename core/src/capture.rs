@@ -27,21 +27,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::backend::{Backend, CaptureMode};
-use crate::blas::{BlasKind, Workspace};
 use crate::buffer::{DeviceBlock, Noted};
-use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
-use crate::fork::Generation;
 use crate::gate::CaptureGate;
-use crate::id::{EventId, GraphExecId, GraphId, StreamId};
-use crate::memory::HostPtr;
 use crate::pool::block_uses::BegunUse;
 use crate::pool::events::Mark;
 use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
 use crate::runtime::{Runtime, RuntimeInner};
 use crate::stream::{Stream, StreamCore, Turn, TurnState};
+use highwater_hal::{
+    Backend, BlasKind, CaptureMode, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, Result, StreamId,
+    Workspace, fork::Generation,
+};
 
 // ---------------------------------------------------------------------------------------------------- the user's side
 

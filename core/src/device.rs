@@ -1,16 +1,13 @@
 //! [`Device`]: one device of a runtime.
 
-use crate::backend::{DeviceInfo, StreamOptions};
 use crate::buffer::DeviceBuffer;
-use crate::capability::Capabilities;
 use crate::capture::refuse_in_capture;
-use crate::error::{Error, ErrorKind, Result};
-use crate::id::StreamId;
-use crate::ipc::Transport;
-use crate::memory::{DeviceMemoryKind, MemoryInfo};
 use crate::runtime::Runtime;
-use crate::scalar::Element;
 use crate::stream::Stream;
+use highwater_hal::{
+    Capabilities, DeviceInfo, DeviceMemoryKind, Element, Error, ErrorKind, MemoryInfo, Result, StreamId, StreamOptions,
+    Transport,
+};
 
 /// One device of a runtime. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -74,7 +71,7 @@ impl Device {
         let inner = &self.runtime.inner;
         inner.check("create_stream")?;
         refuse_in_capture("create_stream")?;
-        if options.priority != crate::backend::StreamPriority::Normal && !self.capabilities().stream_priority {
+        if options.priority != highwater_hal::StreamPriority::Normal && !self.capabilities().stream_priority {
             return Err(Error::lacks("create_stream", "stream_priority"));
         }
         Ok(Stream::new(self.runtime.clone(), inner.backend.create_stream(self.ordinal, options)?, true))

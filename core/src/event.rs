@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::capture::{Capture, Dropped};
-use crate::error::Result;
-use crate::id::EventId;
 use crate::pool::events::Mark;
 use crate::runtime::Runtime;
+use highwater_hal::{EventId, Result};
 
 /// A mark in a stream, made by [`Stream::record`](crate::Stream::record).
 #[derive(Debug)]

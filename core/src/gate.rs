@@ -17,9 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::backend::DeviceInfo;
-use crate::fork::Generation;
-use crate::id::BackendTag;
+use highwater_hal::{BackendTag, DeviceInfo, fork::Generation};
 
 /// The identity of a device in this process.
 #[derive(Debug, PartialEq, Eq)]

@@ -4,13 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::buffer::DeviceSlice;
-use crate::error::{Error, ErrorKind, Result};
 use crate::ledger::{HostBlock, HostBlockInfo};
-use crate::memory::HostPtr;
 use crate::pool::host::KeptBlock;
 use crate::runtime::Runtime;
-use crate::scalar::Element;
 use crate::stream::Stream;
+use highwater_hal::{Element, Error, ErrorKind, HostPtr, Result};
 
 impl Runtime {
     /// The block of page-locked memory that an address points into, at its start or anywhere inside, if a

@@ -10,9 +10,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{DevicePtr, HostPtr};
 use crate::pool::block_uses::BlockUses;
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostPtr, Result};
 
 /// A block of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

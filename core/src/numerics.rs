@@ -25,9 +25,7 @@
 
 use std::cell::Cell;
 
-use crate::blas::{AtomicsMode, BlasHandle, DataType, MathMode};
-use crate::capability::Capabilities;
-use crate::error::{Error, Result};
+use highwater_hal::{AtomicsMode, BlasHandle, Capabilities, DataType, Error, MathMode, Result};
 
 /// A policy for products. By default in full precision and repeatable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -136,7 +136,7 @@ fn only_32_bit_products_have_a_precision() {
     assert_eq!(bench.multiply(&mut lease, 1.0_f64, 0.0).unwrap(), first);
     assert_eq!(bench.multiply(&mut lease, 1.0_f32, 0.0).unwrap(), [SetMathMode(MathMode::Tf32), Gemm(DataType::F32)]);
     assert_eq!(bench.multiply(&mut lease, 1.0_f64, 0.0).unwrap(), [Gemm(DataType::F64)]);
-    let half = half::f16::from_f32;
+    let half = highwater_hal::half::f16::from_f32;
     assert_eq!(bench.multiply(&mut lease, half(1.0), half(0.0)).unwrap(), [Gemm(DataType::F16)]);
     assert_eq!(bench.multiply(&mut lease, 1.0_f32, 0.0).unwrap(), [Gemm(DataType::F32)]);
 }

@@ -5,11 +5,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::buffer::{check_range, size_in_bytes};
-use crate::error::Result;
-use crate::memory::HostPtr;
 use crate::pool::host::{OwnedBlock, PinnedBlock};
 use crate::runtime::Runtime;
-use crate::scalar::Element;
+use highwater_hal::{Element, HostPtr, Result};
 
 /// `len` values of `T` in page-locked host memory: what devices copy from and to at full speed.
 ///

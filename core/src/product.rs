@@ -6,11 +6,9 @@
 
 use std::sync::Arc;
 
-use crate::blas::{DataType, Epilogue, Gemm, GemmShape, Transpose};
 use crate::buffer::{DeviceBlock, DeviceSlice, Noted, Untyped};
-use crate::error::{Error, ErrorKind, Result};
-use crate::scalar::Scalar;
 use crate::stream::{Stream, StreamCore, Turn};
+use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
 
 /// A product, or an Lt product with D for C, and the buffers that its matrices lie in.
 #[derive(Debug, Clone, Copy)]

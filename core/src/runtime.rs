@@ -7,20 +7,12 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use crate::backend::{Backend, Completion, DeviceInfo, Identity, LiveObjects};
-use crate::blas::{BlasKind, BlasOptions, Workspace};
 use crate::blas_lease::PooledHandle;
 use crate::buffer::DeviceBuffer;
-use crate::capability::Capabilities;
 use crate::capture::{self, Dropped, GraphStatistics, Graphs, in_capture, refuse_in_capture, warm_up_first};
 use crate::device::Device;
-use crate::error::{Error, ErrorKind, Result};
-use crate::fork::Generation;
 use crate::gate::{CaptureGate, Quiet};
-use crate::id::StreamId;
-use crate::ipc::{IpcSharing, MemoryHandle};
 use crate::ledger::{DeviceBlockInfo, HostBlock, HostBlockInfo, Ledger};
-use crate::memory::{AllocateOptions, DevicePtr};
 use crate::numerics::Numerics;
 use crate::pinned::PinnedBuffer;
 use crate::pool::block_uses::{BlockUses, CpuAccess};
@@ -31,10 +23,13 @@ use crate::pool::host_memory::{Freed, HostMemory};
 use crate::pool::rounds::Rounds;
 use crate::pool::workspaces::{IdleWorkspace, WorkspacePool};
 use crate::pool::{HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey, size_class};
-use crate::scalar::Element;
 use crate::sharing::{ExportKey, Import, Sharing, SharingStatistics, Ticket};
 use crate::stream::{StreamCore, TurnState};
 use crate::workspace_config;
+use highwater_hal::{
+    AllocateOptions, Backend, BlasKind, BlasOptions, Capabilities, Completion, DeviceInfo, DevicePtr, Element, Error,
+    ErrorKind, Identity, IpcSharing, LiveObjects, MemoryHandle, Result, StreamId, Workspace, fork::Generation,
+};
 
 /// How to make a [`Runtime`].
 #[derive(Debug, Clone, Copy, Default)]

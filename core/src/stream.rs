@@ -20,22 +20,18 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::backend::{Backend, Completion, EventOptions};
-use crate::blas::{BlasKind, Workspace};
 use crate::blas_lease::{BlasLease, LtLease, PooledHandle, check_recordable};
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
-use crate::capability::Products;
 use crate::capture::{self, Dropped, Recording};
-use crate::error::{Error, ErrorKind, Result};
 use crate::event::Event;
-use crate::fork;
-use crate::id::StreamId;
-use crate::memory::{DeviceMemoryKind, FillPattern, Location, MemoryCopy, MemoryFill};
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::pool::PoolKey;
 use crate::pool::events::{EventPool, Mark, Point};
 use crate::runtime::{NotEnqueued, Runtime, RuntimeInner};
-use crate::scalar::Element;
+use highwater_hal::{
+    Backend, BlasKind, Completion, DeviceMemoryKind, Element, Error, ErrorKind, EventOptions, FillPattern, Location,
+    MemoryCopy, MemoryFill, Products, Result, StreamId, Workspace, fork,
+};
 
 /// A queue of operations of one device, executed in the order of the calls.
 ///

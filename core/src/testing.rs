@@ -355,14 +355,13 @@ unsafe impl Backend for ManualBackend {
     fn live_objects(&self) -> LiveObjects {
         self.watched.check();
         let state = self.state.lock();
-        LiveObjects {
-            streams: state.streams.len() as u64,
-            events: state.events.len() as u64,
-            allocations: state.blocks.len() as u64,
-            host_allocations: self.live_host_blocks(),
-            graphs: (state.graphs.len() + state.executables.len()) as u64,
-            ..LiveObjects::default()
-        }
+        let mut live = LiveObjects::default();
+        live.streams = state.streams.len() as u64;
+        live.events = state.events.len() as u64;
+        live.allocations = state.blocks.len() as u64;
+        live.host_allocations = self.live_host_blocks();
+        live.graphs = (state.graphs.len() + state.executables.len()) as u64;
+        live
     }
     fn is_exiting(&self) -> bool {
         false

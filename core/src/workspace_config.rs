@@ -6,7 +6,7 @@
 
 use std::env;
 
-use crate::text::display_foreign;
+use highwater_hal::display_foreign;
 
 /// Bytes of a `:KiB:COUNT` list.
 fn parse_pairs(text: &str) -> Option<usize> {

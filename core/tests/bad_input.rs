@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use half::{bf16, f16};
+use highwater_core::half::{bf16, f16};
 use highwater_core::{Backend, Epilogue, ErrorKind, GemmShape, Result, Runtime, StridedBatch};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 

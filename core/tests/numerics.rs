@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use half::{bf16, f16};
+use highwater_core::half::{bf16, f16};
 use highwater_core::{
     Capabilities, Epilogue, ErrorKind, GemmShape, Numerics, Result, Runtime, RuntimeOptions, Scalar, Stream, numerics,
 };

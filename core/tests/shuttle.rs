@@ -47,6 +47,20 @@ mod primitive {
         }
     }
 
+    /// An address that is only a number.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub(crate) struct HostPtr(pub(crate) usize);
+
+    /// No child comes of a test here.
+    #[derive(Debug, Clone, Copy)]
+    pub(crate) struct Generation;
+
+    impl Generation {
+        pub(crate) fn is_current(self) -> bool {
+            true
+        }
+    }
+
     impl<T> Mutex<T> {
         pub(crate) fn new(value: T) -> Self {
             Self(shuttle::sync::Mutex::new(value))
@@ -56,24 +70,6 @@ mod primitive {
         }
         pub(crate) fn is_locked(&self) -> bool {
             self.0.try_lock().is_err()
-        }
-    }
-}
-
-mod memory {
-    /// An address that is only a number.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-    pub(crate) struct HostPtr(pub(crate) usize);
-}
-
-mod fork {
-    /// No child comes of a test here.
-    #[derive(Debug, Clone, Copy)]
-    pub(crate) struct Generation;
-
-    impl Generation {
-        pub(crate) fn is_current(self) -> bool {
-            true
         }
     }
 }
@@ -125,8 +121,7 @@ mod size_class;
 
 use events::Mark;
 use host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
-use memory::HostPtr;
-use primitive::{Arc, AtomicBool, AtomicU64, Mutex, Ordering};
+use primitive::{Arc, AtomicBool, AtomicU64, HostPtr, Mutex, Ordering};
 use shuttle::thread;
 
 const SCHEDULES: usize = 400;

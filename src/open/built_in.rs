@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_core::driver::Unavailable;
+use highwater_core::Unavailable;
 use highwater_core::{Backend, Result};
 
 use super::choice::{Contender, Failure, Opening, State};

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use highwater_core::driver::OpenFailure;
+use highwater_core::OpenFailure;
 use highwater_core::{Backend, Error, ErrorKind, display_foreign};
 
 use super::OPERATION;

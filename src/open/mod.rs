@@ -62,7 +62,7 @@ pub fn survey() -> LoadReport {
 mod tests {
     use std::sync::Arc;
 
-    use highwater_core::driver::Unavailable;
+    use highwater_core::Unavailable;
     use highwater_core::{Backend, BackendTag, Error, ErrorKind, Identity, MockBackend};
 
     use super::built_in::{KNOWN, Known};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use highwater_core::driver::OpenFailure;
+use highwater_core::OpenFailure;
 use highwater_core::{Backend, Error, ErrorKind, display_foreign};
 
 /// What became of a backend, or of a place where plugins are looked for.

@@ -4,8 +4,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cudarc::cublas::sys::{cublasAtomicsMode_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t, cudaDataType_t};
 use cudarc::cublaslt::sys::cublasLtMatmulPreferenceAttributes_t;
 use cudarc::driver::sys::{CUevent_flags, CUresult, CUstream_flags};
-use highwater_core::driver::Library;
 use highwater_core::{DataType, Identity};
+use highwater_driver::Library;
 
 /// Declares a table of function pointers, and how it is filled. Handles are numbers, as wide as pointers.
 macro_rules! calls {

@@ -1,6 +1,6 @@
 //! Highwater's backend for NVIDIA GPUs, as a plugin.
 
-highwater_core::export_backend! {
+highwater_plugin::export_backend! {
     name: "cuda",
     description: "NVIDIA CUDA",
     vendor: "Highwater",

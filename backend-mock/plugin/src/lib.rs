@@ -1,11 +1,11 @@
 //! Highwater's backend for a device simulated on the CPU, as a plugin.
 
 /// Opens the mock as the environment variable `HIGHWATER_MOCK` describes it.
-fn open() -> highwater_core::Result<std::sync::Arc<backend::MockGpu>> {
+fn open() -> highwater_hal::Result<std::sync::Arc<backend::MockGpu>> {
     backend::MockGpu::open(backend::MockOptions::from_environment()?)
 }
 
-highwater_core::export_backend! {
+highwater_plugin::export_backend! {
     name: "mock",
     description: "A GPU simulated on the CPU",
     vendor: "Highwater",

@@ -1,6 +1,6 @@
 //! How many of the seeded mistakes the finder finds.
 
-use highwater_core::Result;
+use highwater_hal::Result;
 
 use super::examples::{ALL, Bench, Example};
 use super::report::Race;
@@ -56,7 +56,7 @@ impl Detail {
 /// ```
 /// let measured = highwater_mock::races::measure(1)?;
 /// assert_eq!((measured.seeded, measured.found, measured.false_reports), (20, 20, 0));
-/// # Ok::<(), highwater_core::Error>(())
+/// # Ok::<(), highwater_hal::Error>(())
 /// ```
 ///
 /// # Errors

@@ -7,7 +7,7 @@
 //! What is not ordered is a [`Race`], which [`MockGpu::races`](crate::MockGpu::races) gives with both places.
 //!
 //! ```
-//! use highwater_core::{AllocateOptions, Backend, FillPattern, MemoryFill, StreamOptions};
+//! use highwater_hal::{AllocateOptions, Backend, FillPattern, MemoryFill, StreamOptions};
 //! use highwater_mock::races::RaceKind;
 //! use highwater_mock::{MockGpu, MockOptions, Operation};
 //!
@@ -27,7 +27,7 @@
 //! assert_eq!((races[0].second().operation(), races[0].second().call()), (Operation::Fill, 2));
 //! assert_eq!(races[0].second().stream(), Some(other));
 //! println!("{}", races[0]); // both calls, with the lines that they come from
-//! # Ok::<(), highwater_core::Error>(())
+//! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
 //! What is found follows from the calls alone, not from which stream happened to be faster: an operation is judged when it is

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_core::StreamId;
+use highwater_hal::StreamId;
 
 use crate::operation::Operation;
 use crate::races::shadow::Access;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use highwater_core::StreamId;
+use highwater_hal::StreamId;
 
 use crate::operation::Operation;
 
@@ -103,8 +103,8 @@ impl Origin {
 fn shown(mut frames: Vec<Frame>, here: &Path) -> (Vec<Frame>, usize) {
     let all = frames.len();
     frames.retain(|frame| frame.is_callers(here));
-    if frames.iter().any(|frame| !frame.is_of_core(here)) {
-        frames.retain(|frame| !frame.is_of_core(here));
+    if frames.iter().any(|frame| !frame.is_of_libraries(here)) {
+        frames.retain(|frame| !frame.is_of_libraries(here));
     }
     let others = all - frames.len();
     (frames, others)
@@ -172,21 +172,30 @@ impl Frame {
         !(path.is_empty() || starts || is_others || is_in(Path::new("/rustc")))
     }
 
-    /// Whether the function is of `highwater-core`: in the same workspace, or in a registry.
-    fn is_of_core(&self, here: &Path) -> bool {
-        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(|folder| folder.join("core/src"));
-        let is_package = |part: &std::ffi::OsStr| part.to_string_lossy().starts_with("highwater-core-");
-        self.path().starts_with("highwater_core::")
-            || self.file(here).is_some_and(|file| {
-                workspace.is_some_and(|folder| file.starts_with(folder)) || file.iter().any(is_package)
-            })
+    /// Returns whether the function belongs to a library of this project: in the same workspace, or in a registry.
+    fn is_of_libraries(&self, here: &Path) -> bool {
+        /// Each library's name in paths of code, its sources in the workspace, and its folder in a registry.
+        const LIBRARIES: [(&str, &str, &str); 3] = [
+            ("highwater_core::", "core/src", "highwater-core-"),
+            ("highwater_hal::", "core/hal/src", "highwater-hal-"),
+            ("highwater_plugin::", "plugin/src", "highwater-plugin-"),
+        ];
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+        let file = self.file(here);
+        LIBRARIES.iter().any(|(path, sources, package)| {
+            self.path().starts_with(path)
+                || file.as_ref().is_some_and(|file| {
+                    workspace.is_some_and(|folder| file.starts_with(folder.join(sources)))
+                        || file.iter().any(|part| part.to_string_lossy().starts_with(package))
+                })
+        })
     }
 }
 
 /// The frame that a user looks for first: the innermost one of the program, not of the libraries of this project.
 pub(crate) fn first_of_program(frames: &[Frame]) -> Option<&Frame> {
     let here = std::env::current_dir().unwrap_or_default();
-    frames.iter().find(|frame| !frame.is_of_core(&here)).or_else(|| frames.first())
+    frames.iter().find(|frame| !frame.is_of_libraries(&here)).or_else(|| frames.first())
 }
 
 #[cfg(test)]
@@ -198,7 +207,7 @@ mod tests {
              at ./backend-mock/src/races/finder.rs:50:9
    2: enqueue
              at WORKSPACE/backend-mock/src/stream.rs:700:13
-      <highwater_mock::gpu::MockGpu as highwater_core::backend::Backend>::copy
+      <highwater_mock::gpu::MockGpu as highwater_hal::backend::Backend>::copy
              at ./backend-mock/src/gpu.rs:700:13
    3: copy_part
              at ./core/src/stream.rs:300:5
@@ -231,8 +240,8 @@ mod tests {
                 "main at src/main.rs:5:1",
             ]
         );
-        let of_core: Vec<_> = frames.iter().map(|frame| frame.is_of_core(workspace)).collect();
-        assert_eq!(of_core, [true, true, false, false]);
+        let of_libraries: Vec<_> = frames.iter().map(|frame| frame.is_of_libraries(workspace)).collect();
+        assert_eq!(of_libraries, [true, true, false, false]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 use std::time::Instant;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType,
     DeviceMemoryKind, DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, GraphId, IdParts,
     Location, ObjectId, Result, StreamId,

@@ -1,7 +1,7 @@
 //! What Lt plans do after the product, for every element type.
 
 use half::{bf16, f16};
-use highwater_core::{
+use highwater_hal::{
     Backend, BlasHandle, BlasKind, BlasOptions, Epilogue, ErrorKind, GemmShape, PlanArguments, PlanOptions, Result,
     StridedBatch,
 };

@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::Instant;
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, ErrorKind, EventId, FillPattern, Gemm,
     GemmShape, Result, StreamId,
 };
@@ -189,7 +189,7 @@ fn a_default_stream_ends_with_its_backend_before_its_thread() {
     let gpu = std::sync::Arc::clone(&rig.gpu);
     let thread = std::thread::spawn(move || {
         gpu.synchronize_stream(StreamId::per_thread_default(gpu.identity().tag, 0)).unwrap();
-        let event = gpu.create_event(0, &highwater_core::EventOptions::new()).unwrap();
+        let event = gpu.create_event(0, &highwater_hal::EventOptions::new()).unwrap();
         gpu.record_event(event, StreamId::per_thread_default(gpu.identity().tag, 0)).unwrap();
         drop(gpu);
         used.0.send(()).unwrap();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use highwater_core::{Backend, BlasKind, BlasOptions, DataType, ErrorKind, FillPattern, Gemm, GemmShape, HostOptions};
+use highwater_hal::{Backend, BlasKind, BlasOptions, DataType, ErrorKind, FillPattern, Gemm, GemmShape, HostOptions};
 use highwater_mock::{MockGpu, Operation};
 
 use crate::rig::{Rig, kind, millis, small};
@@ -112,9 +112,9 @@ fn a_forked_child_is_refused_and_drops_without_harm() {
     let mut in_parent = Some((rig, handle.as_mut()));
     let code = in_child(|| {
         let (rig, handle) = in_parent.take().unwrap();
-        let forked = |error: Option<highwater_core::Error>| error.is_some_and(|e| e.kind() == ErrorKind::Forked);
+        let forked = |error: Option<highwater_hal::Error>| error.is_some_and(|e| e.kind() == ErrorKind::Forked);
         // SAFETY: refused before anything happens.
-        let free = unsafe { rig.host.free(highwater_core::HostPtr::new(std::ptr::NonNull::dangling())) };
+        let free = unsafe { rig.host.free(highwater_hal::HostPtr::new(std::ptr::NonNull::dangling())) };
         let refused = forked(rig.gpu.synchronize_stream(stream).err())
             && forked(rig.gpu.memory_info(0).err())
             && forked(handle.set_stream(stream).err())

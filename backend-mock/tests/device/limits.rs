@@ -1,7 +1,7 @@
 use std::sync::Barrier;
 use std::time::Instant;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasKind, BlasOptions, Capabilities, ErrorKind, EventOptions, FillPattern, HostOptions,
     StreamOptions, Transport, Transports,
 };

@@ -1,6 +1,6 @@
 use std::ptr::NonNull;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, Completion, DeviceMemoryKind, DevicePtr, ErrorKind, FillPattern, HostMemoryKind,
     HostOptions, HostPtr, Location,
 };
@@ -24,7 +24,7 @@ fn memory_is_counted_and_exhausted_exactly() {
     assert_eq!(kind(rig.gpu.allocate(0, &AllocateOptions::new(usize::MAX))), ErrorKind::OutOfMemory);
     assert_eq!(kind(rig.gpu.allocate(0, &AllocateOptions::new(0))), ErrorKind::InvalidArgument);
     assert_eq!(kind(rig.gpu.allocate(1, &AllocateOptions::new(1))), ErrorKind::InvalidArgument);
-    let shareable = AllocateOptions::new(1).with_kind(DeviceMemoryKind::Shareable(highwater_core::Transport::Legacy));
+    let shareable = AllocateOptions::new(1).with_kind(DeviceMemoryKind::Shareable(highwater_hal::Transport::Legacy));
     assert_eq!(kind(rig.gpu.allocate(0, &shareable)), ErrorKind::Unsupported);
     let rest = rig.allocate(0, info().free as usize);
     assert_eq!(info().free, 0);

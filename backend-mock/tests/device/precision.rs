@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use half::{bf16, f16};
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, DataType, ErrorKind, Gemm, GemmShape, MathMode,
     PlanArguments, PlanOptions, Scalar, StridedBatch, Workspace,
 };
@@ -165,7 +165,7 @@ fn a_plan_has_the_precision_that_it_was_made_with() {
     let mut lt = handle(&rig, BlasKind::Lt, None);
     let mut seen = Vec::new();
     for mode in [MathMode::Default, MathMode::Tf32] {
-        let options = PlanOptions::new(shape, highwater_core::Epilogue::None, 4096).with_math_mode(mode);
+        let options = PlanOptions::new(shape, highwater_hal::Epilogue::None, 4096).with_math_mode(mode);
         let plan = lt.create_plan(&options).unwrap();
         rig.write(placed.c, &problem.c);
         // SAFETY: the blocks are as large as the shape says and live as long as the rig.
@@ -195,7 +195,7 @@ fn different_results<T: Number>(mode: Option<AtomicsMode>, kind: BlasKind, math_
             multiply(&rig, &mut *handle, &problem, placed)
         } else {
             // A plan has its own mode, whatever the handle's is.
-            let options = PlanOptions::new(shape, highwater_core::Epilogue::None, 1 << 20).with_math_mode(math_mode);
+            let options = PlanOptions::new(shape, highwater_hal::Epilogue::None, 1 << 20).with_math_mode(math_mode);
             let options = mode.map_or(options, |mode| options.with_atomics_mode(mode));
             handle.set_atomics_mode(AtomicsMode::Allowed).unwrap();
             let plan = handle.create_plan(&options).unwrap();
@@ -297,7 +297,7 @@ fn types_and_precisions_that_the_device_lacks_are_refused() {
     assert_eq!(kind(run(DataType::Bf16)), ErrorKind::Unsupported);
     run(DataType::F16).unwrap();
     assert_eq!(kind(blas.set_math_mode(MathMode::Tf32)), ErrorKind::Unsupported);
-    let options = |data_type| PlanOptions::new(GemmShape::new(data_type, 1, 1, 1), highwater_core::Epilogue::None, 0);
+    let options = |data_type| PlanOptions::new(GemmShape::new(data_type, 1, 1, 1), highwater_hal::Epilogue::None, 0);
     assert_eq!(kind(lt.create_plan(&options(DataType::Bf16))), ErrorKind::Unsupported);
     let tf32 = options(DataType::F32).with_math_mode(MathMode::Tf32);
     assert_eq!(kind(lt.create_plan(&tf32)), ErrorKind::Unsupported);

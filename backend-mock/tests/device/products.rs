@@ -1,7 +1,7 @@
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Completion, DataType, Epilogue, ErrorKind, FillPattern,
     Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions, StridedBatch, Workspace,
 };
@@ -16,17 +16,17 @@ fn handle(rig: &Rig, kind: BlasKind) -> Box<dyn BlasHandle> {
     handle
 }
 
-fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) -> highwater_core::Result<()> {
+fn gemm(handle: &mut dyn BlasHandle, gemm: &Gemm) -> highwater_hal::Result<()> {
     // SAFETY: tests keep the blocks until the product has completed; other arguments are what the mock refuses.
     unsafe { handle.gemm(gemm) }
 }
 
-fn run_plan(handle: &mut dyn BlasHandle, plan: PlanId, arguments: &PlanArguments) -> highwater_core::Result<()> {
+fn run_plan(handle: &mut dyn BlasHandle, plan: PlanId, arguments: &PlanArguments) -> highwater_hal::Result<()> {
     // SAFETY: as in `gemm`.
     unsafe { handle.run_plan(plan, arguments) }
 }
 
-fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_core::Result<()> {
+fn bind(handle: &mut dyn BlasHandle, workspace: Option<Workspace>) -> highwater_hal::Result<()> {
     // SAFETY: tests keep the workspace until the products have completed.
     unsafe { handle.set_workspace(workspace) }
 }
@@ -41,7 +41,7 @@ fn what_a_product_does_not_read_does_not_matter() {
     gemm(&mut *handle, &Gemm::new(shape, ones, ones, nan)).unwrap();
     assert_eq!(rig.download::<f32>(nan, 16, rig.stream), [4.0; 16]);
     // With alpha 0 the factors are not, wherever they are.
-    let nowhere = highwater_core::DevicePtr::new(3);
+    let nowhere = highwater_hal::DevicePtr::new(3);
     gemm(&mut *handle, &Gemm::new(shape, nowhere, nowhere, ones).with_scale(0.0, 3.0)).unwrap();
     assert_eq!(rig.download::<f32>(ones, 16, rig.stream), [3.0; 16]);
     for (m, n) in [(0, 4), (4, 0)] {

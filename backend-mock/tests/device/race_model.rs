@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use highwater_core::{Backend, CaptureMode, Completion, DevicePtr, EventId, FillPattern, HostPtr, Location, StreamId};
+use highwater_hal::{Backend, CaptureMode, Completion, DevicePtr, EventId, FillPattern, HostPtr, Location, StreamId};
 use highwater_mock::Operation;
 use highwater_mock::races::RaceKind;
 use proptest::prelude::*;

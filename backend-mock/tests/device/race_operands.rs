@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BlasKind, BlasOptions, DataType, FillPattern, Gemm, GemmShape, StridedBatch, Transpose, Workspace,
 };
 use highwater_mock::Operation;
@@ -92,7 +92,7 @@ proptest! {
         let mut fills = Vec::new();
         for (index, block) in blocks.into_iter().enumerate() {
             for element in 0..ELEMENTS {
-                let place = highwater_core::DevicePtr::new(block.get() + (SIZE * element) as u64);
+                let place = highwater_hal::DevicePtr::new(block.get() + (SIZE * element) as u64);
                 rig.fill(place, FillPattern::U32(0), 1, other).unwrap();
                 fills.push((index, element));
             }

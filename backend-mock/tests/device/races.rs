@@ -2,7 +2,7 @@
 
 use std::sync::{Barrier, Mutex};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
     DevicePtr, ErrorKind, EventOptions, FillPattern, Gemm, GemmShape, GraphExecId, Location, StreamId, Transport,
     Workspace,

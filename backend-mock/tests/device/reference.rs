@@ -2,7 +2,7 @@
 
 use bytemuck::Pod;
 use half::{bf16, f16};
-use highwater_core::{DataType, DevicePtr, Epilogue, GemmShape, MathMode, StridedBatch, Transpose};
+use highwater_hal::{DataType, DevicePtr, Epilogue, GemmShape, MathMode, StridedBatch, Transpose};
 
 use crate::rig::Rig;
 

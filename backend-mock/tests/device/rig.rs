@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Pod;
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, DevicePtr, ErrorKind, EventId, EventOptions, FillPattern, GraphId, HostAllocator,
     HostOptions, HostPtr, Location, MemoryCopy, MemoryFill, Result, StreamId, StreamOptions,
 };

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, Completion, DevicePtr, ErrorKind, EventOptions, FillPattern, Location, StreamId};
+use highwater_hal::{Backend, Completion, DevicePtr, ErrorKind, EventOptions, FillPattern, Location, StreamId};
 
 use crate::rig::{Rig, at, kind, small};
 

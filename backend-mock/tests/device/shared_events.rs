@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, Completion, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind, EventHandle, EventId,
     EventOptions, FillPattern, IpcSharing, Transport,
 };

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasKind, BlasOptions, DataType, Descriptor, DeviceMemoryKind, DevicePtr, ErrorKind,
     FillPattern, Gemm, GemmShape, IpcSharing, MemoryHandle, Transport, Transports,
 };
@@ -28,7 +28,7 @@ fn export(rig: &Rig, block: DevicePtr) -> MemoryHandle {
     unsafe { ipc(rig).export_memory(0, block, Transport::Descriptor) }.unwrap()
 }
 
-fn close(rig: &Rig, opened: DevicePtr) -> highwater_core::Result<()> {
+fn close(rig: &Rig, opened: DevicePtr) -> highwater_hal::Result<()> {
     // SAFETY: tests synchronize before they close; an address that is not open is what the mock refuses.
     unsafe { ipc(rig).close_memory(0, opened) }
 }
@@ -289,7 +289,7 @@ fn sharing_can_be_taken_away() {
     let by = |transport| AllocateOptions::new(64).with_kind(DeviceMemoryKind::Shareable(transport));
     let rig = Rig::new(small());
     assert_eq!(kind(rig.gpu.allocate(0, &by(Transport::Legacy))), ErrorKind::Unsupported);
-    let without = |change: fn(&mut highwater_core::Capabilities)| Rig::new(small().with_capabilities(change));
+    let without = |change: fn(&mut highwater_hal::Capabilities)| Rig::new(small().with_capabilities(change));
     let none = without(|c| c.ipc_transports = Transports::NONE);
     assert!(none.gpu.ipc_sharing().is_none());
     assert_eq!(kind(none.gpu.allocate(0, &by(Transport::Descriptor))), ErrorKind::Unsupported);

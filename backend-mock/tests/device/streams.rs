@@ -1,6 +1,6 @@
 use std::time::Instant;
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BackendTag, Completion, ErrorKind, EventOptions, FillPattern, Location, StreamId, StreamOptions,
     StreamPriority,
 };

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasKind, BlasOptions, DataType, DeviceMemoryKind, DevicePtr, Epilogue, ErrorKind,
     EventOptions, FillPattern, Gemm, GemmShape, HostOptions, HostPtr, IpcSharing, Location, PlanArguments, PlanOptions,
     StreamId, Transport, Workspace,

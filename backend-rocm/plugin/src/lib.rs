@@ -1,6 +1,6 @@
 //! Highwater's backend for AMD GPUs, as a plugin.
 
-highwater_core::export_backend! {
+highwater_plugin::export_backend! {
     name: "rocm",
     description: "AMD ROCm",
     vendor: "Highwater",

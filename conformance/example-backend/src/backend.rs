@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BackendTag, BlasHandle, BlasKind, BlasOptions, Capabilities, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, HostAllocator, IdTable,
     Identity, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId, StreamOptions,
@@ -130,7 +130,7 @@ unsafe impl Backend for HostBackend {
     }
 
     fn is_exiting(&self) -> bool {
-        highwater_core::exit::has_begun()
+        highwater_hal::exit::has_begun()
     }
 
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {

@@ -14,12 +14,12 @@ mod stream;
 use std::sync::Arc;
 
 /// Opens the backend: another one each time.
-fn open() -> highwater_core::Result<Arc<backend::HostBackend>> {
-    highwater_core::exit::watch();
+fn open() -> highwater_hal::Result<Arc<backend::HostBackend>> {
+    highwater_hal::exit::watch();
     Ok(Arc::new(backend::HostBackend::new()))
 }
 
-highwater_core::export_backend! {
+highwater_plugin::export_backend! {
     name: "example",
     description: "The CPU as a device, in Rust",
     vendor: "Highwater's examples",

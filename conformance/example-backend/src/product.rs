@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode, Result,
     StreamId, Transpose, Workspace,
 };

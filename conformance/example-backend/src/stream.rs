@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use highwater_core::{Completion, Error, ErrorKind, Result};
+use highwater_hal::{Completion, Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::memory::Span;

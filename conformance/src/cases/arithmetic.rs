@@ -5,7 +5,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use highwater_core::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
+use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, PlanOptions, StridedBatch};
 
 use crate::case::{CaseResult, Failure, cases, needs};
 use crate::device::{Block, DEVICE, Handle, Stream};

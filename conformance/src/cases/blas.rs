@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
 };
 
@@ -438,7 +438,7 @@ fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<S
     let stream = Stream::new(backend)?;
     let block = Block::new(backend, 4096)?;
     std::thread::scope(|scope| {
-        let creator = scope.spawn(|| -> highwater_core::Result<Vec<Span>> {
+        let creator = scope.spawn(|| -> highwater_hal::Result<Vec<Span>> {
             (0..creations)
                 .map(|_| {
                     let started = Instant::now();

@@ -2,7 +2,7 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, Epilogue, FillPattern, Gemm, GemmShape,
     PlanOptions, Transport,
 };
@@ -72,7 +72,7 @@ const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, 
 fn recorded<'m, 'b: 'm>(
     stream: &Stream<'b>,
     memory: &[&'m dyn Memory],
-    enqueue: impl FnOnce() -> highwater_core::Result<()>,
+    enqueue: impl FnOnce() -> highwater_hal::Result<()>,
 ) -> Result<Executable<'m>, Failure> {
     let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
     enqueue()?;
@@ -316,7 +316,7 @@ struct Outside<'b> {
 /// Captures in each mode, disturbs in the middle, and checks that nothing was lost.
 fn undisturbed(
     backend: &dyn Backend,
-    disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_core::BlasHandle>>, Failure>,
+    disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
 ) -> CaseResult {
     for mode in MODES {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -369,7 +369,7 @@ fn is_not_disturbed_by_new_handles(backend: &dyn Backend) -> CaseResult {
 // ---------------------------------------------------------------------------------------------------- no answer, lost
 
 /// Something that is asked during a capture: about the first stream, one that joined, and an event between them.
-type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwater_core::Result<()>;
+type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwater_hal::Result<()>;
 
 /// Asks each question in a capture of its own.
 fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResult {
@@ -544,7 +544,7 @@ fn add_products(backend: &dyn Backend, data_type: DataType) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     handle.offer_workspace(&workspace, 0..1 << 20)?;
-    let nowhere = highwater_core::DevicePtr::new(0);
+    let nowhere = highwater_hal::DevicePtr::new(0);
     let gemm = Gemm::new(GemmShape::new(data_type, SIZE, SIZE, SIZE), nowhere, nowhere, nowhere).with_scale(1.0, 1.0);
     let executable = recorded(&stream, &[&a, &b, &c, &workspace], || handle.gemm(&gemm, [(&a, 0), (&b, 0), (&c, 0)]))?;
     check!(c.read()? == ones, "C += A * B was executed while it was captured");

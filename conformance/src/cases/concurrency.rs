@@ -1,6 +1,6 @@
 //! Calls from several threads at once.
 
-use highwater_core::{Backend, BlasKind, DataType, GemmShape};
+use highwater_hal::{Backend, BlasKind, DataType, GemmShape};
 
 use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
 use crate::device::{Block, Event, Handle, Pinned, Stream};

@@ -1,6 +1,6 @@
 //! Copies: between device and page-locked memory, within a device, and between devices.
 
-use highwater_core::Backend;
+use highwater_hal::Backend;
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, EventOptions};
+use highwater_hal::{Backend, EventOptions};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};

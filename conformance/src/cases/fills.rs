@@ -1,6 +1,6 @@
 //! Fills: each width of pattern, exactly as many elements as asked for.
 
-use highwater_core::{Backend, FillPattern};
+use highwater_hal::{Backend, FillPattern};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, CaptureMode, DeviceMemoryKind, ErrorKind, EventId,
     EventOptions, HostAllocator, HostOptions, MathMode, Result, StreamId, StreamOptions, Transport,
 };

@@ -1,6 +1,6 @@
 //! Matrix products: values, shapes, factors, batches.
 
-use highwater_core::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
+use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};

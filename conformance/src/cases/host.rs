@@ -1,6 +1,6 @@
 //! Page-locked host memory.
 
-use highwater_core::{Backend, HostMemoryKind, HostOptions, HostPtr};
+use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, Pages, Pinned, Registered, Stream};

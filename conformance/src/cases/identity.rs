@@ -1,6 +1,6 @@
 //! Who the backend is, and what its devices are.
 
-use highwater_core::{Backend, CaptureMode};
+use highwater_hal::{Backend, CaptureMode};
 
 use crate::case::{CaseResult, cases, check, check_eq, check_error, needs};
 use crate::device::{Capture, DEVICE, Event, Stream};
@@ -113,7 +113,7 @@ fn memory_info_agrees_with_the_device(backend: &dyn Backend) -> CaseResult {
 }
 
 fn unknown_devices_are_refused(backend: &dyn Backend) -> CaseResult {
-    use highwater_core::{AllocateOptions, BlasKind, BlasOptions, EventOptions, StreamOptions};
+    use highwater_hal::{AllocateOptions, BlasKind, BlasOptions, EventOptions, StreamOptions};
     let before = backend.live_objects();
     for device in [backend.device_count(), backend.device_count() + 1, u32::MAX] {
         check_error!(backend.device_info(device), InvalidArgument, "device_info({device})");
@@ -135,7 +135,7 @@ fn unknown_devices_are_refused(backend: &dyn Backend) -> CaseResult {
 
 fn host_allocator_is_one(backend: &dyn Backend) -> CaseResult {
     let (first, second) = (backend.host_allocator(), backend.host_allocator());
-    let ptr = first.allocate(64, &highwater_core::HostOptions::new())?;
+    let ptr = first.allocate(64, &highwater_hal::HostOptions::new())?;
     // SAFETY: allocated just now, by an allocator that must be the same one, and used by nobody.
     unsafe { second.free(ptr)? };
     Ok(())

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BackendTag, BlasKind, DeviceMemoryKind, EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId,
 };
 
@@ -47,7 +47,7 @@ fn stream_is_refused(backend: &dyn Backend, id: StreamId, what: &str) -> CaseRes
         check_error!(backend.raw_stream(id), InvalidHandle, "raw_stream of a {what} id");
     }
     if capabilities.capture {
-        let mode = highwater_core::CaptureMode::Relaxed;
+        let mode = highwater_hal::CaptureMode::Relaxed;
         check_error!(backend.begin_capture(id, mode), InvalidHandle, "begin_capture of a {what} id");
         check_error!(crate::device::end_capture(backend, id), InvalidHandle, "end_capture of a {what} id");
         check_error!(backend.is_capturing(id), InvalidHandle, "is_capturing of a {what} id");
@@ -237,7 +237,7 @@ fn handles_count(backend: &dyn Backend) -> CaseResult {
         check_eq!(counted(), none, "live handles after drop");
     }
     // A handle that is only dropped, as owning types do it, is destroyed too.
-    let boxed = backend.create_blas_handle(DEVICE, &highwater_core::BlasOptions::new(BlasKind::Blas))?;
+    let boxed = backend.create_blas_handle(DEVICE, &highwater_hal::BlasOptions::new(BlasKind::Blas))?;
     check_eq!(counted(), none + 1, "live handles with one that was not bound");
     drop(boxed);
     check_eq!(counted(), none, "live handles after a drop without destroy");

@@ -1,6 +1,6 @@
 //! What a device lacks: asking gives `Unsupported`, and nothing happens. These cases run where a capability is false.
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, DevicePtr,
     EventOptions, GemmShape, GraphExecId, GraphId, HostMemoryKind, HostOptions, IdParts, MathMode, ObjectId,
     PlanOptions, StreamId, StreamOptions, StreamPriority, StridedBatch, Transport, Workspace,
@@ -82,7 +82,7 @@ fn gemm_mixed(backend: &dyn Backend) -> CaseResult {
         if backend.capabilities(DEVICE)?.lt_plans {
             let stream = Stream::new(backend)?;
             let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
-            let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, highwater_core::Epilogue::None, 0));
+            let made = lt.raw_mut().create_plan(&PlanOptions::new(shape, highwater_hal::Epilogue::None, 0));
             check_error!(made, Unsupported, "create_plan for {shape:?}");
         }
     }
@@ -100,7 +100,7 @@ fn tf32(backend: &dyn Backend) -> CaseResult {
     }
     if backend.capabilities(DEVICE)?.lt_plans {
         let shape = GemmShape::new(DataType::F32, 16, 16, 16);
-        let options = PlanOptions::new(shape, highwater_core::Epilogue::None, 0).with_math_mode(MathMode::Tf32);
+        let options = PlanOptions::new(shape, highwater_hal::Epilogue::None, 0).with_math_mode(MathMode::Tf32);
         let mut lt = Handle::new(backend, BlasKind::Lt, &stream)?;
         check_error!(lt.raw_mut().create_plan(&options), Unsupported, "create_plan with TF32");
     }
@@ -151,7 +151,7 @@ fn lt_plans(backend: &dyn Backend) -> CaseResult {
 }
 
 fn plan_is_refused(handle: &mut Handle<'_>) -> CaseResult {
-    let options = PlanOptions::new(GemmShape::new(DataType::F32, 8, 8, 8), highwater_core::Epilogue::None, 0);
+    let options = PlanOptions::new(GemmShape::new(DataType::F32, 8, 8, 8), highwater_hal::Epilogue::None, 0);
     check_error!(handle.raw_mut().create_plan(&options), Unsupported, "create_plan of a handle of kind Blas");
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Device memory: alignment, limits, and what comes back.
 
-use highwater_core::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
+use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};

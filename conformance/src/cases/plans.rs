@@ -1,6 +1,6 @@
 //! Lt plans: products with epilogues.
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
     StridedBatch,
 };
@@ -398,7 +398,7 @@ fn run_again(backend: &dyn Backend) -> CaseResult {
 
 /// Arguments that a plan which does not exist never reads.
 fn nothing() -> PlanArguments {
-    let nowhere = highwater_core::DevicePtr::new(0);
+    let nowhere = highwater_hal::DevicePtr::new(0);
     PlanArguments::new(nowhere, nowhere, nowhere, None)
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
+use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
@@ -79,7 +79,7 @@ fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
     Ok(offered)
 }
 
-fn shareable(backend: &dyn Backend, bytes: usize, transport: Transport) -> highwater_core::Result<Block<'_>> {
+fn shareable(backend: &dyn Backend, bytes: usize, transport: Transport) -> highwater_hal::Result<Block<'_>> {
     Block::with_kind(backend, DEVICE, bytes, DeviceMemoryKind::Shareable(transport))
 }
 
@@ -403,8 +403,8 @@ fn addresses_that_are_not_open_are_not_closed(backend: &dyn Backend, launcher: &
         for (what, address) in [
             ("an address inside a mapping", opened.offset(256)),
             ("memory of the process itself", own),
-            ("no address", highwater_core::DevicePtr::new(0)),
-            ("an address without memory", highwater_core::DevicePtr::new(u64::MAX - 4095)),
+            ("no address", highwater_hal::DevicePtr::new(0)),
+            ("an address without memory", highwater_hal::DevicePtr::new(u64::MAX - 4095)),
         ] {
             check_error!(peer.close(address)?, InvalidPointer, "close_memory of {what}");
         }
@@ -793,7 +793,7 @@ fn opened_events_that_were_never_recorded_are_complete(backend: &dyn Backend, la
 }
 
 /// Waits until the condition holds, but not for ever.
-fn comes_true(mut condition: impl FnMut() -> highwater_core::Result<bool>) -> Result<bool, Failure> {
+fn comes_true(mut condition: impl FnMut() -> highwater_hal::Result<bool>) -> Result<bool, Failure> {
     const PATIENCE: Duration = Duration::from_secs(30);
     let deadline = Instant::now() + PATIENCE;
     while !condition()? {

@@ -1,6 +1,6 @@
 //! Streams: order, asynchrony, independence, and what waiting is good for.
 
-use highwater_core::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
+use highwater_hal::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
 
 use crate::attempts::{Attempt, attempts};
 use crate::busy::{Busy, Direction};
@@ -93,7 +93,7 @@ fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
 fn returns_at_once(
     backend: &dyn Backend,
     what: &str,
-    enqueue: impl Fn(&Stream<'_>) -> highwater_core::Result<()>,
+    enqueue: impl Fn(&Stream<'_>) -> highwater_hal::Result<()>,
 ) -> CaseResult {
     let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use highwater_core::display_foreign;
+use highwater_hal::display_foreign;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 /// The environment variable that tells a process that it was started by a case.
@@ -20,7 +20,7 @@ pub(super) const VARIABLE: &str = "HIGHWATER_CONFORMANCE_PEER";
 ///
 /// ```no_run
 /// use highwater_conformance::{Launcher, Options, serve_peer};
-/// # fn open_my_backend() -> highwater_core::Result<std::sync::Arc<dyn highwater_core::Backend>> {
+/// # fn open_my_backend() -> highwater_hal::Result<std::sync::Arc<dyn highwater_hal::Backend>> {
 /// #     Ok(highwater_mock::MockGpu::open(highwater_mock::MockOptions::new())?)
 /// # }
 ///

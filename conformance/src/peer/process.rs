@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-use highwater_core::{
+use highwater_hal::{
     Backend, Completion, DevicePtr, EventHandle, LiveObjects, MemoryHandle, Result as BackendResult, Transport,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use highwater_core::{
+use highwater_hal::{
     Backend, Completion, DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventOptions, LiveObjects, Result,
 };
 use rustix::process::Signal;
@@ -366,7 +366,7 @@ impl Drop for Server<'_> {
     }
 }
 
-fn transport(number: u64) -> Result<highwater_core::Transport, Trouble> {
+fn transport(number: u64) -> Result<highwater_hal::Transport, Trouble> {
     wire::transport(number).ok_or_else(|| Trouble::Confused(format!("there is no transport {number}")))
 }
 

@@ -13,7 +13,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
-use highwater_core::{Descriptor, Error, ErrorKind, EventHandle, MemoryHandle, Transport};
+use highwater_hal::{Descriptor, Error, ErrorKind, EventHandle, MemoryHandle, Transport};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,

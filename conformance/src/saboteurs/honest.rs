@@ -7,7 +7,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     Backend, BlasHandle, BlasKind, BlasOptions, Completion, DevicePtr, Error, ErrorKind, EventOptions, FillPattern,
     Gemm, GraphExecId, GraphId, HostAllocator, HostOptions, HostPtr, IpcSharing, Location, MemoryCopy, MemoryFill,
     MemoryHandle, PlanArguments, PlanId, Result, StreamId, StreamOptions, Transport, Workspace,
@@ -64,7 +64,7 @@ impl Honest {
         unsafe { self.0.stream_from_raw(device, raw) }
     }
 
-    pub(super) fn event_from_raw(&self, device: u32, raw: u64) -> Result<highwater_core::EventId> {
+    pub(super) fn event_from_raw(&self, device: u32, raw: u64) -> Result<highwater_hal::EventId> {
         // SAFETY: the suite wraps events that outlive their wrappers.
         unsafe { self.0.event_from_raw(device, raw) }
     }

@@ -1,6 +1,6 @@
 //! Where a saboteur can step in: one hook for each method of the four traits, and a few beside them.
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, AtomicsMode, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
     EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostOptions, HostPtr, Identity, LiveObjects,
     MathMode, MemoryCopy, MemoryFill, MemoryHandle, MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId,
@@ -65,7 +65,7 @@ hooks! {
         launch_graph(GraphExecId, StreamId) -> Result<()>;
         destroy_graph(GraphId) -> Result<()>;
         destroy_graph_exec(GraphExecId) -> Result<()>;
-        create_blas_handle(u32, &BlasOptions) -> Result<Box<dyn highwater_core::BlasHandle>>;
+        create_blas_handle(u32, &BlasOptions) -> Result<Box<dyn highwater_hal::BlasHandle>>;
     }
 }
 

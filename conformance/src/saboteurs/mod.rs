@@ -29,7 +29,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use highwater_core::{Backend, Error, ErrorKind, Result, display_foreign};
+use highwater_hal::{Backend, Error, ErrorKind, Result, display_foreign};
 
 pub use run::{Outcome, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs};
 
@@ -72,7 +72,7 @@ impl Saboteur {
     /// The backend with this saboteur before it.
     ///
     /// # Safety
-    /// The result does not keep what [`Backend`] has to keep, so no [`Runtime`](highwater_core::Runtime) may be made
+    /// The result does not keep what [`Backend`] has to keep, so no `Runtime` may be made
     /// of it, and no other code that trusts a backend: it is for the suite. `backend` checks ids and ranges, as the mock
     /// does; a saboteur may hand it a range that reaches out of its block.
     #[must_use]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use highwater_core::{Result, StreamId};
+use highwater_hal::{Result, StreamId};
 
 use super::honest::Honest;
 

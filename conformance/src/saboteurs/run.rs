@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use highwater_core::{Backend, Result};
+use highwater_hal::{Backend, Result};
 
 use super::{Saboteur, VARIABLE, saboteurs};
 use crate::case::Case;
@@ -260,7 +260,7 @@ const REAL_DEVICE: &str =
 ///
 /// Cases that need a second process run where a launcher is given; saboteurs that need one are skipped elsewhere, and so
 /// are those whose clause says nothing about this backend. All are where the device is real
-/// ([`Identity::real_device`](highwater_core::Identity)): it does not check what a saboteur may hand to it. A case runs in a thread of its own. Where it takes longer
+/// ([`Identity::real_device`](highwater_hal::Identity)): it does not check what a saboteur may hand to it. A case runs in a thread of its own. Where it takes longer
 /// than the limit, the wrapper is stopped, so that the case ends with its next call; a thread that waits for something
 /// which never comes stays, with its backend, until the process ends.
 #[must_use]

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
-use highwater_core::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, StreamId, StreamOptions};
+use highwater_hal::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, StreamId, StreamOptions};
 use highwater_mock::{MockGpu, MockOptions};
 
 use super::note::Note;
@@ -167,7 +167,7 @@ fn a_failure_says_what_was_seen_and_what_was_expected() {
 
 /// Never comes back from a wait for an event, and says for ever that streams are pending.
 static ENDLESS: Saboteur = Saboteur::new("endless", "event.query", "Is never done.", |h| {
-    h.backend.query_event(|_, _| Ok(highwater_core::Completion::Pending));
+    h.backend.query_event(|_, _| Ok(highwater_hal::Completion::Pending));
 });
 
 #[test]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion,
     DeviceInfo, DevicePtr, ErrorKind, EventHandle, EventId, EventOptions, Gemm, GraphExecId, GraphId, HostAllocator,
     HostOptions, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, MemoryCopy, MemoryFill, MemoryHandle,

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-use highwater_core::{Error, ErrorKind, Result};
+use highwater_hal::{Error, ErrorKind, Result};
 
 /// One call of a case, by what does not depend on how threads are scheduled.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -27,7 +27,7 @@ pub use self::gate::{Calls, Fault};
 pub(crate) use self::gate::{Gate, as_one, insist, is_injected};
 pub use self::report::{Faulted, Points, SweepFailure, SweepProgress, SweepReport};
 
-use highwater_core::Backend;
+use highwater_hal::Backend;
 
 use crate::case::Case;
 use crate::options::Options;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use highwater_core::Identity;
+use highwater_hal::Identity;
 
 use super::gate::{Calls, Fault};
 use crate::case::Case;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, EventId, EventOptions, GraphExecId, GraphId, HostAllocator, Identity, IpcSharing,
     LiveObjects, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId, StreamOptions,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DevicePtr, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
     Result, StreamId, Workspace,
 };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use highwater_core::{DeviceMemoryKind, DevicePtr, Location, StreamId, Transport};
+use highwater_hal::{DeviceMemoryKind, DevicePtr, Location, StreamId, Transport};
 
 use super::ledger::Made;
 

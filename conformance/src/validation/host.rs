@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, HostAllocator, HostOptions, HostPtr, Result};
+use highwater_hal::{DevicePtr, HostAllocator, HostOptions, HostPtr, Result};
 
 use super::book::{Holding, Space};
 use super::{Watch, origin};

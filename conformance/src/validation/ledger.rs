@@ -5,7 +5,7 @@ use std::fmt;
 use std::hash::Hash;
 use std::panic::Location;
 
-use highwater_core::{BackendTag, EventId, GraphExecId, GraphId, LiveObjects, ObjectId, StreamId};
+use highwater_hal::{BackendTag, EventId, GraphExecId, GraphId, LiveObjects, ObjectId, StreamId};
 
 use super::book::{Book, Holding, Space};
 

@@ -30,7 +30,7 @@ mod tests;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use highwater_core::{Backend, ErrorKind, LiveObjects, Result};
+use highwater_hal::{Backend, ErrorKind, LiveObjects, Result};
 
 pub(crate) use self::origin::made_here;
 

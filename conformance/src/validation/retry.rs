@@ -3,7 +3,7 @@
 
 use std::ptr::NonNull;
 
-use highwater_core::{Backend as _, DevicePtr, HostPtr};
+use highwater_hal::{Backend as _, DevicePtr, HostPtr};
 
 use super::Watched;
 use super::book::{Holding, Space};

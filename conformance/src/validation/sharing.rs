@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use highwater_core::{DevicePtr, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+use highwater_hal::{DevicePtr, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
 
 use super::book::{Holding, on};
 use super::ledger::AnyId;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::mem::forget;
 use std::sync::Mutex;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, BackendTag, BlasKind, BlasOptions, Completion, DeviceMemoryKind, DevicePtr, EventId, EventOptions,
     Gemm, GemmShape, IdParts, IdTable, Identity, LiveObjects, Location, MemoryCopy, MemoryHandle, MockBackend,
     MockBlasHandle, MockIpcSharing, ObjectId, PlanId, StreamId, StreamOptions, Transport,
@@ -127,7 +127,7 @@ fn bad_ids_that_are_refused_and_living_ones_that_are() {
     let mut backend = credulous(&[0]);
     backend
         .expect_query_event()
-        .returning(|_| Err(highwater_core::Error::new(ErrorKind::InvalidHandle, "query_event", "no")));
+        .returning(|_| Err(highwater_hal::Error::new(ErrorKind::InvalidHandle, "query_event", "no")));
     let found = findings(&backend, |backend| {
         let event = backend.create_event(0, &EventOptions::new()).unwrap();
         backend.destroy_event(event).unwrap();
@@ -328,7 +328,7 @@ fn handles_and_plans_that_are_gone() {
     assert_says(&said, &["`destroy_plan` was accepted: double free: PlanId(3)"]);
     let said = finding(&backend, |backend| {
         let x = block(backend, 0, DeviceMemoryKind::Plain);
-        let shape = GemmShape::new(highwater_core::DataType::F32, 8, 8, 1);
+        let shape = GemmShape::new(highwater_hal::DataType::F32, 8, 8, 1);
         let gemm = Gemm::new(shape, DevicePtr::new(x), DevicePtr::new(x + 32), DevicePtr::new(x + 64));
         let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
         let mut handle = blas(backend);

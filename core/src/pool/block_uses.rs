@@ -27,7 +27,7 @@
 //!   the stream's turn, and nobody who holds a turn waits here: so nobody waits in a circle.
 
 use super::events::{Mark, Point};
-use crate::fork::Generation;
+use crate::primitive::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
 /// The number of streams in the list before the first check which of them are done.

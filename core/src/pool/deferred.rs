@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use super::events::Mark;
-use crate::memory::DevicePtr;
 use crate::runtime::RuntimeInner;
 use crate::stream::{Marked, StreamCore, StreamUse};
+use highwater_hal::DevicePtr;
 
 /// A block that waits for its streams.
 #[derive(Debug)]

@@ -12,10 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::backend::{Backend, EventOptions};
-use crate::error::Result;
-use crate::fork::Generation;
-use crate::id::EventId;
+use highwater_hal::{Backend, EventId, EventOptions, Result, fork::Generation};
 
 /// Idle events of one device, without timing.
 #[derive(Debug)]

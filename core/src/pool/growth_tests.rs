@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::thread;
 
-use crate::backend::Backend;
 use crate::testing::ManualBackend;
 use crate::{ErrorKind, PinnedBuffer, Runtime, Stream};
+use highwater_hal::Backend;
 
 const BYTES: usize = 4096;
 

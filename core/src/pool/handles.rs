@@ -21,8 +21,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use super::handoff::{IdleStack, Slot};
-use crate::error::Result;
-use crate::fork::Generation;
+use highwater_hal::{Result, fork::Generation};
 
 /// Which handles can stand in for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -472,7 +471,7 @@ impl Drop for Window {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{Error, ErrorKind};
+    use highwater_hal::{Error, ErrorKind};
 
     #[test]
     fn a_key_that_is_forgotten_while_a_thread_ends_leaves_nothing() {

@@ -32,7 +32,7 @@ use std::ops::Range;
 use super::block_uses::BlockUses;
 use super::events::{Mark, Point};
 use super::size_class;
-use crate::memory::HostPtr;
+use crate::primitive::HostPtr;
 use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
 
 /// Without a cap.

@@ -34,10 +34,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::available;
-use crate::capability::Capabilities;
-use crate::error::{Error, ErrorKind, Result};
-use crate::host::{HostAllocator, HostOptions};
-use crate::memory::HostPtr;
+use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
 
@@ -396,7 +393,7 @@ impl HostMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::DevicePtr;
+    use highwater_hal::DevicePtr;
 
     /// Registers nothing in fact; remembers what it was told, and whether all of it was touched by then.
     #[derive(Debug, Default)]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::events::Mark;
-use crate::blas::Workspace;
+use highwater_hal::Workspace;
 
 /// Workspaces of one device.
 #[derive(Debug, Default)]

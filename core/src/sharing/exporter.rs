@@ -19,10 +19,9 @@ use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
 use crate::buffer::DeviceBlock;
-use crate::error::{Error, ErrorKind, Result};
-use crate::ipc::Transport;
 use crate::pool::deferred::DeferredFree;
 use crate::pool::events::Mark;
+use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {

@@ -21,10 +21,8 @@ use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTO
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
-use crate::error::{Error, ErrorKind, Result};
-use crate::ipc::{Descriptor, MemoryHandle};
-use crate::memory::DevicePtr;
 use crate::pool::events::Mark;
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
 /// How long an exporter that lives may take to answer.

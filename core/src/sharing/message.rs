@@ -12,8 +12,7 @@
 //! Both sides name the version that they speak and the oldest that they understand, so that later versions can tell.
 
 use super::ticket::Fields;
-use crate::error::{Error, ErrorKind};
-use crate::ipc::Transport;
+use highwater_hal::{Error, ErrorKind, Transport};
 
 /// Version of these messages, and of the memory that both sides map (`segment.rs`, `counts.rs`).
 pub(crate) const PROTOCOL: u16 = 2;

@@ -48,17 +48,13 @@ pub(crate) use importer::Import;
 pub(crate) use message::ExportKey;
 
 use crate::buffer::DeviceBlock;
-use crate::error::{Error, ErrorKind, Result};
-use crate::fork::Generation;
-use crate::ipc::{MemoryHandle, Transport};
-use crate::memory::DevicePtr;
 use crate::pool::deferred::DeferredFree;
 use crate::pool::events::Mark;
 use crate::runtime::RuntimeInner;
 use exporter::{Exporter, Grant};
+use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use importer::{Importer, Mapper};
 use service::Service;
-pub(crate) use system::random;
 use system::{Bell, os_error};
 
 /// Connections that may wait to be let in.
@@ -148,7 +144,7 @@ impl Sharing {
     pub(crate) fn new(generation: Generation, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation,
-            incarnation: random(operation)?,
+            incarnation: highwater_hal::random(operation)?,
             boot: system::boot_id(),
             exporter: Exporter::default(),
             importer: Importer::default(),

@@ -17,7 +17,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::counts::{Flags, Slot};
 use super::system::{invalid_message, os_error};
-use crate::error::Result;
+use highwater_hal::Result;
 
 /// Slots of a segment; the slot of an allocation is the same in every segment of that number.
 pub(crate) const SLOTS: usize = 1 << 16;
@@ -69,7 +69,7 @@ impl Mapping {
     /// Makes a file of zeros and maps it. With `read_only_for_others`, no later mapping of it can write.
     fn create(words: usize, read_only_for_others: bool) -> Result<(Self, OwnedFd)> {
         const WHAT: &str = "memory for counts that two processes share";
-        if !crate::file_limit::allows(file_bytes(words) as u64) {
+        if !highwater_hal::file_limit::allows(file_bytes(words) as u64) {
             return Err(os_error("share", WHAT, rustix::io::Errno::FBIG));
         }
         let file = rustix::fs::memfd_create("highwater-share", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)

@@ -18,8 +18,8 @@ use super::importer::Link;
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use super::{RuntimeMapper, Sharing};
-use crate::error::{Error, ErrorKind, Result};
 use crate::runtime::RuntimeInner;
+use highwater_hal::{Error, ErrorKind, Result};
 
 /// How often device work is asked after, at first and at most.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(20);

@@ -12,7 +12,7 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags};
 
-use crate::error::{Error, ErrorKind, Result};
+use highwater_hal::{Error, ErrorKind, Result};
 
 /// Most descriptors that travel with one message.
 pub(crate) const MOST_DESCRIPTORS: usize = 3;
@@ -25,7 +25,7 @@ pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Err
         }
         Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
         Errno::NOMEM | Errno::NOBUFS => (ErrorKind::OperatingSystem, "free memory, or raise the limits of the process"),
-        Errno::FBIG => (ErrorKind::OutOfMemory, crate::file_limit::HINT),
+        Errno::FBIG => (ErrorKind::OutOfMemory, highwater_hal::file_limit::HINT),
         Errno::PERM | Errno::ACCESS => (
             ErrorKind::OperatingSystem,
             "a sandbox or a security module of the system refuses this call: allow it here",
@@ -50,23 +50,6 @@ pub(crate) fn boot_id() -> [u8; 16] {
     // Zeros if the file is missing. No process refuses a ticket for them, and a ticket of another boot names no
     // exporter.
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
-}
-
-/// Fills `bytes` from the system's random numbers.
-pub(crate) fn random<const N: usize>(operation: &'static str) -> Result<[u8; N]> {
-    let mut bytes = [0_u8; N];
-    let mut filled = 0;
-    while filled < N {
-        let rest = &mut bytes[filled..];
-        // SAFETY: the call writes at most `rest.len()` bytes to `rest`.
-        let got = unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) };
-        match usize::try_from(got) {
-            Ok(got) => filled += got,
-            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => return Err(os_error(operation, "random numbers", last_errno())),
-        }
-    }
-    Ok(bytes)
 }
 
 fn last_errno() -> Errno {
@@ -366,8 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn random_numbers_differ_and_the_boot_stays() {
-        assert_ne!(random::<16>("test").unwrap(), random::<16>("test").unwrap());
+    fn the_boot_stays() {
         assert_eq!(boot_id(), boot_id());
     }
 

@@ -3,8 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::ipc::Transport;
+use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 const MAGIC: [u8; 4] = *b"HWTK";
 /// Version of the format below.

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_core::plugin::{self, LoadOptions, Refusal, Stage, TABLE_VERSIONS};
 use highwater_core::{Backend, Error, ErrorKind};
+use highwater_plugin::{LoadOptions, Refusal, Stage, TABLE_VERSIONS};
 
 use super::super::OPERATION;
 use super::super::choice::Failure;
@@ -22,8 +22,8 @@ pub(super) struct Loaded {
 
 /// Loads a plugin into this process and opens its backend. The limit is for its constructors and its entry point.
 pub(super) fn load(file: &Path, limit: Duration) -> Result<Loaded, Failure> {
-    let opened =
-        plugin::load(file, &LoadOptions::new().with_limit(limit)).and_then(|plugin| Ok((plugin.open()?, plugin)));
+    let opened = highwater_plugin::load(file, &LoadOptions::new().with_limit(limit))
+        .and_then(|plugin| Ok((plugin.open()?, plugin)));
     let (backend, plugin) = opened.map_err(|refusal| refused(&refusal))?;
     Ok(Loaded {
         name: plugin.name().to_owned(),

@@ -25,7 +25,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use highwater_core::display_foreign;
-use highwater_core::plugin::{self, LoadOptions, Refusal};
+use highwater_plugin::{LoadOptions, Refusal};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
@@ -369,7 +369,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
     };
     // Kept until the answer is written: to let go of it is for the end.
     let mut kept = None;
-    match plugin::load(file, &LoadOptions::new().with_limit(NO_LIMIT)) {
+    match highwater_plugin::load(file, &LoadOptions::new().with_limit(NO_LIMIT)) {
         Err(refusal) => refuse(&mut answer, &refusal),
         Ok(plugin) => {
             answer["name"] = plugin.name().into();

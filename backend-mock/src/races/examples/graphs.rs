@@ -1,6 +1,6 @@
 //! Mistakes with graphs.
 
-use highwater_core::{Backend, CaptureMode, GraphExecId, Location, Result, StreamId};
+use highwater_hal::{Backend, CaptureMode, GraphExecId, Location, Result, StreamId};
 
 use super::{Bench, Block};
 

@@ -1,6 +1,6 @@
 //! Mistakes with blocks of memory.
 
-use highwater_core::{Backend, Location, Result};
+use highwater_hal::{Backend, Location, Result};
 
 use super::Bench;
 

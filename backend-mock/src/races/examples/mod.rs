@@ -10,7 +10,7 @@ mod streams;
 
 use std::sync::Arc;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, DataType, DeviceMemoryKind, DevicePtr, EventId,
     EventOptions, FillPattern, Gemm, GemmShape, HostAllocator, HostOptions, HostPtr, Location, MemoryCopy, MemoryFill,
     Result, StreamId, StreamOptions, Workspace,

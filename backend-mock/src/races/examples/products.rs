@@ -1,6 +1,6 @@
 //! Mistakes with products and their workspaces.
 
-use highwater_core::{Location, Result};
+use highwater_hal::{Location, Result};
 
 use super::Bench;
 

@@ -1,6 +1,6 @@
 //! Mistakes with streams, events and waits.
 
-use highwater_core::{Backend, Completion, Location, Result};
+use highwater_hal::{Backend, Completion, Location, Result};
 
 use super::Bench;
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use highwater_core::{BlasKind, Completion, ErrorKind, EventId, Result, StreamId};
+use highwater_hal::{BlasKind, Completion, ErrorKind, EventId, Result, StreamId};
 
 use super::super::Saboteur;
 use super::super::honest::{Honest, is, wrong};

@@ -1,6 +1,6 @@
 //! Copies and fills.
 
-use highwater_core::{ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill};
+use highwater_hal::{ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill};
 
 use super::super::Saboteur;
 use super::super::honest::{Honest, Way, wrong};

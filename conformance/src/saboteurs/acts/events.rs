@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use highwater_core::{Completion, ErrorKind, EventId, MemoryCopy, Result, StreamId};
+use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, Result, StreamId};
 
 use super::super::Saboteur;
 use super::super::honest::{Honest, Way, is, wrong};

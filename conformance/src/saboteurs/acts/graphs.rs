@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_core::{BlasKind, FillPattern, Gemm, GraphExecId, GraphId, MemoryFill, StreamId};
+use highwater_hal::{BlasKind, FillPattern, Gemm, GraphExecId, GraphId, MemoryFill, StreamId};
 
 use super::super::Saboteur;
 use super::super::note::{Held, Note};

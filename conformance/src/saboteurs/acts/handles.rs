@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use highwater_core::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanId, Workspace};
+use highwater_hal::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanId, Workspace};
 
 use super::super::Saboteur;
 use super::super::honest::is;

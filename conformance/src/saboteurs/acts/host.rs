@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ptr::NonNull;
 
-use highwater_core::{ErrorKind, HostMemoryKind, HostPtr};
+use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr};
 
 use super::super::Saboteur;
 use super::super::honest::{Way, is, wrong};

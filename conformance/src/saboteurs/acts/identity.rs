@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use highwater_core::{
+use highwater_hal::{
     BackendTag, DevicePtr, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports,
 };
 

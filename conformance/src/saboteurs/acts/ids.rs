@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Completion, DeviceMemoryKind, ErrorKind, EventId, IdParts, ObjectId, Result, StreamId,
 };
 

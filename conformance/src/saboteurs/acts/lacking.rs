@@ -1,6 +1,6 @@
 //! Abilities that are denied and used nevertheless.
 
-use highwater_core::{ErrorKind, Location};
+use highwater_hal::{ErrorKind, Location};
 
 use super::super::Saboteur;
 use super::super::honest::wrong;

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_core::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, StreamId};
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, StreamId};
 
 use super::super::Saboteur;
 use super::super::honest::{is, wrong};

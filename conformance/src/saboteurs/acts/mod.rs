@@ -1,6 +1,6 @@
 //! The saboteurs themselves, one file for each part of the traits.
 
-use highwater_core::StreamId;
+use highwater_hal::StreamId;
 
 use super::Saboteur;
 use super::hooks::Hooks;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use highwater_core::{DevicePtr, Epilogue, ErrorKind, PlanArguments, PlanId, PlanOptions};
+use highwater_hal::{DevicePtr, Epilogue, ErrorKind, PlanArguments, PlanId, PlanOptions};
 
 use super::super::Saboteur;
 use super::super::honest::{is, wrong};
@@ -49,7 +49,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     }),
     Saboteur::new("plans-in-tf32", "plan.value", "Makes plans in TF32 where the device has it.", |h| {
         h.handle.create_plan(|handle, options| {
-            let rounded = options.with_math_mode(highwater_core::MathMode::Tf32);
+            let rounded = options.with_math_mode(highwater_hal::MathMode::Tf32);
             handle.create_plan(&rounded).or_else(|_| handle.create_plan(options))
         });
     }),

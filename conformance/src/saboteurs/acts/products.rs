@@ -1,6 +1,6 @@
 //! Matrix products.
 
-use highwater_core::{DataType, ErrorKind, Gemm, Transpose};
+use highwater_hal::{DataType, ErrorKind, Gemm, Transpose};
 
 use super::super::Saboteur;
 use super::super::honest::{is, wrong};
@@ -28,7 +28,7 @@ pub(super) const SABOTEURS: &[Saboteur] = &[
     }),
     Saboteur::new("tf32-stays", "gemm.value", "Keeps to TF32 once it was chosen.", |h| {
         h.handle.set_math_mode(|handle, mode| match mode {
-            highwater_core::MathMode::Tf32 => handle.set_math_mode(mode),
+            highwater_hal::MathMode::Tf32 => handle.set_math_mode(mode),
             _ => Ok(()),
         });
     }),

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use highwater_core::{
+use highwater_hal::{
     AllocateOptions, Completion, DevicePtr, ErrorKind, EventHandle, EventId, Location, MemoryCopy, MemoryHandle, Result,
 };
 

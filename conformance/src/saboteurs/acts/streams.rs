@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use highwater_core::{Completion, StreamId, StreamPriority};
+use highwater_hal::{Completion, StreamId, StreamPriority};
 
 use super::super::Saboteur;
 use super::super::honest::{Honest, Way};

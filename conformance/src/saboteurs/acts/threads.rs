@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::thread::ThreadId;
 
-use highwater_core::{Error, ErrorKind, FillPattern, StreamId};
+use highwater_hal::{Error, ErrorKind, FillPattern, StreamId};
 
 use super::super::Saboteur;
 use super::super::honest::wrong;

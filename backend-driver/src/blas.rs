@@ -1,0 +1,518 @@
+//! The trait `BlasHandle` over a vendor's BLAS.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::calls::{GemmBatchCall, GemmCall};
+use super::platform::{Blas, BlasSettings, Platform, Quirks};
+use super::room::{HandleCount, Room};
+use highwater_hal::{
+    AtomicsMode, BlasHandle, BlasKind, DataType, Error, ErrorKind, Gemm, GemmShape, MathMode, Products, Result,
+    StreamId, Transpose, Workspace,
+};
+
+/// One handle of the vendor's BLAS.
+pub(super) struct DriverBlas<P: Platform> {
+    room: Arc<Room<P>>,
+    device: u32,
+    /// The vendor's handle; 0 once it was destroyed.
+    raw: u64,
+    /// The stream that is bound, and its vendor handle at that time.
+    stream: Option<(StreamId, u64)>,
+    workspace: Option<Workspace>,
+    numbers: Numbers,
+    /// What the device multiplies.
+    products: Products,
+    /// The settings that only this vendor's handles have, as read from the fresh handle.
+    settings: BlasSettings,
+    /// Counted until the handle is destroyed.
+    count: Option<HandleCount<P>>,
+}
+
+impl<P: Platform> fmt::Debug for DriverBlas<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DriverBlas").field("device", &self.device).field("raw", &self.raw).finish_non_exhaustive()
+    }
+}
+
+impl<P: Platform> DriverBlas<P> {
+    /// Makes a handle; the device is current.
+    pub(super) fn create(room: &Arc<Room<P>>, device: u32) -> Result<Self> {
+        const OPERATION: &str = "create_blas_handle";
+        let blas = room.platform.blas();
+        let quirks = room.platform.quirks();
+        room.platform.may_create_blas(device)?;
+        let mut raw = 0;
+        // SAFETY: the call writes one number that lives until it returns.
+        blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
+        room.made(OPERATION, raw)?;
+        let products = Products::of(room.capabilities(OPERATION, device)?);
+        let handle = Self {
+            room: Arc::clone(room),
+            device,
+            raw,
+            stream: None,
+            workspace: None,
+            numbers: Numbers::new(quirks, MathMode::Default),
+            products,
+            settings: room.platform.blas_settings(raw),
+            count: Some(room.count_handle()),
+        };
+        if let (Some([first, _]), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
+            && first != 0
+        {
+            // SAFETY: the handle was just made.
+            blas.codes.check(OPERATION, unsafe { set(raw, first) })?;
+        }
+        if quirks.atomics_allowed_at_first {
+            // SAFETY: the handle was just made.
+            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes[0]) };
+            blas.codes.check(OPERATION, code)?;
+        }
+        Ok(handle)
+    }
+
+    /// Restores the state after [`DriverBlas::create`], with the default stream and the handle's own workspace bound.
+    fn restore(&mut self, operation: &'static str) -> Result<()> {
+        let platform = &self.room.platform;
+        let (quirks, calls) = (platform.quirks(), &platform.blas().calls);
+        // SAFETY: each is the vendor's call for a setting of this live handle. The default stream outlives it, and the
+        // null address selects its own workspace.
+        unsafe {
+            self.check(operation, (calls.set_stream)(self.raw, 0))?;
+            if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
+                self.check(operation, set(self.raw, 0, 0))?;
+            }
+            self.check(operation, (calls.set_pointer_mode)(self.raw, 0))?;
+            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes[0]))?;
+            if let Some(set) = calls.set_math_mode {
+                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |[first, _]| first)))?;
+            }
+        }
+        platform.restore_blas(self.raw, &self.settings).or_else(|code| self.check(operation, code))?;
+        self.numbers = Numbers::new(quirks, MathMode::Default);
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn enter(&self, operation: &'static str) -> Result<()> {
+        self.room.enter(operation)?;
+        if self.raw == 0 { Err(destroyed(operation)) } else { Ok(()) }
+    }
+
+    #[inline(always)]
+    fn check(&self, operation: &'static str, code: i32) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        Err(self.room.blas_error(operation, self.room.platform.blas().codes, self.device, code))
+    }
+
+    #[cold]
+    fn refuse_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        self.room.capabilities(operation, self.device)?.check_product(operation, shape)
+    }
+
+    /// Binds the stream that has replaced another under its id, and is held by the caller.
+    #[cold]
+    #[inline(never)]
+    fn bind_again(&self, operation: &'static str, stream: u64) -> Result<()> {
+        let calls = &self.room.platform.blas().calls;
+        // SAFETY: the handle is alive, and so is the stream.
+        self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
+        match (self.workspace, calls.set_workspace) {
+            (Some(workspace), Some(set)) if self.room.platform.quirks().set_stream_resets_workspace => {
+                // SAFETY: as above; who bound the workspace vouched for it.
+                self.check(operation, unsafe { set(self.raw, workspace.ptr.get(), workspace.bytes) })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn close(&mut self) -> Result<()> {
+        const OPERATION: &str = "destroy";
+        if self.raw == 0 {
+            return Err(destroyed(OPERATION));
+        }
+        self.room.enter(OPERATION)?;
+        let outcome = {
+            let _relaxed = self.room.relaxed();
+            let _current = self.room.make_current(OPERATION, self.device)?;
+            // SAFETY: the handle is alive, and is not used after this.
+            let code = unsafe { (self.room.platform.blas().calls.destroy)(self.raw) };
+            self.check(OPERATION, code)
+        };
+        // Whatever the vendor said: a second try would be one on a handle that may be gone.
+        self.raw = 0;
+        self.count = None;
+        outcome
+    }
+}
+
+impl<P: Platform> Drop for DriverBlas<P> {
+    fn drop(&mut self) {
+        if self.raw == 0 {
+            return;
+        }
+        if !self.room.is_in_service() {
+            // Left on purpose: at exit and in a forked child the vendor is not called. The count refers to the room, which
+            // is left with it.
+            std::mem::forget(self.count.take());
+            return;
+        }
+        if let Err(error) = self.close() {
+            tracing::warn!("a BLAS handle was not destroyed: {error}");
+        }
+    }
+}
+
+#[cold]
+fn destroyed(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
+}
+
+#[cold]
+fn no_stream(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
+        .with_hint("call `set_stream` first")
+}
+
+#[cold]
+fn too_large(operation: &'static str, shape: &GemmShape) -> Error {
+    let message = format!("{shape:?} has a size that the vendor's BLAS cannot count");
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller ones")
+}
+
+/// The numbers of a product in the type that a call takes them in.
+struct Sizes<N> {
+    sizes: [N; 3],
+    leading: [N; 3],
+    count: N,
+}
+
+impl<N: TryFrom<usize>> Sizes<N> {
+    /// `None` where one of them does not fit.
+    #[inline(always)]
+    fn of(gemm: &Gemm) -> Option<Self> {
+        let fit = |numbers: [usize; 3]| -> Option<[N; 3]> {
+            let [first, second, third] = numbers.map(|number| N::try_from(number).ok());
+            Some([first?, second?, third?])
+        };
+        let shape = &gemm.shape;
+        // With a factor of 0 the product of A and B does not matter, NaN in them included: then nothing of them is read.
+        let k = if gemm.alpha == 0.0 { 0 } else { shape.k };
+        Some(Self {
+            sizes: fit([shape.m, shape.n, k])?,
+            leading: fit([shape.lda, shape.ldb, shape.ldc])?,
+            count: N::try_from(shape.batch_count()).ok()?,
+        })
+    }
+}
+
+/// The vendor's numbers for what a product is made of, looked up by the product in place of being told apart.
+#[derive(Debug)]
+struct Numbers {
+    transposes: [i32; 2],
+    types: [i32; 4],
+    /// By the type of the factors.
+    computes: [i32; 4],
+    algorithm: i32,
+}
+
+impl Numbers {
+    fn new(quirks: &Quirks, math_mode: MathMode) -> Self {
+        let (mut types, mut computes) = ([0; 4], [0; 4]);
+        for data_type in [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64] {
+            types[data_type as usize] = quirks.type_code(data_type);
+            computes[data_type as usize] = quirks.compute_code(data_type, math_mode);
+        }
+        let mut transposes = [0; 2];
+        for transpose in [Transpose::No, Transpose::Yes] {
+            transposes[transpose as usize] = quirks.transpose_code(transpose);
+        }
+        Self { transposes, types, computes, algorithm: quirks.default_algorithm }
+    }
+}
+
+/// Alpha and beta, in the two widths that vendors read them in.
+struct Factors {
+    doubles: [f64; 2],
+    floats: [f32; 2],
+}
+
+impl Factors {
+    #[inline(always)]
+    fn of(gemm: &Gemm) -> Self {
+        Self { doubles: [gemm.alpha, gemm.beta], floats: [gemm.alpha as f32, gemm.beta as f32] }
+    }
+
+    /// Where the vendor reads them.
+    #[inline(always)]
+    fn places(&self, data_type: DataType) -> [*const u8; 2] {
+        let (doubles, floats) = (&self.doubles, &self.floats);
+        match data_type {
+            DataType::F64 => [(&raw const doubles[0]).cast(), (&raw const doubles[1]).cast()],
+            _ => [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()],
+        }
+    }
+}
+
+/// What every call for a product takes besides its sizes.
+#[derive(Clone, Copy)]
+struct Arguments {
+    handle: u64,
+    transposes: [i32; 2],
+    /// Of the factors, and of the result.
+    types: [i32; 2],
+    compute: i32,
+    algorithm: i32,
+    /// Where alpha and beta lie.
+    scale: [*const u8; 2],
+    matrices: [u64; 3],
+}
+
+impl Arguments {
+    #[inline(always)]
+    fn of(numbers: &Numbers, handle: u64, gemm: &Gemm, factors: &Factors) -> Self {
+        let shape = &gemm.shape;
+        let transposes = [shape.transpose_a, shape.transpose_b];
+        let types = [shape.data_type, shape.output];
+        Self {
+            handle,
+            transposes: transposes.map(|transpose| numbers.transposes[transpose as usize]),
+            types: types.map(|data_type| numbers.types[data_type as usize]),
+            compute: numbers.computes[shape.data_type as usize],
+            algorithm: numbers.algorithm,
+            scale: factors.places(shape.data_type),
+            matrices: [gemm.a.get(), gemm.b.get(), gemm.c.get()],
+        }
+    }
+
+    /// # Safety
+    /// As [`enqueue`]; the call is one of the vendor's for single products, and the factors are where they were.
+    #[inline(always)]
+    unsafe fn single<N>(self, call: GemmCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
+        let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
+        let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
+        // SAFETY: as the caller vouches; the factors are read during the call.
+        unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
+                algorithm,
+            )
+        }
+    }
+
+    /// # Safety
+    /// As [`enqueue`]; the call is one of the vendor's for batches, and the factors are where they were.
+    unsafe fn batch<N>(self, call: GemmBatchCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
+        let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
+        let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
+        let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
+        let [stride_a, stride_b, stride_c] = strides;
+        // SAFETY: as in `single`.
+        unsafe {
+            call(
+                handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
+                result, ldc, stride_c, count, compute, algorithm,
+            )
+        }
+    }
+}
+
+/// Enqueues a product and answers with the vendor's status. Sizes of 32 bits are passed as such where they fit, since every BLAS
+/// has those calls.
+///
+/// # Safety
+/// The handle is alive and bound to a live stream; the rest is as [`BlasHandle::gemm`] says.
+#[inline(always)]
+unsafe fn enqueue(operation: &'static str, blas: &Blas, numbers: &Numbers, handle: u64, gemm: &Gemm) -> Result<i32> {
+    let GemmShape { m, n, k, lda, ldb, ldc, .. } = gemm.shape;
+    let usual = gemm.shape.batch.is_none() & (gemm.alpha != 0.0) & ((m | n | k | lda | ldb | ldc) <= i32::MAX as usize);
+    if !usual {
+        // SAFETY: passed on from the caller.
+        return unsafe { enqueue_unusual(operation, blas, numbers, handle, gemm) };
+    }
+    let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
+    let factors = Factors::of(gemm);
+    // SAFETY: passed on from the caller.
+    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm, sizes, leading) })
+}
+
+/// The same for any product, by the first call that can count it.
+///
+/// # Safety
+/// As [`enqueue`].
+#[cold]
+#[inline(never)]
+unsafe fn enqueue_unusual(
+    operation: &'static str,
+    blas: &Blas,
+    numbers: &Numbers,
+    handle: u64,
+    gemm: &Gemm,
+) -> Result<i32> {
+    let factors = Factors::of(gemm);
+    let arguments = Arguments::of(numbers, handle, gemm, &factors);
+    let shape = &gemm.shape;
+    let strides = match &shape.batch {
+        None => None,
+        Some(batch) => {
+            let [stride_a, stride_b, stride_c] =
+                [batch.stride_a, batch.stride_b, batch.stride_c].map(|stride| i64::try_from(stride).ok());
+            match (stride_a, stride_b, stride_c) {
+                (Some(stride_a), Some(stride_b), Some(stride_c)) => Some([stride_a, stride_b, stride_c]),
+                _ => return Err(too_large(operation, shape)),
+            }
+        }
+    };
+    // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
+    let code = unsafe {
+        match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
+            (Some(sizes), _, None) => Some(arguments.single(blas.gemm, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_batch, sizes, strides)),
+            (None, Some(sizes), None) => blas.gemm_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
+            (None, Some(sizes), Some(strides)) => blas.gemm_batch_64.map(|call| arguments.batch(call, sizes, strides)),
+            (None, None, _) => None,
+        }
+    };
+    code.ok_or_else(|| too_large(operation, shape))
+}
+
+impl<P: Platform> BlasHandle for DriverBlas<P> {
+    fn kind(&self) -> BlasKind {
+        BlasKind::Blas
+    }
+
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn set_stream(&mut self, stream: StreamId) -> Result<()> {
+        const OPERATION: &str = "set_stream";
+        self.enter(OPERATION)?;
+        let raw = {
+            let held = self.room.stream_for_handle(OPERATION, stream, self.device)?;
+            let blas = self.room.platform.blas();
+            // SAFETY: the handle is alive, and the stream is held.
+            blas.codes.check(OPERATION, unsafe { (blas.calls.set_stream)(self.raw, held.raw()) })?;
+            held.raw()
+        };
+        self.stream = Some((stream, raw));
+        if self.room.platform.quirks().set_stream_resets_workspace {
+            self.workspace = None;
+        }
+        Ok(())
+    }
+
+    unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
+        const OPERATION: &str = "set_workspace";
+        self.enter(OPERATION)?;
+        let capabilities = self.room.capabilities(OPERATION, self.device)?;
+        let Some(wanted) = workspace else {
+            if self.workspace.is_none() {
+                return Ok(());
+            }
+            let (blas, resets) = (self.room.platform.blas(), self.room.platform.quirks().set_stream_resets_workspace);
+            return match (self.stream, blas.calls.set_workspace) {
+                // Binding the stream again is what puts a handle back on its own workspace.
+                (Some((stream, _)), _) if resets => self.set_stream(stream),
+                (_, Some(set)) if !resets => {
+                    // SAFETY: the handle is alive, and nothing is bound.
+                    self.check(OPERATION, unsafe { set(self.raw, 0, 0) })?;
+                    self.workspace = None;
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+        };
+        let Some(set) = self.room.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
+            return Err(Error::lacks(OPERATION, "blas_workspace"));
+        };
+        if !wanted.ptr.is_aligned_to(capabilities.workspace_alignment) {
+            let message = format!("{:?} is not a multiple of {}", wanted.ptr, capabilities.workspace_alignment);
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                .with_hint("align the workspace as the capability `workspace_alignment` says"));
+        }
+        // SAFETY: the handle is alive; the caller vouches for the memory.
+        self.check(OPERATION, unsafe { set(self.raw, wanted.ptr.get(), wanted.bytes) })?;
+        self.workspace = Some(wanted);
+        Ok(())
+    }
+
+    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
+        const OPERATION: &str = "set_math_mode";
+        self.enter(OPERATION)?;
+        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
+            return Err(Error::lacks(OPERATION, "tf32"));
+        }
+        let platform = &self.room.platform;
+        if let (Some(modes), Some(set)) = (platform.quirks().math_modes, platform.blas().calls.set_math_mode) {
+            let number = match mode {
+                MathMode::Default => modes[0],
+                MathMode::Tf32 => modes[1],
+                _ => return Err(Error::unknown(OPERATION, &mode)),
+            };
+            // SAFETY: the handle is alive.
+            self.check(OPERATION, unsafe { set(self.raw, number) })?;
+        }
+        // No other type has a choice.
+        self.numbers.computes[DataType::F32 as usize] = platform.quirks().compute_code(DataType::F32, mode);
+        Ok(())
+    }
+
+    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
+        const OPERATION: &str = "set_atomics_mode";
+        self.enter(OPERATION)?;
+        let [not_allowed, allowed] = self.room.platform.quirks().atomics_modes;
+        let number = match mode {
+            AtomicsMode::NotAllowed => not_allowed,
+            AtomicsMode::Allowed if self.room.capabilities(OPERATION, self.device)?.atomics_mode => allowed,
+            AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
+            _ => return Err(Error::unknown(OPERATION, &mode)),
+        };
+        // SAFETY: the handle is alive.
+        self.check(OPERATION, unsafe { (self.room.platform.blas().calls.set_atomics_mode)(self.raw, number) })
+    }
+
+    unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
+        const OPERATION: &str = "gemm";
+        self.enter(OPERATION)?;
+        let room = &*self.room;
+        if !self.products.include(&gemm.shape) {
+            return self.refuse_product(OPERATION, &gemm.shape);
+        }
+        if gemm.shape.is_empty() {
+            return Ok(());
+        }
+        let Some((stream, bound)) = self.stream else { return Err(no_stream(OPERATION)) };
+        let held = room.stream(OPERATION, stream)?;
+        let _current = room.make_current(OPERATION, self.device)?;
+        if held.raw() != bound {
+            self.bind_again(OPERATION, held.raw())?;
+            self.stream = Some((stream, held.raw()));
+        }
+        // SAFETY: the handle and its stream are alive; the caller vouches for the matrices.
+        let code = unsafe { enqueue(OPERATION, room.platform.blas(), &self.numbers, self.raw, gemm) }?;
+        self.check(OPERATION, code)
+    }
+
+    fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        const OPERATION: &str = "reset";
+        self.enter(OPERATION)?;
+        // The binding is unknown from here on.
+        (self.stream, self.workspace) = (None, None);
+        let room = Arc::clone(&self.room);
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, self.device)?;
+        self.restore(OPERATION)
+    }
+
+    fn destroy(&mut self) -> Result<()> {
+        self.close()
+    }
+}

@@ -1,0 +1,90 @@
+//! What a vendor's codes mean, as one table.
+
+use highwater_hal::{Error, ErrorKind};
+
+/// A code and what it means.
+#[derive(Debug, Clone, Copy)]
+pub struct Code {
+    /// The vendor's number.
+    pub code: i32,
+    /// The vendor's name for it.
+    pub name: &'static str,
+    /// What a program can do about it.
+    pub kind: ErrorKind,
+    /// What to do, in words; may be empty.
+    pub hint: &'static str,
+}
+
+impl Code {
+    /// A row of the table.
+    #[must_use]
+    pub const fn new(code: i32, name: &'static str, kind: ErrorKind, hint: &'static str) -> Self {
+        Self { code, name, kind, hint }
+    }
+}
+
+/// The codes of one vendor library.
+#[derive(Debug, Clone, Copy)]
+pub struct Codes {
+    /// The library, for messages: `CUDA`.
+    pub library: &'static str,
+    /// What is known; in no order.
+    pub rows: &'static [Code],
+}
+
+impl Codes {
+    /// The row of a code.
+    #[must_use]
+    pub fn find(&self, code: i32) -> Option<&'static Code> {
+        self.rows.iter().find(|row| row.code == code)
+    }
+
+    /// The error of a call that answered `code`. Codes that nobody knows are `Vendor`.
+    #[cold]
+    #[must_use]
+    pub fn error(&self, operation: &'static str, code: i32) -> Error {
+        match self.find(code) {
+            Some(row) => Error::new(row.kind, operation, format!("{} answered {}", self.library, row.name))
+                .with_code(i64::from(code))
+                .with_hint(row.hint),
+            None => {
+                let message = format!("{} answered the code {code}, which this version does not know", self.library);
+                Error::new(ErrorKind::Vendor, operation, message)
+                    .with_code(i64::from(code))
+                    .with_hint("look the code up in the vendor's manual")
+            }
+        }
+    }
+
+    /// Success, or the error of the code.
+    ///
+    /// # Errors
+    /// As [`Codes::error`], for every code but 0.
+    #[inline(always)]
+    pub fn check(&self, operation: &'static str, code: i32) -> highwater_hal::Result<()> {
+        if code == 0 { Ok(()) } else { Err(self.error(operation, code)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CODES: Codes =
+        Codes { library: "Test", rows: &[Code::new(2, "TEST_NO_MEMORY", ErrorKind::OutOfMemory, "free some")] };
+
+    #[test]
+    fn a_known_code_keeps_its_number_name_and_hint() {
+        let error = CODES.error("allocate", 2);
+        assert_eq!((error.kind(), error.code(), error.hint()), (ErrorKind::OutOfMemory, Some(2), "free some"));
+        assert!(error.message().contains("Test answered TEST_NO_MEMORY"), "{error}");
+        assert!(CODES.check("allocate", 0).is_ok());
+    }
+
+    #[test]
+    fn an_unknown_code_is_an_error_that_names_it() {
+        let error = CODES.check("allocate", 921).unwrap_err();
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Vendor, Some(921)));
+        assert!(error.message().contains("921"), "{error}");
+    }
+}

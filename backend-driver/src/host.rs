@@ -1,0 +1,171 @@
+//! The trait `HostAllocator` over a vendor's table of calls.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::platform::Platform;
+use super::room::{HostBlock, Room};
+use highwater_hal::{DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result};
+
+/// The allocator of page-locked memory.
+#[derive(Debug)]
+pub(super) struct DriverHost<P: Platform>(Arc<Room<P>>);
+
+/// Page-locked memory belongs to every device, so its abilities are those of the first.
+const ANY_DEVICE: u32 = 0;
+
+impl<P: Platform> DriverHost<P> {
+    pub(super) const fn new(room: Arc<Room<P>>) -> Self {
+        Self(room)
+    }
+
+    /// Takes the block that starts at `ptr` out of the table.
+    fn take(&self, operation: &'static str, ptr: HostPtr, registered: bool) -> Result<HostBlock> {
+        let mut blocks = self.0.host_blocks.lock();
+        match blocks.get(&ptr.address()).copied() {
+            Some(block) if block.registered == registered => {
+                blocks.remove(&ptr.address());
+                Ok(block)
+            }
+            _ => {
+                let how = if registered { "register" } else { "allocate" };
+                let message = format!("{ptr:?} is not the start of memory that `{how}` was called for, or no longer");
+                Err(Error::new(ErrorKind::InvalidPointer, operation, message)
+                    .with_hint(format!("pass the address that `{how}` gave or was given, once")))
+            }
+        }
+    }
+}
+
+fn no_bytes(operation: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1")
+}
+
+// SAFETY: the vendor's page-locked memory is as large as asked for, readable and writable, aligned to a page, apart from
+// all other memory until it is freed, and holds bytes, whatever they are: it comes from the kernel or from the vendor's pool,
+// not from an allocator of this language.
+unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
+    fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
+        const OPERATION: &str = "host_allocate";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        if bytes == 0 {
+            return Err(no_bytes(OPERATION));
+        }
+        let [default, write_combined] = room.platform.quirks().host_flags;
+        let flags = match options.kind {
+            HostMemoryKind::Default => default,
+            HostMemoryKind::WriteCombined => {
+                room.require(OPERATION, ANY_DEVICE, |can| can.write_combined, "write_combined")?;
+                write_combined
+            }
+            kind => return Err(Error::unknown(OPERATION, &kind)),
+        };
+        if isize::try_from(bytes).is_err() {
+            let message = format!("{bytes} bytes are more than the address space");
+            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("ask for less"));
+        }
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the call writes one address that lives until it returns.
+        room.check(OPERATION, unsafe { (room.platform.calls().host_allocate)(&mut address, bytes, flags) })?;
+        let address = NonNull::new(address).ok_or_else(|| super::room::nothing(OPERATION))?;
+        let ptr = HostPtr::new(address);
+        room.host_blocks.lock().insert(ptr.address(), HostBlock { bytes, registered: false });
+        Ok(ptr)
+    }
+
+    unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
+        const OPERATION: &str = "host_free";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        let block = self.take(OPERATION, ptr, false)?;
+        let outcome = (|| {
+            let _relaxed = room.relaxed();
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+            // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
+            room.check(OPERATION, unsafe { (room.platform.calls().host_free)(ptr.as_ptr()) })
+        })();
+        if outcome.is_err() {
+            room.host_blocks.lock().insert(ptr.address(), block);
+        }
+        outcome
+    }
+
+    unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
+        const OPERATION: &str = "register";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
+        if options.kind != HostMemoryKind::Default {
+            let message = "memory that exists already cannot be made write-combined";
+            return Err(
+                Error::new(ErrorKind::Unsupported, OPERATION, message).with_hint("register it as the default kind")
+            );
+        }
+        if bytes == 0 {
+            return Err(no_bytes(OPERATION));
+        }
+        let start = ptr.address();
+        let Some(end) = start.checked_add(bytes) else {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range reaches past the address space"));
+        };
+        {
+            let mut blocks = room.host_blocks.lock();
+            if let Some((other, block)) =
+                blocks.range(..end).next_back().filter(|(other, block)| *other + block.bytes > start)
+            {
+                let message =
+                    format!("{bytes} bytes at {ptr:?} overlap {} page-locked bytes at {other:#x}", block.bytes);
+                return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
+                    .with_hint("register memory once, and not what `allocate` gave"));
+            }
+            // In the table first, so that nobody else registers it meanwhile.
+            blocks.insert(start, HostBlock { bytes, registered: true });
+        }
+        let outcome = (|| {
+            let _relaxed = room.relaxed();
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+            let flags = room.platform.quirks().register_flags;
+            // SAFETY: the caller vouches that the range is mapped and stays so.
+            room.check(OPERATION, unsafe { (room.platform.calls().host_register)(ptr.as_ptr(), bytes, flags) })
+        })();
+        if outcome.is_err() {
+            room.host_blocks.lock().remove(&start);
+        }
+        outcome
+    }
+
+    unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
+        const OPERATION: &str = "unregister";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
+        let block = self.take(OPERATION, ptr, true)?;
+        let outcome = (|| {
+            let _relaxed = room.relaxed();
+            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+            // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
+            room.check(OPERATION, unsafe { (room.platform.calls().host_unregister)(ptr.as_ptr()) })
+        })();
+        if outcome.is_err() {
+            room.host_blocks.lock().insert(ptr.address(), block);
+        }
+        outcome
+    }
+
+    fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
+        const OPERATION: &str = "device_address";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        room.device(OPERATION, device)?;
+        let (start, inside) = room.host_block(OPERATION, ptr)?;
+        let _current = room.make_current(OPERATION, device)?;
+        let mut address = 0;
+        // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
+        let code = unsafe { (room.platform.calls().host_device_address)(&mut address, start as *mut u8, 0) };
+        room.check(OPERATION, code)?;
+        Ok(DevicePtr::new(address).offset(inside))
+    }
+}

@@ -1,0 +1,348 @@
+//! The trait `IpcSharing` over a vendor's table of calls.
+
+use std::sync::Arc;
+
+use super::calls::IpcHandle;
+use super::platform::Platform;
+use super::room::{BlockKind, FOREIGN, INTERPROCESS, Mapped, MappedKey, Room};
+use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
+
+/// Sharing with other processes.
+#[derive(Debug)]
+pub(super) struct DriverIpc<P: Platform>(Arc<Room<P>>);
+
+/// The error of a transport that the device lacks.
+#[cold]
+pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Error {
+    let message = format!("the device does not share by {transport:?}");
+    Error::new(ErrorKind::Unsupported, operation, message)
+        .with_hint("ask the capability `ipc_transports` which transports there are")
+}
+
+const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
+
+/// The payload of a handle whose memory travels as a descriptor: it says which allocation that is, so that a second open
+/// finds the first, and how large it is.
+fn seal(token: [u8; 16], bytes: u64, uuid: &[u8; 16]) -> [u8; 64] {
+    let mut payload = [0; 64];
+    payload[..8].copy_from_slice(&MAGIC);
+    payload[8..24].copy_from_slice(&token);
+    payload[24..32].copy_from_slice(&bytes.to_le_bytes());
+    let sum = checksum(&payload, uuid);
+    payload[60..].copy_from_slice(&sum);
+    payload
+}
+
+fn checksum(payload: &[u8; 64], uuid: &[u8; 16]) -> [u8; 4] {
+    let mut hash = crc32fast::Hasher::new();
+    hash.update(&payload[..60]);
+    hash.update(uuid);
+    hash.finalize().to_le_bytes()
+}
+
+/// Whether the payload is one of `seal` for this many bytes of that device.
+fn is_sealed(payload: &[u8; 64], bytes: u64, uuid: &[u8; 16]) -> bool {
+    payload[..8] == MAGIC && payload[24..32] == bytes.to_le_bytes() && payload[60..] == checksum(payload, uuid)
+}
+
+fn refused(operation: &'static str, message: String) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation, message)
+        .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID")
+}
+
+/// Of what a vendor answers to 64 bytes that are no handle, nothing is written down.
+fn no_handle(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::InvalidState | ErrorKind::InvalidHandle | ErrorKind::InvalidPointer | ErrorKind::Vendor => {
+            let message = format!("this is no handle of another process's memory: {}", error.message());
+            refused(error.operation(), message).with_code(error.code().unwrap_or(0))
+        }
+        _ => error,
+    }
+}
+
+impl<P: Platform> DriverIpc<P> {
+    pub(super) const fn new(room: Arc<Room<P>>) -> Self {
+        Self(room)
+    }
+
+    fn check_uuid(&self, operation: &'static str, device: u32, uuid: &[u8; 16]) -> Result<()> {
+        let own = &self.0.device(operation, device)?.info.uuid;
+        if own == uuid {
+            return Ok(());
+        }
+        Err(refused(
+            operation,
+            format!("the handle is of the device with the UUID {uuid:02x?}, device {device} has {own:02x?}"),
+        ))
+    }
+
+    /// The vendor's part of an open.
+    fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(u64, Option<super::platform::SharedBlock>)> {
+        const OPERATION: &str = "open_memory";
+        let room = &*self.0;
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, device)?;
+        if handle.transport != Transport::Legacy {
+            let block = room.platform.open_shared(device, handle)?;
+            return Ok((room.made(OPERATION, block.address)?, Some(block)));
+        }
+        let Some(open) = room.platform.calls().ipc_open else { return Err(unsupported(OPERATION, handle.transport)) };
+        let mut address = 0;
+        let flag = room.platform.quirks().ipc_open_flag;
+        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
+        room.made(OPERATION, address)?;
+        if let Some(range) = room.platform.calls().address_range {
+            let (mut start, mut bytes) = (0, 0);
+            // SAFETY: the call writes two numbers that live until it returns.
+            let code = unsafe { range(&mut start, &mut bytes, address) };
+            if code != 0 || start != address || (bytes as u64) < handle.bytes {
+                if let Some(close) = room.platform.calls().ipc_close {
+                    // SAFETY: it was just opened, and nobody uses it.
+                    unsafe { close(address) };
+                }
+                room.check(OPERATION, code)?;
+                let message = format!("the handle is of {} bytes, its memory of {bytes}", handle.bytes);
+                return Err(refused(OPERATION, message));
+            }
+        }
+        Ok((address, None))
+    }
+
+    /// Counts one more open of what is mapped already; `None` where this thread has to map it, for which a place is kept.
+    fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<u64>> {
+        let mut mapped = self.0.mapped.lock();
+        loop {
+            match mapped.get_mut(&key) {
+                None => {
+                    mapped.insert(key, Mapped { address: None, bytes: wanted, opens: 1, block: None });
+                    return Ok(None);
+                }
+                // The handle's own word for how large it is counts no more than at the first time.
+                Some(Mapped { address: Some(_), bytes, .. }) if *bytes < wanted => {
+                    let message = format!("the handle is of {wanted} bytes, {bytes} were mapped by it before");
+                    return Err(refused("open_memory", message));
+                }
+                Some(Mapped { address: Some(address), opens, .. }) => {
+                    *opens += 1;
+                    return Ok(Some(*address));
+                }
+                // Another thread is mapping or unmapping it.
+                Some(_) => self.0.mapped_changed.wait(&mut mapped),
+            }
+        }
+    }
+}
+
+impl<P: Platform> IpcSharing for DriverIpc<P> {
+    unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
+        const OPERATION: &str = "export_memory";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        let state = room.device(OPERATION, device)?;
+        if !state.capabilities.ipc_transports.contains(transport) {
+            return Err(unsupported(OPERATION, transport));
+        }
+        let uuid = state.info.uuid;
+        let not_for_it = || {
+            Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("{ptr:?} was not allocated to be shared by {transport:?}"),
+            )
+            .with_hint("allocate it as `DeviceMemoryKind::Shareable` with this transport")
+        };
+        let exported = {
+            let blocks = room.blocks.lock();
+            let block = blocks.get(&ptr.get()).filter(|block| block.device == device).ok_or_else(not_for_it)?;
+            match &block.kind {
+                BlockKind::Legacy if transport == Transport::Legacy => (block.bytes as u64, None),
+                BlockKind::Shared { transport: made_for, token, block: shared } if *made_for == transport => {
+                    let copy = super::platform::SharedBlock { ..*shared };
+                    (block.bytes as u64, Some((*token, copy)))
+                }
+                _ => return Err(not_for_it()),
+            }
+        };
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, device)?;
+        match exported {
+            (bytes, Some((token, shared))) => {
+                let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
+                let handle = room.platform.export_shared(&shared, transport, handle)?;
+                if let Some(descriptor) = &handle.descriptor {
+                    let mut exported = room.exported.lock();
+                    exported.retain(|other| other.is_open());
+                    exported.push(descriptor.watch());
+                }
+                Ok(handle)
+            }
+            (bytes, None) => {
+                let Some(export) = room.platform.calls().ipc_export else {
+                    return Err(unsupported(OPERATION, transport));
+                };
+                let mut payload = IpcHandle([0; 64]);
+                // SAFETY: the call writes 64 bytes that live until it returns.
+                room.check(OPERATION, unsafe { export(&mut payload, ptr.get()) })?;
+                Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
+            }
+        }
+    }
+
+    fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
+        const OPERATION: &str = "open_memory";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        let state = room.device(OPERATION, device)?;
+        if !state.capabilities.ipc_transports.contains(handle.transport) {
+            return Err(unsupported(OPERATION, handle.transport));
+        }
+        self.check_uuid(OPERATION, device, &handle.device_uuid)?;
+        match handle.transport {
+            Transport::Descriptor => {
+                if handle.descriptor.is_none() {
+                    return Err(refused(OPERATION, "the handle has no descriptor".to_owned()));
+                }
+                if !is_sealed(&handle.payload, handle.bytes, &handle.device_uuid) {
+                    return Err(refused(OPERATION, "the payload is none that was exported".to_owned()));
+                }
+            }
+            Transport::Legacy | Transport::Fabric => {}
+            transport => return Err(unsupported(OPERATION, transport)),
+        }
+        if handle.bytes == 0 {
+            return Err(refused(OPERATION, "the handle is of 0 bytes".to_owned()));
+        }
+        let key = (device, handle.transport as u32, handle.payload);
+        if let Some(address) = self.open_again(key, handle.bytes)? {
+            return Ok(DevicePtr::new(address));
+        }
+        let opened = self.open(device, handle);
+        let mut mapped = room.mapped.lock();
+        let answer = match opened {
+            Ok((address, block)) => {
+                mapped.insert(key, Mapped { address: Some(address), bytes: handle.bytes, opens: 1, block });
+                Ok(DevicePtr::new(address))
+            }
+            Err(error) => {
+                mapped.remove(&key);
+                Err(error)
+            }
+        };
+        room.mapped_changed.notify_all();
+        answer
+    }
+
+    unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
+        const OPERATION: &str = "close_memory";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        room.device(OPERATION, device)?;
+        let (key, bytes, block) = {
+            let mut mapped = room.mapped.lock();
+            let found = mapped.iter_mut().find(|(key, mapped)| key.0 == device && mapped.address == Some(ptr.get()));
+            let Some((key, found)) = found else {
+                return Err(Error::new(
+                    ErrorKind::InvalidPointer,
+                    OPERATION,
+                    format!("{ptr:?} is not open for device {device}"),
+                )
+                .with_hint("close what `open_memory` gave, as often as it was opened"));
+            };
+            if found.opens > 1 {
+                found.opens -= 1;
+                return Ok(());
+            }
+            // Who opens it meanwhile waits until it is unmapped.
+            found.address = None;
+            (*key, found.bytes, found.block.take())
+        };
+        let outcome = (|| {
+            let _relaxed = room.relaxed();
+            let _current = room.make_current(OPERATION, device)?;
+            // SAFETY: the caller vouches that no work uses the mapping.
+            unsafe {
+                match (&block, room.platform.calls().ipc_close) {
+                    (Some(block), _) => room.platform.free_shared(OPERATION, block),
+                    (None, Some(close)) => room.check(OPERATION, close(ptr.get())),
+                    (None, None) => Ok(()),
+                }
+            }
+        })();
+        let mut mapped = room.mapped.lock();
+        if outcome.is_ok() {
+            mapped.remove(&key);
+        } else {
+            mapped.insert(key, Mapped { address: Some(ptr.get()), bytes, opens: 1, block });
+        }
+        room.mapped_changed.notify_all();
+        outcome
+    }
+
+    fn export_event(&self, event: EventId) -> Result<EventHandle> {
+        const OPERATION: &str = "export_event";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        let held = room.events.hold(OPERATION, event)?;
+        if held.flags() & (INTERPROCESS | FOREIGN) == 0 {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("{event:?} was not made for other processes"),
+            )
+            .with_hint("make the event with `EventOptions::with_interprocess`"));
+        }
+        let uuid = room.device(OPERATION, event.device())?.info.uuid;
+        let Some(export) = room.platform.calls().ipc_export_event else {
+            return Err(Error::lacks(OPERATION, "interprocess_events"));
+        };
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, event.device())?;
+        let mut payload = IpcHandle([0; 64]);
+        // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
+        room.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
+        Ok(EventHandle::new(uuid, payload.0))
+    }
+
+    fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
+        const OPERATION: &str = "open_event";
+        let room = &*self.0;
+        room.enter(OPERATION)?;
+        if !room.device(OPERATION, device)?.capabilities.interprocess_events {
+            return Err(Error::lacks(OPERATION, "interprocess_events"));
+        }
+        self.check_uuid(OPERATION, device, &handle.device_uuid)?;
+        let Some(open) = room.platform.calls().ipc_open_event else {
+            return Err(Error::lacks(OPERATION, "interprocess_events"));
+        };
+        let _relaxed = room.relaxed();
+        let _current = room.make_current(OPERATION, device)?;
+        let mut raw = 0;
+        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        room.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
+        room.made(OPERATION, raw)?;
+        room.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
+            // SAFETY: nobody else knows the event.
+            unsafe { (room.platform.calls().event_destroy)(raw) };
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_is_opened_as_it_was_sealed_or_not_at_all() {
+        let (uuid, other) = ([7; 16], [8; 16]);
+        let payload = seal([3; 16], 4096, &uuid);
+        assert!(is_sealed(&payload, 4096, &uuid));
+        for index in 0..64 {
+            let mut altered = payload;
+            altered[index] ^= 1;
+            assert!(!is_sealed(&altered, 4096, &uuid), "byte {index}");
+        }
+        assert!(!is_sealed(&payload, 4097, &uuid) && !is_sealed(&payload, 4096, &other));
+    }
+}

@@ -1,0 +1,605 @@
+//! The tables of a driven backend: which vendor handle an id stands for, and that no handle is destroyed while a call
+//! uses it.
+//!
+//! A vendor crashes where a destroyed stream is used, and a safe call may race with the call that destroys. A lock or a
+//! count in the slot would be written by every call of every thread. So a call only announces, in a record of its own
+//! thread, which slots it uses (a *hazard*), then looks whether the slot still holds the id's object, and makes the vendor's
+//! call. Who destroys makes the id stale first, then looks for announcements: as long as one stands, the handle is put
+//! off and destroyed by a later call. A fence on each side orders the two: either the announcement is seen, or the stale
+//! slot is (`hazards.rs`). A removal, or a sweep of any number of handles, makes one.
+
+use std::marker::PhantomData;
+
+use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
+use highwater_hal::{BackendTag, Error, ErrorKind, IdParts, ObjectId, Result};
+use std::num::NonZeroU32;
+
+use super::hazards::{Fenced, Hazard};
+use super::records;
+
+/// One object: what the id of its generation stands for.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// Generation in the upper half, device and [`LIVE`] in the lower one.
+    state: AtomicU64,
+    /// The vendor's handle.
+    raw: AtomicU64,
+    /// What the room remembers of it.
+    flags: AtomicU64,
+}
+
+/// Set in `Slot::state` while the slot holds an object.
+const LIVE: u64 = 1 << 31;
+
+const fn live(generation: u32, device: u32) -> u64 {
+    (generation as u64) << 32 | LIVE | device as u64
+}
+
+/// Bits of `Slot::flags` that are flags; the others are a number.
+const FLAG_BITS: u32 = 8;
+
+/// Slots of the first chunk, which are found the quickest; each further chunk is twice as large as the one before.
+const FIRST_CHUNK: u32 = 1024;
+const CHUNKS: usize = 20;
+
+/// Where the slot is: its chunk, and the place there.
+#[inline(always)]
+const fn place(slot: u32) -> (usize, usize) {
+    let shifted = slot / FIRST_CHUNK + 1;
+    let chunk = shifted.ilog2();
+    (chunk as usize, (slot - FIRST_CHUNK * ((1 << chunk) - 1)) as usize)
+}
+
+const fn chunk_slots(chunk: usize) -> usize {
+    (FIRST_CHUNK as usize) << chunk
+}
+
+impl Slot {
+    #[inline(always)]
+    fn address(&self) -> *mut () {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// The handle, where the slot still holds the object of these parts. The use was announced before.
+    #[inline(always)]
+    fn held(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_>> {
+        let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
+        stands.then(|| Held { slot: self, _hazard: hazard })
+    }
+}
+
+/// The objects of one kind that a backend has made.
+#[derive(Debug)]
+pub(super) struct Objects<I> {
+    tag: BackendTag,
+    chunks: [AtomicPtr<Slot>; CHUNKS],
+    book: Mutex<Book>,
+    kind: PhantomData<fn(I) -> I>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    slots: u32,
+    free: Vec<u32>,
+    live: u64,
+    /// Removed, but perhaps still used by a call of another thread.
+    put_off: Vec<Removed>,
+}
+
+/// What was taken out of a table and is to be destroyed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Removed {
+    slot: u32,
+    pub(super) device: u32,
+    pub(super) raw: u64,
+    pub(super) flags: u64,
+    /// Whether the slot goes on, with another handle.
+    replaced: bool,
+}
+
+/// A vendor handle that is not destroyed while this is alive.
+#[derive(Debug)]
+pub(super) struct Held<'t> {
+    slot: &'t Slot,
+    _hazard: Hazard,
+}
+
+impl Held<'_> {
+    /// The vendor's handle.
+    #[inline(always)]
+    pub(super) fn raw(&self) -> u64 {
+        // Relaxed: written before the state that was seen.
+        self.slot.raw.load(Ordering::Relaxed)
+    }
+
+    #[inline(always)]
+    pub(super) fn flags(&self) -> u64 {
+        self.slot.flags.load(Ordering::Relaxed)
+    }
+
+    /// A number beside the flags, of 56 bits.
+    pub(super) fn number(&self) -> u64 {
+        self.flags() >> FLAG_BITS
+    }
+
+    pub(super) fn set_number(&self, number: u64) {
+        self.slot.flags.fetch_and((1 << FLAG_BITS) - 1, Ordering::Relaxed);
+        self.slot.flags.fetch_or(number << FLAG_BITS, Ordering::Relaxed);
+    }
+
+    /// Sets or clears a flag; whether it was set before. Of two threads that clear it, one is told so.
+    pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
+        let before = if on {
+            self.slot.flags.fetch_or(flag, Ordering::Relaxed)
+        } else {
+            self.slot.flags.fetch_and(!flag, Ordering::Relaxed)
+        };
+        before & flag != 0
+    }
+}
+
+impl<I: ObjectId> Objects<I> {
+    pub(super) fn new(tag: BackendTag) -> Self {
+        Self {
+            tag,
+            chunks: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
+            book: Mutex::new(Book::default()),
+            kind: PhantomData,
+        }
+    }
+
+    /// Takes in a vendor handle and issues its id.
+    pub(super) fn insert(&self, operation: &'static str, device: u32, raw: u64, flags: u64) -> Result<I> {
+        let mut book = self.book.lock();
+        let index = match book.free.pop() {
+            Some(index) => index,
+            None => {
+                let index = book.slots;
+                let (chunk, _) = place(index);
+                if chunk >= CHUNKS {
+                    let message = format!("{index} {}s exist, there is no room for more", I::NAME);
+                    return Err(Error::new(ErrorKind::OutOfMemory, operation, message));
+                }
+                if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
+                    let empty = || Slot { state: AtomicU64::new(0), raw: AtomicU64::new(0), flags: AtomicU64::new(0) };
+                    let slots: Box<[Slot]> = (0..chunk_slots(chunk)).map(|_| empty()).collect();
+                    // Release: who finds the chunk finds its slots.
+                    self.chunks[chunk].store(Box::into_raw(slots).cast(), Ordering::Release);
+                }
+                book.slots += 1;
+                index
+            }
+        };
+        let Some(slot) = self.slot(index) else {
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids has lost a slot"));
+        };
+        let generation = (slot.state.load(Ordering::Relaxed) >> 32) as u32 + 1;
+        let Some(non_zero) = NonZeroU32::new(generation) else {
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids was used up"));
+        };
+        slot.raw.store(raw, Ordering::Relaxed);
+        slot.flags.store(flags, Ordering::Relaxed);
+        // Release: who sees the state sees the handle.
+        slot.state.store(live(generation, device), Ordering::Release);
+        book.live += 1;
+        let parts = IdParts { slot: index, generation: non_zero, tag: self.tag, device };
+        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        Ok(unsafe { I::from_parts(parts) })
+    }
+
+    #[inline(always)]
+    fn slot(&self, index: u32) -> Option<&Slot> {
+        let (chunk, place) = place(index);
+        let slots = self.chunks.get(chunk)?.load(Ordering::Acquire);
+        if slots.is_null() {
+            return None;
+        }
+        // SAFETY: the chunk holds `chunk_slots(chunk)` slots, `place` is below that, and chunks live as long as the table.
+        Some(unsafe { &*slots.add(place) })
+    }
+
+    /// The slot of an id of this backend, where it is one of the first chunk's.
+    #[inline(always)]
+    fn first_slot_of(&self, parts: &IdParts) -> Option<&Slot> {
+        let slots = self.chunks[0].load(Ordering::Acquire);
+        if parts.tag != self.tag || parts.slot >= FIRST_CHUNK || slots.is_null() {
+            return None;
+        }
+        // SAFETY: as in `slot`.
+        Some(unsafe { &*slots.add(parts.slot as usize) })
+    }
+
+    /// What [`Objects::hold`] gives for the ids of the first slots, in a thread that has announced before and announces nothing
+    /// now: nearly always.
+    #[inline(always)]
+    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_>> {
+        let (record, slot) = (records::known()?, self.first_slot_of(parts)?);
+        slot.held(parts, record.announce_first(slot.address())?)
+    }
+
+    /// The same of [`Objects::hold_with`].
+    #[inline(always)]
+    fn hold_quickly_with<'t, J: ObjectId>(
+        &'t self,
+        parts: &IdParts,
+        others: &'t Objects<J>,
+        other_parts: &IdParts,
+    ) -> Option<(Held<'t>, Held<'t>)> {
+        let record = records::known()?;
+        let (slot, other_slot) = (self.first_slot_of(parts)?, others.first_slot_of(other_parts)?);
+        let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
+        Some((slot.held(parts, hazard)?, other_slot.held(other_parts, other_hazard)?))
+    }
+
+    /// The slot of an id of this backend; whether it still holds the id's object is another question.
+    #[inline(always)]
+    fn slot_of(&self, parts: &IdParts) -> Option<&Slot> {
+        if parts.tag == self.tag { self.slot(parts.slot) } else { None }
+    }
+
+    /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
+    #[inline(always)]
+    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+        match self.hold_quickly(&id.parts()) {
+            Some(held) => Ok(held),
+            None => self.hold_any(operation, id),
+        }
+    }
+
+    /// The same in any thread, and what is wrong with the id.
+    #[cold]
+    #[inline(never)]
+    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+        let parts = id.parts();
+        if let Some(slot) = self.slot_of(&parts)
+            && let Some(held) = slot.held(&parts, records::announce(slot.address()))
+        {
+            return Ok(held);
+        }
+        Err(self.unknown(operation, id))
+    }
+
+    /// The vendor handles of two ids of two tables, at the price of one.
+    #[inline(always)]
+    pub(super) fn hold_with<'t, J: ObjectId>(
+        &'t self,
+        operation: &'static str,
+        id: I,
+        others: &'t Objects<J>,
+        other: J,
+    ) -> Result<(Held<'t>, Held<'t>)> {
+        match self.hold_quickly_with(&id.parts(), others, &other.parts()) {
+            Some(both) => Ok(both),
+            None => self.hold_any_with(operation, id, others, other),
+        }
+    }
+
+    /// The same in any thread, and what is wrong with the ids.
+    #[cold]
+    #[inline(never)]
+    fn hold_any_with<'t, J: ObjectId>(
+        &'t self,
+        operation: &'static str,
+        id: I,
+        others: &'t Objects<J>,
+        other: J,
+    ) -> Result<(Held<'t>, Held<'t>)> {
+        let (parts, other_parts) = (id.parts(), other.parts());
+        let (slot, other_slot) = (self.slot_of(&parts), others.slot_of(&other_parts));
+        if let (Some(slot), Some(other_slot)) = (slot, other_slot) {
+            let (hazard, other_hazard) = records::announce_both(slot.address(), other_slot.address());
+            let Some(held) = slot.held(&parts, hazard) else { return Err(self.unknown(operation, id)) };
+            let Some(other_held) = other_slot.held(&other_parts, other_hazard) else {
+                return Err(others.unknown(operation, other));
+            };
+            return Ok((held, other_held));
+        }
+        Err(if slot.is_none() { self.unknown(operation, id) } else { others.unknown(operation, other) })
+    }
+
+    #[cold]
+    fn unknown(&self, operation: &'static str, id: I) -> Error {
+        if id.parts().tag == self.tag {
+            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
+                .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
+        } else {
+            let message = format!("{id:?} was issued by another backend than backend {}", self.tag.get());
+            Error::new(ErrorKind::InvalidHandle, operation, message)
+                .with_hint(format!("pass a {} that this backend created", I::NAME))
+        }
+    }
+
+    /// Makes `id` stale. What may be destroyed now is handed to `destroy`, one after the other and outside the lock: this
+    /// object, unless a call is using it, and those that were put off before and are used no more. The answer is that of
+    /// this object's destruction; a handle that is put off counts as destroyed. An object with one of the flags `at_once` is not
+    /// put off: this waits until no call uses it.
+    pub(super) fn remove(
+        &self,
+        operation: &'static str,
+        id: I,
+        at_once: u64,
+        mut destroy: impl FnMut(&Removed) -> Result<()>,
+    ) -> Result<()> {
+        let parts = id.parts();
+        let removed = {
+            let mut book = self.book.lock();
+            let known = self.slot_of(&parts);
+            let slot =
+                known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
+            let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
+            slot.state.store(u64::from(parts.generation.get()) << 32, Ordering::Relaxed);
+            book.live -= 1;
+            let (raw, flags) = (slot.raw.load(Ordering::Relaxed), slot.flags.load(Ordering::Relaxed));
+            Removed { slot: parts.slot, device: parts.device, raw, flags, replaced: false }
+        };
+        if removed.flags & at_once != 0 {
+            while self.is_used(&removed, &Fenced::now()) {
+                std::thread::yield_now();
+            }
+        }
+        let mut answer = Ok(());
+        self.sweep_with(Some(removed), |removed_now| {
+            let outcome = destroy(removed_now);
+            if removed_now.slot == removed.slot && !removed_now.replaced {
+                answer = outcome;
+            } else if let Err(error) = outcome {
+                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+            }
+        });
+        answer
+    }
+
+    /// Puts another vendor handle under `id`. The old one is handed to `destroy` as in [`Objects::remove`]: calls that had it
+    /// before announce the slot, as do those that have the new one, so it is put off until no call uses either.
+    ///
+    /// A call that reads the new handle follows it to what the vendor has written, which is why no fence is needed for that.
+    pub(super) fn replace(
+        &self,
+        operation: &'static str,
+        id: I,
+        raw: u64,
+        mut destroy: impl FnMut(&Removed) -> Result<()>,
+    ) -> Result<()> {
+        let parts = id.parts();
+        let replaced = {
+            let book = self.book.lock();
+            let known = self.slot_of(&parts);
+            let slot =
+                known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
+            let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
+            // Release: who finds the handle finds what it stands for.
+            let old = slot.raw.swap(raw, Ordering::Release);
+            drop(book);
+            Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, replaced: true }
+        };
+        self.sweep_with(Some(replaced), |removed| {
+            if let Err(error) = destroy(removed) {
+                tracing::warn!("a handle that was replaced is left: {error}");
+            }
+        });
+        Ok(())
+    }
+
+    /// Destroys what was put off and is used no more.
+    pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed) -> Result<()>) {
+        self.sweep_with(None, |removed| {
+            if let Err(error) = destroy(removed) {
+                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+            }
+        });
+    }
+
+    fn sweep_with(&self, first: Option<Removed>, mut destroy: impl FnMut(&Removed)) {
+        let candidates: Vec<Removed> = {
+            let mut book = self.book.lock();
+            first.into_iter().chain(book.put_off.drain(..)).collect()
+        };
+        if candidates.is_empty() {
+            return;
+        }
+        // One for all of them: each was made stale before it became a candidate.
+        let fenced = Fenced::now();
+        for mut removed in candidates {
+            if self.is_used(&removed, &fenced) {
+                self.book.lock().put_off.push(removed);
+                continue;
+            }
+            if removed.replaced {
+                destroy(&removed);
+                continue;
+            }
+            // The call that used it may have changed them after it was removed.
+            if let Some(slot) = self.slot(removed.slot) {
+                removed.flags = slot.flags.load(Ordering::Relaxed);
+            }
+            destroy(&removed);
+            // A slot whose generations are used up is never issued again.
+            let last = self
+                .slot(removed.slot)
+                .is_none_or(|slot| slot.state.load(Ordering::Relaxed) >> 32 == u64::from(u32::MAX));
+            if !last {
+                self.book.lock().free.push(removed.slot);
+            }
+        }
+    }
+
+    /// Whether a call uses what was removed before the fence.
+    fn is_used(&self, removed: &Removed, fenced: &Fenced) -> bool {
+        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address(), fenced))
+    }
+
+    /// How many objects there are.
+    pub(super) fn live(&self) -> u64 {
+        self.book.lock().live
+    }
+
+    /// The number of handles without a flag whose destruction was put off.
+    pub(super) fn put_off_without(&self, flag: u64) -> u64 {
+        self.book.lock().put_off.iter().filter(|removed| removed.flags & flag == 0).count() as u64
+    }
+
+    /// How many of them have a flag.
+    pub(super) fn live_with(&self, flag: u64) -> u64 {
+        self.devices_with(flag).len() as u64
+    }
+
+    /// The devices of the objects with a flag, one for each object.
+    pub(super) fn devices_with(&self, flag: u64) -> Vec<u32> {
+        let slots = self.book.lock().slots;
+        let device = |slot: &Slot| {
+            let state = slot.state.load(Ordering::Acquire);
+            let has = state & LIVE != 0 && slot.flags.load(Ordering::Relaxed) & flag != 0;
+            has.then_some(state as u32 & (LIVE as u32 - 1))
+        };
+        (0..slots).filter_map(|index| device(self.slot(index)?)).collect()
+    }
+}
+
+#[cfg(test)]
+impl<I> Objects<I> {
+    pub(super) fn is_locked(&self) -> bool {
+        self.book.is_locked()
+    }
+}
+
+impl<I> Drop for Objects<I> {
+    fn drop(&mut self) {
+        for (chunk, slots) in self.chunks.iter().enumerate() {
+            let slots = slots.load(Ordering::Acquire);
+            if !slots.is_null() {
+                let slots = std::ptr::slice_from_raw_parts_mut(slots, chunk_slots(chunk));
+                // SAFETY: `insert` made the chunk from a box of this length, and nothing refers to the table any more.
+                drop(unsafe { Box::from_raw(slots) });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use highwater_hal::StreamId;
+
+    #[test]
+    fn places_follow_one_another_without_a_gap() {
+        let mut expected = (0, 0);
+        for slot in 0..10_000 {
+            assert_eq!(place(slot), expected);
+            expected.1 += 1;
+            if expected.1 == chunk_slots(expected.0) {
+                expected = (expected.0 + 1, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn an_id_is_stale_once_removed_and_its_slot_is_used_again_for_another() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let old = table.insert("t", 3, 77, 0).unwrap();
+        assert_eq!((table.hold("t", old).unwrap().raw(), old.device()), (77, 3));
+        let mut destroyed = Vec::new();
+        table
+            .remove("t", old, 0, |removed| {
+                destroyed.push((removed.raw, removed.device));
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(destroyed, [(77, 3)]);
+        let new = table.insert("t", 3, 78, 0).unwrap();
+        assert_eq!(old.parts().slot, new.parts().slot);
+        assert_eq!(table.hold("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(table.remove("t", old, 0, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!((table.hold("t", new).unwrap().raw(), table.live()), (78, 1));
+    }
+
+    #[test]
+    fn ids_of_other_backends_and_forged_ones_are_refused() {
+        let (table, other) =
+            (Objects::<StreamId>::new(BackendTag::next()), Objects::<StreamId>::new(BackendTag::next()));
+        let id = table.insert("t", 1, 5, 0).unwrap();
+        assert_eq!(other.hold("t", id).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        for forged in [IdParts { device: 0, ..id.parts() }, IdParts { slot: 40_000_000, ..id.parts() }] {
+            // SAFETY: no runtime uses this table.
+            let forged = unsafe { StreamId::from_parts(forged) };
+            assert_eq!(table.hold("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        }
+    }
+
+    #[test]
+    fn what_a_call_uses_is_destroyed_only_after_it() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let id = table.insert("t", 0, 9, 0).unwrap();
+        let held = table.hold("t", id).unwrap();
+        let mut destroyed = 0;
+        table
+            .remove("t", id, 0, |_| {
+                destroyed += 1;
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!((destroyed, table.live(), table.put_off_without(1)), (0, 0, 1));
+        assert!(table.hold("t", id).is_err());
+        // The slot is not used again before its handle is destroyed.
+        let other = table.insert("t", 0, 10, 0).unwrap();
+        assert_ne!(other.parts().slot, id.parts().slot);
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        assert_eq!(destroyed, 0);
+        drop(held);
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        table.sweep(|_| {
+            destroyed += 1;
+            Ok(())
+        });
+        assert_eq!(destroyed, 1);
+    }
+
+    #[test]
+    fn flags_are_counted_over_live_objects() {
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let ids: Vec<_> = (0..200).map(|raw| table.insert("t", 0, raw, raw & 1).unwrap()).collect();
+        table.remove("t", ids[1], 0, |_| Ok(())).unwrap();
+        table.hold("t", ids[0]).unwrap().set_flag(1, true);
+        table.hold("t", ids[3]).unwrap().set_flag(1, false);
+        assert_eq!((table.live(), table.live_with(1)), (199, 99));
+        assert_eq!(table.hold("t", ids[0]).unwrap().flags(), 1);
+    }
+
+    #[test]
+    fn threads_that_use_and_one_that_destroys_never_meet_a_destroyed_object() {
+        use std::sync::atomic::AtomicBool;
+        // The handle is an index into this array; destroying marks it.
+        let destroyed: Vec<AtomicBool> = (0..2000).map(|_| AtomicBool::new(false)).collect();
+        let table = Objects::<StreamId>::new(BackendTag::next());
+        let current = std::sync::Mutex::new(table.insert("t", 0, 0, 0).unwrap());
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..20_000 {
+                        let id = *current.lock().unwrap();
+                        if let Ok(held) = table.hold("t", id) {
+                            assert!(!destroyed[held.raw() as usize].load(std::sync::atomic::Ordering::SeqCst));
+                        }
+                    }
+                });
+            }
+            for raw in 1..2000 {
+                let next = table.insert("t", 0, raw, 0).unwrap();
+                let old = std::mem::replace(&mut *current.lock().unwrap(), next);
+                table
+                    .remove("t", old, 0, |removed| {
+                        destroyed[removed.raw as usize].store(true, std::sync::atomic::Ordering::SeqCst);
+                        Ok(())
+                    })
+                    .unwrap();
+            }
+        });
+        table.sweep(|_| Ok(()));
+        assert_eq!(table.live(), 1);
+    }
+}

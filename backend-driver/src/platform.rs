@@ -1,0 +1,307 @@
+//! What one vendor has of its own: the trait [`Platform`], and its behaviour as data.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use super::captures::Captures;
+use super::codes::Codes;
+use super::library::Library;
+use super::room::Room;
+use highwater_hal::{
+    BlasHandle, Capabilities, DataType, DeviceInfo, Error, Identity, MathMode, MemoryHandle, Result, Transport,
+    Transpose,
+};
+
+/// How a vendor behaves, as data. Each field is named for the behaviour.
+#[derive(Debug, Clone, Copy)]
+pub struct Quirks {
+    /// The handle of the legacy default stream.
+    pub legacy_stream: u64,
+    /// The handle of the per-thread default stream.
+    pub per_thread_stream: u64,
+    /// The code of "not done yet".
+    pub not_ready: i32,
+    /// The code of exhausted memory.
+    pub out_of_memory: i32,
+    /// The code of elapsed times that cannot be had, because an event has no timing or was never recorded.
+    pub no_elapsed_time: i32,
+    /// Flags of every stream.
+    pub stream_flags: u32,
+    /// Flags of an event without timing, of one with timing, and of one for several processes.
+    pub event_flags: [u32; 3],
+    /// Flags of page-locked memory: the default kind, and write-combined.
+    pub host_flags: [u32; 2],
+    /// Flags of memory that is page-locked where it is.
+    pub register_flags: u32,
+    /// Flag with which memory of other processes is opened.
+    pub ipc_open_flag: u32,
+    /// Attribute of a pool: bytes that it keeps when it is idle.
+    pub pool_release_threshold: u32,
+    /// Whether an untransposed and a transposed factor: their numbers.
+    pub transpose_codes: [i32; 2],
+    /// Numbers of f16, bf16, f32 and f64.
+    pub type_codes: [i32; 4],
+    /// Numbers of computing in 32 bits, TF32, and 64 bits.
+    pub compute_codes: [i32; 3],
+    /// Number of the default algorithm.
+    pub default_algorithm: i32,
+    /// Numbers of the handle's precisions, full and TF32, where a handle has one; else the compute number says it. The first is set
+    /// when a handle is made, unless it is 0.
+    pub math_modes: Option<[u32; 2]>,
+    /// Numbers of the atomics modes, not allowed and allowed.
+    pub atomics_modes: [u32; 2],
+    /// Whether a fresh handle may add with atomics.
+    pub atomics_allowed_at_first: bool,
+    /// Whether binding a stream puts a handle back on its own workspace.
+    pub set_stream_resets_workspace: bool,
+    /// The code with which a capture ends that has taken its streams with it, where streams die with a lost capture.
+    pub capture_loss_kills_streams: Option<i32>,
+}
+
+impl Quirks {
+    pub(super) const fn type_code(&self, data_type: DataType) -> i32 {
+        match data_type {
+            DataType::F16 => self.type_codes[0],
+            DataType::Bf16 => self.type_codes[1],
+            DataType::F32 => self.type_codes[2],
+            DataType::F64 => self.type_codes[3],
+            // The device's capabilities allow no type that this crate does not know.
+            _ => -1,
+        }
+    }
+
+    /// How sums of products of `factor` are computed: the result's type does not matter, since halves accumulate in 32
+    /// bits whatever they are stored as.
+    pub(super) const fn compute_code(&self, factor: DataType, mode: MathMode) -> i32 {
+        match (factor, mode) {
+            (DataType::F64, _) => self.compute_codes[2],
+            (DataType::F32, MathMode::Tf32) if self.math_modes.is_none() => self.compute_codes[1],
+            _ => self.compute_codes[0],
+        }
+    }
+
+    pub(super) const fn transpose_code(&self, transpose: Transpose) -> i32 {
+        match transpose {
+            Transpose::No => self.transpose_codes[0],
+            Transpose::Yes => self.transpose_codes[1],
+        }
+    }
+}
+
+/// A vendor's BLAS.
+#[derive(Debug, Clone, Copy)]
+pub struct Blas {
+    /// What both vendors have alike.
+    pub calls: BlasCalls,
+    /// One product.
+    pub gemm: GemmCall<i32>,
+    /// A batch.
+    pub gemm_batch: GemmBatchCall<i32>,
+    /// One product of sizes that 32 bits do not hold, where the vendor has it.
+    pub gemm_64: Option<GemmCall<i64>>,
+    /// A batch of such.
+    pub gemm_batch_64: Option<GemmBatchCall<i64>>,
+    /// What its codes mean.
+    pub codes: &'static Codes,
+}
+
+impl Blas {
+    /// Fills the tables from `library`: `symbol` makes the vendor's symbol of a name, and `products` are those of one product and
+    /// of a batch, to which the calls for sizes of 64 bits add `_64`.
+    ///
+    /// # Errors
+    /// Every required symbol that is missing.
+    ///
+    /// # Safety
+    /// What the library exports under these symbols has the arguments that the tables declare.
+    pub unsafe fn load(
+        library: &Library,
+        symbol: impl Fn(&str) -> String,
+        products: [&str; 2],
+        codes: &'static Codes,
+    ) -> Result<Self, Vec<String>> {
+        // SAFETY: passed on from the caller.
+        let calls = unsafe { BlasCalls::load(library, symbol) };
+        let [one, batch] = products;
+        let found = (calls, library.symbol(one), library.symbol(batch));
+        let (Ok(calls), Some(gemm), Some(gemm_batch)) = found else {
+            let (calls, gemm, gemm_batch) = found;
+            let mut missing = calls.err().unwrap_or_default();
+            missing.extend(
+                [(one, gemm), (batch, gemm_batch)]
+                    .iter()
+                    .filter(|found| found.1.is_none())
+                    .map(|found| found.0.to_owned()),
+            );
+            return Err(missing);
+        };
+        let wide = [one, batch].map(|name| library.symbol(&format!("{name}_64")));
+        // SAFETY: each symbol is a function of these arguments, as the caller vouches, and the library is never closed.
+        unsafe {
+            Ok(Self {
+                calls,
+                gemm: std::mem::transmute::<*const (), GemmCall<i32>>(gemm),
+                gemm_batch: std::mem::transmute::<*const (), GemmBatchCall<i32>>(gemm_batch),
+                gemm_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
+                gemm_batch_64: wide[1].map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
+                codes,
+            })
+        }
+    }
+}
+
+/// Settings that a platform reads from a fresh BLAS handle; `None` for a setting that the library lacks.
+pub type BlasSettings = [Option<i32>; 6];
+
+/// Memory that other processes can open by a descriptor or over a fabric: what was made for it.
+#[derive(Debug)]
+pub struct SharedBlock {
+    /// Where it is mapped.
+    pub address: u64,
+    /// The vendor's own number for the allocation.
+    pub allocation: u64,
+    /// Bytes that were mapped: what was asked for, rounded up.
+    pub bytes: usize,
+}
+
+/// A vendor, as the driver room sees it: its table of calls, the meaning of its codes, its behaviour as data, and what
+/// only it has.
+///
+/// # Safety
+/// The room frees memory by the answers of these calls. So the calls are the vendor's own, with the arguments that the
+/// table declares, and keep what the vendor's manual promises of streams, events and copies.
+pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
+    /// The calls of the driver.
+    fn calls(&self) -> &Calls;
+
+    /// What the driver's codes mean.
+    fn codes(&self) -> &'static Codes;
+
+    /// How the vendor behaves.
+    fn quirks(&self) -> &'static Quirks;
+
+    /// The BLAS.
+    fn blas(&self) -> &Blas;
+
+    /// A device that is in use already, for calls that want some device and do not care which: a context takes memory of its
+    /// device. The first where none is in use.
+    fn device_in_use(&self) -> u32 {
+        0
+    }
+
+    /// Makes `device` current in this thread; the answer goes to [`Platform::restore`] where something was changed.
+    ///
+    /// # Errors
+    /// The vendor's code.
+    fn make_current(&self, device: u32) -> Result<Option<u64>, i32>;
+
+    /// Makes current again what was before.
+    fn restore(&self, previous: u64);
+
+    /// Lets `device` use memory of `peer` directly. Called once for a pair; the device is current.
+    ///
+    /// # Errors
+    /// The vendor's code. That it was so already is no error.
+    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32>;
+
+    /// Enqueues a copy from one device to another and answers with the vendor's code.
+    ///
+    /// # Safety
+    /// As [`Backend::copy`](highwater_hal::Backend::copy).
+    unsafe fn copy_peer(&self, dst: (u32, u64), src: (u32, u64), bytes: usize, stream: u64) -> i32;
+
+    /// Whether `stream`, which other code made, is one of `device`.
+    ///
+    /// # Safety
+    /// The stream is alive.
+    ///
+    /// # Errors
+    /// The vendor's code.
+    unsafe fn stream_is_of(&self, stream: u64, device: u32) -> Result<bool, i32>;
+
+    /// Allocates memory that can be shared by a descriptor or over a fabric; the device is current.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no such memory; else what the vendor gives.
+    fn allocate_shared(&self, device: u32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
+        let _ = (device, transport, bytes);
+        Err(Error::lacks("allocate", "ipc_transports"))
+    }
+
+    /// Frees what [`Platform::allocate_shared`] or [`Platform::open_shared`] gave.
+    ///
+    /// # Errors
+    /// What the vendor gives.
+    ///
+    /// # Safety
+    /// Nothing uses the block any more.
+    unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
+        let _ = block;
+        Err(Error::lacks(operation, "ipc_transports"))
+    }
+
+    /// Makes a handle of memory that [`Platform::allocate_shared`] gave.
+    ///
+    /// # Errors
+    /// What the vendor gives.
+    fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
+        let _ = (block, transport, handle);
+        Err(Error::lacks("export_memory", "ipc_transports"))
+    }
+
+    /// Opens what [`Platform::export_shared`] made, for `device`, which is current.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a handle that cannot be one; else what the vendor gives.
+    fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
+        let _ = (device, handle);
+        Err(Error::lacks("open_memory", "ipc_transports"))
+    }
+
+    /// What stands in the way of BLAS handles of `device`, where the vendor would not say it by a code.
+    ///
+    /// # Errors
+    /// `Unsupported`, with what is missing and where it was looked for.
+    fn may_create_blas(&self, device: u32) -> Result<()> {
+        let _ = device;
+        Ok(())
+    }
+
+    /// Reads the settings of a fresh BLAS handle that only this vendor has, for [`Platform::restore_blas`].
+    fn blas_settings(&self, handle: u64) -> BlasSettings {
+        let _ = handle;
+        BlasSettings::default()
+    }
+
+    /// Restores these settings after changes by other code.
+    ///
+    /// # Errors
+    /// The vendor's code.
+    fn restore_blas(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+        let _ = (handle, fresh);
+        Ok(())
+    }
+
+    /// Makes a handle for Lt plans.
+    ///
+    /// # Errors
+    /// `Unsupported` where the vendor has none; else what the vendor gives.
+    fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
+        let _ = (room, device);
+        Err(Error::lacks("create_blas_handle", "lt_plans"))
+    }
+}
+
+/// What a vendor crate found out when it opened: who it is, and its devices.
+#[derive(Debug)]
+pub struct Opened<P> {
+    /// The vendor.
+    pub platform: P,
+    /// Who the backend is; its tag is that of every id.
+    pub identity: Identity,
+    /// The devices, by ordinal.
+    pub devices: Vec<(DeviceInfo, Capabilities)>,
+    /// The captures in the vendor's library: the same for every backend over it.
+    pub captures: Arc<Captures>,
+}

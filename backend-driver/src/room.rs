@@ -1,0 +1,686 @@
+//! What a driven backend and its handles share: the vendor, the tables of ids and blocks, and the checks of every call.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::captures::Captures;
+use super::codes::Codes;
+use super::hazards::Asking;
+use super::lost::OpenCapture;
+use super::objects::{Held, Objects, Removed};
+use super::platform::{Opened, Platform, SharedBlock};
+use highwater_hal::{
+    Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, Identity, Result,
+    StreamId, Transport,
+    fork::{self, Generation},
+};
+
+/// Set in an object's flags: other code made it and keeps it.
+pub(super) const FOREIGN: u64 = 1;
+/// A stream on which a capture of this backend is open.
+pub(super) const CAPTURES: u64 = 2;
+/// An event with timing.
+pub(super) const TIMING: u64 = 4;
+/// An event that other processes can open.
+pub(super) const INTERPROCESS: u64 = 8;
+/// A stream of low priority, and one of high.
+pub(super) const LOW: u64 = 16;
+pub(super) const HIGH: u64 = 32;
+
+/// A block of device memory.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) device: u32,
+    pub(super) bytes: usize,
+    pub(super) kind: BlockKind,
+}
+
+#[derive(Debug)]
+pub(super) enum BlockKind {
+    Plain,
+    Legacy,
+    Shared { transport: Transport, token: [u8; 16], block: SharedBlock },
+    StreamOrdered,
+}
+
+/// A block of page-locked memory, by its start.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HostBlock {
+    pub(super) bytes: usize,
+    pub(super) registered: bool,
+}
+
+/// Memory of another process that is mapped here.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    /// `None` while a thread is opening it.
+    pub(super) address: Option<u64>,
+    /// Bytes that the handle was opened for.
+    pub(super) bytes: u64,
+    pub(super) opens: u64,
+    /// What the vendor crate opened; `None` for a legacy handle.
+    pub(super) block: Option<SharedBlock>,
+}
+
+/// The mappings by what was opened and for which device.
+pub(super) type MappedKey = (u32, u32, [u8; 64]);
+
+#[derive(Debug)]
+pub(super) struct DeviceState {
+    pub(super) info: DeviceInfo,
+    pub(super) capabilities: Capabilities,
+    /// The pool behind stream-ordered memory, once it was set up.
+    pub(super) pool: OnceLock<Option<u64>>,
+}
+
+/// What a driven backend and its handles share.
+pub struct Room<P: Platform> {
+    pub(super) platform: P,
+    pub(super) identity: Identity,
+    pub(super) devices: Vec<DeviceState>,
+    generation: fork::Guard,
+    pub(super) streams: Objects<StreamId>,
+    pub(super) events: Objects<EventId>,
+    pub(super) graphs: Objects<GraphId>,
+    pub(super) graph_execs: Objects<GraphExecId>,
+    pub(super) blocks: Mutex<HashMap<u64, Block>>,
+    pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
+    pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
+    pub(super) mapped_changed: Condvar,
+    /// Descriptors that exported handles carry, weakly: who drops the last copy of one tells nobody.
+    pub(super) exported: Mutex<Vec<highwater_hal::DescriptorWatch>>,
+    handles: AtomicU64,
+    /// Captures that are open in the vendor's library.
+    pub(super) captures: Arc<Captures>,
+    /// The captures of this backend with their streams, for a vendor whose streams die with their capture.
+    pub(super) open_captures: Mutex<Vec<OpenCapture>>,
+    /// Whether streams of other code were wrapped, whose captures nobody tells this backend of.
+    foreign: AtomicBool,
+    /// By device and peer: whether peer access was set up.
+    peers: Vec<OnceLock<bool>>,
+}
+
+impl<P: Platform> fmt::Debug for Room<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Room")
+            .field("backend", &self.identity.name)
+            .field("tag", &self.identity.tag)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stream's vendor handle, which is not destroyed while this is alive.
+#[derive(Debug)]
+pub struct HeldStream<'r> {
+    raw: u64,
+    held: Option<Held<'r>>,
+}
+
+impl HeldStream<'_> {
+    /// The vendor's handle.
+    #[must_use]
+    #[inline(always)]
+    pub const fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    /// Whether it is a default stream, which is that of the current device.
+    #[inline(always)]
+    pub(super) const fn is_default(&self) -> bool {
+        self.held.is_none()
+    }
+
+    /// What the room remembers of it; nothing of a default stream.
+    pub(super) fn flags(&self) -> u64 {
+        self.held.as_ref().map_or(0, Held::flags)
+    }
+
+    /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
+    pub(super) fn set_captor(&self, thread: u64) {
+        if let Some(held) = &self.held {
+            held.set_number(thread);
+        }
+    }
+
+    /// Whether this thread can end the capture that this backend began on the stream.
+    pub(super) fn can_end_here(&self) -> bool {
+        let Some(held) = &self.held else { return true };
+        held.flags() & CAPTURES == 0 || held.number() == 0 || held.number() == this_thread()
+    }
+
+    /// Sets or clears a flag; whether it was set before. A default stream has none.
+    pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
+        self.held.as_ref().is_some_and(|held| held.set_flag(flag, on))
+    }
+}
+
+/// A number of this thread that no other has; not 0.
+pub(super) fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that is ending has lost its number: nobody else has this one either.
+    NUMBER.try_with(|number| *number).unwrap_or_else(|_| NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A device that is current in this thread until this is dropped.
+#[derive(Debug)]
+pub struct Current<'r, P: Platform> {
+    platform: &'r P,
+    previous: Option<u64>,
+}
+
+impl<P: Platform> Drop for Current<'_, P> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if let Some(previous) = self.previous {
+            self.platform.restore(previous);
+        }
+    }
+}
+
+/// The calling thread may make calls that a capture forbids, until this is dropped.
+#[derive(Debug)]
+pub struct Relaxed<'r, P: Platform> {
+    exchange: Option<(&'r P, unsafe extern "C" fn(*mut u32) -> i32)>,
+    previous: u32,
+}
+
+/// The number of the relaxed capture mode, in both vendors.
+const RELAXED: u32 = 2;
+
+impl<P: Platform> Drop for Relaxed<'_, P> {
+    fn drop(&mut self) {
+        if let Some((_, exchange)) = self.exchange {
+            // SAFETY: the call reads and writes one number that lives until it returns.
+            unsafe { exchange(&mut self.previous) };
+        }
+    }
+}
+
+/// One handle that is alive; counted until it is dropped.
+#[derive(Debug)]
+pub struct HandleCount<P: Platform>(std::sync::Arc<Room<P>>);
+
+impl<P: Platform> Drop for HandleCount<P> {
+    fn drop(&mut self) {
+        self.0.handles.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<P: Platform> Room<P> {
+    pub(super) fn new(opened: Opened<P>) -> Self {
+        let tag = opened.identity.tag;
+        let devices: Vec<DeviceState> = opened
+            .devices
+            .into_iter()
+            .map(|(info, capabilities)| DeviceState { info, capabilities, pool: OnceLock::new() })
+            .collect();
+        let pairs = devices.len() * devices.len();
+        Self {
+            platform: opened.platform,
+            identity: opened.identity,
+            devices,
+            generation: fork::Guard::new(),
+            streams: Objects::new(tag),
+            events: Objects::new(tag),
+            graphs: Objects::new(tag),
+            graph_execs: Objects::new(tag),
+            blocks: Mutex::default(),
+            host_blocks: Mutex::default(),
+            mapped: Mutex::default(),
+            mapped_changed: Condvar::new(),
+            exported: Mutex::default(),
+            handles: AtomicU64::new(0),
+            captures: opened.captures,
+            open_captures: Mutex::default(),
+            foreign: AtomicBool::new(false),
+            peers: (0..pairs).map(|_| OnceLock::new()).collect(),
+        }
+    }
+
+    /// The vendor.
+    #[must_use]
+    pub const fn platform(&self) -> &P {
+        &self.platform
+    }
+
+    /// Whether this is neither a forked child nor a process that has begun to exit.
+    ///
+    /// # Errors
+    /// `Forked` and `ShuttingDown`.
+    #[inline(always)]
+    pub fn enter(&self, operation: &'static str) -> Result<()> {
+        if self.generation.is_current() && !highwater_hal::exit::has_begun() {
+            Ok(())
+        } else {
+            Err(self.out_of_service(operation))
+        }
+    }
+
+    #[cold]
+    fn out_of_service(&self, operation: &'static str) -> Error {
+        if self.generation.is_current() {
+            Error::new(ErrorKind::ShuttingDown, operation, "the process has begun to exit")
+                .with_hint("end threads that use the device before `main` returns")
+        } else {
+            Generation::error(operation)
+        }
+    }
+
+    pub(super) fn is_own_process(&self) -> bool {
+        self.generation.is_current()
+    }
+
+    /// Whether the vendor may still be called: in this process, before its exit.
+    #[must_use]
+    #[inline(always)]
+    pub fn is_in_service(&self) -> bool {
+        self.generation.is_current() && !highwater_hal::exit::has_begun()
+    }
+
+    /// The object that a call gave. A vendor that answers with success and gives none would hand out what its other calls
+    /// take for a default.
+    ///
+    /// # Errors
+    /// `Vendor` for 0.
+    #[inline]
+    pub fn made(&self, operation: &'static str, raw: u64) -> Result<u64> {
+        if raw == 0 { Err(nothing(operation)) } else { Ok(raw) }
+    }
+
+    /// Success, or what the driver's code means.
+    ///
+    /// # Errors
+    /// By [`Platform::codes`].
+    #[inline(always)]
+    pub fn check(&self, operation: &'static str, code: i32) -> Result<()> {
+        if code == 0 { Ok(()) } else { Err(self.platform.codes().error(operation, code)) }
+    }
+
+    /// The error of a BLAS call that answered `code`. Where a BLAS only says that something has failed, the driver may know that
+    /// the device is lost.
+    #[cold]
+    #[must_use]
+    pub fn blas_error(&self, operation: &'static str, codes: &Codes, device: u32, code: i32) -> Error {
+        let error = codes.error(operation, code);
+        if error.kind() != ErrorKind::Vendor {
+            return error;
+        }
+        let (mut free, mut total) = (0, 0);
+        let Ok(_current) = self.make_current(operation, device) else { return error };
+        let _relaxed = self.relaxed();
+        // SAFETY: the call writes two numbers that live until it returns.
+        let asked = self.check(operation, unsafe { (self.platform.calls().memory_info)(&mut free, &mut total) });
+        asked.err().filter(|error| error.kind() == ErrorKind::DeviceLost).unwrap_or(error)
+    }
+
+    #[inline(always)]
+    pub(super) fn device(&self, operation: &'static str, device: u32) -> Result<&DeviceState> {
+        self.devices.get(device as usize).ok_or_else(|| self.no_device(operation, device))
+    }
+
+    #[cold]
+    fn no_device(&self, operation: &'static str, device: u32) -> Error {
+        let message = format!("device {device} was asked for, there are {}", self.devices.len());
+        Error::new(ErrorKind::InvalidArgument, operation, message)
+            .with_hint("ordinals count from 0 and are below `device_count`")
+    }
+
+    /// What a device can do.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a device that is not there.
+    #[inline(always)]
+    pub fn capabilities(&self, operation: &'static str, device: u32) -> Result<&Capabilities> {
+        Ok(&self.device(operation, device)?.capabilities)
+    }
+
+    /// `Unsupported` where the device lacks an ability, which has this name.
+    pub(super) fn require(
+        &self,
+        operation: &'static str,
+        device: u32,
+        has: fn(&Capabilities) -> bool,
+        name: &str,
+    ) -> Result<()> {
+        if has(self.capabilities(operation, device)?) { Ok(()) } else { Err(Error::lacks(operation, name)) }
+    }
+
+    /// The vendor's handle of a stream that a BLAS handle of `device` is to be bound to.
+    ///
+    /// # Errors
+    /// As [`Room::stream`]; `WrongDevice` for a stream of another device.
+    #[inline]
+    pub fn stream_for_handle(&self, operation: &'static str, id: StreamId, device: u32) -> Result<HeldStream<'_>> {
+        let held = self.stream(operation, id)?;
+        if id.device() == device { Ok(held) } else { Err(wrong_device(operation, id, "the handle", device)) }
+    }
+
+    /// Makes `device` current until the answer is dropped.
+    ///
+    /// # Errors
+    /// What the vendor gives.
+    #[inline(always)]
+    pub fn make_current(&self, operation: &'static str, device: u32) -> Result<Current<'_, P>> {
+        match self.platform.make_current(device) {
+            Ok(previous) => Ok(Current { platform: &self.platform, previous }),
+            Err(code) => Err(self.platform.codes().error(operation, code)),
+        }
+    }
+
+    /// The vendor's handle of a stream of this backend.
+    ///
+    /// # Errors
+    /// `InvalidHandle` for a stale, foreign or forged id, `Unsupported` for a default stream that the device lacks.
+    #[inline(always)]
+    pub fn stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
+        if id.is_legacy_default() || id.is_per_thread_default() {
+            return self.default_stream(operation, id);
+        }
+        let held = self.streams.hold(operation, id)?;
+        Ok(HeldStream { raw: held.raw(), held: Some(held) })
+    }
+
+    /// The handles of a stream and an event, at the price of one.
+    #[inline(always)]
+    pub(super) fn stream_and_event(
+        &self,
+        operation: &'static str,
+        stream: StreamId,
+        event: EventId,
+    ) -> Result<(HeldStream<'_>, Held<'_>)> {
+        if stream.is_legacy_default() || stream.is_per_thread_default() {
+            return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
+        }
+        let (held, mark) = self.streams.hold_with(operation, stream, &self.events, event)?;
+        Ok((HeldStream { raw: held.raw(), held: Some(held) }, mark))
+    }
+
+    #[cold]
+    fn default_stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
+        let tag = self.identity.tag;
+        let issued = [StreamId::legacy_default(tag, id.device()), StreamId::per_thread_default(tag, id.device())];
+        let Some(device) = self.devices.get(id.device() as usize).filter(|_| issued.contains(&id)) else {
+            let message = format!("{id:?} is no default stream of backend {}", tag.get());
+            return Err(Error::new(ErrorKind::InvalidHandle, operation, message)
+                .with_hint("make the id with this backend's tag and a device that it has"));
+        };
+        let quirks = self.platform.quirks();
+        let (can, name, raw) = if id.is_legacy_default() {
+            (device.capabilities.legacy_default_stream, "legacy_default_stream", quirks.legacy_stream)
+        } else {
+            (device.capabilities.per_thread_default_stream, "per_thread_default_stream", quirks.per_thread_stream)
+        };
+        if can { Ok(HeldStream { raw, held: None }) } else { Err(Error::lacks(operation, name)) }
+    }
+
+    /// Makes the stream's device current where the stream's handle does not say which it is.
+    #[inline(always)]
+    pub(super) fn current_for(
+        &self,
+        operation: &'static str,
+        stream: &HeldStream<'_>,
+        device: u32,
+    ) -> Result<Option<Current<'_, P>>> {
+        if stream.is_default() { self.make_current(operation, device).map(Some) } else { Ok(None) }
+    }
+
+    /// Lets this thread make calls that a capture forbids.
+    #[inline(never)]
+    pub fn relaxed(&self) -> Relaxed<'_, P> {
+        let mut relaxed = Relaxed { exchange: None, previous: RELAXED };
+        if let Some(exchange) = self.platform.calls().capture_mode {
+            // SAFETY: the call reads and writes one number that lives until it returns.
+            if unsafe { exchange(&mut relaxed.previous) } == 0 {
+                relaxed.exchange = Some((&self.platform, exchange));
+            }
+        }
+        relaxed
+    }
+
+    /// The same for a question, where a capture may be open: relaxing each one would cost it a third of its time. A capture that
+    /// begins meanwhile waits for the question; without a record to wait for, it is relaxed always. Captures of other code are known of
+    /// only if it has lent streams.
+    #[inline(always)]
+    pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
+        if asking.is_none() || self.captures.may_be_open() { Some(self.relaxed()) } else { None }
+    }
+
+    /// The answer of a question.
+    #[inline(always)]
+    pub(super) fn answer(&self, operation: &'static str, code: i32) -> Result<Completion> {
+        match code {
+            0 => Ok(Completion::Complete),
+            code if code == self.platform.quirks().not_ready => Ok(Completion::Pending),
+            code => Err(self.platform.codes().error(operation, code)),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn may_capture(&self) -> bool {
+        self.captures.is_any_open() || self.foreign.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn note_foreign(&self) {
+        self.foreign.store(true, Ordering::Relaxed);
+        self.captures.note_foreign();
+    }
+
+    /// Whether the stream takes part in a capture, where one may be open at all.
+    #[inline(always)]
+    pub(super) fn takes_part(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<bool> {
+        if !self.may_capture() || stream.is_default() { Ok(false) } else { self.capture_state(operation, stream.raw) }
+    }
+
+    /// Whether the stream takes part in a capture, lost ones included.
+    #[cold]
+    pub(super) fn capture_state(&self, operation: &'static str, raw: u64) -> Result<bool> {
+        Ok(self.capture_status(operation, raw)? != 0)
+    }
+
+    /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
+    #[cold]
+    pub(super) fn capture_status(&self, operation: &'static str, raw: u64) -> Result<u32> {
+        let Some(state) = self.platform.calls().capture_state else { return Ok(0) };
+        let mut value = 0;
+        // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
+        self.check(operation, unsafe { state(raw, &mut value) })?;
+        Ok(value)
+    }
+
+    /// Refuses what would lose a capture or become a part of it that nobody meant.
+    #[inline(always)]
+    pub(super) fn refuse_in_capture(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<()> {
+        if self.takes_part(operation, stream)? {
+            return Err(in_capture(operation));
+        }
+        Ok(())
+    }
+
+    /// Counts a handle.
+    pub fn count_handle(self: &std::sync::Arc<Self>) -> HandleCount<P> {
+        self.handles.fetch_add(1, Ordering::Relaxed);
+        HandleCount(std::sync::Arc::clone(self))
+    }
+
+    pub(super) fn live_handles(&self) -> u64 {
+        self.handles.load(Ordering::Relaxed)
+    }
+
+    /// Sets peer access up, once for a pair; whether the vendor can.
+    pub(super) fn enable_peer(&self, operation: &'static str, device: u32, peer: u32) -> Result<bool> {
+        let Some(state) = self.peers.get(device as usize * self.devices.len() + peer as usize) else {
+            return Ok(false);
+        };
+        if let Some(known) = state.get() {
+            return Ok(*known);
+        }
+        let _relaxed = self.relaxed();
+        let _current = self.make_current(operation, device)?;
+        // Two threads may both ask; the second answer is "already".
+        let enabled = match self.platform.enable_peer(device, peer) {
+            Ok(()) => true,
+            Err(code) => {
+                let error = self.platform.codes().error(operation, code);
+                tracing::warn!("copies from device {device} to {peer} go through the host: {error}");
+                false
+            }
+        };
+        Ok(*state.get_or_init(|| enabled))
+    }
+
+    /// The pool behind stream-ordered memory, told to keep what is freed.
+    pub(super) fn pool(&self, device: u32) -> Option<u64> {
+        let state = self.devices.get(device as usize)?;
+        match state.pool.get() {
+            Some(pool) => *pool,
+            // Not made inside the cell, where another thread would wait for the vendor. Two threads may both set it up.
+            None => {
+                let pool = self.set_up_pool(device);
+                *state.pool.get_or_init(|| pool)
+            }
+        }
+    }
+
+    #[cold]
+    fn set_up_pool(&self, device: u32) -> Option<u64> {
+        let calls = self.platform.calls();
+        let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
+        let (mut pool, mut keep) = (0, u64::MAX);
+        // SAFETY: the calls read and write numbers that live until they return.
+        let code = unsafe {
+            match default_pool(&mut pool, i32::try_from(device).ok()?) {
+                0 => set(pool, self.platform.quirks().pool_release_threshold, &mut keep),
+                code => code,
+            }
+        };
+        (code == 0).then_some(pool)
+    }
+
+    /// Gives back what the pool keeps but nobody uses; whether there is a pool.
+    pub(super) fn trim_pool(&self, device: u32) -> bool {
+        let pool = self.devices.get(device as usize).and_then(|state| state.pool.get().copied().flatten());
+        let (Some(pool), Some(trim)) = (pool, self.platform.calls().pool_trim) else { return false };
+        // SAFETY: the pool is the device's own and never ends.
+        unsafe { trim(pool, 0) == 0 }
+    }
+
+    /// The block of page-locked memory around `ptr`: its start, and how far in it is.
+    pub(super) fn host_block(&self, operation: &'static str, ptr: HostPtr) -> Result<(usize, usize)> {
+        let blocks = self.host_blocks.lock();
+        match blocks.range(..=ptr.address()).next_back() {
+            Some((&start, block)) if ptr.address() - start < block.bytes => Ok((start, ptr.address() - start)),
+            _ => Err(Error::new(
+                ErrorKind::InvalidPointer,
+                operation,
+                format!("{ptr:?} is no page-locked memory of this backend"),
+            )
+            .with_hint("pass an address inside what `allocate` or `register` was called for")),
+        }
+    }
+
+    /// Destroys a stream that no call uses.
+    pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed) -> Result<()> {
+        let destroy = || {
+            if stream.flags & FOREIGN != 0 {
+                return Ok(());
+            }
+            let _relaxed = self.relaxed();
+            // SAFETY: the id is stale or stands for another handle, and no call uses this one.
+            self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
+        };
+        let outcome = if self.streams_die() && stream.flags & CAPTURES != 0 {
+            self.destroy_with_capture(operation, stream, destroy)
+        } else {
+            destroy()
+        };
+        // A capture ends with its stream, and counts until then.
+        if stream.flags & CAPTURES != 0 {
+            self.captures.ended(stream.device);
+        }
+        outcome
+    }
+
+    pub(super) fn destroy_raw_event(&self, operation: &'static str, event: &Removed) -> Result<()> {
+        if event.flags & FOREIGN != 0 {
+            return Ok(());
+        }
+        let _relaxed = self.relaxed();
+        // SAFETY: as above.
+        self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
+    }
+
+    pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed) -> Result<()> {
+        let Some(destroy) = self.platform.calls().graph_destroy else { return Ok(()) };
+        // SAFETY: as above.
+        self.check(operation, unsafe { destroy(graph.raw) })
+    }
+
+    pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed) -> Result<()> {
+        let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
+        // SAFETY: as above.
+        self.check(operation, unsafe { destroy(graph.raw) })
+    }
+}
+
+impl<P: Platform> Room<P> {
+    /// Destroys what was in use when it was removed and is used no more.
+    pub(super) fn sweep(&self, operation: &'static str) {
+        self.streams.sweep(|stream| self.destroy_raw_stream(operation, stream));
+        self.events.sweep(|event| self.destroy_raw_event(operation, event));
+        self.graphs.sweep(|graph| self.destroy_raw_graph(operation, graph));
+        self.graph_execs.sweep(|graph| self.destroy_raw_graph_exec(operation, graph));
+    }
+}
+
+#[cold]
+fn in_capture(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Capture, operation, "the stream takes part in a capture")
+        .with_hint("end the capture first, or use another stream")
+}
+
+#[cold]
+pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
+    let message = format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device());
+    Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
+}
+
+#[cold]
+pub(super) fn nothing(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Vendor, operation, "the vendor answered with success and gave nothing")
+        .with_hint("look for an error of the device before this call")
+}
+
+impl<P: Platform> Drop for Room<P> {
+    fn drop(&mut self) {
+        // At exit and in a forked child the vendor is not called.
+        if self.is_in_service() {
+            self.sweep("close");
+            self.forget_captures();
+            // No caller can end these captures any more, and they must not block other backends.
+            self.streams.devices_with(CAPTURES).into_iter().for_each(|device| self.captures.ended(device));
+        }
+    }
+}
+
+#[cfg(test)]
+impl<P: Platform> Room<P> {
+    /// Whether a lock of the room is held, which no vendor call may be made under.
+    pub(super) fn is_locked(&self) -> bool {
+        self.blocks.is_locked()
+            || self.host_blocks.is_locked()
+            || self.mapped.is_locked()
+            || self.exported.is_locked()
+            || self.open_captures.is_locked()
+            || self.streams.is_locked()
+            || self.events.is_locked()
+            || self.graphs.is_locked()
+            || self.graph_execs.is_locked()
+    }
+}

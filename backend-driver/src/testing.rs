@@ -1,0 +1,744 @@
+//! A vendor made of Rust functions, for the tests of this module: it notes every call, watches how it is called, and fails or
+//! waits where a test says so.
+//!
+//! A table holds plain functions, so the vendor is one for the process, and the tests that use it take turns.
+
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::backend::DriverBackend;
+use super::calls::{BlasCalls, Calls, IpcHandle};
+use super::captures::Captures;
+use super::codes::{Code, Codes};
+use super::platform::{Blas, Opened, Platform, Quirks, SharedBlock};
+use super::room::Room;
+use highwater_hal::{
+    BackendTag, Capabilities, DeviceInfo, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
+};
+
+/// The code of the fake's own refusals.
+pub(super) const INVALID: i32 = 1;
+const OUT_OF_MEMORY: i32 = 2;
+const NOT_READY: i32 = 600;
+const WRONG_THREAD: i32 = 908;
+const LOST: i32 = 901;
+/// A stream that joined a capture was not waited for: as in the vendor whose streams die, the capture stays open.
+const UNJOINED: i32 = 904;
+
+static CODES: Codes = Codes {
+    library: "Fake",
+    rows: &[
+        Code::new(INVALID, "INVALID", ErrorKind::InvalidArgument, ""),
+        Code::new(OUT_OF_MEMORY, "OUT_OF_MEMORY", ErrorKind::OutOfMemory, ""),
+        Code::new(201, "INVALID_CONTEXT", ErrorKind::InvalidState, ""),
+        Code::new(400, "INVALID_HANDLE", ErrorKind::InvalidHandle, ""),
+        Code::new(901, "CAPTURE_INVALIDATED", ErrorKind::Capture, ""),
+        Code::new(904, "CAPTURE_UNJOINED", ErrorKind::Capture, ""),
+    ],
+};
+
+static QUIRKS: Quirks = COMMON;
+
+/// Of a vendor whose streams die with their capture, and whose handles keep their workspace.
+static MORTAL: Quirks =
+    Quirks { capture_loss_kills_streams: Some(LOST), set_stream_resets_workspace: false, math_modes: None, ..COMMON };
+
+const COMMON: Quirks = Quirks {
+    legacy_stream: 1,
+    per_thread_stream: 2,
+    not_ready: NOT_READY,
+    out_of_memory: OUT_OF_MEMORY,
+    no_elapsed_time: 400,
+    stream_flags: 1,
+    event_flags: [2, 0, 6],
+    host_flags: [3, 7],
+    register_flags: 3,
+    ipc_open_flag: 1,
+    pool_release_threshold: 4,
+    transpose_codes: [0, 1],
+    type_codes: [2, 14, 0, 1],
+    compute_codes: [68, 77, 70],
+    default_algorithm: -1,
+    math_modes: Some([0, 3]),
+    atomics_modes: [0, 1],
+    atomics_allowed_at_first: false,
+    set_stream_resets_workspace: true,
+    capture_loss_kills_streams: None,
+};
+
+/// The context of a device.
+pub(super) const fn context(device: u32) -> u64 {
+    0xC0 + device as u64
+}
+
+thread_local! {
+    /// The context that is current in this thread, 0 for none.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
+    /// The thread's capture mode.
+    static MODE: Cell<u32> = const { Cell::new(0) };
+}
+
+/// A call that was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Call {
+    pub(super) name: &'static str,
+    /// The context that was current.
+    pub(super) context: u64,
+    /// The thread's capture mode.
+    pub(super) mode: u32,
+}
+
+#[derive(Debug, Default)]
+struct Vendor {
+    calls: Vec<Call>,
+    /// What is wrong with how it was called.
+    faults: Vec<String>,
+    answers: HashMap<&'static str, VecDeque<i32>>,
+    /// Calls that succeed and give nothing.
+    nothing: HashSet<&'static str>,
+    /// Calls that wait.
+    waits: HashSet<&'static str>,
+    waiting: HashSet<&'static str>,
+    alive: HashSet<u64>,
+    /// By stream, the thread that began.
+    captures: HashMap<u64, Option<std::thread::ThreadId>>,
+    /// By stream, or by event that was recorded on one that takes part, the stream that its capture began on.
+    joined: HashMap<u64, u64>,
+    /// Streams that died with their capture.
+    dead: HashSet<u64>,
+    /// Bytes by address.
+    memory: HashMap<u64, usize>,
+    last: u64,
+    /// Ends of captures say that a stream was not joined.
+    unjoined: bool,
+    /// Events and streams, streams and events.
+    records_made: Vec<(u64, u64)>,
+    waits_made: Vec<(u64, u64)>,
+    /// Streams and their flags and priorities; handles and the streams bound to them.
+    streams_made: Vec<(u64, i32)>,
+    bound: Vec<(u64, u64)>,
+    room: Weak<Room<FakePlatform>>,
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+static VENDOR: std::sync::LazyLock<Mutex<Vendor>> = std::sync::LazyLock::new(Mutex::default);
+static CHANGED: Condvar = Condvar::new();
+
+impl Vendor {
+    /// The stream that the capture began on in which this one takes part.
+    fn origin_of(&self, stream: u64) -> Option<u64> {
+        let joined = || self.joined.get(&stream).copied().filter(|origin| self.captures.contains_key(origin));
+        if self.captures.contains_key(&stream) { Some(stream) } else { joined() }
+    }
+
+    fn made(&mut self, name: &'static str) -> u64 {
+        if self.nothing.contains(name) {
+            return 0;
+        }
+        // A multiple of what memory is aligned to, and no default stream.
+        self.last += 0x10000;
+        self.alive.insert(self.last);
+        self.last
+    }
+}
+
+/// Notes a call that uses `objects`; the scripted answer, or what `act` gives.
+fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i32) -> i32 {
+    let mut vendor = VENDOR.lock();
+    vendor.calls.push(Call { name, context: CURRENT.get(), mode: MODE.get() });
+    for object in objects {
+        if *object > 2 && !vendor.alive.contains(object) {
+            vendor.faults.push(format!("{name} was given {object:#x}, which is destroyed"));
+        }
+    }
+    // A lock of another thread is free again in a moment, without a call of the vendor; the caller's own is not.
+    let stays_locked = |room: &Room<FakePlatform>| {
+        (0..200).all(|_| {
+            let locked = room.is_locked();
+            if locked {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            locked
+        })
+    };
+    if vendor.waits.is_empty()
+        && let Some(room) = vendor.room.upgrade()
+        && stays_locked(&room)
+    {
+        vendor.faults.push(format!("{name} was called under a lock"));
+    }
+    vendor.waiting.insert(name);
+    CHANGED.notify_all();
+    while vendor.waits.contains(name) {
+        CHANGED.wait(&mut vendor);
+    }
+    vendor.waiting.remove(name);
+    for object in objects {
+        if *object > 2 && !vendor.alive.contains(object) {
+            vendor.faults.push(format!("{object:#x} was destroyed while {name} used it"));
+        }
+    }
+    let dead = objects.iter().any(|object| vendor.dead.contains(object));
+    if dead && !["stream_destroy", "capture_state", "capture_end"].contains(&name) {
+        vendor.faults.push(format!("{name} was given a dead stream"));
+    }
+    if let Some(code) = vendor.answers.get_mut(name).and_then(VecDeque::pop_front) {
+        return code;
+    }
+    act(&mut vendor)
+}
+
+/// Writes through an out-parameter of a call.
+///
+/// # Safety
+/// `out` is valid for writes.
+unsafe fn give<T>(out: *mut T, value: T) -> i32 {
+    // SAFETY: passed on from the caller.
+    unsafe { out.write(value) };
+    0
+}
+
+/// Calls that need a current context.
+fn needs_context(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i32) -> i32 {
+    if CURRENT.get() == 0 { call(name, objects, |_| 201) } else { call(name, objects, act) }
+}
+
+fn destroy(name: &'static str, object: u64) -> i32 {
+    call(name, &[object], |vendor| {
+        vendor.alive.remove(&object);
+        vendor.memory.remove(&object);
+        vendor.captures.remove(&object);
+        vendor.joined.remove(&object);
+        vendor.dead.remove(&object);
+        0
+    })
+}
+
+macro_rules! vendor_functions {
+    ($($name:ident($($argument:ident: $type:ty),*) $body:block)*) => {
+        $(
+            // SAFETY: not unsafe by itself; the out-parameters are those of the table's callers, who let them live until the
+            // call returns.
+            unsafe extern "C" fn $name($($argument: $type),*) -> i32 $body
+        )*
+    };
+}
+
+vendor_functions! {
+    stream_query(stream: u64) { call("stream_query", &[stream], |_| 0) }
+    stream_synchronize(stream: u64) { call("stream_synchronize", &[stream], |_| 0) }
+    stream_create(out: *mut u64, _flags: u32, priority: i32) {
+        needs_context("stream_create", &[], |vendor| {
+            let made = vendor.made("stream_create");
+            vendor.streams_made.push((made, priority));
+            // SAFETY: see the macro.
+            unsafe { give(out, made) }
+        })
+    }
+    stream_destroy(stream: u64) { destroy("stream_destroy", stream) }
+    stream_wait_event(stream: u64, event: u64, _flags: u32) {
+        call("stream_wait_event", &[stream, event], |vendor| {
+            vendor.waits_made.push((stream, event));
+            if let Some(origin) = vendor.joined.get(&event).copied().filter(|origin| *origin != stream) {
+                vendor.joined.insert(stream, origin);
+            }
+            0
+        })
+    }
+    priority_range(least: *mut i32, greatest: *mut i32) {
+        // SAFETY: see the macro.
+        needs_context("priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
+    }
+    event_create(out: *mut u64, _flags: u32) {
+        // SAFETY: see the macro.
+        needs_context("event_create", &[], |vendor| unsafe { give(out, vendor.made("event_create")) })
+    }
+    event_destroy(event: u64) { destroy("event_destroy", event) }
+    event_record(event: u64, stream: u64) {
+        call("event_record", &[event, stream], |vendor| {
+            vendor.records_made.push((event, stream));
+            match vendor.origin_of(stream) {
+                Some(origin) => vendor.joined.insert(event, origin),
+                None => vendor.joined.remove(&event),
+            };
+            0
+        })
+    }
+    event_query(event: u64) { call("event_query", &[event], |_| 0) }
+    event_synchronize(event: u64) { call("event_synchronize", &[event], |_| 0) }
+    event_elapsed(out: *mut f32, start: u64, end: u64) {
+        // SAFETY: see the macro.
+        call("event_elapsed", &[start, end], |_| unsafe { give(out, -1.0) })
+    }
+    device_synchronize() { needs_context("device_synchronize", &[], |_| 0) }
+    allocate(out: *mut u64, bytes: usize) {
+        needs_context("allocate", &[], |vendor| {
+            let made = vendor.made("allocate");
+            vendor.memory.insert(made, bytes);
+            // SAFETY: see the macro.
+            unsafe { give(out, made) }
+        })
+    }
+    free(memory: u64) { destroy("free", memory) }
+    memory_info(free: *mut usize, total: *mut usize) {
+        // SAFETY: see the macro.
+        needs_context("memory_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
+    }
+    copy_to_device(_to: u64, _from: *const u8, _bytes: usize, stream: u64) { call("copy_to_device", &[stream], |_| 0) }
+    copy_to_host(_to: *mut u8, _from: u64, _bytes: usize, stream: u64) { call("copy_to_host", &[stream], |_| 0) }
+    copy_on_device(_to: u64, _from: u64, _bytes: usize, stream: u64) { call("copy_on_device", &[stream], |_| 0) }
+    fill_8(_to: u64, _value: u8, _count: usize, stream: u64) { call("fill_8", &[stream], |_| 0) }
+    fill_16(_to: u64, _value: u16, _count: usize, stream: u64) { call("fill_16", &[stream], |_| 0) }
+    fill_32(_to: u64, _value: u32, _count: usize, stream: u64) { call("fill_32", &[stream], |_| 0) }
+    host_allocate(out: *mut *mut u8, _bytes: usize, _flags: u32) {
+        needs_context("host_allocate", &[], |vendor| {
+            let made = vendor.made("host_allocate");
+            // SAFETY: see the macro. Nobody follows the address.
+            unsafe { give(out, std::ptr::without_provenance_mut(made as usize)) }
+        })
+    }
+    host_free(memory: *mut u8) { destroy("host_free", memory.addr() as u64) }
+    host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("host_register", &[], |_| 0) }
+    host_unregister(_memory: *mut u8) { needs_context("host_unregister", &[], |_| 0) }
+    host_device_address(out: *mut u64, memory: *mut u8, _flags: u32) {
+        // SAFETY: see the macro.
+        needs_context("host_device_address", &[], |_| unsafe { give(out, memory.addr() as u64) })
+    }
+    allocate_async(out: *mut u64, _bytes: usize, stream: u64) {
+        // SAFETY: see the macro.
+        needs_context("allocate_async", &[stream], |vendor| unsafe { give(out, vendor.made("allocate_async")) })
+    }
+    free_async(memory: u64, stream: u64) { call("free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
+    default_pool(out: *mut u64, _device: i32) {
+        // SAFETY: see the macro.
+        call("default_pool", &[], |vendor| unsafe { give(out, vendor.made("default_pool")) })
+    }
+    pool_set(pool: u64, _which: u32, _value: *mut u64) { call("pool_set", &[pool], |_| 0) }
+    pool_trim(pool: u64, _keep: usize) { call("pool_trim", &[pool], |_| 0) }
+    capture_begin(stream: u64, mode: u32) {
+        call("capture_begin", &[stream], |vendor| {
+            if vendor.captures.contains_key(&stream) {
+                return INVALID;
+            }
+            vendor.captures.insert(stream, (mode != 2).then(|| std::thread::current().id()));
+            0
+        })
+    }
+    capture_end(stream: u64, out: *mut u64) {
+        // As the vendor's: on another thread the capture is over, and there is no graph.
+        call("capture_end", &[stream], |vendor| {
+            if vendor.dead.contains(&stream) {
+                return LOST;
+            }
+            if vendor.unjoined {
+                return UNJOINED;
+            }
+            match vendor.captures.remove(&stream) {
+            Some(Some(thread)) if thread != std::thread::current().id() => WRONG_THREAD,
+            Some(_) => {
+                let made = vendor.made("capture_end");
+                // SAFETY: see the macro.
+                unsafe { give(out, made) }
+            }
+            None => INVALID,
+            }
+        })
+    }
+    capture_state(stream: u64, out: *mut u32) {
+        // SAFETY: see the macro.
+        call("capture_state", &[stream], |vendor| unsafe {
+            let lost = u32::from(vendor.dead.contains(&stream)) * 2;
+            give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
+        })
+    }
+    capture_mode(mode: *mut u32) {
+        // SAFETY: see the macro.
+        unsafe { give(mode, MODE.replace(*mode)) }
+    }
+    graph_instantiate(out: *mut u64, graph: u64, _flags: u64) {
+        // SAFETY: see the macro.
+        needs_context("graph_instantiate", &[graph], |vendor| unsafe { give(out, vendor.made("graph_instantiate")) })
+    }
+    graph_launch(graph: u64, stream: u64) { call("graph_launch", &[graph, stream], |_| 0) }
+    graph_destroy(graph: u64) { destroy("graph_destroy", graph) }
+    graph_exec_destroy(graph: u64) { destroy("graph_exec_destroy", graph) }
+    ipc_export(out: *mut IpcHandle, memory: u64) {
+        // SAFETY: see the macro.
+        needs_context("ipc_export", &[memory], |_| unsafe { give(out, IpcHandle([7; 64])) })
+    }
+    ipc_open(out: *mut u64, _handle: IpcHandle, _flags: u32) {
+        needs_context("ipc_open", &[], |vendor| {
+            let made = vendor.made("ipc_open");
+            vendor.memory.insert(made, OPENED_BYTES);
+            // SAFETY: see the macro.
+            unsafe { give(out, made) }
+        })
+    }
+    ipc_close(memory: u64) { destroy("ipc_close", memory) }
+    address_range(start: *mut u64, bytes: *mut usize, memory: u64) {
+        call("address_range", &[memory], |vendor| {
+            let found = vendor.memory.get(&memory).copied().unwrap_or(0);
+            // SAFETY: see the macro.
+            unsafe { give(start, memory) + give(bytes, found) }
+        })
+    }
+    ipc_export_event(out: *mut IpcHandle, event: u64) {
+        // SAFETY: see the macro.
+        needs_context("ipc_export_event", &[event], |_| unsafe { give(out, IpcHandle([8; 64])) })
+    }
+    ipc_open_event(out: *mut u64, _handle: IpcHandle) {
+        // SAFETY: see the macro.
+        needs_context("ipc_open_event", &[], |vendor| unsafe { give(out, vendor.made("ipc_open_event")) })
+    }
+    blas_create(out: *mut u64) {
+        // SAFETY: see the macro.
+        needs_context("blas_create", &[], |vendor| unsafe { give(out, vendor.made("blas_create")) })
+    }
+    blas_destroy(handle: u64) { destroy("blas_destroy", handle) }
+    blas_set_stream(handle: u64, stream: u64) {
+        call("blas_set_stream", &[handle, stream], |vendor| {
+            vendor.bound.push((handle, stream));
+            0
+        })
+    }
+    blas_set_atomics_mode(handle: u64, _mode: u32) { call("blas_set_atomics_mode", &[handle], |_| 0) }
+    blas_set_workspace(handle: u64, _memory: u64, _bytes: usize) { call("blas_set_workspace", &[handle], |_| 0) }
+    blas_set_pointer_mode(handle: u64, _mode: u32) { call("blas_set_pointer_mode", &[handle], |_| 0) }
+    blas_set_math_mode(handle: u64, _mode: u32) { call("blas_set_math_mode", &[handle], |_| 0) }
+}
+
+/// Bytes of every block that is opened by a legacy handle.
+pub(super) const OPENED_BYTES: usize = 4096;
+
+// Arguments of a product do not matter here.
+/// The four product calls, which differ in how they take sizes.
+macro_rules! products {
+    ($($one:ident, $batch:ident: $size:ty;)*) => {$(
+        #[rustfmt::skip]
+        unsafe extern "C" fn $one(
+            handle: u64, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: u64, _: i32, _: $size, _: u64, _: i32,
+            _: $size, _: *const u8, _: u64, _: i32, _: $size, _: i32, _: i32,
+        ) -> i32 {
+            needs_context(stringify!($one), &[handle], |_| 0)
+        }
+
+        #[rustfmt::skip]
+        unsafe extern "C" fn $batch(
+            handle: u64, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: u64, _: i32, _: $size, _: i64, _: u64,
+            _: i32, _: $size, _: i64, _: *const u8, _: u64, _: i32, _: $size, _: i64, _: $size, _: i32, _: i32,
+        ) -> i32 {
+            needs_context(stringify!($batch), &[handle], |_| 0)
+        }
+    )*};
+}
+
+products! {
+    gemm, gemm_batch: i32;
+    gemm_64, gemm_batch_64: i64;
+}
+
+static CALLS: Calls = Calls {
+    stream_query,
+    stream_synchronize,
+    stream_create,
+    stream_destroy,
+    stream_wait_event,
+    priority_range,
+    event_create,
+    event_destroy,
+    event_record,
+    event_query,
+    event_synchronize,
+    event_elapsed,
+    device_synchronize,
+    allocate,
+    free,
+    memory_info,
+    copy_to_device,
+    copy_to_host,
+    copy_on_device,
+    fill_8,
+    fill_16,
+    fill_32,
+    host_allocate,
+    host_free,
+    host_register,
+    host_unregister,
+    host_device_address,
+    allocate_async: Some(allocate_async),
+    free_async: Some(free_async),
+    default_pool: Some(default_pool),
+    pool_set: Some(pool_set),
+    pool_trim: Some(pool_trim),
+    capture_begin: Some(capture_begin),
+    capture_end: Some(capture_end),
+    capture_state: Some(capture_state),
+    capture_mode: Some(capture_mode),
+    graph_instantiate: Some(graph_instantiate),
+    graph_launch: Some(graph_launch),
+    graph_destroy: Some(graph_destroy),
+    graph_exec_destroy: Some(graph_exec_destroy),
+    ipc_export: Some(ipc_export),
+    ipc_open: Some(ipc_open),
+    ipc_close: Some(ipc_close),
+    address_range: Some(address_range),
+    ipc_export_event: Some(ipc_export_event),
+    ipc_open_event: Some(ipc_open_event),
+};
+
+static BLAS: Blas = Blas {
+    calls: BlasCalls {
+        create: blas_create,
+        destroy: blas_destroy,
+        set_stream: blas_set_stream,
+        set_atomics_mode: blas_set_atomics_mode,
+        set_pointer_mode: blas_set_pointer_mode,
+        set_workspace: Some(blas_set_workspace),
+        set_math_mode: Some(blas_set_math_mode),
+    },
+    gemm,
+    gemm_batch,
+    gemm_64: Some(gemm_64),
+    gemm_batch_64: Some(gemm_batch_64),
+    codes: &CODES,
+};
+
+/// The fake as a vendor.
+#[derive(Debug)]
+pub(super) struct FakePlatform(&'static Quirks);
+
+// SAFETY: nothing that the room frees is memory: addresses are numbers that nobody follows.
+unsafe impl Platform for FakePlatform {
+    fn calls(&self) -> &Calls {
+        &CALLS
+    }
+
+    fn codes(&self) -> &'static Codes {
+        &CODES
+    }
+
+    fn quirks(&self) -> &'static Quirks {
+        self.0
+    }
+
+    fn blas(&self) -> &Blas {
+        &BLAS
+    }
+
+    fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
+        match call("make_current", &[], |_| 0) {
+            0 => Ok(Some(CURRENT.replace(context(device)))),
+            code => Err(code),
+        }
+    }
+
+    fn restore(&self, previous: u64) {
+        CURRENT.set(previous);
+    }
+
+    fn enable_peer(&self, _device: u32, _peer: u32) -> Result<(), i32> {
+        match needs_context("enable_peer", &[], |_| 0) {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    unsafe fn copy_peer(&self, _dst: (u32, u64), _src: (u32, u64), _bytes: usize, stream: u64) -> i32 {
+        call("copy_peer", &[stream], |_| 0)
+    }
+
+    unsafe fn stream_is_of(&self, stream: u64, _device: u32) -> Result<bool, i32> {
+        match call("stream_is_of", &[stream], |_| 0) {
+            0 => Ok(true),
+            code => Err(code),
+        }
+    }
+
+    fn allocate_shared(&self, _device: u32, _transport: Transport, bytes: usize) -> Result<SharedBlock> {
+        let mut address = 0;
+        let code = needs_context("allocate_shared", &[], |vendor| {
+            address = vendor.made("allocate_shared");
+            0
+        });
+        CODES.check("allocate", code).map(|()| SharedBlock { address, allocation: address, bytes })
+    }
+
+    unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
+        CODES.check(operation, destroy("free_shared", block.address))
+    }
+
+    fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
+        CODES.check("export_memory", call("export_shared", &[block.address], |_| 0))?;
+        match transport {
+            Transport::Fabric => Ok(handle),
+            _ => {
+                let file = std::fs::File::open("/dev/null").map_err(|error| {
+                    highwater_hal::Error::new(ErrorKind::OperatingSystem, "export_memory", error.to_string())
+                })?;
+                Ok(handle.with_descriptor(highwater_hal::Descriptor::new(file.into())))
+            }
+        }
+    }
+
+    fn open_shared(&self, _device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
+        let mut address = 0;
+        let code = needs_context("open_shared", &[], |vendor| {
+            address = vendor.made("open_shared");
+            0
+        });
+        CODES.check("open_memory", code).map(|()| SharedBlock {
+            address,
+            allocation: address,
+            bytes: handle.bytes as usize,
+        })
+    }
+}
+
+/// A backend over the fake. While it is alive, no other test has one.
+pub(super) struct Fake {
+    pub(super) backend: Arc<DriverBackend<FakePlatform>>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Fake {
+    /// Two devices that can do everything.
+    pub(super) fn new() -> Self {
+        Self::of(&QUIRKS)
+    }
+
+    /// The same of a vendor whose streams die with their capture.
+    pub(super) fn mortal() -> Self {
+        Self::of(&MORTAL)
+    }
+
+    fn of(quirks: &'static Quirks) -> Self {
+        let turn = TURN.lock();
+        *VENDOR.lock() = Vendor::default();
+        let mut can = Capabilities::none();
+        (can.gemm_f32, can.blas_workspace, can.strided_batch, can.atomics_mode) = (true, true, true, true);
+        (can.capture, can.stream_ordered_memory, can.shareable_memory) = (true, true, true);
+        (can.interprocess_events, can.event_timing, can.stream_priority, can.peer_copy) = (true, true, true, true);
+        (can.host_register, can.write_combined, can.foreign_objects) = (true, true, true);
+        (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
+        can.ipc_transports =
+            Transports::NONE.with(Transport::Legacy).with(Transport::Descriptor).with(Transport::Fabric);
+        let devices =
+            (0..2).map(|device| (DeviceInfo::new(device, "fake", [device as u8; 16], 1 << 30), can)).collect();
+        let identity = Identity::new("fake", "Fake", BackendTag::next());
+        let backend = Arc::new(DriverBackend::new(Opened {
+            platform: FakePlatform(quirks),
+            identity,
+            devices,
+            captures: Arc::new(Captures::new(2)),
+        }));
+        VENDOR.lock().room = Arc::downgrade(backend.room());
+        Self { backend, _turn: turn }
+    }
+
+    /// The next call of that name answers `code` and does nothing.
+    pub(super) fn answer(&self, name: &'static str, code: i32) {
+        VENDOR.lock().answers.entry(name).or_default().push_back(code);
+    }
+
+    /// Calls of that name succeed and give nothing.
+    pub(super) fn give_nothing(&self, name: &'static str) {
+        VENDOR.lock().nothing.insert(name);
+    }
+
+    /// Calls of that name wait until `go_on`.
+    pub(super) fn hold_up(&self, name: &'static str) {
+        VENDOR.lock().waits.insert(name);
+    }
+
+    pub(super) fn go_on(&self, name: &'static str) {
+        VENDOR.lock().waits.remove(name);
+        CHANGED.notify_all();
+    }
+
+    /// Waits until a call of that name waits.
+    pub(super) fn wait_for(&self, name: &'static str) {
+        let mut vendor = VENDOR.lock();
+        while !vendor.waiting.contains(name) {
+            CHANGED.wait(&mut vendor);
+        }
+    }
+
+    /// An object that other code makes.
+    pub(super) fn foreign(&self) -> u64 {
+        VENDOR.lock().made("foreign")
+    }
+
+    /// Destroys it.
+    pub(super) fn destroy_foreign(&self, object: u64) {
+        VENDOR.lock().alive.remove(&object);
+    }
+
+    /// Ends a stream's capture behind the backend's back.
+    pub(super) fn end_foreign_capture(&self, stream: u64) {
+        VENDOR.lock().captures.remove(&stream);
+    }
+
+    /// Loses the capture that began on a stream, for every stream that takes part.
+    pub(super) fn lose(&self, origin: u64) {
+        let mut vendor = VENDOR.lock();
+        let streams: Vec<u64> =
+            vendor.alive.iter().copied().filter(|stream| vendor.origin_of(*stream) == Some(origin)).collect();
+        vendor.captures.remove(&origin);
+        let events: HashSet<u64> = vendor.records_made.iter().map(|(event, _)| *event).collect();
+        vendor.dead.extend(streams.into_iter().filter(|stream| !events.contains(stream)));
+    }
+
+    /// Ends of captures say from here on that a stream was not joined, or do not.
+    pub(super) fn leave_unjoined(&self, unjoined: bool) {
+        VENDOR.lock().unjoined = unjoined;
+    }
+
+    /// The stream on which the event was recorded last.
+    pub(super) fn recorded_on(&self, event: u64) -> Option<u64> {
+        VENDOR.lock().records_made.iter().rev().find(|record| record.0 == event).map(|record| record.1)
+    }
+
+    /// The events that a stream was told to wait for.
+    pub(super) fn waits_of(&self, stream: u64) -> Vec<u64> {
+        VENDOR.lock().waits_made.iter().filter(|wait| wait.0 == stream).map(|wait| wait.1).collect()
+    }
+
+    /// The priority with which a stream was made.
+    pub(super) fn priority_of(&self, stream: u64) -> Option<i32> {
+        VENDOR.lock().streams_made.iter().find(|made| made.0 == stream).map(|made| made.1)
+    }
+
+    /// The streams that a handle was bound to, in order.
+    pub(super) fn bindings_of(&self, handle: u64) -> Vec<u64> {
+        VENDOR.lock().bound.iter().filter(|bound| bound.0 == handle).map(|bound| bound.1).collect()
+    }
+
+    /// Whether the object is alive.
+    pub(super) fn is_alive(&self, object: u64) -> bool {
+        VENDOR.lock().alive.contains(&object)
+    }
+
+    /// The calls of that name.
+    pub(super) fn calls(&self, name: &str) -> Vec<Call> {
+        VENDOR.lock().calls.iter().filter(|call| call.name == name).copied().collect()
+    }
+
+    /// How many of the vendor's objects are alive.
+    pub(super) fn alive(&self) -> usize {
+        VENDOR.lock().alive.len()
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        VENDOR.lock().waits.clear();
+        CHANGED.notify_all();
+        if !std::thread::panicking() {
+            assert_eq!((CURRENT.get(), MODE.get()), (0, 0), "context or capture mode were not put back");
+            assert_eq!(VENDOR.lock().faults, Vec::<String>::new());
+        }
+    }
+}

@@ -1,0 +1,606 @@
+//! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
+
+use super::room::CAPTURES;
+use super::testing::{Fake, INVALID, OPENED_BYTES, context};
+use highwater_hal::numbers::Coded as _;
+use highwater_hal::{
+    AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, Completion, DataType, DeviceMemoryKind,
+    DevicePtr, ErrorKind, EventOptions, Gemm, GemmShape, HostMemoryKind, HostOptions, MathMode, MemoryHandle, Result,
+    StreamId, StreamOptions, StridedBatch, Transport, Workspace,
+};
+
+fn stream(fake: &Fake) -> StreamId {
+    fake.backend.create_stream(0, &StreamOptions::new()).unwrap()
+}
+
+#[test]
+fn a_capture_is_counted_once_however_it_ends() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    let idle = |when: &str| assert!(backend.synchronize_device(0).is_ok(), "a capture is still counted: {when}");
+    // Begin fails.
+    fake.answer("capture_begin", INVALID);
+    assert!(backend.begin_capture(id, CaptureMode::Global).is_err());
+    idle("begin failed");
+    // It ends.
+    backend.begin_capture(id, CaptureMode::Global).unwrap();
+    assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
+    // SAFETY: this test began it.
+    let graph = unsafe { backend.end_capture(id) }.unwrap();
+    backend.destroy_graph(graph).unwrap();
+    idle("ended");
+    // Another thread cannot end it, and does no harm; its own can.
+    backend.begin_capture(id, CaptureMode::Global).unwrap();
+    let ends = fake.calls("capture_end").len();
+    std::thread::scope(|scope| {
+        // SAFETY: as above.
+        scope.spawn(|| assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture));
+    });
+    assert_eq!(fake.calls("capture_end").len(), ends);
+    assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
+    // SAFETY: as above.
+    backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
+    idle("ended on its own thread");
+    // In relaxed mode any thread can.
+    backend.begin_capture(id, CaptureMode::Relaxed).unwrap();
+    let graph = std::thread::scope(|scope| {
+        // SAFETY: as above.
+        scope.spawn(|| unsafe { backend.end_capture(id) }.unwrap()).join().unwrap()
+    });
+    backend.destroy_graph(graph).unwrap();
+    idle("ended in relaxed mode");
+    // Other code ends it; the next one counts once too.
+    backend.begin_capture(id, CaptureMode::Global).unwrap();
+    fake.end_foreign_capture(backend.raw_stream(id).unwrap());
+    backend.begin_capture(id, CaptureMode::Global).unwrap();
+    // SAFETY: as above.
+    backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
+    idle("other code had ended the one before");
+    // The stream is destroyed.
+    backend.begin_capture(id, CaptureMode::Global).unwrap();
+    backend.destroy_stream(id).unwrap();
+    idle("the stream was destroyed");
+    assert_eq!(fake.alive(), 0);
+}
+
+/// The enums of the contract may grow, so matches outside it have a wildcard. This test walks the lists instead.
+#[test]
+fn no_choice_of_the_contract_is_unknown_here() {
+    fn known<T>(answer: Result<T>) {
+        if let Err(error) = answer {
+            assert!(!error.to_string().contains("does not know"), "{error}");
+        }
+    }
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    for &mode in CaptureMode::ALL {
+        known(backend.begin_capture(stream(&fake), mode));
+    }
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    BlasKind::ALL.iter().for_each(|&kind| known(backend.create_blas_handle(0, &BlasOptions::new(kind))));
+    let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    MathMode::ALL.iter().for_each(|&mode| known(handle.set_math_mode(mode)));
+    AtomicsMode::ALL.iter().for_each(|&mode| known(handle.set_atomics_mode(mode)));
+    let host = backend.host_allocator();
+    HostMemoryKind::ALL.iter().for_each(|&kind| known(host.allocate(64, &HostOptions::new().with_kind(kind))));
+    for &kind in &[DeviceMemoryKind::Plain, DeviceMemoryKind::StreamOrdered(stream(&fake))] {
+        known(backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)));
+    }
+    for &transport in Transport::ALL {
+        known(backend.allocate(0, &AllocateOptions::new(64).with_kind(DeviceMemoryKind::Shareable(transport))));
+    }
+    let quirks = super::Platform::quirks(&backend.room().platform);
+    DataType::ALL.iter().for_each(|&data_type| assert_ne!(quirks.type_code(data_type), -1, "{data_type:?}"));
+}
+
+/// A new field would be ignored here without a word.
+#[test]
+fn the_options_of_the_contract_have_no_other_fields() {
+    let shown = |value: &dyn std::fmt::Debug| format!("{value:?}");
+    assert_eq!(shown(&AllocateOptions::new(1)), "AllocateOptions { bytes: 1, kind: Plain }");
+    assert_eq!(shown(&EventOptions::new()), "EventOptions { timing: false, interprocess: false }");
+    assert_eq!(shown(&StreamOptions::new()), "StreamOptions { priority: Normal }");
+    assert_eq!(shown(&HostOptions::new()), "HostOptions { kind: Default }");
+    assert_eq!(shown(&BlasOptions::new(BlasKind::Blas)), "BlasOptions { kind: Blas }");
+    let shape = shown(&GemmShape::new(DataType::F32, 1, 1, 1));
+    assert_eq!(shape.matches(": ").count(), 11, "{shape}");
+}
+
+#[test]
+fn a_stream_that_begins_a_capture_while_it_is_destroyed_leaves_no_count() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    fake.hold_up("capture_begin");
+    std::thread::scope(|scope| {
+        let begins = scope.spawn(|| backend.begin_capture(id, CaptureMode::ThreadLocal));
+        fake.wait_for("capture_begin");
+        backend.destroy_stream(id).unwrap();
+        fake.go_on("capture_begin");
+        begins.join().unwrap().unwrap();
+    });
+    assert_eq!(backend.live_objects().total(), 0);
+    assert_eq!(fake.alive(), 0);
+    backend.synchronize_device(0).unwrap();
+    assert!(!backend.room().may_capture());
+}
+
+#[test]
+fn a_stream_that_ends_a_capture_while_it_is_destroyed_ends_it_once() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    fake.hold_up("capture_end");
+    std::thread::scope(|scope| {
+        let ends = scope.spawn(|| {
+            backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
+            // SAFETY: this thread began it.
+            unsafe { backend.end_capture(id) }
+        });
+        fake.wait_for("capture_end");
+        backend.destroy_stream(id).unwrap();
+        fake.go_on("capture_end");
+        backend.destroy_graph(ends.join().unwrap().unwrap()).unwrap();
+    });
+    assert_eq!(backend.live_objects().total(), 0);
+    assert!(!backend.room().may_capture());
+    backend.synchronize_device(0).unwrap();
+}
+
+#[test]
+fn the_per_thread_default_stream_is_not_captured() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = StreamId::per_thread_default(backend.identity().tag, 0);
+    assert_eq!(backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap_err().kind(), ErrorKind::Capture);
+    // SAFETY: nothing is captured.
+    assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture);
+    assert!(fake.calls("capture_begin").is_empty());
+    backend.synchronize_device(0).unwrap();
+}
+
+#[test]
+fn the_handle_of_a_default_stream_is_refused_with_the_right_call() {
+    let fake = Fake::new();
+    for (raw, call) in [(0, "legacy_default"), (1, "legacy_default"), (2, "per_thread_default")] {
+        // SAFETY: default streams never end.
+        let error = unsafe { fake.backend.stream_from_raw(0, raw) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.hint().contains(call), "{raw}: {error}");
+    }
+}
+
+#[test]
+fn a_foreign_stream_is_not_used_any_more_once_it_was_given_back() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let raw = fake.foreign();
+    // SAFETY: the stream is alive until it is given back.
+    let id = unsafe { backend.stream_from_raw(0, raw) }.unwrap();
+    fake.hold_up("stream_synchronize");
+    std::thread::scope(|scope| {
+        let user = scope.spawn(|| backend.synchronize_stream(id));
+        fake.wait_for("stream_synchronize");
+        let owner = scope.spawn(|| {
+            backend.destroy_stream(id).unwrap();
+            // From here on its owner may destroy it.
+            fake.destroy_foreign(raw);
+        });
+        // Who destroys has made the id stale, and waits.
+        while backend.query_stream(id).is_ok() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        fake.go_on("stream_synchronize");
+        user.join().unwrap().unwrap();
+        owner.join().unwrap();
+    });
+    assert!(fake.calls("stream_destroy").is_empty());
+    assert_eq!(backend.live_objects().total(), 0);
+}
+
+#[test]
+fn an_own_stream_that_a_call_uses_is_destroyed_after_it_and_nobody_waits() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    fake.hold_up("stream_synchronize");
+    std::thread::scope(|scope| {
+        let user = scope.spawn(|| backend.synchronize_stream(id));
+        fake.wait_for("stream_synchronize");
+        backend.destroy_stream(id).unwrap();
+        assert!(fake.calls("stream_destroy").is_empty());
+        fake.go_on("stream_synchronize");
+        user.join().unwrap().unwrap();
+    });
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn success_without_an_object_is_an_error_and_leaves_nothing() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    for name in [
+        "stream_create",
+        "event_create",
+        "allocate",
+        "allocate_async",
+        "host_allocate",
+        "blas_create",
+        "allocate_shared",
+        "open_shared",
+        "ipc_open",
+        "capture_end",
+        "graph_instantiate",
+        "ipc_open_event",
+    ] {
+        fake.give_nothing(name);
+    }
+    let before = backend.live_objects();
+    let vendor = |what: &str, error: Option<highwater_hal::Error>| {
+        let error = error.unwrap_or_else(|| panic!("{what} gave an object"));
+        assert_eq!(error.kind(), ErrorKind::Vendor, "{what}: {error}");
+    };
+    vendor("stream", backend.create_stream(0, &StreamOptions::new()).err());
+    vendor("event", backend.create_event(0, &EventOptions::new()).err());
+    vendor("plain", backend.allocate(0, &AllocateOptions::new(64)).err());
+    for kind in [
+        DeviceMemoryKind::StreamOrdered(id),
+        DeviceMemoryKind::Shareable(Transport::Legacy),
+        DeviceMemoryKind::Shareable(Transport::Descriptor),
+    ] {
+        vendor("memory", backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).err());
+    }
+    vendor("host", backend.host_allocator().allocate(64, &HostOptions::new()).err());
+    vendor("handle", backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).err());
+    let ipc = backend.ipc_sharing().unwrap();
+    for transport in [Transport::Legacy, Transport::Fabric] {
+        vendor("mapping", ipc.open_memory(0, &MemoryHandle::new(transport, [0; 16], 64, [1; 64])).err());
+    }
+    vendor("opened event", ipc.open_event(0, &highwater_hal::EventHandle::new([0; 16], [1; 64])).err());
+    backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
+    // SAFETY: this test began it.
+    vendor("graph", unsafe { backend.end_capture(id) }.err());
+    assert_eq!(backend.live_objects(), before);
+    backend.synchronize_device(0).unwrap();
+}
+
+#[test]
+fn a_handle_of_more_bytes_than_are_mapped_is_refused_also_when_it_is_opened_already() {
+    let fake = Fake::new();
+    let ipc = fake.backend.ipc_sharing().unwrap();
+    let handle =
+        |transport, bytes: usize| MemoryHandle::new(transport, [0; 16], bytes as u64, [transport as u8 + 1; 64]);
+    for transport in [Transport::Legacy, Transport::Fabric] {
+        let first = ipc.open_memory(0, &handle(transport, OPENED_BYTES)).unwrap();
+        let error = ipc.open_memory(0, &handle(transport, OPENED_BYTES + 1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{transport:?}: {error}");
+        // Nothing was counted.
+        // SAFETY: nobody uses it.
+        unsafe { ipc.close_memory(0, first) }.unwrap();
+        assert_eq!(fake.backend.live_objects().mappings, 0, "{transport:?}");
+    }
+    assert_eq!(fake.alive(), 0);
+}
+
+#[test]
+fn a_legacy_handle_that_the_vendor_refuses_is_an_invalid_argument() {
+    let fake = Fake::new();
+    let ipc = fake.backend.ipc_sharing().unwrap();
+    for code in [INVALID, 201, 400] {
+        fake.answer("ipc_open", code);
+        let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();
+        assert_eq!((error.kind(), error.code()), (ErrorKind::InvalidArgument, Some(i64::from(code))), "{error}");
+    }
+    fake.answer("ipc_open", 2);
+    let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert_eq!(fake.backend.live_objects().mappings, 0);
+}
+
+#[test]
+fn what_exports_leave_behind_does_not_grow() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let kind = DeviceMemoryKind::Shareable(Transport::Descriptor);
+    let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
+    let ipc = backend.ipc_sharing().unwrap();
+    for _ in 0..100 {
+        // SAFETY: the block is alive.
+        drop(unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap());
+    }
+    assert!(backend.room().exported.lock().len() < 10);
+    // SAFETY: nobody uses it.
+    unsafe { backend.free(0, block, None) }.unwrap();
+    assert_eq!(backend.live_objects().total(), 0);
+}
+
+#[test]
+fn memory_that_could_not_be_freed_can_be_freed_again() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let host = backend.host_allocator();
+    let kinds = [
+        (DeviceMemoryKind::Plain, "free"),
+        (DeviceMemoryKind::Shareable(Transport::Legacy), "free"),
+        (DeviceMemoryKind::Shareable(Transport::Descriptor), "free_shared"),
+    ];
+    for (kind, call) in kinds {
+        let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
+        for failing in [call, "make_current"] {
+            fake.answer(failing, INVALID);
+            // SAFETY: nobody uses it.
+            assert!(unsafe { backend.free(0, block, None) }.is_err());
+        }
+        assert_eq!(backend.live_objects().allocations, 1);
+        // SAFETY: as above.
+        unsafe { backend.free(0, block, None) }.unwrap();
+    }
+    let block = host.allocate(64, &HostOptions::new()).unwrap();
+    fake.answer("host_free", INVALID);
+    // SAFETY: as above.
+    assert!(unsafe { host.free(block) }.is_err());
+    // SAFETY: as above.
+    unsafe { host.free(block) }.unwrap();
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn stream_ordered_memory_is_not_freed_into_a_capture() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    let kind = DeviceMemoryKind::StreamOrdered(id);
+    let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
+    backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
+    // SAFETY: nobody uses it.
+    assert_eq!(unsafe { backend.free(0, block, Some(id)) }.unwrap_err().kind(), ErrorKind::Capture);
+    assert!(fake.calls("free_async").is_empty());
+    // SAFETY: this test began it.
+    backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
+    // SAFETY: as above.
+    unsafe { backend.free(0, block, Some(id)) }.unwrap();
+    assert_eq!(backend.live_objects().allocations, 0);
+}
+
+#[test]
+fn calls_that_a_capture_forbids_are_made_in_relaxed_mode_while_one_is_open() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let (captured, other) = (stream(&fake), stream(&fake));
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    backend.begin_capture(captured, CaptureMode::Global).unwrap();
+    assert_eq!(backend.query_event(event).unwrap(), Completion::Complete);
+    backend.query_stream(other).unwrap();
+    backend.synchronize_stream(other).unwrap();
+    let block = backend.allocate(0, &AllocateOptions::new(64)).unwrap();
+    // SAFETY: nobody uses it.
+    unsafe { backend.free(0, block, None) }.unwrap();
+    let handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    drop(handle);
+    backend.destroy_event(event).unwrap();
+    backend.destroy_stream(other).unwrap();
+    // The stream's capture counts until the stream is destroyed.
+    backend.destroy_stream(captured).unwrap();
+    for name in [
+        "event_query",
+        "stream_query",
+        "stream_synchronize",
+        "allocate",
+        "free",
+        "blas_create",
+        "blas_destroy",
+        "event_destroy",
+        "stream_destroy",
+    ] {
+        let calls = fake.calls(name);
+        assert!(!calls.is_empty() && calls.iter().all(|call| call.mode == 2), "{name}: {calls:?}");
+    }
+    assert_eq!(fake.alive(), 0);
+}
+
+#[test]
+fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let (first, second) = (stream(&fake), stream(&fake));
+    let event = backend.create_event(0, &EventOptions::new()).unwrap();
+    // A default stream is always asked in relaxed mode: nothing would make a capture wait for it.
+    backend.query_stream(StreamId::legacy_default(backend.identity().tag, 0)).unwrap();
+    assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [2]);
+    fake.hold_up("event_query");
+    std::thread::scope(|scope| {
+        let asks = scope.spawn(|| backend.query_event(event));
+        fake.wait_for("event_query");
+        // One that forbids nothing to other threads does not wait.
+        backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
+        let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
+        while !backend.room().may_capture() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert_eq!(fake.calls("capture_begin").len(), 1);
+        fake.go_on("event_query");
+        asks.join().unwrap().unwrap();
+        begins.join().unwrap().unwrap();
+    });
+    // Who asks from here on sees it.
+    backend.query_event(event).unwrap();
+    assert_eq!(fake.calls("event_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn beside_a_plugin_every_question_is_asked_in_relaxed_mode() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let ask = || fake.backend.query_stream(id).unwrap();
+    ask();
+    highwater_hal::copies::note();
+    ask();
+    highwater_hal::copies::forget();
+    assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
+}
+
+#[test]
+fn a_backend_that_ends_with_a_capture_open_leaves_no_count_to_others_over_its_library() {
+    let fake = Fake::new();
+    let captures = std::sync::Arc::clone(&fake.backend.room().captures);
+    fake.backend.begin_capture(stream(&fake), CaptureMode::ThreadLocal).unwrap();
+    assert!(captures.are_open_on(0));
+    drop(fake);
+    assert!(!captures.are_open_on(0) && !captures.is_any_open());
+}
+
+#[test]
+fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_used() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = backend.create_stream(1, &StreamOptions::new()).unwrap();
+    let mut handle = backend.create_blas_handle(1, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    handle.set_stream(id).unwrap();
+    let ptr = DevicePtr::new(0x1000);
+    // SAFETY: nobody follows the address.
+    unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
+    let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
+    // SAFETY: as above.
+    unsafe { handle.gemm(&gemm) }.unwrap();
+    assert_eq!(fake.calls("gemm").iter().map(|call| call.context).collect::<Vec<_>>(), [context(1)]);
+    backend.destroy_stream(id).unwrap();
+    // SAFETY: as above.
+    assert_eq!(unsafe { handle.gemm(&gemm) }.unwrap_err().kind(), ErrorKind::InvalidHandle);
+    // SAFETY: as above.
+    assert_eq!(unsafe { handle.set_workspace(None) }.unwrap_err().kind(), ErrorKind::InvalidHandle);
+    let other = backend.create_stream(1, &StreamOptions::new()).unwrap();
+    handle.set_stream(other).unwrap();
+    // SAFETY: as above.
+    unsafe { handle.gemm(&gemm) }.unwrap();
+    handle.destroy().unwrap();
+    assert_eq!(handle.set_stream(other).unwrap_err().kind(), ErrorKind::InvalidHandle);
+    backend.destroy_stream(other).unwrap();
+    assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
+}
+
+#[test]
+fn a_product_goes_to_the_call_that_can_count_it() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let mut handle = fake.backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    handle.set_stream(id).unwrap();
+    let ptr = DevicePtr::new(0x1000);
+    let large = i32::MAX as usize + 1;
+    let shape = GemmShape::new(DataType::F32, 2, 2, 2);
+    let batched = |count| shape.with_batch(StridedBatch { count, stride_a: 4, stride_b: 4, stride_c: 4 });
+    let mut wide = shape;
+    wide.lda = large;
+    let cases = [(shape, "gemm"), (batched(3), "gemm_batch"), (wide, "gemm_64"), (batched(large), "gemm_batch_64")];
+    for (shape, name) in cases {
+        // SAFETY: nobody follows the addresses.
+        unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
+        assert_eq!(fake.calls(name).len(), 1, "{name}");
+    }
+    let names = ["gemm", "gemm_batch", "gemm_64", "gemm_batch_64"];
+    assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
+    // What not even those count.
+    let mut endless = shape;
+    endless.ldb = usize::MAX;
+    // SAFETY: as above.
+    let error = unsafe { handle.gemm(&Gemm::new(endless, ptr, ptr, ptr)) }.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
+}
+
+#[test]
+fn the_pool_is_set_up_once_and_under_no_lock() {
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let id = stream(&fake);
+    let kind = DeviceMemoryKind::StreamOrdered(id);
+    fake.hold_up("default_pool");
+    // A thread that sets the pool up holds nobody up.
+    std::thread::scope(|scope| {
+        let allocate = || backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
+        let first = scope.spawn(allocate);
+        fake.wait_for("default_pool");
+        let second = scope.spawn(allocate);
+        while fake.calls("default_pool").len() < 2 {
+            std::thread::yield_now();
+        }
+        fake.go_on("default_pool");
+        for thread in [first, second] {
+            // SAFETY: nobody uses it.
+            unsafe { backend.free(0, thread.join().unwrap(), Some(id)) }.unwrap();
+        }
+    });
+    assert_eq!(backend.live_objects().allocations, 0);
+}
+
+#[test]
+fn flags_that_are_set_twice_are_told_apart() {
+    let fake = Fake::new();
+    let id = stream(&fake);
+    let held = fake.backend.room().stream("t", id).unwrap();
+    assert_eq!([true, true, false, false].map(|on| held.set_flag(CAPTURES, on)), [false, true, true, false]);
+}
+
+// ------------------------------------------------------------------------------------------------ a sandbox
+
+/// Set in the process that the test below starts.
+const SANDBOXED: &str = "HIGHWATER_TEST_SANDBOXED";
+
+/// Makes the kernel refuse `membarrier` to this thread from now on, as a sandbox that begins after opening does.
+fn deny_membarrier() {
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let code = |class: u32, mode: u32, source: u32| (class | mode | source) as u16;
+    let load = code(libc::BPF_LD, libc::BPF_W, libc::BPF_ABS);
+    let compare = code(libc::BPF_JMP, libc::BPF_JEQ, libc::BPF_K);
+    let give = code(libc::BPF_RET, libc::BPF_K, 0);
+    let mut filter = [
+        // The description of a call begins with its number.
+        libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
+        libc::sock_filter { code: compare, jt: 0, jf: 1, k: libc::SYS_membarrier as u32 },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: refuse },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW },
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program lives until the calls return, and refuses a call that nothing relies on.
+    let installed = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+    };
+    assert!(installed, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn what_is_destroyed_after_membarrier_is_denied_is_destroyed() {
+    if std::env::var_os(SANDBOXED).is_none() {
+        let name = "driver::tests::what_is_destroyed_after_membarrier_is_denied_is_destroyed";
+        let test = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact", "--test-threads=1"])
+            .env(SANDBOXED, "1")
+            .output()
+            .unwrap();
+        assert!(test.status.success(), "{}", String::from_utf8_lossy(&test.stdout));
+        return;
+    }
+    let fake = Fake::new();
+    let backend = &fake.backend;
+    let streams: Vec<_> = (0..400).map(|_| stream(&fake)).collect();
+    let (used, idle) = streams.split_last().unwrap();
+    // A thread is in a call that uses a stream while the others are destroyed.
+    let (destroyed, live) = std::thread::scope(|scope| {
+        fake.hold_up("stream_query");
+        scope.spawn(|| backend.query_stream(*used));
+        fake.wait_for("stream_query");
+        deny_membarrier();
+        idle.iter().chain([used]).for_each(|stream| backend.destroy_stream(*stream).unwrap());
+        let found = (fake.calls("stream_destroy").len(), backend.live_objects().streams);
+        fake.go_on("stream_query");
+        found
+    });
+    assert_eq!((destroyed, live), (idle.len(), 1), "all but the one in use, which counts");
+    assert_eq!(backend.live_objects().streams, 0);
+    assert_eq!(fake.calls("stream_destroy").len(), streams.len());
+}

@@ -1,0 +1,181 @@
+//! Holds tables of vendor calls against bindings that were generated from a vendor's headers: each call has its symbol, and
+//! arguments and an answer of the same size and kind (number or floating-point number). For unit tests.
+
+/// How an argument is passed: its size, and whether in a register for floating-point numbers.
+pub type Class = (usize, bool);
+
+fn class<T>() -> Class {
+    let name = std::any::type_name::<T>();
+    (size_of::<T>(), name == "f32" || name == "f64")
+}
+
+/// The arguments and the answer of a function.
+pub trait Signature: Copy {
+    /// The sizes of the answer and the arguments.
+    const SIZES: &'static [usize];
+
+    /// How they are passed.
+    fn classes() -> Vec<Class>;
+}
+
+macro_rules! signature {
+    ($($argument:ident)*) => {
+        impl<Answer, $($argument),*> Signature for unsafe extern "C" fn($($argument),*) -> Answer {
+            const SIZES: &'static [usize] = &[size_of::<Answer>(), $(size_of::<$argument>()),*];
+
+            fn classes() -> Vec<Class> {
+                vec![class::<Answer>(), $(class::<$argument>()),*]
+            }
+        }
+        impl<Answer, $($argument),*> Signature for unsafe fn($($argument),*) -> Answer {
+            const SIZES: &'static [usize] = &[size_of::<Answer>(), $(size_of::<$argument>()),*];
+
+            fn classes() -> Vec<Class> {
+                vec![class::<Answer>(), $(class::<$argument>()),*]
+            }
+        }
+    };
+}
+
+macro_rules! all_signatures {
+    ($first:ident $($rest:ident)*) => {
+        signature!($first $($rest)*);
+        all_signatures!($($rest)*);
+    };
+    () => {
+        signature!();
+    };
+}
+
+all_signatures!(A B C D E F G H I J K L M N O P Q R S T U V W);
+
+/// The classes of a field of a table; no table is needed to know its type.
+pub fn declared<Table, Call: Signature>(_: fn(&Table) -> Call) -> Vec<Class> {
+    Call::classes()
+}
+
+/// Those of a field that may be empty.
+pub fn declared_optional<Table, Call: Signature>(_: fn(&Table) -> Option<Call>) -> Vec<Class> {
+    Call::classes()
+}
+
+/// Those of a function.
+pub fn in_header<Call: Signature>(_: Call) -> Vec<Class> {
+    Call::classes()
+}
+
+/// The sizes of a field of a table.
+#[must_use]
+pub const fn sizes<Table, Call: Signature>(_: fn(&Table) -> Call) -> &'static [usize] {
+    Call::SIZES
+}
+
+/// Those of a field that may be empty.
+#[must_use]
+pub const fn sizes_optional<Table, Call: Signature>(_: fn(&Table) -> Option<Call>) -> &'static [usize] {
+    Call::SIZES
+}
+
+/// Those of a function.
+#[must_use]
+pub const fn sizes_in_header<Call: Signature>(_: Call) -> &'static [usize] {
+    Call::SIZES
+}
+
+/// Whether two functions take and give what is as large.
+#[must_use]
+pub const fn alike(one: &[usize], other: &[usize]) -> bool {
+    let mut index = 0;
+    while index < one.len() && index < other.len() && one[index] == other[index] {
+        index += 1;
+    }
+    index == one.len() && index == other.len()
+}
+
+/// A field of a table, the vendor's symbol, what the table declares and what the header says.
+pub type Pair = (&'static str, &'static str, Vec<Class>, Vec<Class>);
+
+/// Checks, when this is compiled, that a table's fields and the functions of a binding crate's module take and give what is as
+/// large. The functions are of the kind `rust` or `c`. None of them is linked to.
+#[macro_export]
+macro_rules! witness_sizes {
+    (@kind rust ($($argument:tt),*)) => { unsafe fn($($argument),*) -> _ };
+    (@kind c ($($argument:tt),*)) => { unsafe extern "C" fn($($argument),*) -> _ };
+    (
+        $table:ty, $kind:ident $($sys:ident)::+,
+        required { $($field:ident = $symbol:ident($($argument:tt),*);)* }
+        optional { $($optional:ident = $optional_symbol:ident($($optional_argument:tt),*);)* }
+    ) => {
+        const _: () = {
+            use $crate::witness;
+            use $($sys)::+ as sys;
+            $(assert!(
+                witness::alike(
+                    witness::sizes(|table: &$table| table.$field),
+                    witness::sizes_in_header(sys::$symbol as $crate::witness_sizes!(@kind $kind ($($argument),*))),
+                ),
+                stringify!($field),
+            );)*
+            $(assert!(
+                witness::alike(
+                    witness::sizes_optional(|table: &$table| table.$optional),
+                    witness::sizes_in_header(
+                        sys::$optional_symbol as $crate::witness_sizes!(@kind $kind ($($optional_argument),*))
+                    ),
+                ),
+                stringify!($optional),
+            );)*
+        };
+    };
+}
+
+/// The same, and the pairs of fields and functions for [`check`].
+#[macro_export]
+macro_rules! witness_pairs {
+    (
+        $table:ty, $kind:ident $($sys:ident)::+,
+        required { $($field:ident = $symbol:ident($($argument:tt),*);)* }
+        optional { $($optional:ident = $optional_symbol:ident($($optional_argument:tt),*);)* }
+    ) => {{
+        use $crate::witness;
+        use $($sys)::+ as sys;
+        $crate::witness_sizes! { $table, $kind $($sys)::+,
+            required { $($field = $symbol($($argument),*);)* }
+            optional { $($optional = $optional_symbol($($optional_argument),*);)* }
+        }
+        let pairs: Vec<witness::Pair> = vec![
+            $((
+                stringify!($field),
+                stringify!($symbol),
+                witness::declared(|table: &$table| table.$field),
+                witness::in_header(sys::$symbol as $crate::witness_sizes!(@kind $kind ($($argument),*))),
+            ),)*
+            $((
+                stringify!($optional),
+                stringify!($optional_symbol),
+                witness::declared_optional(|table: &$table| table.$optional),
+                witness::in_header(
+                    sys::$optional_symbol as $crate::witness_sizes!(@kind $kind ($($optional_argument),*))
+                ),
+            ),)*
+        ];
+        pairs
+    }};
+}
+
+/// Holds a table's fields against the pairs: every field but those in `apart` is in one, under its own symbol.
+///
+/// # Panics
+/// Where they differ.
+pub fn check(names: &[(&str, &str)], symbol: fn(&str) -> String, pairs: &[Pair], apart: &[&str]) {
+    for (field, name) in names {
+        if apart.contains(field) {
+            continue;
+        }
+        let found = pairs.iter().find(|pair| pair.0 == *field);
+        let Some((_, expected, declared, in_header)) = found else { panic!("{field} is held against nothing") };
+        assert_eq!(symbol(name), *expected, "{field}");
+        assert_eq!(declared, in_header, "{field}");
+    }
+    assert_eq!(pairs.len() + apart.len(), names.len());
+}

@@ -1,0 +1,188 @@
+//! Model checking of the announcements that keep a vendor's handle from being destroyed under a call: every interleaving of the
+//! threads below is tried.
+//!
+//! The file under test is compiled against loom's types; its `crate::primitive` is the module here.
+
+#![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
+
+mod primitive {
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
+
+    /// Both sides as plain fences: what a barrier of the system does to the other threads is not loom's to model.
+    pub(crate) fn heavy_fence() {
+        fence(Ordering::SeqCst);
+    }
+
+    pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
+        cell.store(value, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+}
+
+#[path = "../src/hazards.rs"]
+mod hazards;
+
+use hazards::{Fenced, Registry};
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, Ordering};
+use loom::thread;
+
+/// An object of a table: whether its id is stale, and the vendor's handle, which loom watches: to use it while it is being
+/// destroyed fails the test.
+struct Object {
+    stale: AtomicBool,
+    handle: UnsafeCell<bool>,
+}
+
+struct Table {
+    registry: Registry,
+    object: Object,
+}
+
+// SAFETY: the cell is what the model is about: loom fails the test where two threads touch it unordered.
+unsafe impl Sync for Table {}
+// SAFETY: as above.
+unsafe impl Send for Table {}
+
+impl Table {
+    fn new() -> Arc<Self> {
+        let object = Object { stale: AtomicBool::new(false), handle: UnsafeCell::new(true) };
+        Arc::new(Self { registry: Registry::new(), object })
+    }
+
+    fn address(&self) -> *mut () {
+        std::ptr::from_ref(&self.object).cast_mut().cast()
+    }
+
+    /// A call: announces, looks, uses.
+    fn call(&self) {
+        let record = self.registry.take();
+        let hazard = record.announce(self.address()).expect("a record of one's own has room");
+        if !self.object.stale.load(Ordering::Acquire) {
+            // SAFETY: read only.
+            let alive = self.object.handle.with(|handle| unsafe { *handle });
+            assert!(alive, "a call used a handle that was destroyed");
+        }
+        drop(hazard);
+        record.give_back();
+    }
+
+    /// Makes the id stale; `true` where the handle could be destroyed at once.
+    fn remove(&self) -> bool {
+        self.object.stale.store(true, Ordering::Relaxed);
+        self.sweep()
+    }
+
+    fn sweep(&self) -> bool {
+        let fenced = Fenced::now();
+        if self.registry.is_announced(self.address(), &fenced) {
+            return false;
+        }
+        // SAFETY: nobody uses it, which is what is under test.
+        self.object.handle.with_mut(|handle| unsafe { *handle = false });
+        true
+    }
+}
+
+#[test]
+fn a_handle_is_not_destroyed_under_a_call() {
+    loom::model(|| {
+        let table = Table::new();
+        let other = Arc::clone(&table);
+        let call = thread::spawn(move || other.call());
+        let destroyed = table.remove();
+        call.join().unwrap();
+        // What was put off is destroyed by a later sweep.
+        assert!(destroyed || table.sweep());
+    });
+}
+
+#[test]
+fn a_question_sees_the_capture_or_the_capture_waits_for_it() {
+    loom::model(|| {
+        let table = Table::new();
+        let (captures, answered) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (other, seen, answers) = (Arc::clone(&table), Arc::clone(&captures), Arc::clone(&answered));
+        let asks = thread::spawn(move || {
+            let record = other.registry.take();
+            let asking = record.ask();
+            let hazard = record.announce(other.address()).expect("a record of one's own has room");
+            let relaxed = seen.load(Ordering::Relaxed);
+            answers.store(true, Ordering::Relaxed);
+            drop((hazard, asking));
+            relaxed
+        });
+        captures.store(true, Ordering::Relaxed);
+        table.registry.wait_for_questions(thread::yield_now);
+        let begun_after = answered.load(Ordering::Relaxed);
+        // Where the question did not see the capture, it was answered before the vendor was told to begin.
+        assert!(asks.join().unwrap() || begun_after);
+    });
+}
+
+#[test]
+fn two_calls_and_one_who_destroys() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        let table = Table::new();
+        let calls: Vec<_> = (0..2)
+            .map(|_| {
+                let other = Arc::clone(&table);
+                thread::spawn(move || other.call())
+            })
+            .collect();
+        let destroyed = table.remove();
+        calls.into_iter().for_each(|call| call.join().unwrap());
+        assert!(destroyed || table.sweep());
+    });
+}
+
+#[test]
+fn an_announcement_apart_is_seen_like_any_other() {
+    loom::model(|| {
+        let table = Table::new();
+        let other = Arc::clone(&table);
+        let call = thread::spawn(move || {
+            let hazard = other.registry.announce_apart(other.address());
+            if !other.object.stale.load(Ordering::Acquire) {
+                // SAFETY: read only.
+                assert!(other.object.handle.with(|handle| unsafe { *handle }));
+            }
+            drop(hazard);
+        });
+        let destroyed = table.remove();
+        call.join().unwrap();
+        assert!(destroyed || table.sweep());
+    });
+}
+
+#[test]
+fn two_objects_that_are_announced_at_once_are_both_seen() {
+    loom::model(|| {
+        let (first, second) = (Table::new(), Table::new());
+        let (one, two) = (Arc::clone(&first), Arc::clone(&second));
+        // Both tables look into the first one's records.
+        let call = thread::spawn(move || {
+            let record = one.registry.take();
+            let hazards = record.announce_both(one.address(), two.address()).expect("a record of one's own has room");
+            for table in [&one, &two] {
+                if !table.object.stale.load(Ordering::Acquire) {
+                    // SAFETY: read only.
+                    assert!(table.object.handle.with(|handle| unsafe { *handle }));
+                }
+            }
+            drop(hazards);
+        });
+        second.object.stale.store(true, Ordering::Relaxed);
+        let fenced = Fenced::now();
+        if !first.registry.is_announced(second.address(), &fenced) {
+            // SAFETY: nobody uses it, which is what is under test.
+            second.object.handle.with_mut(|handle| unsafe { *handle = false });
+        }
+        let destroyed = first.remove();
+        call.join().unwrap();
+        assert!(destroyed || first.sweep());
+    });
+}

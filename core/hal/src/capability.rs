@@ -1,0 +1,291 @@
+//! What a device can do and how it behaves, as data: policy is a table, not an `if` on the vendor's name.
+
+use crate::blas::{DataType, GemmShape};
+use crate::error::{Error, ErrorKind, Result};
+
+/// What one device can do (*abilities*) and how it behaves (*facts*).
+///
+/// Grammar: an ability is a `bool` named for what is asked; where it is false, asking gives
+/// [`Unsupported`](crate::ErrorKind::Unsupported) before the vendor is called. A fact is a statement about the vendor's
+/// behaviour that core adapts to. The struct is flat and `Copy`, is read once when a runtime is made, and is never asked
+/// for on a hot path.
+///
+/// [`Capabilities::none`] is the base to build on: it promises nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    // ---- abilities
+    /// GEMM on 32-bit floats.
+    pub gemm_f32: bool,
+    /// GEMM on 64-bit floats.
+    pub gemm_f64: bool,
+    /// GEMM on IEEE half precision, accumulated in 32 bits.
+    pub gemm_f16: bool,
+    /// GEMM on bfloat16, accumulated in 32 bits.
+    pub gemm_bf16: bool,
+    /// GEMM and plans with factors of 16 bits and a result of 32: F16 to F32 beside `gemm_f16`, Bf16 to F32 beside
+    /// `gemm_bf16`.
+    pub gemm_mixed: bool,
+    /// [`MathMode::Tf32`](crate::MathMode) on 32-bit GEMM.
+    pub tf32: bool,
+    /// [`AtomicsMode`](crate::AtomicsMode) can be chosen.
+    pub atomics_mode: bool,
+    /// Handles can be given a workspace (hipBLAS 2 cannot).
+    pub blas_workspace: bool,
+    /// Strided-batched GEMM.
+    pub strided_batch: bool,
+    /// Handles of kind [`Lt`](crate::BlasKind::Lt): plans with epilogues.
+    pub lt_plans: bool,
+    /// Stream capture and graph replay.
+    pub capture: bool,
+    /// Device memory allocated and freed in stream order.
+    pub stream_ordered_memory: bool,
+    /// Device memory that other processes can open.
+    pub shareable_memory: bool,
+    /// Events that other processes can open.
+    pub interprocess_events: bool,
+    /// Elapsed time between two events.
+    pub event_timing: bool,
+    /// Streams with another priority than normal.
+    pub stream_priority: bool,
+    /// Copies from one device straight to another.
+    pub peer_copy: bool,
+    /// Page-locking memory that somebody else allocated.
+    pub host_register: bool,
+    /// Write-combined page-locked memory.
+    pub write_combined: bool,
+    /// The legacy default stream can be used.
+    pub legacy_default_stream: bool,
+    /// The per-thread default stream can be used.
+    pub per_thread_default_stream: bool,
+    /// Streams and events made by other code can be wrapped.
+    pub foreign_objects: bool,
+
+    // ---- facts
+    /// Binding a stream puts a BLAS handle back on its default workspace (cuBLAS: always; hipBLAS: never).
+    pub set_stream_resets_workspace: bool,
+    /// A handle must stay with one stream (hipBLASLt) instead of being bound to many in turn.
+    pub handle_per_stream: bool,
+    /// Handles, events and memory may be made while a capture is open.
+    pub create_during_capture: bool,
+    /// Page-locked memory has the same address on the device as on the host.
+    pub host_address_is_device_address: bool,
+    /// The default kind of page-locked memory is cached by the device.
+    pub pinned_cached_by_device: bool,
+    /// A stream's wait for an event of another process ends when that process does, also where the event was not reached.
+    /// Where it is false, such a wait can be for ever.
+    pub event_waits_end_with_peer: bool,
+    /// Bytes that core registers at a time when it makes large blocks of page-locked memory itself, which needs
+    /// `host_register`; 0: the backend's own allocation serves every size. A copy must not cross from one registration into
+    /// another; core cuts its copies. Core makes whole huge pages of 2 MiB of it.
+    pub register_piece_bytes: usize,
+    /// Ways in which this device's memory can be shared with another process.
+    pub ipc_transports: Transports,
+    /// Alignment in bytes that a BLAS workspace must have.
+    pub workspace_alignment: usize,
+    /// Bytes of workspace that a BLAS handle works best with here.
+    pub blas_workspace_bytes: usize,
+    /// Bytes of workspace that an Lt plan may use by default.
+    pub lt_workspace_bytes: usize,
+}
+
+impl Capabilities {
+    /// No ability, and the facts that demand the most care of core.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self {
+            gemm_f32: false,
+            gemm_f64: false,
+            gemm_f16: false,
+            gemm_bf16: false,
+            gemm_mixed: false,
+            tf32: false,
+            atomics_mode: false,
+            blas_workspace: false,
+            strided_batch: false,
+            lt_plans: false,
+            capture: false,
+            stream_ordered_memory: false,
+            shareable_memory: false,
+            interprocess_events: false,
+            event_timing: false,
+            stream_priority: false,
+            peer_copy: false,
+            host_register: false,
+            write_combined: false,
+            legacy_default_stream: false,
+            per_thread_default_stream: false,
+            foreign_objects: false,
+            set_stream_resets_workspace: true,
+            handle_per_stream: false,
+            create_during_capture: false,
+            host_address_is_device_address: false,
+            pinned_cached_by_device: false,
+            event_waits_end_with_peer: false,
+            register_piece_bytes: 0,
+            ipc_transports: Transports::NONE,
+            workspace_alignment: 256,
+            blas_workspace_bytes: 0,
+            lt_workspace_bytes: 0,
+        }
+    }
+
+    /// Whether the device computes products of `shape`, as far as its types and its batch go.
+    ///
+    /// # Errors
+    /// `Unsupported` for types, pairs of types and batches that the device lacks, and for pairs that nobody has: the
+    /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
+    #[inline]
+    pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        let can = self.can_multiply(shape.data_type, shape.output, shape.batch.is_some());
+        if can { Ok(()) } else { self.explain_product(operation, shape) }
+    }
+
+    /// Whether the device multiplies such matrices.
+    const fn can_multiply(&self, factors: DataType, result: DataType, batched: bool) -> bool {
+        let known = match factors {
+            DataType::F32 => self.gemm_f32,
+            DataType::F64 => self.gemm_f64,
+            DataType::F16 => self.gemm_f16,
+            DataType::Bf16 => self.gemm_bf16,
+        };
+        let pair = match (factors, result) {
+            (DataType::F16, DataType::F16)
+            | (DataType::Bf16, DataType::Bf16)
+            | (DataType::F32, DataType::F32)
+            | (DataType::F64, DataType::F64) => true,
+            (DataType::F16 | DataType::Bf16, DataType::F32) => self.gemm_mixed,
+            _ => false,
+        };
+        known && pair && (!batched || self.strided_batch)
+    }
+
+    #[cold]
+    fn explain_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
+        let (able, name) = match shape.data_type {
+            DataType::F32 => (self.gemm_f32, "gemm_f32"),
+            DataType::F64 => (self.gemm_f64, "gemm_f64"),
+            DataType::F16 => (self.gemm_f16, "gemm_f16"),
+            DataType::Bf16 => (self.gemm_bf16, "gemm_bf16"),
+        };
+        if !able {
+            return Err(Error::lacks(operation, name));
+        }
+        if shape.is_mixed() {
+            if !matches!((shape.data_type, shape.output), (DataType::F16 | DataType::Bf16, DataType::F32)) {
+                return Err(no_such_pair(operation, shape));
+            }
+            if !self.gemm_mixed {
+                return Err(Error::lacks(operation, "gemm_mixed"));
+            }
+        }
+        if shape.batch.is_some() && !self.strided_batch {
+            return Err(Error::lacks(operation, "strided_batch"));
+        }
+        Ok(())
+    }
+}
+
+/// The products that a device computes, in a word: every product is held against it, on the way to a vendor's call that leaves
+/// neither code nor branches in the processor's caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Products(u32);
+
+impl Products {
+    /// Returns the products that a device with these capabilities computes.
+    #[must_use]
+    pub const fn of(capabilities: &Capabilities) -> Self {
+        const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+        let (mut bits, mut pair) = (0, 0);
+        while pair < 16 {
+            let (factors, result) = (TYPES[pair / 4], TYPES[pair % 4]);
+            bits |= (capabilities.can_multiply(factors, result, false) as u32) << Self::bit(factors, result, false);
+            bits |= (capabilities.can_multiply(factors, result, true) as u32) << Self::bit(factors, result, true);
+            pair += 1;
+        }
+        Self(bits)
+    }
+
+    const fn bit(factors: DataType, result: DataType, batched: bool) -> u32 {
+        (batched as u32) << 4 | (factors as u32) << 2 | result as u32
+    }
+
+    /// Whether such a product is among them.
+    #[inline(always)]
+    pub const fn include(self, shape: &GemmShape) -> bool {
+        self.0 >> Self::bit(shape.data_type, shape.output, shape.batch.is_some()) & 1 != 0
+    }
+}
+
+#[cold]
+fn no_such_pair(operation: &'static str, shape: &GemmShape) -> Error {
+    let message = format!("no product has factors of {:?} and a result of {:?}", shape.data_type, shape.output);
+    Error::new(ErrorKind::Unsupported, operation, message)
+        .with_hint("use a result of the factors' type, or one of F32 with factors of F16 or Bf16")
+}
+
+/// A set of [`Transport`](crate::Transport)s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(transparent)]
+pub struct Transports(u32);
+
+impl Transports {
+    /// The empty set.
+    pub const NONE: Self = Self(0);
+
+    /// The set with `transport` added.
+    #[must_use]
+    pub const fn with(self, transport: crate::Transport) -> Self {
+        Self(self.0 | 1 << transport as u32)
+    }
+
+    /// Whether `transport` is in the set.
+    #[must_use]
+    pub const fn contains(self, transport: crate::Transport) -> bool {
+        self.0 & (1 << transport as u32) != 0
+    }
+
+    /// Whether the set is empty.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pair_of_types_is_allowed_or_refused_by_name() {
+        const TYPES: [DataType; 4] = [DataType::F16, DataType::Bf16, DataType::F32, DataType::F64];
+        let mut every = Capabilities::none();
+        (every.gemm_f16, every.gemm_bf16, every.gemm_f32, every.gemm_f64) = (true, true, true, true);
+        let mut mixed = every;
+        mixed.gemm_mixed = true;
+        let refusal = |capabilities: &Capabilities, factor: DataType, result: DataType| {
+            let shape = GemmShape::new(factor, 2, 2, 2).with_output(result);
+            capabilities.check_product("t", &shape).err().map(|error| {
+                assert_eq!(error.kind(), ErrorKind::Unsupported);
+                error.to_string()
+            })
+        };
+        for factor in TYPES {
+            for result in TYPES {
+                let widened = factor.bytes() == 2 && result == DataType::F32;
+                let (with, without) = (refusal(&mixed, factor, result), refusal(&every, factor, result));
+                if factor == result {
+                    assert_eq!((with, without), (None, None), "{factor:?}");
+                } else if widened {
+                    assert_eq!(with, None, "{factor:?} to {result:?}");
+                    assert!(without.unwrap().contains("gemm_mixed"), "{factor:?} to {result:?}");
+                } else {
+                    let expected = format!("no product has factors of {factor:?} and a result of {result:?}");
+                    assert!(with.unwrap().contains(&expected) && without.unwrap().contains(&expected));
+                }
+            }
+        }
+        mixed.gemm_bf16 = false;
+        assert!(refusal(&mixed, DataType::Bf16, DataType::F32).unwrap().contains("gemm_bf16"));
+    }
+}

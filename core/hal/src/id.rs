@@ -1,0 +1,357 @@
+//! Ids instead of vendor pointers: streams, events and graphs cross the traits as small `Copy` values that the backend
+//! issues and checks on entry.
+//!
+//! An id names a slot, the slot's generation, the backend that issued it, and a device. A stale id (its object was
+//! destroyed), a foreign id (another backend issued it) and a forged one are told apart before the vendor is called,
+//! and what is remembered by id never meets a new object at an old address. Zero is never "none": generation and tag
+//! are non-zero, so `Option<StreamId>` is as small as `StreamId`.
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::RwLock;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// Identifies one open backend within this process.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct BackendTag(NonZeroU32);
+
+impl BackendTag {
+    /// A tag that no other backend of this process has.
+    #[must_use]
+    pub fn next() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(1);
+        // Relaxed: only the uniqueness of the value matters.
+        let value = NEXT.fetch_add(1, Ordering::Relaxed);
+        // After 2^32 - 1 backends the counter wraps; 0 is skipped by taking 1 again.
+        Self(NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN))
+    }
+
+    /// The tag with this number, which is one that [`BackendTag::next`] gave in this process or in a plugin.
+    pub fn from_number(number: u32) -> Option<Self> {
+        NonZeroU32::new(number).map(Self)
+    }
+
+    /// The tag as a number, for logs and for the C table.
+    #[must_use]
+    pub const fn get(self) -> u32 {
+        self.0.get()
+    }
+}
+
+impl fmt::Debug for BackendTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BackendTag({})", self.0)
+    }
+}
+
+/// What every id is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct IdParts {
+    /// Index in the table of the backend.
+    pub slot: u32,
+    /// Which object of that slot: grows each time the slot is used again.
+    pub generation: NonZeroU32,
+    /// The backend that issued the id.
+    pub tag: BackendTag,
+    /// Ordinal of the device that the object belongs to.
+    pub device: u32,
+}
+
+/// An id of one kind of object, see [`IdTable`].
+pub trait ObjectId: Copy + fmt::Debug {
+    /// The kind of object, as it stands in messages.
+    const NAME: &'static str;
+    /// Puts an id together.
+    ///
+    /// # Safety
+    /// Core frees memory by the answers to ids that it keeps to itself. So a forged id may only be given to a backend that
+    /// no `Runtime` uses at the time, or be one that cannot be such an id (of another backend, or
+    /// stale).
+    unsafe fn from_parts(parts: IdParts) -> Self;
+    /// Takes the id apart.
+    fn parts(self) -> IdParts;
+}
+
+macro_rules! object_id {
+    ($(#[$doc:meta])* $name:ident, $words:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+        #[repr(transparent)]
+        pub struct $name(IdParts);
+
+        impl $name {
+            /// Ordinal of the device that the object belongs to.
+            #[must_use]
+            pub const fn device(self) -> u32 {
+                self.0.device
+            }
+
+            /// The backend that issued the id.
+            #[must_use]
+            pub const fn tag(self) -> BackendTag {
+                self.0.tag
+            }
+        }
+
+        impl ObjectId for $name {
+            const NAME: &'static str = $words;
+            unsafe fn from_parts(parts: IdParts) -> Self {
+                Self(parts)
+            }
+            fn parts(self) -> IdParts {
+                self.0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let IdParts { slot, generation, tag, device } = self.0;
+                write!(f, "{}({slot}.{generation} of backend {}, device {device})", stringify!($name), tag.get())
+            }
+        }
+    };
+}
+
+object_id!(
+    /// A stream: a queue of device operations that run in order.
+    StreamId,
+    "stream"
+);
+object_id!(
+    /// An event: a mark in a stream that can be asked for and waited for.
+    EventId,
+    "event"
+);
+object_id!(
+    /// A captured graph, not yet executable.
+    GraphId,
+    "graph"
+);
+object_id!(
+    /// An executable graph.
+    GraphExecId,
+    "executable graph"
+);
+
+/// Slots from here on are not table slots but named constants.
+pub const FIRST_NAMED_SLOT: u32 = u32::MAX - 15;
+/// The slot of a device's legacy default stream.
+pub const LEGACY_SLOT: u32 = u32::MAX - 1;
+/// The slot of a per-thread default stream.
+pub const PER_THREAD_SLOT: u32 = u32::MAX - 2;
+
+impl StreamId {
+    /// The vendor's legacy default stream of `device`.
+    #[must_use]
+    pub const fn legacy_default(tag: BackendTag, device: u32) -> Self {
+        Self(IdParts { slot: LEGACY_SLOT, generation: NonZeroU32::MIN, tag, device })
+    }
+
+    /// The vendor's per-thread default stream of `device`, a different stream in each thread.
+    #[must_use]
+    pub const fn per_thread_default(tag: BackendTag, device: u32) -> Self {
+        Self(IdParts { slot: PER_THREAD_SLOT, generation: NonZeroU32::MIN, tag, device })
+    }
+
+    /// Whether this is [`StreamId::legacy_default`].
+    #[must_use]
+    pub const fn is_legacy_default(self) -> bool {
+        self.0.slot == LEGACY_SLOT
+    }
+
+    /// Whether this is [`StreamId::per_thread_default`].
+    #[must_use]
+    pub const fn is_per_thread_default(self) -> bool {
+        self.0.slot == PER_THREAD_SLOT
+    }
+}
+
+/// The table in which a backend keeps the objects of one kind: it issues the ids and checks them on entry.
+#[derive(Debug)]
+pub struct IdTable<I, T> {
+    tag: BackendTag,
+    slots: RwLock<Slots<T>>,
+    kind: std::marker::PhantomData<fn(I) -> I>,
+}
+
+#[derive(Debug)]
+struct Slots<T> {
+    entries: Vec<Slot<T>>,
+    free: Vec<u32>,
+    live: usize,
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    generation: NonZeroU32,
+    device: u32,
+    object: Option<Arc<T>>,
+}
+
+impl<I: ObjectId, T> IdTable<I, T> {
+    /// An empty table of the backend `tag`.
+    #[must_use]
+    pub fn new(tag: BackendTag) -> Self {
+        let slots = Slots { entries: Vec::new(), free: Vec::new(), live: 0 };
+        Self { tag, slots: RwLock::new(slots), kind: std::marker::PhantomData }
+    }
+
+    /// Takes in an object of `device` and issues its id.
+    ///
+    /// # Errors
+    /// `OutOfMemory` when all slots (over four thousand million) are taken.
+    pub fn insert(&self, operation: &'static str, device: u32, object: Arc<T>) -> Result<I> {
+        let mut slots = self.slots.write();
+        let slot = match slots.free.pop() {
+            Some(slot) => slot,
+            None => match u32::try_from(slots.entries.len()) {
+                Ok(slot) if slot < FIRST_NAMED_SLOT => {
+                    slots.entries.push(Slot { generation: NonZeroU32::MIN, device, object: None });
+                    slot
+                }
+                _ => return Err(Error::new(ErrorKind::OutOfMemory, operation, format!("too many {}s", I::NAME))),
+            },
+        };
+        slots.live += 1;
+        let tag = self.tag;
+        let entry = &mut slots.entries[slot as usize];
+        entry.device = device;
+        entry.object = Some(object);
+        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        Ok(unsafe { I::from_parts(IdParts { slot, generation: entry.generation, tag, device }) })
+    }
+
+    /// The object of `id`.
+    ///
+    /// # Errors
+    /// `InvalidHandle` for a stale, foreign or forged id.
+    pub fn get(&self, operation: &'static str, id: I) -> Result<Arc<T>> {
+        let slots = self.slots.read();
+        slots.find(self.tag, operation, id).cloned()
+    }
+
+    /// Checks `id` without touching its object.
+    ///
+    /// # Errors
+    /// As [`IdTable::get`].
+    pub fn check(&self, operation: &'static str, id: I) -> Result<()> {
+        self.slots.read().find(self.tag, operation, id).map(|_| ())
+    }
+
+    /// Takes the object of `id` out; from here on the id is stale.
+    ///
+    /// # Errors
+    /// As [`IdTable::get`].
+    pub fn remove(&self, operation: &'static str, id: I) -> Result<Arc<T>> {
+        let mut slots = self.slots.write();
+        slots.find(self.tag, operation, id)?;
+        let slot = id.parts().slot;
+        let entry = &mut slots.entries[slot as usize];
+        let object = entry.object.take();
+        // A slot whose generations are used up is never issued again.
+        if let Some(next) = entry.generation.checked_add(1) {
+            entry.generation = next;
+            slots.free.push(slot);
+        }
+        slots.live -= 1;
+        object.ok_or_else(|| stale::<I>(operation, id))
+    }
+
+    /// How many objects are in the table.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.slots.read().live
+    }
+
+    /// Whether the table holds no object.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Every object in the table, in the order of slots.
+    #[must_use]
+    pub fn objects(&self) -> Vec<Arc<T>> {
+        self.slots.read().entries.iter().filter_map(|slot| slot.object.clone()).collect()
+    }
+}
+
+impl<T> Slots<T> {
+    fn find<I: ObjectId>(&self, tag: BackendTag, operation: &'static str, id: I) -> Result<&Arc<T>> {
+        let parts = id.parts();
+        if parts.tag != tag {
+            return Err(Error::new(
+                ErrorKind::InvalidHandle,
+                operation,
+                format!("{id:?} was issued by another backend than backend {}", tag.get()),
+            )
+            .with_hint(format!("pass a {} that this backend created", I::NAME)));
+        }
+        match self.entries.get(parts.slot as usize) {
+            Some(Slot { generation, device, object: Some(object) })
+                if *generation == parts.generation && *device == parts.device =>
+            {
+                Ok(object)
+            }
+            _ => Err(stale(operation, id)),
+        }
+    }
+}
+
+#[cold]
+fn stale<I: ObjectId>(operation: &'static str, id: I) -> Error {
+    Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
+        .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_stale_after_its_object_was_removed_even_when_the_slot_is_used_again() {
+        let table = IdTable::<StreamId, u8>::new(BackendTag::next());
+        let old = table.insert("t", 0, Arc::new(1)).unwrap();
+        assert_eq!(*table.remove("t", old).unwrap(), 1);
+        let new = table.insert("t", 0, Arc::new(2)).unwrap();
+        assert_eq!(old.parts().slot, new.parts().slot);
+        assert_eq!(table.get("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(table.remove("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(*table.get("t", new).unwrap(), 2);
+        assert_eq!(table.len(), 1);
+    }
+
+    #[test]
+    fn an_id_of_another_backend_or_device_is_refused() {
+        let table = IdTable::<EventId, u8>::new(BackendTag::next());
+        let other = IdTable::<EventId, u8>::new(BackendTag::next());
+        let id = table.insert("t", 1, Arc::new(1)).unwrap();
+        let error = other.get("query", id).unwrap_err();
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidHandle, "query"));
+        // SAFETY: no runtime uses this table.
+        let forged = unsafe { EventId::from_parts(IdParts { device: 0, ..id.parts() }) };
+        assert_eq!(table.get("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert!(table.check("t", id).is_ok());
+    }
+
+    #[test]
+    fn no_id_needs_no_extra_space() {
+        assert_eq!(size_of::<Option<StreamId>>(), size_of::<StreamId>());
+    }
+
+    #[test]
+    fn named_streams_are_in_no_table() {
+        let tag = BackendTag::next();
+        let table = IdTable::<StreamId, u8>::new(tag);
+        let legacy = StreamId::legacy_default(tag, 0);
+        assert!(legacy.is_legacy_default() && !legacy.is_per_thread_default());
+        assert!(table.get("t", legacy).is_err());
+        assert!(table.is_empty());
+    }
+}

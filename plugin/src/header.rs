@@ -1,0 +1,376 @@
+//! `highwater.h`: the table in C, made from the list that the code is made from.
+
+use std::fmt::Write as _;
+
+use super::codes::{
+    Abilities, CHOICES, Constant, Facts, LOCATION_DEVICE, LOCATION_HOST, MEMORY_PLAIN, MEMORY_SHAREABLE,
+    MEMORY_STREAM_ORDERED, PANICKED,
+};
+use super::load::ENTRY_POINT;
+use super::logging::LEVELS;
+use super::raw::{Struct, structs};
+use super::table::{Group, Slot, TABLE_VERSIONS, Table, slot_list};
+use highwater_hal::{Clause, FIRST_NAMED_SLOT, LEGACY_SLOT, PER_THREAD_SLOT, clauses};
+
+const TOP: &str = r#"/* highwater.h: backends of Highwater as plugins, in C.
+ *
+ * Made from the list in highwater-core's plugin module; do not edit. SPDX-License-Identifier: MIT OR Apache-2.0
+ *
+ * A plugin is a shared library that exports one function, highwater_plugin. The program calls it once, and the plugin answers
+ * with a struct that says who it is and where its table is. Through the table the program opens a backend and uses it.
+ *
+ * What holds for everything here:
+ *  - Every function of the table answers 0, or one of HW_ERROR_..., and then says what was wrong in *error. It writes to its
+ *    answer only where it answers 0.
+ *  - Functions may be called from any thread, and several at once, except that a handle is used by one thread at a time. No
+ *    device or context is current before; the plugin leaves the caller's as it was.
+ *  - Every struct that is handed over by a pointer begins with its size in bytes, which the side that makes it sets; hw_id,
+ *    hw_location and hw_gemm_shape stand inside of others, have none, and never grow. A shorter struct means zeros for the rest.
+ *    A longer one is to be refused (HW_ERROR_INVALID_ARGUMENT) where it is not zero behind what the reader knows. Into a
+ *    struct for an answer, no more than its size is written, and its size is set to what was written.
+ *  - Structs and the table only ever grow at the end. Slots that are null are not supported. Slots are in groups: a table has
+ *    all of a group or none.
+ *  - Pointers in arguments are good until the call returns. What the plugin gives in hw_plugin lives as long as the process.
+ *  - Nothing may be thrown or jumped over the border. HW_PANICKED says that something was, inside the plugin, which is then not
+ *    called any more.
+ *  - The library is never unloaded. Nothing is called in a forked child, and nothing once the process exits.
+ *  - Matrices are column-major. Sizes are bytes where nothing else is said.
+ *
+ * Clauses are the promises that the program relies on. Each has an id, such as stream.order. The comment of an operation lists
+ * the clauses that it has to keep. `highwater conformance --plugin FILE` tests every one and names those that a failed case is
+ * about. Every operation has to keep these:
+CLAUSES
+ */
+#ifndef HIGHWATER_H
+#define HIGHWATER_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+"#;
+
+/// The text of `highwater.h`.
+///
+/// In this repository it stands in `core/include/highwater.h`, and a test holds the two together.
+#[must_use]
+pub fn header() -> String {
+    let slots = slot_list();
+    let kept_by_all = clauses().iter().filter(|clause| home(&slots, clause) == Home::Everything);
+    let mut text = TOP.replace("CLAUSES", &clause_items(&slots, "", kept_by_all).join("\n"));
+    // Writing to a text does not fail.
+    let _ = write_header(&mut text, &slots);
+    text
+}
+
+fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
+    writeln!(text, "\n/* Versions of the table that this header describes. */")?;
+    writeln!(text, "#define HW_TABLE_VERSION_MIN {}u", TABLE_VERSIONS.start())?;
+    writeln!(text, "#define HW_TABLE_VERSION_MAX {}u", TABLE_VERSIONS.end())?;
+    writeln!(text, "\n/* Answers: all went well; something was thrown inside the plugin. */")?;
+    writeln!(text, "#define HW_OK 0\n#define HW_PANICKED ({PANICKED})")?;
+    for (what, constants) in CHOICES {
+        // Answers are of the type `int32_t`.
+        let suffix = if constants.iter().any(|constant| constant.name.starts_with("ERROR_")) { "" } else { "u" };
+        writeln!(text, "\n/* Numbers for {what}. */")?;
+        for Constant { name, value, .. } in *constants {
+            writeln!(text, "#define HW_{name} {value}{suffix}")?;
+        }
+    }
+    let more: [(&str, Vec<(&str, u32)>); 4] = [
+        (
+            "Numbers for a kind of device memory.",
+            vec![
+                ("DEVICE_MEMORY_PLAIN", MEMORY_PLAIN),
+                ("DEVICE_MEMORY_SHAREABLE", MEMORY_SHAREABLE),
+                ("DEVICE_MEMORY_STREAM_ORDERED", MEMORY_STREAM_ORDERED),
+            ],
+        ),
+        (
+            "Numbers for the side of a copy.",
+            vec![("LOCATION_HOST", LOCATION_HOST), ("LOCATION_DEVICE", LOCATION_DEVICE)],
+        ),
+        (
+            "Places in ids: those from the first on are no objects; the default streams have one each, in generation 1.",
+            vec![
+                ("FIRST_NAMED_SLOT", FIRST_NAMED_SLOT),
+                ("SLOT_LEGACY_DEFAULT_STREAM", LEGACY_SLOT),
+                ("SLOT_PER_THREAD_DEFAULT_STREAM", PER_THREAD_SLOT),
+            ],
+        ),
+        ("Levels of log lines.", LEVELS.to_vec()),
+    ];
+    for (what, constants) in more {
+        writeln!(text, "\n/* {what} */")?;
+        for (name, value) in constants {
+            writeln!(text, "#define HW_{name} {value}u")?;
+        }
+    }
+    for (what, set) in
+        [("Bits of hw_capabilities.abilities.", Abilities::NAMES), ("Bits of hw_capabilities.facts.", Facts::NAMES)]
+    {
+        writeln!(text, "\n/* {what} */")?;
+        for Constant { name, value, .. } in set {
+            writeln!(text, "#define HW_{name} (UINT64_C(1) << {})", value.trailing_zeros())?;
+        }
+    }
+    writeln!(text, "\n/* An open backend, and a BLAS or an Lt handle: only the plugin knows what they are. */")?;
+    writeln!(text, "typedef struct hw_backend hw_backend;\ntypedef struct hw_handle hw_handle;")?;
+    writeln!(text, "typedef struct hw_table hw_table;")?;
+    for one in structs() {
+        write_struct(text, &one)?;
+        if one.name == "hw_error" {
+            writeln!(
+                text,
+                "\n/* Takes a log line: HW_LOG_..., the text, its bytes. May be called from any thread. */"
+            )?;
+            writeln!(text, "typedef void (*hw_log_call)(uint32_t level, const char *text, uint64_t bytes);")?;
+        }
+        if one.name == "hw_open" {
+            writeln!(
+                text,
+                "\n/* Opens the backend, which has one device at least. If it cannot, the answer says why: HW_ERROR_LIBRARY_MISSING \
+                 for a\n * library of the vendor's, HW_ERROR_SYMBOL_MISSING for a function in it, HW_ERROR_DEVICE_MISSING where no \
+                 device is there. The\n * program reports it, and tries other backends unless this one was asked for. */"
+            )?;
+            writeln!(
+                text,
+                "typedef int32_t (*hw_open_call)(const hw_open *request, hw_backend **backend, hw_error *error);"
+            )?;
+            writeln!(text, "/* Gives the table of a version, one of those that the plugin named. */")?;
+            writeln!(text, "typedef const hw_table *(*hw_table_call)(uint32_t version);")?;
+        }
+    }
+    writeln!(text, "\n/* The operations of a backend. */\nstruct hw_table {{")?;
+    writeln!(text, "    /* Bytes of this struct. */\n    uint64_t size;")?;
+    let mut group = None;
+    for slot in slots {
+        if group != Some(slot.group) {
+            group = Some(slot.group);
+            let title = format!("---- group {}: {}", slot.group.name(), words(slot.group));
+            writeln!(text)?;
+            write_comment_with_clauses(text, slots, &title, Home::Group(slot.group))?;
+        }
+        write_comment_with_clauses(text, slots, &slot.doc, Home::Slot(slot.name))?;
+        writeln!(text, "    int32_t (*{})({});", slot.name, slot.arguments.join(", "))?;
+    }
+    writeln!(text, "}};")?;
+    writeln!(
+        text,
+        "\n/* The one symbol of a plugin. `host` lives as long as the process. Null refuses the program. */"
+    )?;
+    writeln!(text, "const hw_plugin *{ENTRY_POINT}(const hw_host *host);")?;
+    writeln!(text, "\n#ifdef __cplusplus\n}}\n#endif\n\n#endif /* HIGHWATER_H */")
+}
+
+/// The comment of the header that lists a clause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Home {
+    /// The comment at the top.
+    Everything,
+    /// The comment of a group, for a promise of no single operation in it.
+    Group(Group),
+    /// The comment of an operation.
+    Slot(&'static str),
+}
+
+fn home(slots: &[Slot], clause: &Clause) -> Home {
+    let slot =
+        slots.iter().find(|slot| slot.method.is_some() && slot.method == clause.method.map(|name| (clause.of, name)));
+    match (slot, clause.of, clause.method) {
+        (Some(slot), ..) => Home::Slot(slot.name),
+        (None, "HostAllocator", _) => Home::Group(Group::Host),
+        (None, "BlasHandle", _) => Home::Group(Group::Blas),
+        (None, "IpcSharing", _) | (None, _, Some("ipc_sharing")) => Home::Group(Group::Ipc),
+        _ => Home::Everything,
+    }
+}
+
+/// Writes a comment inside the table, with the clauses that belong there.
+fn write_comment_with_clauses(text: &mut String, slots: &[Slot], comment: &str, at: Home) -> std::fmt::Result {
+    let listed = clause_items(slots, "    ", clauses().iter().filter(|clause| home(slots, clause) == at));
+    if listed.is_empty() {
+        return write_comment(text, "    ", comment);
+    }
+    let mut lines = comment.lines();
+    write!(text, "    /* {}", lines.next().unwrap_or_default())?;
+    for line in lines {
+        write!(text, "\n     * {line}")?;
+    }
+    writeln!(text, "\n{} */", listed.join("\n"))
+}
+
+/// Columns of a comment.
+const WIDTH: usize = 126;
+
+/// The lines ` *  - ID: PROMISE` of clauses, in the words of C.
+fn clause_items<'c>(slots: &[Slot], indent: &str, listed: impl Iterator<Item = &'c Clause>) -> Vec<String> {
+    let mut lines = Vec::new();
+    for clause in listed {
+        let mut line = format!("{indent} *  - {}:", clause.id);
+        for word in in_c(slots, clause).split(' ') {
+            if line.len() + 1 + word.len() > WIDTH {
+                lines.push(std::mem::replace(&mut line, format!("{indent} *   ")));
+            }
+            line.push(' ');
+            line.push_str(word);
+        }
+        lines.push(line);
+    }
+    lines
+}
+
+/// A promise with C's names for the things that it mentions.
+fn in_c(slots: &[Slot], clause: &Clause) -> String {
+    let promise = clause.promise.replace("[`", "`").replace("`]", "`");
+    let parts = promise.split('`').enumerate().map(|(place, part)| match (place % 2, name_in_c(slots, clause, part)) {
+        (0, _) => part.to_owned(),
+        (_, Some(name)) => name,
+        (_, None) => format!("`{part}`"),
+    });
+    parts.collect()
+}
+
+/// C's name for a thing of the traits, if it differs.
+fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
+    let last = name.rsplit("::").next().unwrap_or(name);
+    let other = match name {
+        "Shareable" => Some("HW_DEVICE_MEMORY_SHAREABLE"),
+        "device_info().memory_bytes" => Some("hw_device_info.memory_bytes"),
+        "identity().tag" => Some("hw_open.tag"),
+        "live_objects().handles" => Some("hw_live_objects.handles"),
+        "live_objects().host_allocations" => Some("hw_live_objects.host_allocations"),
+        "ipc_transports" | "workspace_alignment" => return Some(format!("hw_capabilities.{name}")),
+        _ => None,
+    };
+    let choices = CHOICES.iter().flat_map(|(_, constants)| *constants);
+    let mut named = choices.chain(Abilities::NAMES).chain(Facts::NAMES).filter(|constant| constant.rust == last);
+    // A name that two choices share is ambiguous.
+    let constant = named.next().filter(|_| named.next().is_none());
+    let slot = slots.iter().find(|slot| slot.method == Some((clause.of, name)) && slot.name != name);
+    other
+        .map(ToOwned::to_owned)
+        .or_else(|| constant.map(|constant| format!("HW_{}", constant.name)))
+        .or_else(|| slot.map(|slot| format!("`{}`", slot.name)))
+}
+
+const fn words(group: Group) -> &'static str {
+    match group {
+        Group::Required => "what every backend has",
+        Group::Timing => "elapsed time between events",
+        Group::Foreign => "streams and events for other code, and of other code",
+        Group::Host => "page-locked host memory",
+        Group::Register => "page-locking memory that somebody else allocated",
+        Group::Blas => "BLAS and Lt handles",
+        Group::Lt => "Lt plans",
+        Group::Capture => "stream capture and replay",
+        Group::Ipc => "memory and events of other processes",
+        Group::Reset => "restoring a handle that foreign code had",
+    }
+}
+
+fn write_struct(text: &mut String, one: &Struct) -> std::fmt::Result {
+    writeln!(text)?;
+    write_comment(text, "", &one.doc)?;
+    writeln!(text, "typedef struct {} {{", one.name)?;
+    for field in &one.fields {
+        write_comment(text, "    ", &field.doc)?;
+        writeln!(text, "    {};", field.declaration)?;
+    }
+    writeln!(text, "}} {};", one.name)
+}
+
+fn write_comment(text: &mut String, indent: &str, comment: &str) -> std::fmt::Result {
+    let mut lines = comment.lines();
+    write!(text, "{indent}/* {}", lines.next().unwrap_or_default())?;
+    for line in lines {
+        write!(text, "\n{indent} * {line}")?;
+    }
+    writeln!(text, " */")
+}
+
+/// Where every field of every struct and every slot of the table lies: a line `struct field offset bytes` for each, and
+/// `struct - 0 bytes` for the struct as a whole.
+///
+/// The layout of each version of the table is kept, and tests hold this one and a C compiler's against it.
+#[must_use]
+pub fn layout() -> String {
+    let mut text = String::new();
+    for one in structs() {
+        text += &format!("{} - 0 {}\n", one.name, one.bytes);
+        for field in &one.fields {
+            text += &format!("{} {} {} {}\n", one.name, field.name, field.offset, field.bytes);
+        }
+    }
+    text += &format!("hw_table - 0 {}\nhw_table size 0 8\n", size_of::<Table>());
+    for slot in slot_list() {
+        text += &format!("hw_table {} {} {}\n", slot.name, slot.offset, size_of::<usize>());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_structs_that_cannot_grow_are_named_and_no_others() {
+        let sizeless = structs().into_iter().filter(|one| one.fields.first().is_none_or(|field| field.name != "size"));
+        let sizeless: Vec<_> = sizeless.map(|one| one.name).collect();
+        assert_eq!(sizeless, ["hw_id", "hw_location", "hw_gemm_shape"]);
+        for name in sizeless {
+            let rules = TOP.split("have none, and never grow").next().unwrap_or_default();
+            assert!(rules.contains(name) && rules.len() < TOP.len(), "the header does not say that {name} has no size");
+        }
+    }
+
+    /// The words of each clause's comment, with the place of its item.
+    fn comment_of(id: &str) -> String {
+        let text = header();
+        let start = format!("*  - {id}: ");
+        assert_eq!(text.matches(&start).count(), 1, "the header states {id} once");
+        let after = text.split_once(&start).map(|(_, after)| after).unwrap_or_default();
+        let lines =
+            after.lines().enumerate().map_while(|(number, line)| match line.trim_start().strip_prefix("*   ") {
+                _ if number == 0 => Some(line),
+                Some(more) if !more.starts_with(" -") => Some(more.trim()),
+                _ => None,
+            });
+        lines.collect::<Vec<_>>().join(" ").trim_end_matches("*/").trim().to_owned()
+    }
+
+    #[test]
+    fn the_header_states_every_clause_in_the_words_of_c() {
+        for clause in clauses() {
+            let comment = comment_of(clause.id);
+            assert_eq!(comment, in_c(&slot_list(), clause), "{}", clause.id);
+            // Backticks enclose names and formulas. C does not know the names of Rust's variants.
+            for name in comment.split('`').skip(1).step_by(2) {
+                let of_rust = name.chars().any(char::is_lowercase) && name.starts_with(char::is_uppercase);
+                assert!(!of_rust && !name.contains("::"), "{}: C has no `{name}`", clause.id);
+            }
+        }
+        assert!(clauses().len() >= 90);
+    }
+
+    #[test]
+    fn the_header_names_codes_capabilities_and_slots_as_c_does() {
+        assert!(comment_of("backend.device-checked").contains("gives HW_ERROR_INVALID_ARGUMENT"));
+        assert!(comment_of("blas.unbound").contains("give HW_ERROR_INVALID_STATE"));
+        assert!(comment_of("gemm.alpha-zero").contains("with alpha 0"));
+        assert!(comment_of("gemm.mixed").contains("Needs HW_CAN_GEMM_MIXED"));
+        assert!(comment_of("host.unregister-unknown").contains("`host_register` was not called with"));
+        assert!(comment_of("ipc.open-outlives").contains("with HW_TRANSPORT_DESCRIPTOR"));
+        assert!(header().contains("HW_ERROR_DEVICE_MISSING where no"));
+    }
+
+    #[test]
+    fn clauses_stand_at_their_operation() {
+        let text = header();
+        let place = |of: &str| text.find(of).unwrap_or_else(|| panic!("the header lacks {of}"));
+        let order = ["- copy.zero:", "(*copy)(", "- fill.exact:", "(*fill)(", "- gemm.value:", "(*handle_gemm)("];
+        assert!(order.map(place).is_sorted());
+        assert!(place("- backend.forked:") < place("#ifndef HIGHWATER_H"));
+    }
+}

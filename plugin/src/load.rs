@@ -1,0 +1,569 @@
+//! Loading a plugin: what the file is, its entry point, the version that both sides have, and its table.
+
+use std::collections::HashMap;
+use std::ffi::c_char;
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Once};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::elf;
+use super::import::Imported;
+use super::link::{Link, Poison, error_room, failure, shutting_down};
+use super::logging;
+use super::raw::{MOST_BYTES, OpenCall, RawHost, RawOpen, RawPlugin, TableCall, read_sized};
+use super::table::{Group, TABLE_VERSIONS, Table};
+use highwater_hal::{Backend, BackendTag, Error, ErrorKind, display_foreign, fork::Generation};
+
+/// The symbol that a plugin exports.
+pub(super) const ENTRY_POINT: &str = "highwater_plugin";
+
+/// How to load a plugin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// How long the library's constructors and its entry point may take together.
+    pub limit: Duration,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl LoadOptions {
+    /// Ten seconds.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { limit: Duration::from_secs(10) }
+    }
+
+    /// The same with another limit.
+    #[must_use]
+    pub const fn with_limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+}
+
+/// How far the loading of a plugin came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Stage {
+    /// The file is no library, or one for another machine.
+    Platform,
+    /// The loader could not open it, or it could not be read.
+    Library,
+    /// The loader lacks a symbol that it needs.
+    Symbol,
+    /// It has no entry point, or the entry point failed or took too long.
+    EntryPoint,
+    /// It has no version of the table that this program has.
+    Version,
+    /// Its table is not as it has to be.
+    Table,
+    /// Its backend did not open; the error's kind says why.
+    Open,
+}
+
+impl Stage {
+    /// The stage as words, as it stands in messages.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Platform => "wrong platform",
+            Self::Library => "not loaded",
+            Self::Symbol => "unresolved symbol",
+            Self::EntryPoint => "no entry point",
+            Self::Version => "version out of range",
+            Self::Table => "bad table",
+            Self::Open => "not opened",
+        }
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// A plugin that was not loaded, or whose backend was not opened, and why.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Refusal {
+    /// How far it came.
+    pub stage: Stage,
+    /// The slot of the table that is to blame, where it is one.
+    pub slot: Option<&'static str>,
+    /// What was wrong.
+    pub error: Error,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        refusal.error
+    }
+}
+
+impl Refusal {
+    fn new(stage: Stage, kind: ErrorKind, message: String, hint: &str) -> Self {
+        Self { stage, slot: None, error: Error::new(kind, OPERATION, message).with_hint(hint) }
+    }
+
+    fn in_slot(mut self, slot: &'static str) -> Self {
+        self.slot = Some(slot);
+        self
+    }
+}
+
+const OPERATION: &str = "load";
+
+/// A library that was loaded for good and has a table that this program can use.
+#[derive(Debug)]
+pub struct Plugin {
+    name: Arc<str>,
+    description: String,
+    vendor: String,
+    version: String,
+    file: PathBuf,
+    table_version: u32,
+    table: Table,
+    open: OpenCall,
+    poison: Arc<Poison>,
+    loaded_in: Generation,
+    watched: Once,
+    warnings: Mutex<Vec<String>>,
+}
+
+impl Plugin {
+    /// The name under which its backend is opened.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it drives, for people.
+    #[must_use]
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// Who made it.
+    #[must_use]
+    pub fn vendor(&self) -> &str {
+        &self.vendor
+    }
+
+    /// Its own version.
+    #[must_use]
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// The version of the table that was agreed on.
+    #[must_use]
+    pub fn table_version(&self) -> u32 {
+        self.table_version
+    }
+
+    /// The file, without symbolic links.
+    #[must_use]
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// The groups of operations that its table has.
+    #[must_use]
+    pub fn groups(&self) -> Vec<&'static str> {
+        Group::ALL.into_iter().filter(|group| self.table.group(*group) == Ok(true)).map(Group::name).collect()
+    }
+
+    /// What is odd about it so far: abilities that its devices claim and its table has no slots for.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        self.warnings.lock().clone()
+    }
+
+    /// Opens its backend: another one each time.
+    ///
+    /// # Errors
+    /// What the plugin said, at [`Stage::Open`]; `Forked` in a child of the process that loaded it, `ShuttingDown` once the process
+    /// exits, and `InvalidState` after a panic of the plugin.
+    pub fn open(&self) -> Result<Arc<dyn Backend>, Refusal> {
+        let refused = |error: Error| Refusal { stage: Stage::Open, slot: Some("open"), error };
+        if !self.loaded_in.is_current() {
+            return Err(refused(Generation::error("open")));
+        }
+        if highwater_hal::exit::has_begun() {
+            return Err(refused(shutting_down("open")));
+        }
+        if let Some(error) = self.poison.error(&self.name, "open") {
+            return Err(refused(error));
+        }
+        let tag = BackendTag::next();
+        let request = RawOpen { size: size_of::<RawOpen>() as u64, version: self.table_version, tag: tag.get() };
+        let (mut backend, error) = (std::ptr::null_mut(), error_room());
+        // SAFETY: the plugin gave the function for this; everything lives until it returns.
+        let code = unsafe { (self.open)(&raw const request, &raw mut backend, error) };
+        // Right after the vendor's initialisation, so that the exit is noticed before the vendor's own handlers run.
+        self.watched.call_once(highwater_hal::exit::watch);
+        if code != 0 {
+            return Err(refused(failure(&self.name, &self.poison, "open", "open", code, error)));
+        }
+        let Some(backend) = NonNull::new(backend) else {
+            let message = format!("the plugin `{}` answered in `open` with a null pointer for the backend", self.name);
+            return Err(refused(Error::new(ErrorKind::Vendor, "open", message)));
+        };
+        let link = Link::new(Arc::clone(&self.name), self.table, backend, tag, Arc::clone(&self.poison));
+        let mut warn = |what: String| {
+            let mut warnings = self.warnings.lock();
+            if !warnings.contains(&what) {
+                tracing::warn!("the plugin `{}` {what}", self.name);
+                warnings.push(what);
+            }
+        };
+        let imported = Imported::new(link, &mut warn).map_err(|error| Refusal { slot: None, ..refused(error) })?;
+        Ok(Arc::new(imported))
+    }
+}
+
+/// Which file it was: a file that was replaced is another plugin.
+type FileKey = (u64, u64, i64, i64);
+
+/// What became of the files that this process has loaded.
+enum Loaded {
+    Plugin(Arc<Plugin>),
+    /// It has not come back from its constructors or its entry point.
+    Hanging(Refusal),
+}
+
+static LOADED: Mutex<Option<HashMap<FileKey, Loaded>>> = Mutex::new(None);
+
+/// Loads the plugin in `file`, for the life of the process: it is never unloaded. A file that was loaded before gives the same
+/// plugin.
+///
+/// **A plugin is code**: its constructors and functions run in this process, with all of its rights, and nothing can be
+/// promised about a process that has loaded a hostile or broken one. The call is not marked `unsafe` for the reason that
+/// starting a program is not: the trust is in the file, and whoever names it, or puts it where it is found, vouches for it,
+/// and for the clauses that [`Backend`] and [`HostAllocator`](highwater_hal::HostAllocator) list under their `# Safety`. What can be
+/// checked without that trust is checked: the file's kind and machine, the versions, sizes and slots of the table, and every
+/// answer.
+///
+/// # Errors
+/// What was wrong with the file, the library, its entry point, its versions or its table. Where the entry point does not come
+/// back within the limit, its thread is left behind.
+pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> {
+    let (file, key) = look_at(file)?;
+    if let Some(outcome) = known(key) {
+        return outcome;
+    }
+    // The plugin may capture streams that this copy of the crate queries.
+    highwater_hal::copies::note();
+    let plugin = match enter(&file, options.limit) {
+        Ok(raw) => Arc::new(check(file, raw)?),
+        Err((refusal, hangs)) => {
+            if hangs {
+                remember(key, Loaded::Hanging(refusal.clone()));
+            }
+            return Err(refusal);
+        }
+    };
+    remember(key, Loaded::Plugin(Arc::clone(&plugin)));
+    // Where two threads loaded it at once, the first one's stands.
+    known(key).unwrap_or(Ok(plugin))
+}
+
+fn known(key: FileKey) -> Option<Result<Arc<Plugin>, Refusal>> {
+    let loaded = LOADED.lock();
+    Some(match loaded.as_ref()?.get(&key)? {
+        Loaded::Plugin(plugin) => Ok(Arc::clone(plugin)),
+        Loaded::Hanging(refusal) => Err(refusal.clone()),
+    })
+}
+
+fn remember(key: FileKey, loaded: Loaded) {
+    LOADED.lock().get_or_insert_default().entry(key).or_insert(loaded);
+}
+
+/// The file behind all links, and which one it is. Refuses what the loader could not load, in words that say more than its own.
+fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
+    let shown = display_foreign(file).to_string();
+    let unread = |error: &std::io::Error| {
+        let hint = "check the path, and whether this user may read the file";
+        Refusal::new(Stage::Library, ErrorKind::LibraryMissing, format!("{shown}: {error}"), hint)
+    };
+    let file = file.canonicalize().map_err(|error| unread(&error))?;
+    let metadata = file.metadata().map_err(|error| unread(&error))?;
+    let other = |what: &str| {
+        let hint = "name the plugin's shared library, or install it again, built for this machine";
+        Refusal::new(Stage::Platform, ErrorKind::LibraryMissing, format!("{shown}: {what}"), hint)
+    };
+    // Before it is opened: a pipe would wait for somebody to write.
+    if !metadata.is_file() {
+        return Err(other("it is no file"));
+    }
+    let opened = std::fs::File::open(&file).map_err(|error| unread(&error))?;
+    if let Some(what) = elf::wrong(&opened, metadata.len()).map_err(|error| unread(&error))? {
+        return Err(other(&what));
+    }
+    let key = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec());
+    Ok((file, key))
+}
+
+/// What the entry point gave.
+struct Entered(*const RawPlugin);
+
+// SAFETY: what a plugin says of itself is valid for the life of the process, in every thread.
+unsafe impl Send for Entered {}
+
+/// Opens the library and calls its entry point, in a thread that is left behind where it does not come back. The flag says
+/// whether that is so.
+fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
+    let (sender, receiver) = sync_channel(1);
+    let (path, shown) = (file.to_owned(), display_foreign(file).to_string());
+    let thread = std::thread::Builder::new().name("highwater-load".to_owned());
+    let spawned = thread.spawn(move || {
+        // Nobody listens any more where it took too long.
+        let _ = sender.send(call_entry(&path));
+    });
+    let entered =
+        |message: String, hint: &str| Refusal::new(Stage::EntryPoint, ErrorKind::LibraryMissing, message, hint);
+    if let Err(error) = spawned {
+        let message = format!("{shown}: no thread for its entry point: {error}");
+        return Err((entered(message, "end threads, or raise the limit"), false));
+    }
+    let Entered(plugin) = match receiver.recv_timeout(limit) {
+        Ok(called) => called.map_err(|refusal| (refusal, false))?,
+        Err(error) => {
+            let hangs = error == RecvTimeoutError::Timeout;
+            let what =
+                if hangs { format!("did not come back within {limit:?}") } else { "ended its thread".to_owned() };
+            let message = format!("{shown}: the library's constructors or its entry point `{ENTRY_POINT}` {what}");
+            return Err((entered(message, "report it to the plugin's maker; restart the process to try again"), hangs));
+        }
+    };
+    let mut spare = MaybeUninit::uninit();
+    // SAFETY: the entry point answers with null or a struct as large as it says (the contract of the header).
+    let plugin = unsafe { read_sized(plugin, &mut spare) }.map_err(|what| {
+        let message = format!("{shown}: the entry point `{ENTRY_POINT}` answered with {what}");
+        (entered(message, "report it to the plugin's maker"), false)
+    })?;
+    Ok(*plugin)
+}
+
+fn call_entry(file: &Path) -> Result<Entered, Refusal> {
+    type EntryPoint = unsafe extern "C" fn(*const RawHost) -> *const RawPlugin;
+    const RTLD_NODELETE: i32 = libc::RTLD_NODELETE;
+    static HOST: RawHost = RawHost {
+        size: size_of::<RawHost>() as u64,
+        version_min: *TABLE_VERSIONS.start(),
+        version_max: *TABLE_VERSIONS.end(),
+        log: Some(logging::take),
+    };
+    let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | RTLD_NODELETE;
+    // SAFETY: whoever named the file vouches for the library's constructors (see `load`).
+    let library = unsafe { libloading::os::unix::Library::open(Some(file), flags) }.map_err(|error| {
+        // The outer error only says that the call failed; the loader's text is its source.
+        let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        let symbol = text.contains("undefined symbol") || text.contains("symbol lookup error");
+        let stage = if symbol { Stage::Symbol } else { Stage::Library };
+        let kind = if symbol { ErrorKind::SymbolMissing } else { ErrorKind::LibraryMissing };
+        Refusal::new(stage, kind, text, "install what the loader says is missing, or another build of the plugin")
+    })?;
+    // SAFETY: the symbol has this type by the contract of the header.
+    let entry = unsafe { library.get::<EntryPoint>(ENTRY_POINT.as_bytes()) }.map(|symbol| *symbol);
+    // Threads, exit handlers and tables of the plugin outlive every user.
+    std::mem::forget(library);
+    let Ok(entry) = entry else {
+        let message = format!("{}: it has no entry point `{ENTRY_POINT}`", display_foreign(file));
+        let hint = "it is a library, but no plugin of Highwater";
+        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, hint));
+    };
+    // SAFETY: as above; the host's offer lives as long as the process.
+    let plugin = unsafe { entry(&raw const HOST) };
+    if plugin.is_null() {
+        let message = format!("{}: the entry point `{ENTRY_POINT}` refused this program", display_foreign(file));
+        let hint = "its log lines may say why; the plugin may be for another version";
+        return Err(Refusal::new(Stage::EntryPoint, ErrorKind::Unsupported, message, hint));
+    }
+    Ok(Entered(plugin))
+}
+
+/// Checks what a plugin says of itself, and its table.
+fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
+    let shown = display_foreign(&file).to_string();
+    let bad = |what: String| {
+        let hint = "report it to the plugin's maker";
+        Refusal::new(Stage::Table, ErrorKind::Unsupported, format!("{shown}: {what}"), hint)
+    };
+    // SAFETY: texts that a plugin names are valid for the life of the process (the contract of the header).
+    let text = |pointer, what| unsafe { read_text(pointer) }.map_err(|wrong| bad(format!("its {what} is {wrong}")));
+    let name = text(raw.name, "name")?;
+    let letters = |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
+    if name.is_empty() || name.len() > 63 || !name.chars().all(letters) {
+        return Err(bad(format!("its name is {name:?}; expected are 1 to 63 letters, digits, `-` and `_`")));
+    }
+    let (description, vendor) = (text(raw.description, "description")?, text(raw.vendor, "vendor")?);
+    let version = text(raw.version, "version")?;
+    let lowest = raw.version_min.max(*TABLE_VERSIONS.start());
+    let highest = raw.version_max.min(*TABLE_VERSIONS.end());
+    if lowest > highest || raw.version_min > raw.version_max || raw.version_min == 0 {
+        let message = format!(
+            "{shown}: it has the versions {} to {} of the table, and this program {} to {}",
+            raw.version_min,
+            raw.version_max,
+            TABLE_VERSIONS.start(),
+            TABLE_VERSIONS.end()
+        );
+        let hint = if raw.version_min > *TABLE_VERSIONS.end() { "update the program" } else { "update the plugin" };
+        return Err(Refusal::new(Stage::Version, ErrorKind::Unsupported, message, hint));
+    }
+    let open: OpenCall = raw.open.ok_or_else(|| bad("its `open` is null".to_owned()).in_slot("open"))?;
+    let table: TableCall = raw.table.ok_or_else(|| bad("its `table` is null".to_owned()).in_slot("table"))?;
+    // SAFETY: the plugin gave the function for this.
+    let table = unsafe { table(highest) };
+    // SAFETY: the function answers with null or a table as large as it says (the contract of the header).
+    let table = unsafe { read_table(table) }.map_err(|what| bad(format!("its table of version {highest} {what}")))?;
+    for group in Group::ALL {
+        match table.group(group) {
+            Ok(false) if group == Group::Required => {
+                return Err(bad("its table has none of the required slots".to_owned()));
+            }
+            Ok(_) => {}
+            Err(slot) => {
+                let what = format!("its table lacks the slot `{slot}`, and has others of the group `{}`", group.name());
+                return Err(bad(what).in_slot(slot));
+            }
+        }
+    }
+    Ok(Plugin {
+        name: name.into(),
+        description,
+        vendor,
+        version,
+        file,
+        table_version: highest,
+        table,
+        open,
+        poison: Arc::default(),
+        loaded_in: Generation::current(),
+        watched: Once::new(),
+        warnings: Mutex::default(),
+    })
+}
+
+/// Reads a text of a plugin.
+///
+/// # Safety
+/// Null, or readable up to its NUL or for 4096 bytes.
+unsafe fn read_text(pointer: *const c_char) -> Result<String, &'static str> {
+    const MOST: usize = 4096;
+    if pointer.is_null() {
+        return Err("null");
+    }
+    // SAFETY: the caller vouches, and nothing behind the NUL is read.
+    let bytes = (0..MOST).map(|place| unsafe { pointer.add(place).read() }.cast_unsigned());
+    let text: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
+    if text.len() == MOST {
+        return Err("a text of 4096 bytes without a NUL");
+    }
+    String::from_utf8(text).map_err(|_| "a text that is not UTF-8")
+}
+
+/// Copies as much of a plugin's table as this program knows; what the table lacks is null.
+///
+/// # Safety
+/// Null, or readable for as many bytes as its first eight say, and at least these.
+unsafe fn read_table(pointer: *const Table) -> Result<Table, String> {
+    if pointer.is_null() || !pointer.is_aligned() {
+        return Err("is null or not aligned".to_owned());
+    }
+    // SAFETY: the caller vouches.
+    let bytes = unsafe { pointer.cast::<u64>().read() };
+    let least = Table::least_bytes() as u64;
+    if bytes < least || bytes > MOST_BYTES || bytes % 8 != 0 {
+        return Err(format!("says it has {bytes} bytes; expected are {least} or more, in multiples of 8"));
+    }
+    let mut table = Table::EMPTY;
+    let known = (bytes as usize).min(size_of::<Table>());
+    // SAFETY: both have so many bytes; a slot is null or a function by the contract of the header, which is a value of its type.
+    unsafe { std::ptr::copy_nonoverlapping(pointer.cast::<u8>(), (&raw mut table).cast::<u8>(), known) };
+    Ok(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_file_is_refused_before_it_is_opened() {
+        let load = |file: &str| load(Path::new(file), &LoadOptions::new()).unwrap_err();
+        assert_eq!(load("/dev/null").stage, Stage::Platform);
+        assert_eq!(load("/").stage, Stage::Platform);
+        let absent = load("/no/such/file.so");
+        assert_eq!((absent.stage, absent.error.kind()), (Stage::Library, ErrorKind::LibraryMissing));
+        assert!(absent.to_string().contains("/no/such/file.so"), "{absent}");
+    }
+
+    #[test]
+    fn a_library_without_the_entry_point_is_no_plugin() {
+        let library = [
+            "/lib/x86_64-linux-gnu/libm.so.6",
+            "/lib64/libm.so.6",
+            "/usr/lib/libm.so.6",
+            "/lib/aarch64-linux-gnu/libm.so.6",
+        ]
+        .into_iter()
+        .find(|path| Path::new(path).exists())
+        .unwrap();
+        let refusal = load(Path::new(library), &LoadOptions::new()).unwrap_err();
+        assert_eq!(refusal.stage, Stage::EntryPoint);
+        assert!(refusal.to_string().contains(ENTRY_POINT), "{refusal}");
+    }
+
+    #[test]
+    fn tables_of_other_sizes_are_refused_or_cut() {
+        let read = |table: &Table| {
+            // SAFETY: sizes that would be read past the table are not given.
+            unsafe { read_table(table) }
+        };
+        let mut table = Table::EMPTY;
+        for size in [0, 8, Table::least_bytes() as u64 - 8, u64::MAX, Table::least_bytes() as u64 + 4] {
+            table.size = size;
+            assert!(read(&table).unwrap_err().contains(&size.to_string()));
+        }
+        table.size = Table::least_bytes() as u64;
+        assert!(read(&table).is_ok());
+        // SAFETY: null is allowed.
+        assert!(unsafe { read_table(std::ptr::null()) }.is_err());
+    }
+
+    #[test]
+    fn a_text_without_an_end_is_refused() {
+        let endless = vec![b'a'; 5000];
+        // SAFETY: there are more than 4096 bytes.
+        assert!(unsafe { read_text(endless.as_ptr().cast()) }.unwrap_err().contains("without a NUL"));
+        // SAFETY: a text with a NUL, and null.
+        unsafe {
+            assert_eq!(read_text(c"name".as_ptr()).unwrap(), "name");
+            assert!(read_text(c"\xff".as_ptr()).unwrap_err().contains("UTF-8"));
+            assert!(read_text(std::ptr::null()).is_err());
+        }
+    }
+}

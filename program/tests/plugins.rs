@@ -1,0 +1,53 @@
+//! The mock's plugin: the suite says of it what it says of the mock that is built in.
+
+#![forbid(unsafe_code)]
+
+mod built;
+
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+
+fn conformance(arguments: &[&str]) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_highwater"));
+    command.args(["conformance", "--json"]).args(arguments).env_remove("HIGHWATER_MOCK");
+    // Who builds with files that are writable by a group, by their umask, has such plugins too.
+    command.env("HIGHWATER_ALLOW_INSECURE_PLUGINS", "1");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn result(child: Child) -> Value {
+    let output = child.wait_with_output().unwrap();
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error} in {output:?}"))
+}
+
+#[test]
+fn the_suite_says_of_the_mocks_plugin_what_it_says_of_the_mock() {
+    let plugin = built::plugin("mock");
+    // At once: both mostly wait.
+    let built_in = conformance(&["--backend", "mock"]);
+    let through = result(conformance(&["--plugin", plugin.to_str().unwrap()]));
+    let built_in = result(built_in);
+    assert_eq!(
+        (&through["failed"], &through["backend"]),
+        (&Value::from(0), &Value::from("mock")),
+        "{}",
+        through["failures"]
+    );
+    for count in ["cases", "passed", "failed", "skipped", "expected_failures"] {
+        assert_eq!(through[count], built_in[count], "{count}");
+    }
+    assert!(through["passed"].as_u64() > Some(200));
+}
+
+#[test]
+fn a_plugin_that_cannot_be_loaded_is_an_error_that_says_why() {
+    let mut child = conformance(&["--plugin", "/no/such/plugin.so"]);
+    assert_eq!(child.wait().unwrap().code(), Some(2));
+    let object = result(child);
+    assert_eq!(object["error"]["kind"], "library missing");
+    assert!(object["error"]["message"].as_str().unwrap().contains("/no/such/plugin.so"), "{object}");
+    let both = conformance(&["--plugin", "a.so", "--backend", "mock"]).wait_with_output().unwrap();
+    assert_eq!(both.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&both.stderr).contains("cannot be used with"), "{both:?}");
+}

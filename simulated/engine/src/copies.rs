@@ -1,0 +1,229 @@
+//! Copies and fills on a stream, between memory of any kind.
+//!
+//! A copy that touches pageable memory does not return before that memory may be used again, as with the vendor: short
+//! ones to the device are taken along with the call, the others are waited for.
+
+use std::ptr::NonNull;
+
+use highwater_hal::{Backend, DevicePtr, HostPtr, Location};
+use highwater_mock::simulated::Call;
+
+use crate::captures::node;
+use crate::code::{Answer, Code};
+use crate::memory::Place;
+use crate::process::{Simulation, simulation};
+use crate::streams::{LEGACY, Stream};
+
+/// Copies from pageable memory up to this length are taken along.
+const TAKEN_ALONG: usize = 64 << 10;
+
+/// Which sides of a copy have to be memory that the driver knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// The addresses tell.
+    Any,
+    /// The destination is.
+    ToDevice,
+    /// The source is.
+    ToHost,
+    /// Both are.
+    OnDevices,
+}
+
+fn host(address: u64) -> Answer<HostPtr> {
+    NonNull::new(std::ptr::with_exposed_provenance_mut(address as usize)).map(HostPtr::new).ok_or(Code::INVALID_VALUE)
+}
+
+fn location(place: Place, address: u64) -> Answer<Location> {
+    Ok(match place {
+        Place::Device(device) => Location::Device { device, ptr: DevicePtr::new(address) },
+        Place::Pinned | Place::Pageable => Location::Host(host(address)?),
+    })
+}
+
+/// Host memory that a call of a stream's worker writes.
+#[derive(Clone, Copy)]
+struct Target(*mut u8);
+
+// SAFETY: it is used as the caller of the fill promised, by one thread at a time.
+unsafe impl Send for Target {}
+// SAFETY: as above.
+unsafe impl Sync for Target {}
+
+impl Simulation {
+    /// Checks a copy and enqueues it. Gives whether pageable memory is used by reference.
+    ///
+    /// # Safety
+    /// As [`copy`].
+    unsafe fn enqueue_copy(
+        &self,
+        stream: &Stream,
+        dst: u64,
+        src: u64,
+        bytes: usize,
+        direction: Direction,
+    ) -> Answer<bool> {
+        let (to, from) = (self.place(dst, bytes as u64)?, self.place(src, bytes as u64)?);
+        let known = |place: Place| place != Place::Pageable;
+        let fits = match direction {
+            Direction::Any => true,
+            Direction::ToDevice => known(to),
+            Direction::ToHost => known(from),
+            Direction::OnDevices => known(to) && known(from),
+        };
+        if !fits {
+            return Err(Code::INVALID_VALUE);
+        }
+        let recording = self.is_recording(stream)?;
+        if let (Place::Device(device), Place::Pageable, false, ..=TAKEN_ALONG) = (to, from, recording, bytes)
+            && self.piece(dst)?.1 >= bytes as u64
+        {
+            let mut taken = vec![0u8; bytes];
+            // SAFETY: the caller says that the source is readable.
+            unsafe { std::ptr::copy_nonoverlapping(host(src)?.as_ptr(), taken.as_mut_ptr(), bytes) };
+            let (ptr, id) = (DevicePtr::new(dst), stream.id);
+            self.hooks.enqueue_write(id, device, ptr, taken).map_err(|error| self.code_of(error))?;
+            return Ok(false);
+        }
+        let mut done = 0;
+        while done < bytes as u64 {
+            let ((to, room), (from, rest)) = (self.piece(dst + done)?, self.piece(src + done)?);
+            let part = room.min(rest).min(bytes as u64 - done);
+            let (to, from) = (location(to, dst + done)?, location(from, src + done)?);
+            // SAFETY: the ranges were checked, and the rest is the caller's promise.
+            unsafe { self.hooks.enqueue_copy(stream.id, to, from, part as usize) }
+                .map_err(|error| self.code_of(error))?;
+            done += part;
+        }
+        let by_reference = !known(to) || !known(from);
+        Ok(by_reference && !recording)
+    }
+}
+
+/// `cuMemcpyAsync` and its relatives.
+///
+/// # Errors
+/// 1 for ranges that leave the block they begin in and for memory that is not what the direction says; 901 in a lost
+/// capture; the code of a lost context.
+///
+/// # Safety
+/// Pageable memory is valid during the call (in a capture until the graph's last launch is done), page-locked and device
+/// memory until the copy has been executed, and what is read is not written meanwhile.
+pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction: Direction) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw_stream)?;
+    simulation.before_enqueue(&stream)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    let (dst, src) = (simulation.on_host(dst), simulation.on_host(src));
+    // SAFETY: the caller's promise is the one that is asked for.
+    let waits = unsafe { simulation.enqueue_copy(&stream, dst, src, bytes, direction) }?;
+    simulation.note_nodes(&stream, node::COPY, 1);
+    if waits {
+        simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))?;
+    }
+    Ok(())
+}
+
+/// `cuMemcpyHtoD_v2` and its relatives: on the legacy default stream, and done when the call returns.
+///
+/// # Errors
+/// As [`copy`], 201 without a context, 900 and 906 while something is captured.
+///
+/// # Safety
+/// All memory is valid during the call, and what is read is not written meanwhile.
+pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, direction: Direction) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(LEGACY)?;
+    simulation.check_legacy_use(stream.device)?;
+    simulation.check_unsafe_call()?;
+    // SAFETY: the caller's promise covers it.
+    unsafe { copy(dst, src, bytes, LEGACY, direction) }?;
+    simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuMemcpyPeerAsync`.
+///
+/// # Errors
+/// As [`copy`]; 201 for what is no context, 900 in a capture, which is lost then.
+///
+/// # Safety
+/// As [`copy`].
+pub unsafe fn copy_peer(
+    dst: u64,
+    dst_context: u64,
+    src: u64,
+    src_context: u64,
+    bytes: usize,
+    raw_stream: u64,
+) -> Answer<()> {
+    let simulation = simulation()?;
+    for context in [dst_context, src_context] {
+        let device = crate::current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;
+        simulation.check_context(device)?;
+    }
+    let stream = simulation.stream(raw_stream)?;
+    simulation.check_not_capturing(&stream)?;
+    // SAFETY: the caller's promise is the one that is asked for.
+    unsafe { copy(dst, src, bytes, raw_stream, Direction::OnDevices) }
+}
+
+/// `cuMemsetD8Async` and its relatives: `count` elements of `width` bytes, each with the low bytes of `value`.
+///
+/// # Errors
+/// 1 for an address that is no multiple of the width and for ranges that leave their block or are pageable memory; 901
+/// in a lost capture; the code of a lost context.
+///
+/// # Safety
+/// Page-locked memory is valid until the fill has been executed.
+pub unsafe fn fill(dst: u64, value: u32, width: usize, count: usize, raw_stream: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw_stream)?;
+    simulation.before_enqueue(&stream)?;
+    let bytes = count.checked_mul(width).ok_or(Code::INVALID_VALUE)?;
+    if !dst.is_multiple_of(width as u64) {
+        return Err(Code::INVALID_VALUE);
+    }
+    if bytes == 0 {
+        return Ok(());
+    }
+    let dst = simulation.on_host(dst);
+    let pattern = match width {
+        1 => u64::from_ne_bytes([value as u8; 8]),
+        2 => u64::from(value as u16) * 0x0001_0001_0001_0001,
+        _ => u64::from(value) << 32 | u64::from(value),
+    };
+    if simulation.place(dst, bytes as u64)? == Place::Pageable {
+        return Err(Code::INVALID_VALUE);
+    }
+    let mut done = 0;
+    while done < bytes as u64 {
+        let (place, room) = simulation.piece(dst + done)?;
+        let part = room.min(bytes as u64 - done);
+        match place {
+            Place::Device(device) => {
+                let ptr = DevicePtr::new(dst + done);
+                simulation
+                    .hooks
+                    .enqueue_fill(stream.id, device, ptr, part as usize, pattern)
+                    .map_err(|error| simulation.code_of(error))?;
+            }
+            Place::Pinned | Place::Pageable => {
+                let target = Target(host(dst + done)?.as_ptr());
+                let call = Call::new(move || {
+                    let target = target;
+                    let pattern = pattern.to_ne_bytes();
+                    for at in 0..part as usize {
+                        // SAFETY: the range is inside of one page-locked block, which stays until the fill is done.
+                        unsafe { target.0.add(at).write(pattern[at % width]) };
+                    }
+                });
+                simulation.hooks.enqueue_call(stream.id, call).map_err(|error| simulation.code_of(error))?;
+            }
+        }
+        done += part;
+    }
+    simulation.note_nodes(&stream, node::FILL, 1);
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! What devices are like.
+
+use std::sync::atomic::Ordering;
+
+use highwater_hal::{Backend, Capabilities};
+
+use crate::code::{Answer, Code};
+use crate::current;
+use crate::process::{Simulation, simulation, vendor, with_context};
+use crate::variants::Vendor;
+
+impl Simulation {
+    /// What the mock can.
+    ///
+    /// # Errors
+    /// 101 when there is no such device.
+    pub fn capabilities(&self, device: u32) -> Answer<Capabilities> {
+        self.check_device(device)?;
+        self.gpu.capabilities(device).map_err(|error| self.code_of(error))
+    }
+}
+
+/// `cuDeviceGetCount`.
+///
+/// # Errors
+/// 3 and 4.
+pub fn count() -> Answer<u32> {
+    Ok(simulation()?.visible.len() as u32)
+}
+
+/// The mock's device of an ordinal. `cuDeviceGet` gives the ordinal itself.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn get(ordinal: i32) -> Answer<u32> {
+    let simulation = simulation()?;
+    let index = usize::try_from(ordinal).map_err(|_| Code::INVALID_DEVICE)?;
+    simulation.visible.get(index).copied().ok_or(Code::INVALID_DEVICE)
+}
+
+/// The ordinal of the mock's device; -1 for one that the process does not see.
+///
+/// # Errors
+/// 3 and 4.
+pub fn ordinal(device: u32) -> Answer<i32> {
+    let index = simulation()?.visible.iter().position(|&visible| visible == device);
+    Ok(index.map_or(-1, |index| index as i32))
+}
+
+/// `cuDeviceGetName`.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn name(ordinal: i32) -> Answer<String> {
+    let vendor = match vendor() {
+        Vendor::Cuda => "CUDA",
+        Vendor::Hip => "HIP",
+    };
+    get(ordinal).map(|device| format!("Highwater simulated {vendor} device {device}"))
+}
+
+/// `cuDeviceGetUuid_v2`: the same in every process.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn uuid(ordinal: i32) -> Answer<[u8; 16]> {
+    let device = get(ordinal)?;
+    let simulation = simulation()?;
+    simulation.gpu.device_info(device).map(|info| info.uuid).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuDeviceTotalMem_v2`.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn memory_bytes(ordinal: i32) -> Answer<u64> {
+    let device = get(ordinal)?;
+    let simulation = simulation()?;
+    simulation.gpu.device_info(device).map(|info| info.memory_bytes).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuDeviceGetPCIBusId`.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn pci_bus_id(ordinal: i32) -> Answer<String> {
+    get(ordinal).map(|device| format!("0000:{:02X}:00.0", device + 1))
+}
+
+/// `cuDeviceGetAttribute`, with the values of an NVIDIA H200 where the simulation has none of its own.
+///
+/// # Errors
+/// 1 for what is no attribute, 101 when there is no such device.
+pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
+    /// Attributes end before this one in CUDA 13.0.
+    const END: u32 = 148;
+    let device = get(ordinal)?;
+    let capabilities = simulation()?.capabilities(device)?;
+    let shares = !capabilities.ipc_transports.is_empty();
+    Ok(match attribute {
+        1 => 1024,
+        2 | 3 => 1024,
+        4 => 64,
+        5 => i32::MAX,
+        6 | 7 => 65535,
+        10 => 32,
+        13 => 1_980_000,
+        16 => 132,
+        19 | 31 | 83 | 89 => 1,
+        33 => device as i32 + 1,
+        36 => 3_201_000,
+        40 => 3,
+        // One address for all.
+        41 | 91 => 1,
+        75 => 9,
+        76 => 0,
+        78 => i32::from(capabilities.stream_priority),
+        99 | 113 => i32::from(capabilities.host_register),
+        102 | 103 => i32::from(shares),
+        115 => i32::from(capabilities.stream_ordered_memory),
+        // Descriptors and fabric handles, as the device has it, which refuses the latter.
+        119 => i32::from(capabilities.stream_ordered_memory) * 9,
+        125 => i32::from(capabilities.interprocess_events),
+        110 | 116 | 128 => 1,
+        0 | END.. => return Err(Code::INVALID_VALUE),
+        _ => 0,
+    })
+}
+
+/// `cuDeviceCanAccessPeer`.
+///
+/// # Errors
+/// 101 when there is no such device.
+pub fn can_access_peer(ordinal: i32, peer: i32) -> Answer<bool> {
+    let (device, peer) = (get(ordinal)?, get(peer)?);
+    Ok(device != peer && simulation()?.capabilities(device)?.peer_copy)
+}
+
+/// `cuCtxEnablePeerAccess`: from the current context to another.
+///
+/// # Errors
+/// 1 for flags, 201 for what is no context, 101 for the current one itself, 217 where devices cannot reach each other, 704
+/// the second time.
+pub fn enable_peer_access(context: u64, flags: u32) -> Answer<()> {
+    let (simulation, device) = with_context()?;
+    let peer = current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;
+    simulation.check_context(peer)?;
+    if flags != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    if peer == device {
+        return Err(Code::INVALID_DEVICE);
+    }
+    if !simulation.capabilities(device)?.peer_copy {
+        return Err(Code::PEER_ACCESS_UNSUPPORTED);
+    }
+    let bit = 1 << peer;
+    if simulation.state(device)?.peers.fetch_or(bit, Ordering::AcqRel) & bit != 0 {
+        return Err(Code::PEER_ACCESS_ALREADY_ENABLED);
+    }
+    Ok(())
+}

@@ -1,0 +1,263 @@
+//! The one simulation of the process: it begins with `cuInit`, is nobody's in a forked child, and is over once the
+//! handler of `cuInit` has run at exit.
+
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use highwater_hal::{Backend, BackendTag, StreamId};
+use highwater_mock::simulated::Hooks;
+use highwater_mock::{ENVIRONMENT_VARIABLE, MockGpu, MockOptions};
+use parking_lot::Mutex;
+
+use crate::captures::{self, Captures, Graphs};
+use crate::code::{Answer, Code};
+use crate::current;
+use crate::events::Events;
+use crate::memory::{Memory, Pool};
+use crate::streams::Streams;
+use crate::variants::{Variants, Vendor};
+use crate::visible;
+
+/// What the process simulates.
+#[derive(Debug)]
+pub struct Simulation {
+    /// The devices.
+    pub gpu: Arc<MockGpu>,
+    /// Their inside.
+    pub hooks: Hooks,
+    pub(crate) tag: BackendTag,
+    pub(crate) devices: Vec<DeviceState>,
+    /// The mock's devices by the ordinals that the process knows them by.
+    pub(crate) visible: Vec<u32>,
+    pub(crate) streams: Streams,
+    pub(crate) events: Events,
+    pub(crate) captures: Captures,
+    pub(crate) graphs: Graphs,
+    pub(crate) memory: Memory,
+}
+
+/// One device and its primary context.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceState {
+    /// How often the primary context is retained; it lives while this is not 0.
+    pub(crate) retains: AtomicU64,
+    /// Whether one of those is the vendor's runtime's.
+    pub(crate) runtime_retains: AtomicBool,
+    /// The code that every call with the context answers once it was lost; 0 before.
+    sticky: AtomicU32,
+    /// The devices whose memory it may use, by bit.
+    pub(crate) peers: AtomicU64,
+    /// Its default pool.
+    pub(crate) pool: Pool,
+    /// Serialises the making and the end of the context.
+    pub(crate) changing: Mutex<()>,
+}
+
+impl DeviceState {
+    fn retain_for_good(&self) {
+        self.runtime_retains.store(true, Ordering::Release);
+        self.retains.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+static IS_HIP: AtomicBool = AtomicBool::new(false);
+static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
+static SIMULATION: OnceLock<Simulation> = OnceLock::new();
+static OVER: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn end() {
+    OVER.store(true, Ordering::Release);
+}
+
+/// Has the engine follow AMD's rules. To be called before anything else.
+#[inline]
+pub fn follow_hip() {
+    // Relaxed: it is set before a thread's first call and never taken back.
+    if !IS_HIP.load(Ordering::Relaxed) {
+        IS_HIP.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whose rules the engine follows.
+#[inline]
+#[must_use]
+pub fn vendor() -> Vendor {
+    if IS_HIP.load(Ordering::Relaxed) { Vendor::Hip } else { Vendor::Cuda }
+}
+
+/// What the environment says the library is like.
+///
+/// # Errors
+/// 1, with a message on standard error, when it cannot be read.
+pub fn variants() -> Answer<&'static Variants> {
+    let variants = VARIANTS.get_or_init(|| {
+        let vendor = vendor();
+        let (library, variable) = (vendor.library(), vendor.variable());
+        let text = std::env::var(variable).unwrap_or_default();
+        Variants::parse(vendor, &text).inspect_err(|error| eprintln!("{library}: in {variable}, {error}"))
+    });
+    variants.as_ref().map_err(|_| Code::INVALID_VALUE)
+}
+
+/// Begins the simulation; again, it does nothing.
+///
+/// # Errors
+/// 34, 100 or 1 as the variants say, 3 in a forked child of a process that called it, 4 at exit.
+pub fn initialize() -> Answer<()> {
+    let variants = variants()?;
+    if variants.stub {
+        return Err(Code::STUB_LIBRARY);
+    }
+    if OVER.load(Ordering::Acquire) {
+        return Err(Code::DEINITIALIZED);
+    }
+    if variants.no_device {
+        return Err(Code::NO_DEVICE);
+    }
+    static BEGIN: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = match SIMULATION.get() {
+        Some(simulation) if simulation.hooks.is_own_process() => return Ok(()),
+        Some(_) => return Err(Code::NOT_INITIALIZED),
+        None => BEGIN.lock(),
+    };
+    if SIMULATION.get().is_some() {
+        return Ok(());
+    }
+    let options = match std::env::var(ENVIRONMENT_VARIABLE) {
+        Ok(text) => MockOptions::parse(&text),
+        Err(_) => Ok(MockOptions::new()),
+    };
+    let gpu = options.and_then(MockGpu::open).map_err(|error| {
+        eprintln!("{}: {ENVIRONMENT_VARIABLE} cannot be had: {error}", vendor().library());
+        Code::from(error)
+    })?;
+    let visible = visible::devices(&gpu)?;
+    if visible.is_empty() {
+        return Err(Code::NO_DEVICE);
+    }
+    // SAFETY: the handler is an `extern "C"` function without arguments that only stores to a static atomic, and the
+    // library is never unloaded.
+    if unsafe { libc::atexit(end) } != 0 {
+        return Err(Code::OPERATING_SYSTEM);
+    }
+    let devices: Vec<DeviceState> = (0..gpu.device_count()).map(|_| DeviceState::default()).collect();
+    if vendor() == Vendor::Hip {
+        // HIP has no contexts: whoever starts it can use every device.
+        devices.iter().for_each(DeviceState::retain_for_good);
+    }
+    let (hooks, tag) = (Hooks::new(&gpu), gpu.identity().tag);
+    let _ = SIMULATION.set(Simulation {
+        gpu,
+        hooks,
+        tag,
+        devices,
+        visible,
+        streams: Streams::default(),
+        events: Events::default(),
+        captures: Captures::default(),
+        graphs: Graphs::default(),
+        memory: Memory::default(),
+    });
+    Ok(())
+}
+
+/// The simulation, for a call that needs no context.
+///
+/// # Errors
+/// 3 before `cuInit` and in a forked child, 4 at exit.
+#[inline]
+pub fn simulation() -> Answer<&'static Simulation> {
+    let simulation = SIMULATION.get().filter(|simulation| simulation.hooks.is_own_process());
+    let simulation = simulation.ok_or(Code::NOT_INITIALIZED)?;
+    if OVER.load(Ordering::Acquire) {
+        return Err(Code::DEINITIALIZED);
+    }
+    if captures::is_in_host_function() {
+        return Err(Code::NOT_PERMITTED);
+    }
+    Ok(simulation)
+}
+
+/// The simulation and the device of the context that is current in the thread.
+///
+/// # Errors
+/// As [`simulation`], 201 when none is current, and the code of a lost context.
+#[inline]
+pub fn with_context() -> Answer<(&'static Simulation, u32)> {
+    let simulation = simulation()?;
+    let device = current::device().ok_or(Code::INVALID_CONTEXT)?;
+    simulation.check_context(device)?;
+    Ok((simulation, device))
+}
+
+impl Simulation {
+    /// Whether there is such a device.
+    ///
+    /// # Errors
+    /// 101 when not.
+    pub fn check_device(&self, device: u32) -> Answer<()> {
+        if (device as usize) < self.devices.len() { Ok(()) } else { Err(Code::INVALID_DEVICE) }
+    }
+
+    pub(crate) fn state(&self, device: u32) -> Answer<&DeviceState> {
+        self.devices.get(device as usize).ok_or(Code::INVALID_DEVICE)
+    }
+
+    /// Whether the device's primary context lives and works.
+    ///
+    /// # Errors
+    /// 709 when it was destroyed, the code by which it was lost.
+    pub fn check_context(&self, device: u32) -> Answer<()> {
+        let state = self.state(device)?;
+        if state.retains.load(Ordering::Acquire) == 0 {
+            return Err(Code::CONTEXT_IS_DESTROYED);
+        }
+        // What went wrong in a stream is told by the next call.
+        if state.sticky.load(Ordering::Acquire) == 0 && self.hooks.is_lost(device) {
+            self.lose_contexts(Code::ILLEGAL_ADDRESS);
+        }
+        match state.sticky.load(Ordering::Acquire) {
+            0 => Ok(()),
+            code => Err(Code(code)),
+        }
+    }
+
+    /// Loses the contexts of the process: every call with one answers `code` from here on, and nothing is executed any
+    /// more. A kernel that faults takes the contexts of all devices of its process with it.
+    pub fn lose_contexts(&self, code: Code) {
+        for (device, state) in (0u32..).zip(&self.devices) {
+            // The first code stays.
+            let _ = state.sticky.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire);
+            let _ = self.gpu.lose_device(device);
+        }
+    }
+
+    /// What a failure of the mock means, with the context being lost where the device was.
+    pub(crate) fn code_of(&self, error: highwater_hal::Error) -> Code {
+        let code = Code::from(error);
+        if code == Code::ILLEGAL_ADDRESS {
+            self.lose_contexts(code);
+        }
+        code
+    }
+
+    pub(crate) fn legacy_stream(&self, device: u32) -> StreamId {
+        StreamId::legacy_default(self.tag, device)
+    }
+
+    pub(crate) fn thread_stream(&self, device: u32) -> StreamId {
+        StreamId::per_thread_default(self.tag, device)
+    }
+}
+
+/// The code that a call of `function` is to answer by the variants; loses the contexts where it is 700.
+pub fn injected(function: &str) -> Option<Code> {
+    let code = Code(variants().ok()?.due(function)?);
+    if code == Code::ILLEGAL_ADDRESS
+        && let Ok(simulation) = simulation()
+    {
+        simulation.lose_contexts(code);
+    }
+    Some(code)
+}

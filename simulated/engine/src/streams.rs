@@ -1,0 +1,218 @@
+//! Streams by their raw handles.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use highwater_hal::{Backend, Completion, StreamId, StreamOptions};
+use parking_lot::RwLock;
+
+use crate::code::{Answer, Code};
+use crate::current;
+use crate::hip;
+use crate::process::{Simulation, simulation, vendor, with_context};
+use crate::variants::Vendor;
+
+/// `CU_STREAM_NON_BLOCKING`.
+pub const NON_BLOCKING: u32 = 1;
+/// `CU_STREAM_LEGACY`; 0 means the same.
+pub const LEGACY: u64 = 1;
+/// `CU_STREAM_PER_THREAD`.
+pub const PER_THREAD: u64 = 2;
+/// The least and the greatest priority of CUDA, which is the smaller number.
+pub const PRIORITIES: (i32, i32) = (0, -5);
+/// Those of HIP.
+pub const HIP_PRIORITIES: (i32, i32) = (1, -1);
+
+/// A stream as a call names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream {
+    /// The mock's stream.
+    pub id: StreamId,
+    /// Whose context it belongs to.
+    pub device: u32,
+    /// `CU_STREAM_NON_BLOCKING` or 0.
+    pub flags: u32,
+    /// As it was asked for, within the vendor's range.
+    pub priority: i32,
+    /// A number that no other stream of the process has.
+    pub number: u64,
+}
+
+impl Stream {
+    /// Whether it is the legacy default stream of its device.
+    #[must_use]
+    pub fn is_legacy(&self) -> bool {
+        self.id.is_legacy_default()
+    }
+}
+
+/// The streams that were created and not destroyed.
+#[derive(Debug, Default)]
+pub(crate) struct Streams(RwLock<BTreeMap<u64, Arc<Stream>>>);
+
+/// Between the handles that [`new_handles`] gives at once.
+pub(crate) const STEP: u64 = 64;
+
+/// Numbers that look like addresses and are never used again, so that a stale one is found out; the first of `count`.
+pub(crate) fn new_handles(count: u64) -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0x5000_0000_0000);
+    // Relaxed: only the number counts.
+    NEXT.fetch_add(count * STEP, Ordering::Relaxed)
+}
+
+/// The answer to a handle that is no stream's.
+fn unknown_stream() -> Code {
+    match vendor() {
+        Vendor::Cuda => Code::INVALID_HANDLE,
+        Vendor::Hip => hip::unknown_stream(),
+    }
+}
+
+impl Simulation {
+    /// The stream of a raw handle; 0, 1 and 2 are default streams of the current context's device.
+    ///
+    /// # Errors
+    /// 201 for a default stream where no context is current, 400 for what is no stream (HIP 6: 709; HIP 7 ends the
+    /// process), the code of a lost context.
+    pub fn stream(&self, raw: u64) -> Answer<Stream> {
+        if raw > PER_THREAD {
+            let found = self.streams.0.read().get(&raw).map(|stream| **stream);
+            let stream = found.ok_or_else(unknown_stream)?;
+            self.check_context(stream.device)?;
+            return Ok(stream);
+        }
+        let device = current::device().ok_or(Code::INVALID_CONTEXT)?;
+        self.check_context(device)?;
+        Ok(self.default_stream(device, raw == PER_THREAD))
+    }
+
+    /// A default stream of a device, whatever context is current.
+    #[must_use]
+    pub fn default_stream(&self, device: u32, per_thread: bool) -> Stream {
+        let id = if per_thread { self.thread_stream(device) } else { self.legacy_stream(device) };
+        Stream { id, device, flags: 0, priority: 0, number: u64::from(device) * 2 + u64::from(per_thread) + 1 }
+    }
+
+    /// Lets what a stream is given next come after what it has to: a default stream and the blocking ones wait for each
+    /// other. Called before anything is enqueued, also in a capture.
+    ///
+    /// # Errors
+    /// 901 when the stream's capture was lost, 906 when the legacy default stream would depend on a capture, the code of
+    /// a lost context.
+    pub fn before_enqueue(&self, stream: &Stream) -> Answer<()> {
+        if self.is_recording(stream)? {
+            return Ok(());
+        }
+        if stream.is_legacy() {
+            self.check_legacy_use(stream.device)?;
+            let mut before = vec![self.thread_stream(stream.device)];
+            let blocking = |other: &&Arc<Stream>| other.device == stream.device && other.flags & NON_BLOCKING == 0;
+            before.extend(self.streams.0.read().values().filter(blocking).map(|other| other.id));
+            for other in before {
+                self.hooks.order(stream.id, other).map_err(|error| self.code_of(error))?;
+            }
+        } else if stream.flags & NON_BLOCKING == 0 {
+            let legacy = self.legacy_stream(stream.device);
+            self.hooks.order(stream.id, legacy).map_err(|error| self.code_of(error))?;
+        }
+        Ok(())
+    }
+}
+
+impl Simulation {
+    /// Destroys the streams of a context that ends.
+    pub(crate) fn end_streams(&self, device: u32) {
+        let ended: Vec<_> = self.streams.0.write().extract_if(.., |_, stream| stream.device == device).collect();
+        for (_, stream) in ended {
+            // It is in the mock's table as long as in this one.
+            let _ = self.gpu.destroy_stream(stream.id);
+        }
+    }
+}
+
+/// `cuStreamCreateWithPriority`; priorities out of range are moved into it.
+///
+/// # Errors
+/// 1 for unknown flags, 201 without a context, 2 when the mock has no room.
+pub fn create(flags: u32, priority: i32) -> Answer<u64> {
+    let (simulation, device) = with_context()?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let id = simulation.gpu.create_stream(device, &StreamOptions::new()).map_err(|error| simulation.code_of(error))?;
+    static NUMBERS: AtomicU64 = AtomicU64::new(1000);
+    let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+    let (least, greatest) = match vendor() {
+        Vendor::Cuda => PRIORITIES,
+        Vendor::Hip => HIP_PRIORITIES,
+    };
+    let priority = priority.clamp(greatest, least);
+    let raw = new_handles(1);
+    simulation.streams.0.write().insert(raw, Arc::new(Stream { id, device, flags, priority, number }));
+    Ok(raw)
+}
+
+/// `cuStreamDestroy_v2`: what is queued is still executed, and nobody waits for it.
+///
+/// # Errors
+/// 400 for what is no stream that was created, the code of a lost context.
+pub fn destroy(raw: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let mut streams = simulation.streams.0.write();
+    simulation.check_context(streams.get(&raw).ok_or_else(unknown_stream)?.device)?;
+    let stream = streams.remove(&raw).ok_or_else(unknown_stream)?;
+    drop(streams);
+    simulation.leave_capture(&stream);
+    simulation.gpu.destroy_stream(stream.id).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuStreamQuery`.
+///
+/// # Errors
+/// 600 while work is queued, 900 in a capture, the code of a lost context.
+pub fn query(raw: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    simulation.check_not_capturing(&stream)?;
+    simulation.check_unsafe_call()?;
+    simulation.before_enqueue(&stream)?;
+    match simulation.gpu.query_stream(stream.id).map_err(|error| simulation.code_of(error))? {
+        Completion::Complete => Ok(()),
+        _ => Err(Code::NOT_READY),
+    }
+}
+
+/// `cuStreamSynchronize`.
+///
+/// # Errors
+/// 900 in a capture, the code of a lost context.
+pub fn synchronize(raw: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let stream = simulation.stream(raw)?;
+    simulation.check_not_capturing(&stream)?;
+    simulation.check_unsafe_call()?;
+    simulation.wait_for(&stream)
+}
+
+impl Simulation {
+    /// Waits for a stream that takes part in no capture.
+    pub(crate) fn wait_for(&self, stream: &Stream) -> Answer<()> {
+        self.before_enqueue(stream)?;
+        self.gpu.synchronize_stream(stream.id).map_err(|error| self.code_of(error))?;
+        // What failed meanwhile is answered by the call that waited for it.
+        self.check_context(stream.device)
+    }
+}
+
+/// `cuCtxSynchronize`.
+///
+/// # Errors
+/// 900 while something is captured, the code of a lost context.
+pub fn synchronize_context() -> Answer<()> {
+    let (simulation, device) = with_context()?;
+    simulation.check_unsafe_call()?;
+    simulation.check_no_capture_on(device)?;
+    simulation.hooks.wait_for_device(device);
+    simulation.check_context(device)
+}
