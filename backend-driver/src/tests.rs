@@ -77,6 +77,7 @@ fn no_choice_of_the_contract_is_unknown_here() {
     for &mode in CaptureMode::ALL {
         known(backend.begin_capture(stream(&fake), mode));
     }
+    drop(fake);
     let fake = Fake::new();
     let backend = &fake.backend;
     BlasKind::ALL.iter().for_each(|&kind| known(backend.create_blas_handle(0, &BlasOptions::new(kind))));
