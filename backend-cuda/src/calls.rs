@@ -1,6 +1,14 @@
 //! The tables of calls that only CUDA has, and the vendor's symbols behind the tables that it shares.
 
-use highwater_driver::{BlasSettings, vendor_calls};
+use highwater_driver::{BlasSettings, RawBlas, RawStream, raw_handles, vendor_calls};
+use highwater_hal::DevicePtr;
+
+raw_handles! {
+    /// A context: `CUcontext`.
+    pub(crate) RawContext;
+    /// Memory without an address: `CUmemGenericAllocationHandle`.
+    pub(crate) RawAllocation;
+}
 
 vendor_calls! {
     /// The driver's calls beyond [`Calls`](highwater_driver::Calls).
@@ -27,41 +35,41 @@ vendor_calls! {
             /// Whether a device reaches another's memory: out, device, peer.
             device_reaches: "DeviceCanAccessPeer" (*mut i32, i32, i32);
             /// A device's primary context, counted: out, device.
-            context_retain: "DevicePrimaryCtxRetain" (*mut u64, i32);
+            context_retain: "DevicePrimaryCtxRetain" (*mut RawContext, i32);
             /// The calling thread's context.
-            context_current: "CtxGetCurrent" (*mut u64);
+            context_current: "CtxGetCurrent" (*mut RawContext);
             /// Makes a context current until it is popped.
-            context_push: "CtxPushCurrent_v2" (u64);
+            context_push: "CtxPushCurrent_v2" (RawContext);
             /// Makes current what was before.
-            context_pop: "CtxPopCurrent_v2" (*mut u64);
+            context_pop: "CtxPopCurrent_v2" (*mut RawContext);
             /// Lets the current context use a peer's memory: peer context, flags.
-            context_enable_peer: "CtxEnablePeerAccess" (u64, u32);
+            context_enable_peer: "CtxEnablePeerAccess" (RawContext, u32);
             /// The context of a stream: stream, out.
-            stream_context: "StreamGetCtx" (u64, *mut u64);
+            stream_context: "StreamGetCtx" (RawStream, *mut RawContext);
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
-            copy_peer: "MemcpyPeerAsync" (u64, u64, u64, u64, usize, u64);
+            copy_peer: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
         }
         optional {
             /// Makes device memory without an address: out, bytes, properties, flags.
-            memory_create: "MemCreate" (*mut u64, usize, *const crate::mapped::Properties, u64);
+            memory_create: "MemCreate" (*mut RawAllocation, usize, *const crate::mapped::Properties, u64);
             /// Gives it back.
-            memory_release: "MemRelease" (u64);
+            memory_release: "MemRelease" (RawAllocation);
             /// What sizes have to be multiples of: out, properties, which.
             memory_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::mapped::Properties, u32);
             /// Reserves addresses: out, bytes, alignment, wish, flags.
-            address_reserve: "MemAddressReserve" (*mut u64, usize, usize, u64, u64);
+            address_reserve: "MemAddressReserve" (*mut DevicePtr, usize, usize, DevicePtr, u64);
             /// Gives addresses back.
-            address_free: "MemAddressFree" (u64, usize);
+            address_free: "MemAddressFree" (DevicePtr, usize);
             /// Maps memory: address, bytes, offset, memory, flags.
-            memory_map: "MemMap" (u64, usize, usize, u64, u64);
+            memory_map: "MemMap" (DevicePtr, usize, usize, RawAllocation, u64);
             /// Unmaps it.
-            memory_unmap: "MemUnmap" (u64, usize);
+            memory_unmap: "MemUnmap" (DevicePtr, usize);
             /// Says who may use it: address, bytes, descriptions, how many.
-            memory_access: "MemSetAccess" (u64, usize, *const crate::mapped::Access, usize);
+            memory_access: "MemSetAccess" (DevicePtr, usize, *const crate::mapped::Access, usize);
             /// Makes a handle of it: out, memory, type, flags.
-            memory_export: "MemExportToShareableHandle" (*mut u8, u64, u32, u64);
+            memory_export: "MemExportToShareableHandle" (*mut u8, RawAllocation, u32, u64);
             /// Opens a handle: out, handle, type.
-            memory_import: "MemImportFromShareableHandle" (*mut u64, *const u8, u32);
+            memory_import: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
         }
     }
 }
@@ -75,37 +83,38 @@ vendor_calls! {
         }
         optional {
             /// The number of multiprocessors that kernels are chosen for: handle, out.
-            get_sm_count: "GetSmCountTarget" (u64, *mut i32);
+            get_sm_count: "GetSmCountTarget" (RawBlas, *mut i32);
             /// Sets it: handle, number.
-            set_sm_count: "SetSmCountTarget" (u64, i32);
+            set_sm_count: "SetSmCountTarget" (RawBlas, i32);
             /// The strategy of emulation: handle, out.
-            get_emulation: "GetEmulationStrategy" (u64, *mut i32);
+            get_emulation: "GetEmulationStrategy" (RawBlas, *mut i32);
             /// Sets it: handle, strategy.
-            set_emulation: "SetEmulationStrategy" (u64, i32);
+            set_emulation: "SetEmulationStrategy" (RawBlas, i32);
             /// The special values that emulation keeps: handle, out.
-            get_special_values: "GetEmulationSpecialValuesSupport" (u64, *mut i32);
+            get_special_values: "GetEmulationSpecialValuesSupport" (RawBlas, *mut i32);
             /// Sets them: handle, mask.
-            set_special_values: "SetEmulationSpecialValuesSupport" (u64, i32);
+            set_special_values: "SetEmulationSpecialValuesSupport" (RawBlas, i32);
             /// The control of the bits of emulation: handle, out.
-            get_mantissa_control: "GetFixedPointEmulationMantissaControl" (u64, *mut i32);
+            get_mantissa_control: "GetFixedPointEmulationMantissaControl" (RawBlas, *mut i32);
             /// Sets it: handle, control.
-            set_mantissa_control: "SetFixedPointEmulationMantissaControl" (u64, i32);
+            set_mantissa_control: "SetFixedPointEmulationMantissaControl" (RawBlas, i32);
             /// The most bits of emulation: handle, out.
-            get_mantissa_bits: "GetFixedPointEmulationMaxMantissaBitCount" (u64, *mut i32);
+            get_mantissa_bits: "GetFixedPointEmulationMaxMantissaBitCount" (RawBlas, *mut i32);
             /// Sets it: handle, bits.
-            set_mantissa_bits: "SetFixedPointEmulationMaxMantissaBitCount" (u64, i32);
+            set_mantissa_bits: "SetFixedPointEmulationMaxMantissaBitCount" (RawBlas, i32);
             /// The offset added to those bits: handle, out.
-            get_mantissa_offset: "GetFixedPointEmulationMantissaBitOffset" (u64, *mut i32);
+            get_mantissa_offset: "GetFixedPointEmulationMantissaBitOffset" (RawBlas, *mut i32);
             /// Sets it: handle, bits.
-            set_mantissa_offset: "SetFixedPointEmulationMantissaBitOffset" (u64, i32);
+            set_mantissa_offset: "SetFixedPointEmulationMantissaBitOffset" (RawBlas, i32);
             /// Sets the address at which products report their bits: handle, an address on the device or 0.
-            set_mantissa_report: "SetFixedPointEmulationMantissaBitCountPointer" (u64, u64);
+            set_mantissa_report: "SetFixedPointEmulationMantissaBitCountPointer" (RawBlas, DevicePtr);
         }
     }
 }
 
 /// The two calls that read and set a setting of a handle.
-type Setting = (Option<unsafe extern "C" fn(u64, *mut i32) -> i32>, Option<unsafe extern "C" fn(u64, i32) -> i32>);
+type Setting =
+    (Option<unsafe extern "C" fn(RawBlas, *mut i32) -> i32>, Option<unsafe extern "C" fn(RawBlas, i32) -> i32>);
 
 impl CublasCalls {
     /// The settings that only cuBLAS handles have. A logger belongs to the process and not to a handle.
@@ -124,7 +133,7 @@ impl CublasCalls {
     ///
     /// # Safety
     /// The caller must pass a live handle.
-    pub(crate) unsafe fn settings_of(&self, handle: u64) -> BlasSettings {
+    pub(crate) unsafe fn settings_of(&self, handle: RawBlas) -> BlasSettings {
         self.settings().map(|(get, set)| {
             let (get, _) = get.zip(set)?;
             let mut value = 0;
@@ -140,7 +149,7 @@ impl CublasCalls {
     ///
     /// # Errors
     /// cuBLAS's code.
-    pub(crate) unsafe fn restore(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+    pub(crate) unsafe fn restore(&self, handle: RawBlas, fresh: &BlasSettings) -> Result<(), i32> {
         let done = |code| if code == 0 { Ok(()) } else { Err(code) };
         for ((_, set), value) in self.settings().into_iter().zip(fresh) {
             if let (Some(set), Some(value)) = (set, value) {
@@ -149,7 +158,7 @@ impl CublasCalls {
             }
         }
         // SAFETY: passed on from the caller. No address stands for no report, as on a fresh handle.
-        self.set_mantissa_report.map_or(Ok(()), |set| done(unsafe { set(handle, 0) }))
+        self.set_mantissa_report.map_or(Ok(()), |set| done(unsafe { set(handle, DevicePtr::new(0)) }))
     }
 }
 

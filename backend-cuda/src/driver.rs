@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_driver::{Calls, Captures, Found, Initialised, Search};
-use highwater_hal::{Error, ErrorKind};
+use highwater_driver::{Calls, Captures, Found, Initialised, RawStream, Search};
+use highwater_hal::{DevicePtr, Error, ErrorKind};
 
-use crate::calls::{self, CudaCalls};
+use crate::calls::{self, CudaCalls, RawContext};
 use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
@@ -39,10 +39,10 @@ pub(crate) struct Driver {
 pub(crate) struct Device {
     pub(crate) number: i32,
     /// Retained when it is first needed and never released: a last release would end every library's work in it.
-    context: OnceLock<u64>,
+    context: OnceLock<RawContext>,
     /// Blocks of zeros: their addresses and bytes. They are never written again, and never freed, because graphs refer
     /// to them.
-    zeros: Mutex<Vec<(u64, usize)>>,
+    zeros: Mutex<Vec<(DevicePtr, usize)>>,
 }
 
 impl Driver {
@@ -100,7 +100,7 @@ impl Driver {
 
     /// The primary context of a device, retained once.
     #[inline]
-    pub(crate) fn context(&self, device: u32) -> Result<u64, i32> {
+    pub(crate) fn context(&self, device: u32) -> Result<RawContext, i32> {
         const INVALID_DEVICE: i32 = cudarc::driver::sys::CUresult::CUDA_ERROR_INVALID_DEVICE as i32;
         let device = self.devices.get(device as usize).ok_or(INVALID_DEVICE)?;
         match device.context.get() {
@@ -114,8 +114,10 @@ impl Driver {
     ///
     /// # Errors
     /// The driver's code.
-    pub(crate) fn zeros(&self, device: u32, bytes: usize) -> Result<u64, i32> {
-        let Some(state) = self.devices.get(device as usize) else { return self.context(device).map(|_| 0) };
+    pub(crate) fn zeros(&self, device: u32, bytes: usize) -> Result<DevicePtr, i32> {
+        let Some(state) = self.devices.get(device as usize) else {
+            return self.context(device).map(|_| DevicePtr::new(0));
+        };
         let find = || lock(&state.zeros).iter().find(|block| block.1 >= bytes).map(|block| block.0);
         if let Some(address) = find() {
             return Ok(address);
@@ -128,10 +130,10 @@ impl Driver {
     }
 
     /// New memory of the current device, filled with zeros.
-    fn make_zeros(&self, bytes: usize) -> Result<u64, i32> {
+    fn make_zeros(&self, bytes: usize) -> Result<DevicePtr, i32> {
         let calls = &self.calls;
         let done = |code| if code == 0 { Ok(()) } else { Err(code) };
-        let (mut address, mut stream) = (0, 0);
+        let (mut address, mut stream) = (DevicePtr::new(0), RawStream::NULL);
         // SAFETY: each call writes one number that lives until it returns.
         unsafe {
             done((calls.allocate)(&mut address, bytes))?;
@@ -152,21 +154,21 @@ impl Driver {
     /// Makes a context current that is not, where asking for the one that is has given `code`; the answer is what was pushed.
     #[cold]
     #[inline(never)]
-    pub(crate) fn enter(&self, code: i32, context: u64) -> Result<Option<u64>, i32> {
+    pub(crate) fn enter(&self, code: i32, context: RawContext) -> Result<Option<()>, i32> {
         if code != 0 {
             return Err(code);
         }
         // SAFETY: the context is the device's primary one, retained for good.
         match unsafe { (self.own.context_push)(context) } {
-            0 => Ok(Some(context)),
+            0 => Ok(Some(())),
             code => Err(code),
         }
     }
 
     #[cold]
-    fn retain(&self, device: &Device) -> Result<u64, i32> {
+    fn retain(&self, device: &Device) -> Result<RawContext, i32> {
         // Two threads may both retain it; one count too many does no harm, as none is given back.
-        let mut context = 0;
+        let mut context = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         match unsafe { (self.own.context_retain)(&mut context, device.number) } {
             0 => Ok(*device.context.get_or_init(|| context)),

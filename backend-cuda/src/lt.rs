@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::cublas::sys::{cublasComputeType_t, cudaDataType_t};
 use cudarc::cublaslt::sys;
-use highwater_driver::{HandleCount, Library, Room, vendor_calls};
+use highwater_driver::{HandleCount, Library, RawStream, Room, raw_handles, vendor_calls};
 use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
     PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
@@ -14,6 +14,17 @@ use highwater_hal::{
 use crate::codes::CUBLAS;
 use crate::platform::Cuda;
 use crate::quirks::QUIRKS;
+
+raw_handles! {
+    /// A handle: `cublasLtHandle_t`.
+    pub(crate) RawLt;
+    /// The description of a product: `cublasLtMatmulDesc_t`.
+    pub(crate) RawMatmulDesc;
+    /// The layout of a matrix: `cublasLtMatrixLayout_t`.
+    pub(crate) RawMatrixLayout;
+    /// A preference of the heuristic: `cublasLtMatmulPreference_t`.
+    pub(crate) RawMatmulPreference;
+}
 
 /// An algorithm, which only cuBLASLt reads.
 type Algorithm = [u64; 8];
@@ -41,22 +52,22 @@ const _: () = {
 /// A product: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
 /// workspace, its bytes, stream.
 pub(crate) type MatmulCall = unsafe extern "C" fn(
-    u64,
-    u64,
+    RawLt,
+    RawMatmulDesc,
     *const u8,
-    u64,
-    u64,
-    u64,
-    u64,
+    DevicePtr,
+    RawMatrixLayout,
+    DevicePtr,
+    RawMatrixLayout,
     *const u8,
-    u64,
-    u64,
-    u64,
-    u64,
+    DevicePtr,
+    RawMatrixLayout,
+    DevicePtr,
+    RawMatrixLayout,
     *const Algorithm,
-    u64,
+    DevicePtr,
     usize,
-    u64,
+    RawStream,
 ) -> i32;
 
 vendor_calls! {
@@ -64,29 +75,40 @@ vendor_calls! {
     pub(crate) struct LtTable {
         required {
             /// Makes a handle.
-            create: "Create" (*mut u64);
+            create: "Create" (*mut RawLt);
             /// Destroys a handle.
-            destroy: "Destroy" (u64);
+            destroy: "Destroy" (RawLt);
             /// Makes a description of a product: out, compute type, type of the factors.
-            product_create: "MatmulDescCreate" (*mut u64, i32, i32);
+            product_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
             /// Destroys it.
-            product_destroy: "MatmulDescDestroy" (u64);
+            product_destroy: "MatmulDescDestroy" (RawMatmulDesc);
             /// Sets an attribute: description, which, value, its bytes.
-            product_set: "MatmulDescSetAttribute" (u64, u32, *const u8, usize);
+            product_set: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
             /// Makes a layout: out, type, rows, columns, leading dimension.
-            layout_create: "MatrixLayoutCreate" (*mut u64, i32, u64, u64, i64);
+            layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
             /// Destroys it.
-            layout_destroy: "MatrixLayoutDestroy" (u64);
+            layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
             /// Sets an attribute: layout, which, value, its bytes.
-            layout_set: "MatrixLayoutSetAttribute" (u64, u32, *const u8, usize);
+            layout_set: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
             /// Makes a wish.
-            wish_create: "MatmulPreferenceCreate" (*mut u64);
+            wish_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
             /// Destroys it.
-            wish_destroy: "MatmulPreferenceDestroy" (u64);
+            wish_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
             /// Sets an attribute: wish, which, value, its bytes.
-            wish_set: "MatmulPreferenceSetAttribute" (u64, u32, *const u8, usize);
+            wish_set: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
             /// Chooses algorithms: handle, description, layouts of A, B, C, D, wish, how many, out, how many there were.
-            choose: "MatmulAlgoGetHeuristic" (u64, u64, u64, u64, u64, u64, u64, i32, *mut Choice, *mut i32);
+            choose: "MatmulAlgoGetHeuristic" (
+                RawLt,
+                RawMatmulDesc,
+                RawMatrixLayout,
+                RawMatrixLayout,
+                RawMatrixLayout,
+                RawMatrixLayout,
+                RawMatmulPreference,
+                i32,
+                *mut Choice,
+                *mut i32,
+            );
         }
         optional {}
     }
@@ -121,24 +143,24 @@ impl LtCalls {
 
 /// A description, a layout or a wish of cuBLASLt, destroyed when dropped. These are objects of the host alone.
 #[derive(Debug)]
-struct Owned {
-    raw: u64,
-    destroy: unsafe extern "C" fn(u64) -> i32,
+struct Owned<R: Copy> {
+    raw: R,
+    destroy: unsafe extern "C" fn(R) -> i32,
 }
 
-impl Drop for Owned {
+impl<R: Copy> Drop for Owned<R> {
     fn drop(&mut self) {
         // SAFETY: the object was made by the call that this one belongs to, and is not used any more.
         unsafe { (self.destroy)(self.raw) };
     }
 }
 
-impl Owned {
+impl<R: Copy> Owned<R> {
     /// Sets an attribute.
     fn set<T: Copy>(
         &self,
         operation: &'static str,
-        call: unsafe extern "C" fn(u64, u32, *const u8, usize) -> i32,
+        call: unsafe extern "C" fn(R, u32, *const u8, usize) -> i32,
         which: u32,
         value: &T,
     ) -> Result<()> {
@@ -150,10 +172,10 @@ impl Owned {
 /// A plan.
 #[derive(Debug)]
 struct Plan {
-    product: Owned,
-    a: Owned,
-    b: Owned,
-    c: Owned,
+    product: Owned<RawMatmulDesc>,
+    a: Owned<RawMatrixLayout>,
+    b: Owned<RawMatrixLayout>,
+    c: Owned<RawMatrixLayout>,
     algorithm: Algorithm,
     workspace_bytes: usize,
     /// Of A and B, and of C, D and the bias, in bytes.
@@ -239,8 +261,8 @@ struct Planned {
 pub(crate) struct LtBlas {
     room: Arc<Room<Cuda>>,
     device: u32,
-    /// The vendor's handle; 0 once it was destroyed.
-    raw: u64,
+    /// The vendor's handle; none once it was destroyed.
+    raw: RawLt,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
     /// By their numbers, which ascend. `None` for products without an element, which cuBLASLt does not describe.
@@ -259,7 +281,7 @@ impl fmt::Debug for LtBlas {
 impl LtBlas {
     /// Makes a handle; the device is current.
     pub(crate) fn create(room: &Arc<Room<Cuda>>, device: u32) -> Result<Self> {
-        let mut raw = 0;
+        let mut raw = RawLt::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         CUBLAS.check("create_blas_handle", unsafe { (room.platform().lt.table.create)(&mut raw) })?;
         Ok(Self {
@@ -276,7 +298,7 @@ impl LtBlas {
 
     fn enter(&self, operation: &'static str) -> Result<()> {
         self.room.enter(operation)?;
-        if self.raw == 0 {
+        if self.raw == RawLt::NULL {
             return Err(
                 Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
             );
@@ -299,7 +321,7 @@ impl LtBlas {
             // SAFETY: the handle is alive, and is not used after this.
             CUBLAS.check(OPERATION, unsafe { (self.room.platform().lt.table.destroy)(self.raw) })
         };
-        self.raw = 0;
+        self.raw = RawLt::NULL;
         self.count = None;
         outcome
     }
@@ -312,9 +334,9 @@ impl LtBlas {
         columns: usize,
         ld: usize,
         batch: Option<(usize, usize)>,
-    ) -> Result<Owned> {
+    ) -> Result<Owned<RawMatrixLayout>> {
         let table = &self.room.platform().lt.table;
-        let mut raw = 0;
+        let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
         // SAFETY: the call writes one number that lives until it returns.
         let code = unsafe { (table.layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
@@ -367,7 +389,7 @@ impl LtBlas {
             (DataType::F32, MathMode::Tf32) => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
             _ => cublasComputeType_t::CUBLAS_COMPUTE_32F,
         } as i32;
-        let mut raw = 0;
+        let mut raw = RawMatmulDesc::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, scales) })?;
         let product = Owned { raw, destroy: table.product_destroy };
@@ -406,7 +428,7 @@ impl LtBlas {
             batch(|batch| batch.stride_b),
         )?;
         let c = self.layout(operation, result, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
-        let mut raw = 0;
+        let mut raw = RawMatmulPreference::NULL;
         // SAFETY: as above.
         CUBLAS.check(operation, unsafe { (table.wish_create)(&mut raw) })?;
         let wish = Owned { raw, destroy: table.wish_destroy };
@@ -496,7 +518,10 @@ impl LtBlas {
             let _relaxed = room.relaxed();
             let _current = room.make_current(operation, self.device)?;
             let bytes = shape.m.max(shape.n).saturating_mul(shape.data_type.bytes());
-            room.platform().driver.zeros(self.device, bytes).or_else(|code| room.check(operation, code).map(|()| 0))?
+            room.platform()
+                .driver
+                .zeros(self.device, bytes)
+                .or_else(|code| room.check(operation, code).map(|()| DevicePtr::new(0)))?
         };
         let made = match &planned.without_factors {
             None => {
@@ -517,7 +542,7 @@ impl LtBlas {
             return Err(refusal);
         }
         let mut arguments = *arguments;
-        (arguments.a, arguments.b) = (DevicePtr::new(zeros), DevicePtr::new(zeros));
+        (arguments.a, arguments.b) = (zeros, zeros);
         // The addend of beta * C is -0, which keeps the sign of a 0.
         arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
         let call = Call { room: &room, handle: self.raw, stream: self.stream, workspace: self.workspace };
@@ -530,7 +555,7 @@ impl LtBlas {
 #[derive(Debug, Clone, Copy)]
 struct Call<'h> {
     room: &'h Room<Cuda>,
-    handle: u64,
+    handle: RawLt,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
 }
@@ -550,7 +575,7 @@ impl Call<'_> {
     ) -> Result<()> {
         let Self { room, handle, stream, workspace } = self;
         let Some(stream) = stream else { return Err(no_stream(operation)) };
-        let (bound, bytes) = workspace.map_or((0, 0), |workspace| (workspace.ptr.get(), workspace.bytes));
+        let (bound, bytes) = workspace.map_or((DevicePtr::new(0), 0), |workspace| (workspace.ptr, workspace.bytes));
         let lt = &room.platform().lt;
         let held = room.stream(operation, stream)?;
         let _current = room.make_current(operation, device)?;
@@ -573,14 +598,14 @@ impl Call<'_> {
                 handle,
                 plan.product.raw,
                 alpha,
-                arguments.a.get(),
+                arguments.a,
                 plan.a.raw,
-                arguments.b.get(),
+                arguments.b,
                 plan.b.raw,
                 beta,
-                arguments.c.get(),
+                arguments.c,
                 plan.c.raw,
-                arguments.d.get(),
+                arguments.d,
                 plan.c.raw,
                 &plan.algorithm,
                 bound,
@@ -622,7 +647,7 @@ fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {
 
 impl Drop for LtBlas {
     fn drop(&mut self) {
-        if self.raw == 0 {
+        if self.raw == RawLt::NULL {
             return;
         }
         if !self.room.is_in_service() {
@@ -745,7 +770,7 @@ impl BlasHandle for LtBlas {
     }
 
     fn raw(&self) -> u64 {
-        self.raw
+        self.raw.0
     }
 
     fn reset(&mut self) -> Result<()> {

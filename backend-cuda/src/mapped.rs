@@ -4,9 +4,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 use highwater_driver::SharedBlock;
-use highwater_hal::{Descriptor, Error, ErrorKind, MemoryHandle, Result, Transport};
+use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-use crate::calls::CudaCalls;
+use crate::calls::{CudaCalls, RawAllocation};
 use crate::codes;
 
 /// What memory is made for: the driver's own layout, with numbers in place of its enums.
@@ -59,16 +59,16 @@ const fn handle_type(transport: Transport) -> u32 {
 /// The calls of this file, all of which there are or none.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MappedCalls {
-    create: unsafe extern "C" fn(*mut u64, usize, *const Properties, u64) -> i32,
-    release: unsafe extern "C" fn(u64) -> i32,
+    create: unsafe extern "C" fn(*mut RawAllocation, usize, *const Properties, u64) -> i32,
+    release: unsafe extern "C" fn(RawAllocation) -> i32,
     granularity: unsafe extern "C" fn(*mut usize, *const Properties, u32) -> i32,
-    reserve: unsafe extern "C" fn(*mut u64, usize, usize, u64, u64) -> i32,
-    unreserve: unsafe extern "C" fn(u64, usize) -> i32,
-    map: unsafe extern "C" fn(u64, usize, usize, u64, u64) -> i32,
-    unmap: unsafe extern "C" fn(u64, usize) -> i32,
-    access: unsafe extern "C" fn(u64, usize, *const Access, usize) -> i32,
-    export: unsafe extern "C" fn(*mut u8, u64, u32, u64) -> i32,
-    import: unsafe extern "C" fn(*mut u64, *const u8, u32) -> i32,
+    reserve: unsafe extern "C" fn(*mut DevicePtr, usize, usize, DevicePtr, u64) -> i32,
+    unreserve: unsafe extern "C" fn(DevicePtr, usize) -> i32,
+    map: unsafe extern "C" fn(DevicePtr, usize, usize, RawAllocation, u64) -> i32,
+    unmap: unsafe extern "C" fn(DevicePtr, usize) -> i32,
+    access: unsafe extern "C" fn(DevicePtr, usize, *const Access, usize) -> i32,
+    export: unsafe extern "C" fn(*mut u8, RawAllocation, u32, u64) -> i32,
+    import: unsafe extern "C" fn(*mut RawAllocation, *const u8, u32) -> i32,
 }
 
 impl MappedCalls {
@@ -116,7 +116,7 @@ impl MappedCalls {
     pub(crate) fn works(&self, device: i32, transport: Transport) -> bool {
         let properties = Self::properties(device, transport);
         let Ok(bytes) = self.round("open", &properties, 1) else { return false };
-        let mut memory = 0;
+        let mut memory = RawAllocation::NULL;
         // SAFETY: as above; what was made is given back.
         unsafe { (self.create)(&mut memory, bytes, &properties, 0) == 0 && (self.release)(memory) == 0 }
     }
@@ -126,23 +126,23 @@ impl MappedCalls {
         const OPERATION: &str = "allocate";
         let properties = Self::properties(device, transport);
         let bytes = self.round(OPERATION, &properties, bytes)?;
-        let mut memory = 0;
+        let mut memory = RawAllocation::NULL;
         // SAFETY: the call reads the properties and writes one number, which live until it returns.
         codes::CUDA.check(OPERATION, unsafe { (self.create)(&mut memory, bytes, &properties, 0) })?;
         self.place(OPERATION, device, memory, bytes)
     }
 
     /// Gives memory an address; where that fails, the memory is given back.
-    fn place(&self, operation: &'static str, device: i32, memory: u64, bytes: usize) -> Result<SharedBlock> {
-        let mut address = 0;
+    fn place(&self, operation: &'static str, device: i32, memory: RawAllocation, bytes: usize) -> Result<SharedBlock> {
+        let mut address = DevicePtr::new(0);
         let access = Access { location: Self::location(device), flags: READ_AND_WRITE };
         // SAFETY: the memory was just made or imported with at least these bytes, or mapping it fails; numbers and
         // descriptions live until the calls return, and what was reserved and mapped is given back on failure.
         let code = unsafe {
-            match (self.reserve)(&mut address, bytes, 0, 0, 0) {
+            match (self.reserve)(&mut address, bytes, 0, DevicePtr::new(0), 0) {
                 0 => match (self.map)(address, bytes, 0, memory, 0) {
                     0 => match (self.access)(address, bytes, &access, 1) {
-                        0 => return Ok(SharedBlock { address, allocation: memory, bytes }),
+                        0 => return Ok(SharedBlock { address, allocation: memory.0, bytes }),
                         code => {
                             (self.unmap)(address, bytes);
                             (self.unreserve)(address, bytes);
@@ -171,7 +171,9 @@ impl MappedCalls {
         codes::CUDA.check(operation, unsafe { (self.unmap)(block.address, block.bytes) })?;
         // The mapping is gone: what fails from here on cannot be tried again as a whole.
         // SAFETY: the addresses are reserved and hold nothing; nothing maps the memory.
-        for code in unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(block.allocation)] } {
+        for code in
+            unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(RawAllocation(block.allocation))] }
+        {
             if let Err(error) = codes::CUDA.check(operation, code) {
                 tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
             }
@@ -189,12 +191,13 @@ impl MappedCalls {
         let number = handle_type(transport);
         if transport == Transport::Fabric {
             // SAFETY: the call writes the 64 bytes of a fabric handle, which live until it returns.
-            let code = unsafe { (self.export)(handle.payload.as_mut_ptr(), block.allocation, number, 0) };
+            let code =
+                unsafe { (self.export)(handle.payload.as_mut_ptr(), RawAllocation(block.allocation), number, 0) };
             return codes::CUDA.check(OPERATION, code).map(|()| handle);
         }
         let mut descriptor: i32 = -1;
         // SAFETY: the call writes one descriptor, which lives until it returns.
-        let code = unsafe { (self.export)((&raw mut descriptor).cast(), block.allocation, number, 0) };
+        let code = unsafe { (self.export)((&raw mut descriptor).cast(), RawAllocation(block.allocation), number, 0) };
         codes::CUDA.check(OPERATION, code)?;
         if descriptor < 0 {
             return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA answered with success and no descriptor"));
@@ -216,7 +219,7 @@ impl MappedCalls {
                     .with_hint("pass the handle with the descriptor that travelled beside it"));
             }
         };
-        let mut memory = 0;
+        let mut memory = RawAllocation::NULL;
         // SAFETY: the descriptor is open, or the handle is 64 bytes, and the number lives until the call returns.
         let code = unsafe { (self.import)(&mut memory, argument, number) };
         let not_one = |error: Error| {

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
-use highwater_driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, Room, SharedBlock};
-use highwater_hal::{BlasHandle, Error, MemoryHandle, Result, Transport};
+use highwater_driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, RawBlas, RawStream, Room, SharedBlock};
+use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, Result, Transport};
 
-use crate::calls::CublasCalls;
+use crate::calls::{CublasCalls, RawContext};
 use crate::codes;
 use crate::driver::Driver;
 use crate::lt::{LtBlas, LtCalls};
@@ -37,6 +37,9 @@ impl Cuda {
 // arguments (`witness.rs` holds them against another declaration); NVIDIA's manuals promise the order of streams, what
 // queries answer and what copies move.
 unsafe impl Platform for Cuda {
+    /// The context is pushed and popped.
+    type Previous = ();
+
     fn calls(&self) -> &Calls {
         &self.driver.calls
     }
@@ -58,9 +61,9 @@ unsafe impl Platform for Cuda {
     }
 
     #[inline(always)]
-    fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
+    fn make_current(&self, device: u32) -> Result<Option<()>, i32> {
         let context = self.driver.context(device)?;
-        let mut current = 0;
+        let mut current = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
         // code of the thread may change it.
         let code = unsafe { (self.driver.own.context_current)(&mut current) };
@@ -68,8 +71,8 @@ unsafe impl Platform for Cuda {
     }
 
     #[inline(always)]
-    fn restore(&self, _previous: u64) {
-        let mut popped = 0;
+    fn restore(&self, (): ()) {
+        let mut popped = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns. It pops what `make_current` pushed.
         unsafe { (self.driver.own.context_pop)(&mut popped) };
     }
@@ -91,7 +94,7 @@ unsafe impl Platform for Cuda {
         }
     }
 
-    unsafe fn copy_peer(&self, dst: (u32, u64), src: (u32, u64), bytes: usize, stream: u64) -> i32 {
+    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32 {
         match (self.driver.context(dst.0), self.driver.context(src.0)) {
             // SAFETY: the caller vouches for both ranges and the stream.
             (Ok(to), Ok(from)) => unsafe { (self.driver.own.copy_peer)(dst.1, to, src.1, from, bytes, stream) },
@@ -99,8 +102,8 @@ unsafe impl Platform for Cuda {
         }
     }
 
-    unsafe fn stream_is_of(&self, stream: u64, device: u32) -> Result<bool, i32> {
-        let mut context = 0;
+    unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
+        let mut context = RawContext::NULL;
         // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
         match unsafe { (self.driver.own.stream_context)(stream, &mut context) } {
             0 => Ok(context == self.driver.context(device)?),
@@ -125,12 +128,12 @@ unsafe impl Platform for Cuda {
         self.mapped("open_memory")?.open(self.number(device), handle)
     }
 
-    fn blas_settings(&self, handle: u64) -> BlasSettings {
+    fn blas_settings(&self, handle: RawBlas) -> BlasSettings {
         // SAFETY: the handle was just made.
         unsafe { self.cublas.settings_of(handle) }
     }
 
-    fn restore_blas(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+    fn restore_blas(&self, handle: RawBlas, fresh: &BlasSettings) -> Result<(), i32> {
         // SAFETY: the handle is alive.
         unsafe { self.cublas.restore(handle, fresh) }
     }

@@ -6,7 +6,7 @@ use cudarc::cublas::sys::{
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_WRITECOMBINED};
 use cudarc::driver::sys::{CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CUipcMem_flags};
 use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUresult, CUstream_flags};
-use highwater_driver::Quirks;
+use highwater_driver::{Quirks, RawStream};
 
 /// Parts of a sum are added in 32 bits, also where the result has 16: cuBLAS adds them as halves by default.
 const FULL_SUMS: u32 = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION as u32;
@@ -15,8 +15,8 @@ const PINNED: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
 const NO_TIMING: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
 
 pub(crate) static QUIRKS: Quirks = Quirks {
-    legacy_stream: 1,
-    per_thread_stream: 2,
+    legacy_stream: RawStream(1),
+    per_thread_stream: RawStream(2),
     not_ready: CUresult::CUDA_ERROR_NOT_READY as i32,
     out_of_memory: CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32,
     no_elapsed_time: CUresult::CUDA_ERROR_INVALID_HANDLE as i32,

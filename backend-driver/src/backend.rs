@@ -6,6 +6,7 @@ use super::blas::DriverBlas;
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
+use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
 use super::records;
 use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, HIGH, INTERPROCESS, LOW, Room, TIMING, wrong_device};
 use highwater_hal::{
@@ -234,7 +235,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.room.enter(OPERATION)?;
         let held = self.room.stream(OPERATION, stream)?;
         self.room.require(OPERATION, stream.device(), |can| can.foreign_objects, "foreign_objects")?;
-        Ok(held.raw())
+        Ok(held.raw().0)
     }
 
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
@@ -242,23 +243,22 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
-        let quirks = room.platform.quirks();
+        let (quirks, raw) = (room.platform.quirks(), RawStream(raw));
         // In both vendors, handles below are names of default streams.
-        if raw <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
+        if raw.0 <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
             let hint = if raw == quirks.per_thread_stream {
                 "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`"
             } else {
                 "use `StreamId::legacy_default`, or `Device::legacy_default_stream`"
             };
-            return Err(
-                Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{raw} is a default stream")).with_hint(hint)
-            );
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{} is a default stream", raw.0))
+                .with_hint(hint));
         }
         // SAFETY: the caller vouches that the stream is alive.
         match unsafe { room.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
-                let message = format!("the stream {raw:#x} is not one of device {device}");
+                let message = format!("the stream {:#x} is not one of device {device}", raw.0);
                 return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
                     .with_hint("name the device that the stream was made on"));
             }
@@ -292,7 +292,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let (vendor_flags, flags) = self.event_flags(options);
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
-        let mut raw = 0;
+        let mut raw = RawEvent::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { (room.platform.calls().event_create)(&mut raw, vendor_flags) })?;
         room.made(OPERATION, raw)?;
@@ -386,7 +386,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.room.enter(OPERATION)?;
         let held = self.room.events.hold(OPERATION, event)?;
         self.room.require(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
-        Ok(held.raw())
+        Ok(held.raw().0)
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
@@ -398,7 +398,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "0 is no event"));
         }
         room.note_foreign();
-        room.events.insert(OPERATION, device, raw, FOREIGN)
+        room.events.insert(OPERATION, device, RawEvent(raw), FOREIGN)
     }
 
     // ------------------------------------------------------------------ device memory
@@ -448,7 +448,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 (block.address, BlockKind::Shared { transport, token, block })
             }
             plain => {
-                let mut address = 0;
+                let mut address = DevicePtr::new(0);
                 // SAFETY: the call writes one number that lives until it returns.
                 let code = self.with_trimmed_pool(device, || unsafe { (calls.allocate)(&mut address, bytes) });
                 room.check(OPERATION, code)?;
@@ -457,7 +457,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         };
         room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind });
-        Ok(DevicePtr::new(address))
+        Ok(address)
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
@@ -475,7 +475,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let block = {
             let mut blocks = room.blocks.lock();
-            let found = blocks.get(&ptr.get()).filter(|block| block.device == device);
+            let found = blocks.get(&ptr).filter(|block| block.device == device);
             let Some(found) = found else {
                 let message = format!("{ptr:?} is no block of device {device}");
                 return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, message)
@@ -491,7 +491,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
             }
             // Out of the table before it is freed, so that the address can be given out again by then.
-            let Some(block) = blocks.remove(&ptr.get()) else { return Ok(()) };
+            let Some(block) = blocks.remove(&ptr) else { return Ok(()) };
             block
         };
         let calls = room.platform.calls();
@@ -504,14 +504,14 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     (BlockKind::Shared { block, .. }, _) => room.platform.free_shared(OPERATION, block),
                     (BlockKind::StreamOrdered, Some(held)) => {
                         let free = required(OPERATION, calls.free_async, "stream_ordered_memory")?;
-                        room.check(OPERATION, free(ptr.get(), held.raw()))
+                        room.check(OPERATION, free(ptr, held.raw()))
                     }
-                    _ => room.check(OPERATION, (calls.free)(ptr.get())),
+                    _ => room.check(OPERATION, (calls.free)(ptr)),
                 }
             }
         })();
         if outcome.is_err() {
-            room.blocks.lock().insert(ptr.get(), block);
+            room.blocks.lock().insert(ptr, block);
         }
         outcome
     }
@@ -545,10 +545,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
                 _ if bytes == 0 => 0,
                 (Location::Device { ptr, .. }, Location::Host(host)) => {
-                    (calls.copy_to_device)(ptr.get(), host.as_ptr(), bytes, held.raw())
+                    (calls.copy_to_device)(ptr, host.as_ptr(), bytes, held.raw())
                 }
                 (Location::Host(host), Location::Device { ptr, .. }) => {
-                    (calls.copy_to_host)(host.as_ptr(), ptr.get(), bytes, held.raw())
+                    (calls.copy_to_host)(host.as_ptr(), ptr, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src })
                     if to == from =>
@@ -558,7 +558,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
-                    (calls.copy_on_device)(dst.get(), src.get(), bytes, held.raw())
+                    (calls.copy_on_device)(dst, src, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) => {
                     self.room.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
@@ -569,7 +569,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     room.refuse_in_capture(OPERATION, &held)?;
                     room.enable_peer(OPERATION, from, to)?;
                     room.enable_peer(OPERATION, to, from)?;
-                    room.platform.copy_peer((to, dst.get()), (from, src.get()), bytes, held.raw())
+                    room.platform.copy_peer((to, dst), (from, src), bytes, held.raw())
                 }
             }
         };
@@ -597,9 +597,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         // SAFETY: the caller vouches for the range; the stream is held.
         let code = unsafe {
             match pattern {
-                FillPattern::U8(value) => (calls.fill_8)(dst.get(), value, count, raw),
-                FillPattern::U16(value) => (calls.fill_16)(dst.get(), value, count, raw),
-                FillPattern::U32(value) => (calls.fill_32)(dst.get(), value, count, raw),
+                FillPattern::U8(value) => (calls.fill_8)(dst, value, count, raw),
+                FillPattern::U16(value) => (calls.fill_16)(dst, value, count, raw),
+                FillPattern::U32(value) => (calls.fill_32)(dst, value, count, raw),
             }
         };
         room.check(OPERATION, code)
@@ -674,7 +674,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             )
             .with_hint("end the capture on the thread that began it, or begin it in relaxed mode"));
         }
-        let mut raw = 0;
+        let mut raw = RawGraph::NULL;
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = unsafe { end(held.raw(), &mut raw) };
         let status = room.capture_status(OPERATION, held.raw()).unwrap_or(0);
@@ -724,7 +724,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let instantiate = required(OPERATION, room.platform.calls().graph_instantiate, "capture")?;
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, graph.device())?;
-        let mut raw = 0;
+        let mut raw = RawGraphExec::NULL;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
         room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
         room.made(OPERATION, raw)?;
@@ -806,13 +806,13 @@ impl<P: Platform> DriverBackend<P> {
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         room.pool(device);
-        let mut address = 0;
+        let mut address = DevicePtr::new(0);
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
         room.check(OPERATION, code)?;
         room.made(OPERATION, address)?;
         room.blocks.lock().insert(address, Block { device, bytes, kind: BlockKind::StreamOrdered });
-        Ok(DevicePtr::new(address))
+        Ok(address)
     }
 }
 

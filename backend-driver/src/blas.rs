@@ -5,20 +5,21 @@ use std::sync::Arc;
 
 use super::calls::{GemmBatchCall, GemmCall};
 use super::platform::{Blas, BlasSettings, Platform, Quirks};
+use super::raw::{RawBlas, RawStream};
 use super::room::{HandleCount, Room};
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, Error, ErrorKind, Gemm, GemmShape, MathMode, Products, Result,
-    StreamId, Transpose, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode, Products,
+    Result, StreamId, Transpose, Workspace,
 };
 
 /// One handle of the vendor's BLAS.
 pub(super) struct DriverBlas<P: Platform> {
     room: Arc<Room<P>>,
     device: u32,
-    /// The vendor's handle; 0 once it was destroyed.
-    raw: u64,
+    /// The vendor's handle; none once it was destroyed.
+    raw: RawBlas,
     /// The stream that is bound, and its vendor handle at that time.
-    stream: Option<(StreamId, u64)>,
+    stream: Option<(StreamId, RawStream)>,
     workspace: Option<Workspace>,
     numbers: Numbers,
     /// What the device multiplies.
@@ -42,7 +43,7 @@ impl<P: Platform> DriverBlas<P> {
         let blas = room.platform.blas();
         let quirks = room.platform.quirks();
         room.platform.may_create_blas(device)?;
-        let mut raw = 0;
+        let mut raw = RawBlas::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
         room.made(OPERATION, raw)?;
@@ -79,9 +80,9 @@ impl<P: Platform> DriverBlas<P> {
         // SAFETY: each is the vendor's call for a setting of this live handle. The default stream outlives it, and the
         // null address selects its own workspace.
         unsafe {
-            self.check(operation, (calls.set_stream)(self.raw, 0))?;
+            self.check(operation, (calls.set_stream)(self.raw, RawStream::NULL))?;
             if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
-                self.check(operation, set(self.raw, 0, 0))?;
+                self.check(operation, set(self.raw, DevicePtr::new(0), 0))?;
             }
             self.check(operation, (calls.set_pointer_mode)(self.raw, 0))?;
             self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes[0]))?;
@@ -97,7 +98,7 @@ impl<P: Platform> DriverBlas<P> {
     #[inline(always)]
     fn enter(&self, operation: &'static str) -> Result<()> {
         self.room.enter(operation)?;
-        if self.raw == 0 { Err(destroyed(operation)) } else { Ok(()) }
+        if self.raw == RawBlas::NULL { Err(destroyed(operation)) } else { Ok(()) }
     }
 
     #[inline(always)]
@@ -116,14 +117,14 @@ impl<P: Platform> DriverBlas<P> {
     /// Binds the stream that has replaced another under its id, and is held by the caller.
     #[cold]
     #[inline(never)]
-    fn bind_again(&self, operation: &'static str, stream: u64) -> Result<()> {
+    fn bind_again(&self, operation: &'static str, stream: RawStream) -> Result<()> {
         let calls = &self.room.platform.blas().calls;
         // SAFETY: the handle is alive, and so is the stream.
         self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
         match (self.workspace, calls.set_workspace) {
             (Some(workspace), Some(set)) if self.room.platform.quirks().set_stream_resets_workspace => {
                 // SAFETY: as above; who bound the workspace vouched for it.
-                self.check(operation, unsafe { set(self.raw, workspace.ptr.get(), workspace.bytes) })
+                self.check(operation, unsafe { set(self.raw, workspace.ptr, workspace.bytes) })
             }
             _ => Ok(()),
         }
@@ -131,7 +132,7 @@ impl<P: Platform> DriverBlas<P> {
 
     fn close(&mut self) -> Result<()> {
         const OPERATION: &str = "destroy";
-        if self.raw == 0 {
+        if self.raw == RawBlas::NULL {
             return Err(destroyed(OPERATION));
         }
         self.room.enter(OPERATION)?;
@@ -143,7 +144,7 @@ impl<P: Platform> DriverBlas<P> {
             self.check(OPERATION, code)
         };
         // Whatever the vendor said: a second try would be one on a handle that may be gone.
-        self.raw = 0;
+        self.raw = RawBlas::NULL;
         self.count = None;
         outcome
     }
@@ -151,7 +152,7 @@ impl<P: Platform> DriverBlas<P> {
 
 impl<P: Platform> Drop for DriverBlas<P> {
     fn drop(&mut self) {
-        if self.raw == 0 {
+        if self.raw == RawBlas::NULL {
             return;
         }
         if !self.room.is_in_service() {
@@ -260,7 +261,7 @@ impl Factors {
 /// What every call for a product takes besides its sizes.
 #[derive(Clone, Copy)]
 struct Arguments {
-    handle: u64,
+    handle: RawBlas,
     transposes: [i32; 2],
     /// Of the factors, and of the result.
     types: [i32; 2],
@@ -268,12 +269,12 @@ struct Arguments {
     algorithm: i32,
     /// Where alpha and beta lie.
     scale: [*const u8; 2],
-    matrices: [u64; 3],
+    matrices: [DevicePtr; 3],
 }
 
 impl Arguments {
     #[inline(always)]
-    fn of(numbers: &Numbers, handle: u64, gemm: &Gemm, factors: &Factors) -> Self {
+    fn of(numbers: &Numbers, handle: RawBlas, gemm: &Gemm, factors: &Factors) -> Self {
         let shape = &gemm.shape;
         let transposes = [shape.transpose_a, shape.transpose_b];
         let types = [shape.data_type, shape.output];
@@ -284,7 +285,7 @@ impl Arguments {
             compute: numbers.computes[shape.data_type as usize],
             algorithm: numbers.algorithm,
             scale: factors.places(shape.data_type),
-            matrices: [gemm.a.get(), gemm.b.get(), gemm.c.get()],
+            matrices: [gemm.a, gemm.b, gemm.c],
         }
     }
 
@@ -326,7 +327,13 @@ impl Arguments {
 /// # Safety
 /// The handle is alive and bound to a live stream; the rest is as [`BlasHandle::gemm`] says.
 #[inline(always)]
-unsafe fn enqueue(operation: &'static str, blas: &Blas, numbers: &Numbers, handle: u64, gemm: &Gemm) -> Result<i32> {
+unsafe fn enqueue(
+    operation: &'static str,
+    blas: &Blas,
+    numbers: &Numbers,
+    handle: RawBlas,
+    gemm: &Gemm,
+) -> Result<i32> {
     let GemmShape { m, n, k, lda, ldb, ldc, .. } = gemm.shape;
     let usual = gemm.shape.batch.is_none() & (gemm.alpha != 0.0) & ((m | n | k | lda | ldb | ldc) <= i32::MAX as usize);
     if !usual {
@@ -349,7 +356,7 @@ unsafe fn enqueue_unusual(
     operation: &'static str,
     blas: &Blas,
     numbers: &Numbers,
-    handle: u64,
+    handle: RawBlas,
     gemm: &Gemm,
 ) -> Result<i32> {
     let factors = Factors::of(gemm);
@@ -419,7 +426,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                 (Some((stream, _)), _) if resets => self.set_stream(stream),
                 (_, Some(set)) if !resets => {
                     // SAFETY: the handle is alive, and nothing is bound.
-                    self.check(OPERATION, unsafe { set(self.raw, 0, 0) })?;
+                    self.check(OPERATION, unsafe { set(self.raw, DevicePtr::new(0), 0) })?;
                     self.workspace = None;
                     Ok(())
                 }
@@ -435,7 +442,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                 .with_hint("align the workspace as the capability `workspace_alignment` says"));
         }
         // SAFETY: the handle is alive; the caller vouches for the memory.
-        self.check(OPERATION, unsafe { set(self.raw, wanted.ptr.get(), wanted.bytes) })?;
+        self.check(OPERATION, unsafe { set(self.raw, wanted.ptr, wanted.bytes) })?;
         self.workspace = Some(wanted);
         Ok(())
     }
@@ -498,7 +505,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     }
 
     fn raw(&self) -> u64 {
-        self.raw
+        self.raw.0
     }
 
     fn reset(&mut self) -> Result<()> {

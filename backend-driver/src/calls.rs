@@ -4,6 +4,9 @@
 //! crate would be undefined behaviour for the first code that its version does not know. A call that is missing is a
 //! missing symbol for a required one, and `None` for an optional one; nothing is resolved later, and nothing panics.
 
+use super::raw::{RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
+use highwater_hal::DevicePtr;
+
 /// 64 bytes that name memory or an event of a process; passed by value, as both vendors do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
@@ -79,49 +82,49 @@ vendor_calls! {
     pub struct Calls {
         required {
             /// Whether the stream has executed everything.
-            stream_query: "StreamQuery" (u64);
+            stream_query: "StreamQuery" (RawStream);
             /// Waits for the stream.
-            stream_synchronize: "StreamSynchronize" (u64);
+            stream_synchronize: "StreamSynchronize" (RawStream);
             /// Makes a stream: out, flags, priority.
-            stream_create: "StreamCreateWithPriority" (*mut u64, u32, i32);
+            stream_create: "StreamCreateWithPriority" (*mut RawStream, u32, i32);
             /// Destroys a stream.
-            stream_destroy: "StreamDestroy" (u64);
+            stream_destroy: "StreamDestroy" (RawStream);
             /// Makes a stream wait for an event: stream, event, flags.
-            stream_wait_event: "StreamWaitEvent" (u64, u64, u32);
+            stream_wait_event: "StreamWaitEvent" (RawStream, RawEvent, u32);
             /// Least and greatest priority.
             priority_range: "GetStreamPriorityRange" (*mut i32, *mut i32);
             /// Makes an event: out, flags.
-            event_create: "EventCreate" (*mut u64, u32);
+            event_create: "EventCreate" (*mut RawEvent, u32);
             /// Destroys an event.
-            event_destroy: "EventDestroy" (u64);
+            event_destroy: "EventDestroy" (RawEvent);
             /// Records an event: event, stream.
-            event_record: "EventRecord" (u64, u64);
+            event_record: "EventRecord" (RawEvent, RawStream);
             /// Whether the event has been reached.
-            event_query: "EventQuery" (u64);
+            event_query: "EventQuery" (RawEvent);
             /// Waits for the event.
-            event_synchronize: "EventSynchronize" (u64);
+            event_synchronize: "EventSynchronize" (RawEvent);
             /// Milliseconds between two events: out, start, end.
-            event_elapsed: "EventElapsedTime" (*mut f32, u64, u64);
+            event_elapsed: "EventElapsedTime" (*mut f32, RawEvent, RawEvent);
             /// Waits for the current device.
             device_synchronize: "DeviceSynchronize" ();
             /// Allocates plain memory of the current device: out, bytes.
-            allocate: "MemAlloc" (*mut u64, usize);
+            allocate: "MemAlloc" (*mut DevicePtr, usize);
             /// Frees plain memory.
-            free: "MemFree" (u64);
+            free: "MemFree" (DevicePtr);
             /// Free and total bytes of the current device.
             memory_info: "MemGetInfo" (*mut usize, *mut usize);
             /// Copies from the host: destination, source, bytes, stream.
-            copy_to_device: "MemcpyHtoDAsync" (u64, *const u8, usize, u64);
+            copy_to_device: "MemcpyHtoDAsync" (DevicePtr, *const u8, usize, RawStream);
             /// Copies to the host: destination, source, bytes, stream.
-            copy_to_host: "MemcpyDtoHAsync" (*mut u8, u64, usize, u64);
+            copy_to_host: "MemcpyDtoHAsync" (*mut u8, DevicePtr, usize, RawStream);
             /// Copies within a device: destination, source, bytes, stream.
-            copy_on_device: "MemcpyDtoDAsync" (u64, u64, usize, u64);
+            copy_on_device: "MemcpyDtoDAsync" (DevicePtr, DevicePtr, usize, RawStream);
             /// Fills bytes: destination, value, count, stream.
-            fill_8: "MemsetD8Async" (u64, u8, usize, u64);
+            fill_8: "MemsetD8Async" (DevicePtr, u8, usize, RawStream);
             /// Fills elements of two bytes.
-            fill_16: "MemsetD16Async" (u64, u16, usize, u64);
+            fill_16: "MemsetD16Async" (DevicePtr, u16, usize, RawStream);
             /// Fills elements of four bytes.
-            fill_32: "MemsetD32Async" (u64, u32, usize, u64);
+            fill_32: "MemsetD32Async" (DevicePtr, u32, usize, RawStream);
             /// Allocates page-locked memory: out, bytes, flags.
             host_allocate: "MemHostAlloc" (*mut *mut u8, usize, u32);
             /// Frees page-locked memory.
@@ -131,47 +134,47 @@ vendor_calls! {
             /// Undoes `host_register`.
             host_unregister: "MemHostUnregister" (*mut u8);
             /// The device's address of page-locked memory: out, start, flags.
-            host_device_address: "MemHostGetDevicePointer" (*mut u64, *mut u8, u32);
+            host_device_address: "MemHostGetDevicePointer" (*mut DevicePtr, *mut u8, u32);
         }
         optional {
             /// Allocates memory in the order of a stream: out, bytes, stream.
-            allocate_async: "MemAllocAsync" (*mut u64, usize, u64);
+            allocate_async: "MemAllocAsync" (*mut DevicePtr, usize, RawStream);
             /// Frees memory in the order of a stream: memory, stream.
-            free_async: "MemFreeAsync" (u64, u64);
+            free_async: "MemFreeAsync" (DevicePtr, RawStream);
             /// The pool behind `allocate_async`: out, device.
-            default_pool: "DeviceGetDefaultMemPool" (*mut u64, i32);
+            default_pool: "DeviceGetDefaultMemPool" (*mut RawMemPool, i32);
             /// Sets an attribute of a pool: pool, which, value.
-            pool_set: "MemPoolSetAttribute" (u64, u32, *mut u64);
+            pool_set: "MemPoolSetAttribute" (RawMemPool, u32, *mut u64);
             /// Gives cached memory of a pool back: pool, bytes to keep.
-            pool_trim: "MemPoolTrimTo" (u64, usize);
+            pool_trim: "MemPoolTrimTo" (RawMemPool, usize);
             /// Begins a capture: stream, mode.
-            capture_begin: "StreamBeginCapture" (u64, u32);
+            capture_begin: "StreamBeginCapture" (RawStream, u32);
             /// Ends a capture: stream, out.
-            capture_end: "StreamEndCapture" (u64, *mut u64);
+            capture_end: "StreamEndCapture" (RawStream, *mut RawGraph);
             /// The state of a capture: stream, out.
-            capture_state: "StreamIsCapturing" (u64, *mut u32);
+            capture_state: "StreamIsCapturing" (RawStream, *mut u32);
             /// Exchanges the calling thread's capture mode.
             capture_mode: "ThreadExchangeStreamCaptureMode" (*mut u32);
             /// Makes a graph executable: out, graph, flags.
-            graph_instantiate: "GraphInstantiateWithFlags" (*mut u64, u64, u64);
+            graph_instantiate: "GraphInstantiateWithFlags" (*mut RawGraphExec, RawGraph, u64);
             /// Launches an executable graph: graph, stream.
-            graph_launch: "GraphLaunch" (u64, u64);
+            graph_launch: "GraphLaunch" (RawGraphExec, RawStream);
             /// Destroys a graph.
-            graph_destroy: "GraphDestroy" (u64);
+            graph_destroy: "GraphDestroy" (RawGraph);
             /// Destroys an executable graph.
-            graph_exec_destroy: "GraphExecDestroy" (u64);
+            graph_exec_destroy: "GraphExecDestroy" (RawGraphExec);
             /// Makes a handle of memory: out, memory.
-            ipc_export: "IpcGetMemHandle" (*mut IpcHandle, u64);
+            ipc_export: "IpcGetMemHandle" (*mut IpcHandle, DevicePtr);
             /// Opens a handle of memory: out, handle, flags.
-            ipc_open: "IpcOpenMemHandle" (*mut u64, IpcHandle, u32);
+            ipc_open: "IpcOpenMemHandle" (*mut DevicePtr, IpcHandle, u32);
             /// Closes memory of another process.
-            ipc_close: "IpcCloseMemHandle" (u64);
+            ipc_close: "IpcCloseMemHandle" (DevicePtr);
             /// The allocation around an address: its start, its bytes, the address.
-            address_range: "MemGetAddressRange" (*mut u64, *mut usize, u64);
+            address_range: "MemGetAddressRange" (*mut DevicePtr, *mut usize, DevicePtr);
             /// Makes a handle of an event: out, event.
-            ipc_export_event: "IpcGetEventHandle" (*mut IpcHandle, u64);
+            ipc_export_event: "IpcGetEventHandle" (*mut IpcHandle, RawEvent);
             /// Opens a handle of an event: out, handle.
-            ipc_open_event: "IpcOpenEventHandle" (*mut u64, IpcHandle);
+            ipc_open_event: "IpcOpenEventHandle" (*mut RawEvent, IpcHandle);
         }
     }
 }
@@ -212,21 +215,21 @@ impl Calls {
 /// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
 /// its type, ldc, compute type, algorithm.
 pub type GemmCall<N> = unsafe extern "C" fn(
-    u64,
+    RawBlas,
     i32,
     i32,
     N,
     N,
     N,
     *const u8,
-    u64,
+    DevicePtr,
     i32,
     N,
-    u64,
+    DevicePtr,
     i32,
     N,
     *const u8,
-    u64,
+    DevicePtr,
     i32,
     N,
     i32,
@@ -235,23 +238,23 @@ pub type GemmCall<N> = unsafe extern "C" fn(
 
 /// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
 pub type GemmBatchCall<N> = unsafe extern "C" fn(
-    u64,
+    RawBlas,
     i32,
     i32,
     N,
     N,
     N,
     *const u8,
-    u64,
+    DevicePtr,
     i32,
     N,
     i64,
-    u64,
+    DevicePtr,
     i32,
     N,
     i64,
     *const u8,
-    u64,
+    DevicePtr,
     i32,
     N,
     i64,
@@ -265,21 +268,21 @@ vendor_calls! {
     pub struct BlasCalls {
         required {
             /// Makes a handle.
-            create: "Create" (*mut u64);
+            create: "Create" (*mut RawBlas);
             /// Destroys a handle.
-            destroy: "Destroy" (u64);
+            destroy: "Destroy" (RawBlas);
             /// Binds a stream: handle, stream.
-            set_stream: "SetStream" (u64, u64);
+            set_stream: "SetStream" (RawBlas, RawStream);
             /// Says whether kernels may add with atomics: handle, mode.
-            set_atomics_mode: "SetAtomicsMode" (u64, u32);
+            set_atomics_mode: "SetAtomicsMode" (RawBlas, u32);
             /// Sets the location of alpha and beta: handle, mode. Mode 0 is the host with both vendors.
-            set_pointer_mode: "SetPointerMode" (u64, u32);
+            set_pointer_mode: "SetPointerMode" (RawBlas, u32);
         }
         optional {
             /// Binds a workspace: handle, memory, bytes.
-            set_workspace: "SetWorkspace" (u64, u64, usize);
+            set_workspace: "SetWorkspace" (RawBlas, DevicePtr, usize);
             /// Sets the precision: handle, mode.
-            set_math_mode: "SetMathMode" (u64, u32);
+            set_math_mode: "SetMathMode" (RawBlas, u32);
         }
     }
 }

@@ -162,10 +162,10 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         room.device(OPERATION, device)?;
         let (start, inside) = room.host_block(OPERATION, ptr)?;
         let _current = room.make_current(OPERATION, device)?;
-        let mut address = 0;
+        let mut address = DevicePtr::new(0);
         // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
         let code = unsafe { (room.platform.calls().host_device_address)(&mut address, start as *mut u8, 0) };
         room.check(OPERATION, code)?;
-        Ok(DevicePtr::new(address).offset(inside))
+        Ok(address.offset(inside))
     }
 }

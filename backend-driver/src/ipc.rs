@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::calls::IpcHandle;
-use super::platform::Platform;
+use super::platform::{Platform, SharedBlock};
+use super::raw::RawEvent;
 use super::room::{BlockKind, FOREIGN, INTERPROCESS, Mapped, MappedKey, Room};
 use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
 
@@ -78,7 +79,7 @@ impl<P: Platform> DriverIpc<P> {
     }
 
     /// The vendor's part of an open.
-    fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(u64, Option<super::platform::SharedBlock>)> {
+    fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(DevicePtr, Option<SharedBlock>)> {
         const OPERATION: &str = "open_memory";
         let room = &*self.0;
         let _relaxed = room.relaxed();
@@ -88,13 +89,13 @@ impl<P: Platform> DriverIpc<P> {
             return Ok((room.made(OPERATION, block.address)?, Some(block)));
         }
         let Some(open) = room.platform.calls().ipc_open else { return Err(unsupported(OPERATION, handle.transport)) };
-        let mut address = 0;
+        let mut address = DevicePtr::new(0);
         let flag = room.platform.quirks().ipc_open_flag;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
         room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
         room.made(OPERATION, address)?;
         if let Some(range) = room.platform.calls().address_range {
-            let (mut start, mut bytes) = (0, 0);
+            let (mut start, mut bytes) = (DevicePtr::new(0), 0);
             // SAFETY: the call writes two numbers that live until it returns.
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
@@ -111,7 +112,7 @@ impl<P: Platform> DriverIpc<P> {
     }
 
     /// Counts one more open of what is mapped already; `None` where this thread has to map it, for which a place is kept.
-    fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<u64>> {
+    fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<DevicePtr>> {
         let mut mapped = self.0.mapped.lock();
         loop {
             match mapped.get_mut(&key) {
@@ -155,11 +156,11 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         };
         let exported = {
             let blocks = room.blocks.lock();
-            let block = blocks.get(&ptr.get()).filter(|block| block.device == device).ok_or_else(not_for_it)?;
+            let block = blocks.get(&ptr).filter(|block| block.device == device).ok_or_else(not_for_it)?;
             match &block.kind {
                 BlockKind::Legacy if transport == Transport::Legacy => (block.bytes as u64, None),
                 BlockKind::Shared { transport: made_for, token, block: shared } if *made_for == transport => {
-                    let copy = super::platform::SharedBlock { ..*shared };
+                    let copy = SharedBlock { ..*shared };
                     (block.bytes as u64, Some((*token, copy)))
                 }
                 _ => return Err(not_for_it()),
@@ -184,7 +185,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 };
                 let mut payload = IpcHandle([0; 64]);
                 // SAFETY: the call writes 64 bytes that live until it returns.
-                room.check(OPERATION, unsafe { export(&mut payload, ptr.get()) })?;
+                room.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
                 Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
             }
         }
@@ -216,14 +217,14 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         }
         let key = (device, handle.transport as u32, handle.payload);
         if let Some(address) = self.open_again(key, handle.bytes)? {
-            return Ok(DevicePtr::new(address));
+            return Ok(address);
         }
         let opened = self.open(device, handle);
         let mut mapped = room.mapped.lock();
         let answer = match opened {
             Ok((address, block)) => {
                 mapped.insert(key, Mapped { address: Some(address), bytes: handle.bytes, opens: 1, block });
-                Ok(DevicePtr::new(address))
+                Ok(address)
             }
             Err(error) => {
                 mapped.remove(&key);
@@ -241,7 +242,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         room.device(OPERATION, device)?;
         let (key, bytes, block) = {
             let mut mapped = room.mapped.lock();
-            let found = mapped.iter_mut().find(|(key, mapped)| key.0 == device && mapped.address == Some(ptr.get()));
+            let found = mapped.iter_mut().find(|(key, mapped)| key.0 == device && mapped.address == Some(ptr));
             let Some((key, found)) = found else {
                 return Err(Error::new(
                     ErrorKind::InvalidPointer,
@@ -265,7 +266,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             unsafe {
                 match (&block, room.platform.calls().ipc_close) {
                     (Some(block), _) => room.platform.free_shared(OPERATION, block),
-                    (None, Some(close)) => room.check(OPERATION, close(ptr.get())),
+                    (None, Some(close)) => room.check(OPERATION, close(ptr)),
                     (None, None) => Ok(()),
                 }
             }
@@ -274,7 +275,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         if outcome.is_ok() {
             mapped.remove(&key);
         } else {
-            mapped.insert(key, Mapped { address: Some(ptr.get()), bytes, opens: 1, block });
+            mapped.insert(key, Mapped { address: Some(ptr), bytes, opens: 1, block });
         }
         room.mapped_changed.notify_all();
         outcome
@@ -318,7 +319,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         };
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
-        let mut raw = 0;
+        let mut raw = RawEvent::NULL;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
         room.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
         room.made(OPERATION, raw)?;

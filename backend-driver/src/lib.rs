@@ -30,6 +30,7 @@ mod once;
 mod place;
 mod platform;
 mod primitive;
+mod raw;
 mod records;
 mod room;
 #[cfg(test)]
@@ -49,5 +50,6 @@ pub use loaded::loaded_files;
 pub use once::Initialised;
 pub use place::{set_place, text};
 pub use platform::{Blas, BlasSettings, Opened, Platform, Quirks, SharedBlock};
+pub use raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 pub use room::{Current, HandleCount, HeldStream, Relaxed, Room};
 pub use vendor::{Found, LibraryName, Search, VendorLibrary, environment_path};

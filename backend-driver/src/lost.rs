@@ -8,6 +8,7 @@
 
 use super::objects::Removed;
 use super::platform::Platform;
+use super::raw::{RawEvent, RawStream};
 use super::room::{self, CAPTURES, FOREIGN, HIGH, HeldStream, LOW, Room};
 use highwater_hal::{Error, ErrorKind, Result, StreamId, StreamPriority};
 
@@ -15,7 +16,7 @@ use highwater_hal::{Error, ErrorKind, Result, StreamId, StreamPriority};
 #[derive(Debug)]
 pub(super) struct OpenCapture {
     /// The vendor's handle of the stream that it began on.
-    origin: u64,
+    origin: RawStream,
     /// The thread that began it.
     thread: u64,
     members: Vec<Member>,
@@ -26,7 +27,7 @@ pub(super) struct OpenCapture {
 struct Member {
     stream: StreamId,
     /// The vendor's event behind what was enqueued before.
-    before: u64,
+    before: RawEvent,
     /// Whether it is certain that it takes part in this capture, of several that are open.
     certain: bool,
 }
@@ -39,11 +40,16 @@ impl<P: Platform> Room<P> {
     }
 
     /// Makes a stream of the vendor.
-    pub(super) fn make_stream(&self, operation: &'static str, device: u32, priority: StreamPriority) -> Result<u64> {
+    pub(super) fn make_stream(
+        &self,
+        operation: &'static str,
+        device: u32,
+        priority: StreamPriority,
+    ) -> Result<RawStream> {
         let (calls, flags) = (self.platform.calls(), self.platform.quirks().stream_flags);
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
-        let (mut least, mut greatest, mut raw) = (0, 0, 0);
+        let (mut least, mut greatest, mut raw) = (0, 0, RawStream::NULL);
         // SAFETY: the call writes two numbers that live until it returns.
         self.check(operation, unsafe { (calls.priority_range)(&mut least, &mut greatest) })?;
         let priority = match priority {
@@ -57,11 +63,11 @@ impl<P: Platform> Room<P> {
     }
 
     /// An event behind what was enqueued on a stream, which is held by the caller.
-    fn mark_before(&self, operation: &'static str, stream: &HeldStream<'_>, device: u32) -> Result<u64> {
+    fn mark_before(&self, operation: &'static str, stream: &HeldStream<'_>, device: u32) -> Result<RawEvent> {
         let calls = self.platform.calls();
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
-        let mut event = 0;
+        let mut event = RawEvent::NULL;
         let [plain, ..] = self.platform.quirks().event_flags;
         // SAFETY: the call writes one number that lives until it returns.
         self.check(operation, unsafe { (calls.event_create)(&mut event, plain) })?;
@@ -74,7 +80,7 @@ impl<P: Platform> Room<P> {
         recorded.map(|()| event)
     }
 
-    fn give_up_mark(&self, event: u64) {
+    fn give_up_mark(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
         // SAFETY: only the room knows the event, and forgets it here.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
@@ -127,7 +133,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Notes that the stream takes part. A vendor does not say in which capture: this thread's own is the one, if it has one.
-    fn note_member(&self, stream: StreamId, before: u64) -> bool {
+    fn note_member(&self, stream: StreamId, before: RawEvent) -> bool {
         let mut open = self.open_captures.lock();
         let (one, here) = (open.len() == 1, room::this_thread());
         let own = open.iter().rposition(|capture| capture.thread == here);
@@ -143,14 +149,14 @@ impl<P: Platform> Room<P> {
         open.iter().any(|capture| capture.members.iter().skip(1).any(|member| member.stream == stream))
     }
 
-    pub(super) fn take_capture(&self, origin: u64) -> Option<OpenCapture> {
+    pub(super) fn take_capture(&self, origin: RawStream) -> Option<OpenCapture> {
         let mut open = self.open_captures.lock();
         let index = open.iter().position(|capture| capture.origin == origin)?;
         Some(open.swap_remove(index))
     }
 
     /// Forgets a capture that has ended well.
-    pub(super) fn forget_capture(&self, origin: u64) {
+    pub(super) fn forget_capture(&self, origin: RawStream) {
         for member in self.take_capture(origin).into_iter().flat_map(|capture| capture.members) {
             self.give_up_mark(member.before);
         }
@@ -167,7 +173,7 @@ impl<P: Platform> Room<P> {
 
     /// Puts new streams in the place of those that died with the capture of `stream`, whose handle was `origin`.
     #[cold]
-    pub(super) fn replace_dead(&self, operation: &'static str, stream: StreamId, origin: u64) -> Result<()> {
+    pub(super) fn replace_dead(&self, operation: &'static str, stream: StreamId, origin: RawStream) -> Result<()> {
         match self.take_capture(origin) {
             Some(capture) => self.replace_members(operation, stream, capture),
             // Other code began it: what came before can only be waited for.
@@ -215,7 +221,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Puts a new stream under the id of a dead one.
-    fn replace_stream(&self, operation: &'static str, stream: StreamId, before: Option<u64>) -> Result<()> {
+    fn replace_stream(&self, operation: &'static str, stream: StreamId, before: Option<RawEvent>) -> Result<()> {
         let flags = self.stream(operation, stream)?.flags();
         if flags & FOREIGN != 0 {
             let message =
@@ -262,7 +268,7 @@ impl<P: Platform> Room<P> {
     pub(super) fn destroy_with_capture(
         &self,
         operation: &'static str,
-        stream: &Removed,
+        stream: &Removed<RawStream>,
         destroy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         // Before another stream can have the same handle.

@@ -214,7 +214,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
     fake.lose(before);
     end(&fake, id);
     // This thread's own use puts it off.
-    assert!(fake.is_alive(before) && held.raw() == before && raw(&fake, id) != before);
+    assert!(fake.is_alive(before) && held.raw().0 == before && raw(&fake, id) != before);
     drop(held);
     use_it(&fake, id);
     backend.live_objects();

@@ -11,10 +11,11 @@
 use std::marker::PhantomData;
 
 use crate::primitive::{AtomicPtr, AtomicU64, Mutex, Ordering};
-use highwater_hal::{BackendTag, Error, ErrorKind, IdParts, ObjectId, Result};
+use highwater_hal::{BackendTag, Error, ErrorKind, IdParts, Result};
 use std::num::NonZeroU32;
 
 use super::hazards::{Fenced, Hazard};
+use super::raw::{IdOf, Raw};
 use super::records;
 
 /// One object: what the id of its generation stands for.
@@ -62,36 +63,36 @@ impl Slot {
 
     /// The handle, where the slot still holds the object of these parts. The use was announced before.
     #[inline(always)]
-    fn held(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_>> {
+    fn held<R: Raw>(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_, R>> {
         let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
-        stands.then(|| Held { slot: self, _hazard: hazard })
+        stands.then(|| Held { slot: self, _hazard: hazard, kind: PhantomData })
     }
 }
 
 /// The objects of one kind that a backend has made.
 #[derive(Debug)]
-pub(super) struct Objects<I> {
+pub(super) struct Objects<I: IdOf> {
     tag: BackendTag,
     chunks: [AtomicPtr<Slot>; CHUNKS],
-    book: Mutex<Book>,
+    book: Mutex<Book<I::Raw>>,
     kind: PhantomData<fn(I) -> I>,
 }
 
-#[derive(Debug, Default)]
-struct Book {
+#[derive(Debug)]
+struct Book<R> {
     slots: u32,
     free: Vec<u32>,
     live: u64,
     /// Removed, but perhaps still used by a call of another thread.
-    put_off: Vec<Removed>,
+    put_off: Vec<Removed<R>>,
 }
 
 /// What was taken out of a table and is to be destroyed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Removed {
+pub(super) struct Removed<R> {
     slot: u32,
     pub(super) device: u32,
-    pub(super) raw: u64,
+    pub(super) raw: R,
     pub(super) flags: u64,
     /// Whether the slot goes on, with another handle.
     replaced: bool,
@@ -99,17 +100,18 @@ pub(super) struct Removed {
 
 /// A vendor handle that is not destroyed while this is alive.
 #[derive(Debug)]
-pub(super) struct Held<'t> {
+pub(super) struct Held<'t, R> {
     slot: &'t Slot,
     _hazard: Hazard,
+    kind: PhantomData<R>,
 }
 
-impl Held<'_> {
+impl<R: Raw> Held<'_, R> {
     /// The vendor's handle.
     #[inline(always)]
-    pub(super) fn raw(&self) -> u64 {
+    pub(super) fn raw(&self) -> R {
         // Relaxed: written before the state that was seen.
-        self.slot.raw.load(Ordering::Relaxed)
+        R::from_number(self.slot.raw.load(Ordering::Relaxed))
     }
 
     #[inline(always)]
@@ -138,18 +140,18 @@ impl Held<'_> {
     }
 }
 
-impl<I: ObjectId> Objects<I> {
+impl<I: IdOf> Objects<I> {
     pub(super) fn new(tag: BackendTag) -> Self {
         Self {
             tag,
             chunks: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
-            book: Mutex::new(Book::default()),
+            book: Mutex::new(Book { slots: 0, free: Vec::new(), live: 0, put_off: Vec::new() }),
             kind: PhantomData,
         }
     }
 
     /// Takes in a vendor handle and issues its id.
-    pub(super) fn insert(&self, operation: &'static str, device: u32, raw: u64, flags: u64) -> Result<I> {
+    pub(super) fn insert(&self, operation: &'static str, device: u32, raw: I::Raw, flags: u64) -> Result<I> {
         let mut book = self.book.lock();
         let index = match book.free.pop() {
             Some(index) => index,
@@ -177,7 +179,7 @@ impl<I: ObjectId> Objects<I> {
         let Some(non_zero) = NonZeroU32::new(generation) else {
             return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids was used up"));
         };
-        slot.raw.store(raw, Ordering::Relaxed);
+        slot.raw.store(raw.number(), Ordering::Relaxed);
         slot.flags.store(flags, Ordering::Relaxed);
         // Release: who sees the state sees the handle.
         slot.state.store(live(generation, device), Ordering::Release);
@@ -212,19 +214,19 @@ impl<I: ObjectId> Objects<I> {
     /// What [`Objects::hold`] gives for the ids of the first slots, in a thread that has announced before and announces nothing
     /// now: nearly always.
     #[inline(always)]
-    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_>> {
+    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_, I::Raw>> {
         let (record, slot) = (records::known()?, self.first_slot_of(parts)?);
         slot.held(parts, record.announce_first(slot.address())?)
     }
 
     /// The same of [`Objects::hold_with`].
     #[inline(always)]
-    fn hold_quickly_with<'t, J: ObjectId>(
+    fn hold_quickly_with<'t, J: IdOf>(
         &'t self,
         parts: &IdParts,
         others: &'t Objects<J>,
         other_parts: &IdParts,
-    ) -> Option<(Held<'t>, Held<'t>)> {
+    ) -> Option<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
         let record = records::known()?;
         let (slot, other_slot) = (self.first_slot_of(parts)?, others.first_slot_of(other_parts)?);
         let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
@@ -239,7 +241,7 @@ impl<I: ObjectId> Objects<I> {
 
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
     #[inline(always)]
-    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_, I::Raw>> {
         match self.hold_quickly(&id.parts()) {
             Some(held) => Ok(held),
             None => self.hold_any(operation, id),
@@ -249,7 +251,7 @@ impl<I: ObjectId> Objects<I> {
     /// The same in any thread, and what is wrong with the id.
     #[cold]
     #[inline(never)]
-    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_>> {
+    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_, I::Raw>> {
         let parts = id.parts();
         if let Some(slot) = self.slot_of(&parts)
             && let Some(held) = slot.held(&parts, records::announce(slot.address()))
@@ -261,13 +263,13 @@ impl<I: ObjectId> Objects<I> {
 
     /// The vendor handles of two ids of two tables, at the price of one.
     #[inline(always)]
-    pub(super) fn hold_with<'t, J: ObjectId>(
+    pub(super) fn hold_with<'t, J: IdOf>(
         &'t self,
         operation: &'static str,
         id: I,
         others: &'t Objects<J>,
         other: J,
-    ) -> Result<(Held<'t>, Held<'t>)> {
+    ) -> Result<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
         match self.hold_quickly_with(&id.parts(), others, &other.parts()) {
             Some(both) => Ok(both),
             None => self.hold_any_with(operation, id, others, other),
@@ -277,13 +279,13 @@ impl<I: ObjectId> Objects<I> {
     /// The same in any thread, and what is wrong with the ids.
     #[cold]
     #[inline(never)]
-    fn hold_any_with<'t, J: ObjectId>(
+    fn hold_any_with<'t, J: IdOf>(
         &'t self,
         operation: &'static str,
         id: I,
         others: &'t Objects<J>,
         other: J,
-    ) -> Result<(Held<'t>, Held<'t>)> {
+    ) -> Result<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
         let (parts, other_parts) = (id.parts(), other.parts());
         let (slot, other_slot) = (self.slot_of(&parts), others.slot_of(&other_parts));
         if let (Some(slot), Some(other_slot)) = (slot, other_slot) {
@@ -318,7 +320,7 @@ impl<I: ObjectId> Objects<I> {
         operation: &'static str,
         id: I,
         at_once: u64,
-        mut destroy: impl FnMut(&Removed) -> Result<()>,
+        mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>,
     ) -> Result<()> {
         let parts = id.parts();
         let removed = {
@@ -329,7 +331,8 @@ impl<I: ObjectId> Objects<I> {
             let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
             slot.state.store(u64::from(parts.generation.get()) << 32, Ordering::Relaxed);
             book.live -= 1;
-            let (raw, flags) = (slot.raw.load(Ordering::Relaxed), slot.flags.load(Ordering::Relaxed));
+            let raw = I::Raw::from_number(slot.raw.load(Ordering::Relaxed));
+            let flags = slot.flags.load(Ordering::Relaxed);
             Removed { slot: parts.slot, device: parts.device, raw, flags, replaced: false }
         };
         if removed.flags & at_once != 0 {
@@ -357,8 +360,8 @@ impl<I: ObjectId> Objects<I> {
         &self,
         operation: &'static str,
         id: I,
-        raw: u64,
-        mut destroy: impl FnMut(&Removed) -> Result<()>,
+        raw: I::Raw,
+        mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>,
     ) -> Result<()> {
         let parts = id.parts();
         let replaced = {
@@ -368,7 +371,7 @@ impl<I: ObjectId> Objects<I> {
                 known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
             let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
             // Release: who finds the handle finds what it stands for.
-            let old = slot.raw.swap(raw, Ordering::Release);
+            let old = I::Raw::from_number(slot.raw.swap(raw.number(), Ordering::Release));
             drop(book);
             Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, replaced: true }
         };
@@ -381,7 +384,7 @@ impl<I: ObjectId> Objects<I> {
     }
 
     /// Destroys what was put off and is used no more.
-    pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed) -> Result<()>) {
+    pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>) {
         self.sweep_with(None, |removed| {
             if let Err(error) = destroy(removed) {
                 tracing::warn!("an object that was in use when it was destroyed is left: {error}");
@@ -389,8 +392,8 @@ impl<I: ObjectId> Objects<I> {
         });
     }
 
-    fn sweep_with(&self, first: Option<Removed>, mut destroy: impl FnMut(&Removed)) {
-        let candidates: Vec<Removed> = {
+    fn sweep_with(&self, first: Option<Removed<I::Raw>>, mut destroy: impl FnMut(&Removed<I::Raw>)) {
+        let candidates: Vec<_> = {
             let mut book = self.book.lock();
             first.into_iter().chain(book.put_off.drain(..)).collect()
         };
@@ -424,7 +427,7 @@ impl<I: ObjectId> Objects<I> {
     }
 
     /// Whether a call uses what was removed before the fence.
-    fn is_used(&self, removed: &Removed, fenced: &Fenced) -> bool {
+    fn is_used(&self, removed: &Removed<I::Raw>, fenced: &Fenced) -> bool {
         self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address(), fenced))
     }
 
@@ -456,13 +459,13 @@ impl<I: ObjectId> Objects<I> {
 }
 
 #[cfg(test)]
-impl<I> Objects<I> {
+impl<I: IdOf> Objects<I> {
     pub(super) fn is_locked(&self) -> bool {
         self.book.is_locked()
     }
 }
 
-impl<I> Drop for Objects<I> {
+impl<I: IdOf> Drop for Objects<I> {
     fn drop(&mut self) {
         for (chunk, slots) in self.chunks.iter().enumerate() {
             let slots = slots.load(Ordering::Acquire);
@@ -477,8 +480,9 @@ impl<I> Drop for Objects<I> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::raw::RawStream;
     use super::*;
-    use highwater_hal::StreamId;
+    use highwater_hal::{ObjectId as _, StreamId};
 
     #[test]
     fn places_follow_one_another_without_a_gap() {
@@ -495,28 +499,28 @@ mod tests {
     #[test]
     fn an_id_is_stale_once_removed_and_its_slot_is_used_again_for_another() {
         let table = Objects::<StreamId>::new(BackendTag::next());
-        let old = table.insert("t", 3, 77, 0).unwrap();
-        assert_eq!((table.hold("t", old).unwrap().raw(), old.device()), (77, 3));
+        let old = table.insert("t", 3, RawStream(77), 0).unwrap();
+        assert_eq!((table.hold("t", old).unwrap().raw().0, old.device()), (77, 3));
         let mut destroyed = Vec::new();
         table
             .remove("t", old, 0, |removed| {
-                destroyed.push((removed.raw, removed.device));
+                destroyed.push((removed.raw.0, removed.device));
                 Ok(())
             })
             .unwrap();
         assert_eq!(destroyed, [(77, 3)]);
-        let new = table.insert("t", 3, 78, 0).unwrap();
+        let new = table.insert("t", 3, RawStream(78), 0).unwrap();
         assert_eq!(old.parts().slot, new.parts().slot);
         assert_eq!(table.hold("t", old).unwrap_err().kind(), ErrorKind::InvalidHandle);
         assert_eq!(table.remove("t", old, 0, |_| Ok(())).unwrap_err().kind(), ErrorKind::InvalidHandle);
-        assert_eq!((table.hold("t", new).unwrap().raw(), table.live()), (78, 1));
+        assert_eq!((table.hold("t", new).unwrap().raw().0, table.live()), (78, 1));
     }
 
     #[test]
     fn ids_of_other_backends_and_forged_ones_are_refused() {
         let (table, other) =
             (Objects::<StreamId>::new(BackendTag::next()), Objects::<StreamId>::new(BackendTag::next()));
-        let id = table.insert("t", 1, 5, 0).unwrap();
+        let id = table.insert("t", 1, RawStream(5), 0).unwrap();
         assert_eq!(other.hold("t", id).unwrap_err().kind(), ErrorKind::InvalidHandle);
         for forged in [IdParts { device: 0, ..id.parts() }, IdParts { slot: 40_000_000, ..id.parts() }] {
             // SAFETY: no runtime uses this table.
@@ -528,7 +532,7 @@ mod tests {
     #[test]
     fn what_a_call_uses_is_destroyed_only_after_it() {
         let table = Objects::<StreamId>::new(BackendTag::next());
-        let id = table.insert("t", 0, 9, 0).unwrap();
+        let id = table.insert("t", 0, RawStream(9), 0).unwrap();
         let held = table.hold("t", id).unwrap();
         let mut destroyed = 0;
         table
@@ -540,7 +544,7 @@ mod tests {
         assert_eq!((destroyed, table.live(), table.put_off_without(1)), (0, 0, 1));
         assert!(table.hold("t", id).is_err());
         // The slot is not used again before its handle is destroyed.
-        let other = table.insert("t", 0, 10, 0).unwrap();
+        let other = table.insert("t", 0, RawStream(10), 0).unwrap();
         assert_ne!(other.parts().slot, id.parts().slot);
         table.sweep(|_| {
             destroyed += 1;
@@ -562,7 +566,7 @@ mod tests {
     #[test]
     fn flags_are_counted_over_live_objects() {
         let table = Objects::<StreamId>::new(BackendTag::next());
-        let ids: Vec<_> = (0..200).map(|raw| table.insert("t", 0, raw, raw & 1).unwrap()).collect();
+        let ids: Vec<_> = (0..200).map(|raw| table.insert("t", 0, RawStream(raw), raw & 1).unwrap()).collect();
         table.remove("t", ids[1], 0, |_| Ok(())).unwrap();
         table.hold("t", ids[0]).unwrap().set_flag(1, true);
         table.hold("t", ids[3]).unwrap().set_flag(1, false);
@@ -576,24 +580,24 @@ mod tests {
         // The handle is an index into this array; destroying marks it.
         let destroyed: Vec<AtomicBool> = (0..2000).map(|_| AtomicBool::new(false)).collect();
         let table = Objects::<StreamId>::new(BackendTag::next());
-        let current = std::sync::Mutex::new(table.insert("t", 0, 0, 0).unwrap());
+        let current = std::sync::Mutex::new(table.insert("t", 0, RawStream(0), 0).unwrap());
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
                     for _ in 0..20_000 {
                         let id = *current.lock().unwrap();
                         if let Ok(held) = table.hold("t", id) {
-                            assert!(!destroyed[held.raw() as usize].load(std::sync::atomic::Ordering::SeqCst));
+                            assert!(!destroyed[held.raw().0 as usize].load(std::sync::atomic::Ordering::SeqCst));
                         }
                     }
                 });
             }
             for raw in 1..2000 {
-                let next = table.insert("t", 0, raw, 0).unwrap();
+                let next = table.insert("t", 0, RawStream(raw), 0).unwrap();
                 let old = std::mem::replace(&mut *current.lock().unwrap(), next);
                 table
                     .remove("t", old, 0, |removed| {
-                        destroyed[removed.raw as usize].store(true, std::sync::atomic::Ordering::SeqCst);
+                        destroyed[removed.raw.0 as usize].store(true, std::sync::atomic::Ordering::SeqCst);
                         Ok(())
                     })
                     .unwrap();

@@ -7,19 +7,20 @@ use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
 use super::captures::Captures;
 use super::codes::Codes;
 use super::library::Library;
+use super::raw::{RawBlas, RawStream};
 use super::room::Room;
 use highwater_hal::{
-    BlasHandle, Capabilities, DataType, DeviceInfo, Error, Identity, MathMode, MemoryHandle, Result, Transport,
-    Transpose,
+    BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, Result,
+    Transport, Transpose,
 };
 
 /// How a vendor behaves, as data. Each field is named for the behaviour.
 #[derive(Debug, Clone, Copy)]
 pub struct Quirks {
     /// The handle of the legacy default stream.
-    pub legacy_stream: u64,
+    pub legacy_stream: RawStream,
     /// The handle of the per-thread default stream.
-    pub per_thread_stream: u64,
+    pub per_thread_stream: RawStream,
     /// The code of "not done yet".
     pub not_ready: i32,
     /// The code of exhausted memory.
@@ -158,7 +159,7 @@ pub type BlasSettings = [Option<i32>; 6];
 #[derive(Debug)]
 pub struct SharedBlock {
     /// Where it is mapped.
-    pub address: u64,
+    pub address: DevicePtr,
     /// The vendor's own number for the allocation.
     pub allocation: u64,
     /// Bytes that were mapped: what was asked for, rounded up.
@@ -172,6 +173,9 @@ pub struct SharedBlock {
 /// The room frees memory by the answers of these calls. So the calls are the vendor's own, with the arguments that the
 /// table declares, and keep what the vendor's manual promises of streams, events and copies.
 pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
+    /// What makes current again what was before.
+    type Previous: Copy + fmt::Debug;
+
     /// The calls of the driver.
     fn calls(&self) -> &Calls;
 
@@ -194,10 +198,10 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// The vendor's code.
-    fn make_current(&self, device: u32) -> Result<Option<u64>, i32>;
+    fn make_current(&self, device: u32) -> Result<Option<Self::Previous>, i32>;
 
     /// Makes current again what was before.
-    fn restore(&self, previous: u64);
+    fn restore(&self, previous: Self::Previous);
 
     /// Lets `device` use memory of `peer` directly. Called once for a pair; the device is current.
     ///
@@ -209,7 +213,7 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Safety
     /// As [`Backend::copy`](highwater_hal::Backend::copy).
-    unsafe fn copy_peer(&self, dst: (u32, u64), src: (u32, u64), bytes: usize, stream: u64) -> i32;
+    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32;
 
     /// Whether `stream`, which other code made, is one of `device`.
     ///
@@ -218,7 +222,7 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// The vendor's code.
-    unsafe fn stream_is_of(&self, stream: u64, device: u32) -> Result<bool, i32>;
+    unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32>;
 
     /// Allocates memory that can be shared by a descriptor or over a fabric; the device is current.
     ///
@@ -269,7 +273,7 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     }
 
     /// Reads the settings of a fresh BLAS handle that only this vendor has, for [`Platform::restore_blas`].
-    fn blas_settings(&self, handle: u64) -> BlasSettings {
+    fn blas_settings(&self, handle: RawBlas) -> BlasSettings {
         let _ = handle;
         BlasSettings::default()
     }
@@ -278,7 +282,7 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// The vendor's code.
-    fn restore_blas(&self, handle: u64, fresh: &BlasSettings) -> Result<(), i32> {
+    fn restore_blas(&self, handle: RawBlas, fresh: &BlasSettings) -> Result<(), i32> {
         let _ = (handle, fresh);
         Ok(())
     }

@@ -13,9 +13,10 @@ use super::hazards::Asking;
 use super::lost::OpenCapture;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
+use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::{
-    Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr, Identity, Result,
-    StreamId, Transport,
+    Capabilities, Completion, DeviceInfo, DevicePtr, Error, ErrorKind, EventId, GraphExecId, GraphId, HostPtr,
+    Identity, Result, StreamId, Transport,
     fork::{self, Generation},
 };
 
@@ -58,7 +59,7 @@ pub(super) struct HostBlock {
 #[derive(Debug)]
 pub(super) struct Mapped {
     /// `None` while a thread is opening it.
-    pub(super) address: Option<u64>,
+    pub(super) address: Option<DevicePtr>,
     /// Bytes that the handle was opened for.
     pub(super) bytes: u64,
     pub(super) opens: u64,
@@ -74,7 +75,7 @@ pub(super) struct DeviceState {
     pub(super) info: DeviceInfo,
     pub(super) capabilities: Capabilities,
     /// The pool behind stream-ordered memory, once it was set up.
-    pub(super) pool: OnceLock<Option<u64>>,
+    pub(super) pool: OnceLock<Option<RawMemPool>>,
 }
 
 /// What a driven backend and its handles share.
@@ -87,7 +88,7 @@ pub struct Room<P: Platform> {
     pub(super) events: Objects<EventId>,
     pub(super) graphs: Objects<GraphId>,
     pub(super) graph_execs: Objects<GraphExecId>,
-    pub(super) blocks: Mutex<HashMap<u64, Block>>,
+    pub(super) blocks: Mutex<HashMap<DevicePtr, Block>>,
     pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
     pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
     pub(super) mapped_changed: Condvar,
@@ -116,15 +117,15 @@ impl<P: Platform> fmt::Debug for Room<P> {
 /// A stream's vendor handle, which is not destroyed while this is alive.
 #[derive(Debug)]
 pub struct HeldStream<'r> {
-    raw: u64,
-    held: Option<Held<'r>>,
+    raw: RawStream,
+    held: Option<Held<'r, RawStream>>,
 }
 
 impl HeldStream<'_> {
     /// The vendor's handle.
     #[must_use]
     #[inline(always)]
-    pub const fn raw(&self) -> u64 {
+    pub const fn raw(&self) -> RawStream {
         self.raw
     }
 
@@ -136,7 +137,7 @@ impl HeldStream<'_> {
 
     /// What the room remembers of it; nothing of a default stream.
     pub(super) fn flags(&self) -> u64 {
-        self.held.as_ref().map_or(0, Held::flags)
+        self.held.as_ref().map_or(0, |held| held.flags())
     }
 
     /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
@@ -172,7 +173,7 @@ pub(super) fn this_thread() -> u64 {
 #[derive(Debug)]
 pub struct Current<'r, P: Platform> {
     platform: &'r P,
-    previous: Option<u64>,
+    previous: Option<P::Previous>,
 }
 
 impl<P: Platform> Drop for Current<'_, P> {
@@ -290,8 +291,8 @@ impl<P: Platform> Room<P> {
     /// # Errors
     /// `Vendor` for 0.
     #[inline]
-    pub fn made(&self, operation: &'static str, raw: u64) -> Result<u64> {
-        if raw == 0 { Err(nothing(operation)) } else { Ok(raw) }
+    pub fn made<R: Raw>(&self, operation: &'static str, raw: R) -> Result<R> {
+        if raw.number() == 0 { Err(nothing(operation)) } else { Ok(raw) }
     }
 
     /// Success, or what the driver's code means.
@@ -394,7 +395,7 @@ impl<P: Platform> Room<P> {
         operation: &'static str,
         stream: StreamId,
         event: EventId,
-    ) -> Result<(HeldStream<'_>, Held<'_>)> {
+    ) -> Result<(HeldStream<'_>, Held<'_, RawEvent>)> {
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
         }
@@ -480,13 +481,13 @@ impl<P: Platform> Room<P> {
 
     /// Whether the stream takes part in a capture, lost ones included.
     #[cold]
-    pub(super) fn capture_state(&self, operation: &'static str, raw: u64) -> Result<bool> {
+    pub(super) fn capture_state(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
         Ok(self.capture_status(operation, raw)? != 0)
     }
 
     /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
     #[cold]
-    pub(super) fn capture_status(&self, operation: &'static str, raw: u64) -> Result<u32> {
+    pub(super) fn capture_status(&self, operation: &'static str, raw: RawStream) -> Result<u32> {
         let Some(state) = self.platform.calls().capture_state else { return Ok(0) };
         let mut value = 0;
         // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
@@ -536,7 +537,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// The pool behind stream-ordered memory, told to keep what is freed.
-    pub(super) fn pool(&self, device: u32) -> Option<u64> {
+    pub(super) fn pool(&self, device: u32) -> Option<RawMemPool> {
         let state = self.devices.get(device as usize)?;
         match state.pool.get() {
             Some(pool) => *pool,
@@ -549,10 +550,10 @@ impl<P: Platform> Room<P> {
     }
 
     #[cold]
-    fn set_up_pool(&self, device: u32) -> Option<u64> {
+    fn set_up_pool(&self, device: u32) -> Option<RawMemPool> {
         let calls = self.platform.calls();
         let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
-        let (mut pool, mut keep) = (0, u64::MAX);
+        let (mut pool, mut keep) = (RawMemPool::NULL, u64::MAX);
         // SAFETY: the calls read and write numbers that live until they return.
         let code = unsafe {
             match default_pool(&mut pool, i32::try_from(device).ok()?) {
@@ -586,7 +587,7 @@ impl<P: Platform> Room<P> {
     }
 
     /// Destroys a stream that no call uses.
-    pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed) -> Result<()> {
+    pub(super) fn destroy_raw_stream(&self, operation: &'static str, stream: &Removed<RawStream>) -> Result<()> {
         let destroy = || {
             if stream.flags & FOREIGN != 0 {
                 return Ok(());
@@ -607,7 +608,7 @@ impl<P: Platform> Room<P> {
         outcome
     }
 
-    pub(super) fn destroy_raw_event(&self, operation: &'static str, event: &Removed) -> Result<()> {
+    pub(super) fn destroy_raw_event(&self, operation: &'static str, event: &Removed<RawEvent>) -> Result<()> {
         if event.flags & FOREIGN != 0 {
             return Ok(());
         }
@@ -616,13 +617,13 @@ impl<P: Platform> Room<P> {
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }
 
-    pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed) -> Result<()> {
+    pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed<RawGraph>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_destroy else { return Ok(()) };
         // SAFETY: as above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 
-    pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed) -> Result<()> {
+    pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed<RawGraphExec>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
         // SAFETY: as above.
         self.check(operation, unsafe { destroy(graph.raw) })

@@ -14,9 +14,10 @@ use super::calls::{BlasCalls, Calls, IpcHandle};
 use super::captures::Captures;
 use super::codes::{Code, Codes};
 use super::platform::{Blas, Opened, Platform, Quirks, SharedBlock};
+use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use super::room::Room;
 use highwater_hal::{
-    BackendTag, Capabilities, DeviceInfo, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
+    BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
 };
 
 /// The code of the fake's own refusals.
@@ -47,8 +48,8 @@ static MORTAL: Quirks =
     Quirks { capture_loss_kills_streams: Some(LOST), set_stream_resets_workspace: false, math_modes: None, ..COMMON };
 
 const COMMON: Quirks = Quirks {
-    legacy_stream: 1,
-    per_thread_stream: 2,
+    legacy_stream: RawStream(1),
+    per_thread_stream: RawStream(2),
     not_ready: NOT_READY,
     out_of_memory: OUT_OF_MEMORY,
     no_elapsed_time: 400,
@@ -201,6 +202,15 @@ unsafe fn give<T>(out: *mut T, value: T) -> i32 {
     0
 }
 
+/// Writes a handle through an out-parameter of a call.
+///
+/// # Safety
+/// `out` is valid for writes.
+unsafe fn give_handle<R: Raw>(out: *mut R, number: u64) -> i32 {
+    // SAFETY: passed on from the caller.
+    unsafe { give(out, R::from_number(number)) }
+}
+
 /// Calls that need a current context.
 fn needs_context(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i32) -> i32 {
     if CURRENT.get() == 0 { call(name, objects, |_| 201) } else { call(name, objects, act) }
@@ -228,18 +238,19 @@ macro_rules! vendor_functions {
 }
 
 vendor_functions! {
-    stream_query(stream: u64) { call("stream_query", &[stream], |_| 0) }
-    stream_synchronize(stream: u64) { call("stream_synchronize", &[stream], |_| 0) }
-    stream_create(out: *mut u64, _flags: u32, priority: i32) {
+    stream_query(stream: RawStream) { call("stream_query", &[stream.number()], |_| 0) }
+    stream_synchronize(stream: RawStream) { call("stream_synchronize", &[stream.number()], |_| 0) }
+    stream_create(out: *mut RawStream, _flags: u32, priority: i32) {
         needs_context("stream_create", &[], |vendor| {
             let made = vendor.made("stream_create");
             vendor.streams_made.push((made, priority));
             // SAFETY: see the macro.
-            unsafe { give(out, made) }
+            unsafe { give_handle(out, made) }
         })
     }
-    stream_destroy(stream: u64) { destroy("stream_destroy", stream) }
-    stream_wait_event(stream: u64, event: u64, _flags: u32) {
+    stream_destroy(stream: RawStream) { destroy("stream_destroy", stream.number()) }
+    stream_wait_event(stream: RawStream, event: RawEvent, _flags: u32) {
+        let (stream, event) = (stream.0, event.0);
         call("stream_wait_event", &[stream, event], |vendor| {
             vendor.waits_made.push((stream, event));
             if let Some(origin) = vendor.joined.get(&event).copied().filter(|origin| *origin != stream) {
@@ -252,12 +263,13 @@ vendor_functions! {
         // SAFETY: see the macro.
         needs_context("priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
     }
-    event_create(out: *mut u64, _flags: u32) {
+    event_create(out: *mut RawEvent, _flags: u32) {
         // SAFETY: see the macro.
-        needs_context("event_create", &[], |vendor| unsafe { give(out, vendor.made("event_create")) })
+        needs_context("event_create", &[], |vendor| unsafe { give_handle(out, vendor.made("event_create")) })
     }
-    event_destroy(event: u64) { destroy("event_destroy", event) }
-    event_record(event: u64, stream: u64) {
+    event_destroy(event: RawEvent) { destroy("event_destroy", event.number()) }
+    event_record(event: RawEvent, stream: RawStream) {
+        let (event, stream) = (event.0, stream.0);
         call("event_record", &[event, stream], |vendor| {
             vendor.records_made.push((event, stream));
             match vendor.origin_of(stream) {
@@ -267,32 +279,32 @@ vendor_functions! {
             0
         })
     }
-    event_query(event: u64) { call("event_query", &[event], |_| 0) }
-    event_synchronize(event: u64) { call("event_synchronize", &[event], |_| 0) }
-    event_elapsed(out: *mut f32, start: u64, end: u64) {
+    event_query(event: RawEvent) { call("event_query", &[event.number()], |_| 0) }
+    event_synchronize(event: RawEvent) { call("event_synchronize", &[event.number()], |_| 0) }
+    event_elapsed(out: *mut f32, start: RawEvent, end: RawEvent) {
         // SAFETY: see the macro.
-        call("event_elapsed", &[start, end], |_| unsafe { give(out, -1.0) })
+        call("event_elapsed", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
     }
     device_synchronize() { needs_context("device_synchronize", &[], |_| 0) }
-    allocate(out: *mut u64, bytes: usize) {
+    allocate(out: *mut DevicePtr, bytes: usize) {
         needs_context("allocate", &[], |vendor| {
             let made = vendor.made("allocate");
             vendor.memory.insert(made, bytes);
             // SAFETY: see the macro.
-            unsafe { give(out, made) }
+            unsafe { give_handle(out, made) }
         })
     }
-    free(memory: u64) { destroy("free", memory) }
+    free(memory: DevicePtr) { destroy("free", memory.number()) }
     memory_info(free: *mut usize, total: *mut usize) {
         // SAFETY: see the macro.
         needs_context("memory_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
     }
-    copy_to_device(_to: u64, _from: *const u8, _bytes: usize, stream: u64) { call("copy_to_device", &[stream], |_| 0) }
-    copy_to_host(_to: *mut u8, _from: u64, _bytes: usize, stream: u64) { call("copy_to_host", &[stream], |_| 0) }
-    copy_on_device(_to: u64, _from: u64, _bytes: usize, stream: u64) { call("copy_on_device", &[stream], |_| 0) }
-    fill_8(_to: u64, _value: u8, _count: usize, stream: u64) { call("fill_8", &[stream], |_| 0) }
-    fill_16(_to: u64, _value: u16, _count: usize, stream: u64) { call("fill_16", &[stream], |_| 0) }
-    fill_32(_to: u64, _value: u32, _count: usize, stream: u64) { call("fill_32", &[stream], |_| 0) }
+    copy_to_device(_to: DevicePtr, _from: *const u8, _bytes: usize, stream: RawStream) { call("copy_to_device", &[stream.number()], |_| 0) }
+    copy_to_host(_to: *mut u8, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("copy_to_host", &[stream.number()], |_| 0) }
+    copy_on_device(_to: DevicePtr, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("copy_on_device", &[stream.number()], |_| 0) }
+    fill_8(_to: DevicePtr, _value: u8, _count: usize, stream: RawStream) { call("fill_8", &[stream.number()], |_| 0) }
+    fill_16(_to: DevicePtr, _value: u16, _count: usize, stream: RawStream) { call("fill_16", &[stream.number()], |_| 0) }
+    fill_32(_to: DevicePtr, _value: u32, _count: usize, stream: RawStream) { call("fill_32", &[stream.number()], |_| 0) }
     host_allocate(out: *mut *mut u8, _bytes: usize, _flags: u32) {
         needs_context("host_allocate", &[], |vendor| {
             let made = vendor.made("host_allocate");
@@ -303,22 +315,24 @@ vendor_functions! {
     host_free(memory: *mut u8) { destroy("host_free", memory.addr() as u64) }
     host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("host_register", &[], |_| 0) }
     host_unregister(_memory: *mut u8) { needs_context("host_unregister", &[], |_| 0) }
-    host_device_address(out: *mut u64, memory: *mut u8, _flags: u32) {
+    host_device_address(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
         // SAFETY: see the macro.
-        needs_context("host_device_address", &[], |_| unsafe { give(out, memory.addr() as u64) })
+        needs_context("host_device_address", &[], |_| unsafe { give_handle(out, memory.addr() as u64) })
     }
-    allocate_async(out: *mut u64, _bytes: usize, stream: u64) {
+    allocate_async(out: *mut DevicePtr, _bytes: usize, stream: RawStream) {
         // SAFETY: see the macro.
-        needs_context("allocate_async", &[stream], |vendor| unsafe { give(out, vendor.made("allocate_async")) })
+        needs_context("allocate_async", &[stream.number()], |vendor| unsafe { give_handle(out, vendor.made("allocate_async")) })
     }
-    free_async(memory: u64, stream: u64) { call("free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
-    default_pool(out: *mut u64, _device: i32) {
+    free_async(memory: DevicePtr, stream: RawStream) {
+        let (memory, stream) = (memory.get(), stream.0); call("free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
+    default_pool(out: *mut RawMemPool, _device: i32) {
         // SAFETY: see the macro.
-        call("default_pool", &[], |vendor| unsafe { give(out, vendor.made("default_pool")) })
+        call("default_pool", &[], |vendor| unsafe { give_handle(out, vendor.made("default_pool")) })
     }
-    pool_set(pool: u64, _which: u32, _value: *mut u64) { call("pool_set", &[pool], |_| 0) }
-    pool_trim(pool: u64, _keep: usize) { call("pool_trim", &[pool], |_| 0) }
-    capture_begin(stream: u64, mode: u32) {
+    pool_set(pool: RawMemPool, _which: u32, _value: *mut u64) { call("pool_set", &[pool.number()], |_| 0) }
+    pool_trim(pool: RawMemPool, _keep: usize) { call("pool_trim", &[pool.number()], |_| 0) }
+    capture_begin(stream: RawStream, mode: u32) {
+        let stream = stream.0;
         call("capture_begin", &[stream], |vendor| {
             if vendor.captures.contains_key(&stream) {
                 return INVALID;
@@ -327,7 +341,8 @@ vendor_functions! {
             0
         })
     }
-    capture_end(stream: u64, out: *mut u64) {
+    capture_end(stream: RawStream, out: *mut RawGraph) {
+        let stream = stream.0;
         // As the vendor's: on another thread the capture is over, and there is no graph.
         call("capture_end", &[stream], |vendor| {
             if vendor.dead.contains(&stream) {
@@ -341,13 +356,14 @@ vendor_functions! {
             Some(_) => {
                 let made = vendor.made("capture_end");
                 // SAFETY: see the macro.
-                unsafe { give(out, made) }
+                unsafe { give_handle(out, made) }
             }
             None => INVALID,
             }
         })
     }
-    capture_state(stream: u64, out: *mut u32) {
+    capture_state(stream: RawStream, out: *mut u32) {
+        let stream = stream.0;
         // SAFETY: see the macro.
         call("capture_state", &[stream], |vendor| unsafe {
             let lost = u32::from(vendor.dead.contains(&stream)) * 2;
@@ -358,56 +374,58 @@ vendor_functions! {
         // SAFETY: see the macro.
         unsafe { give(mode, MODE.replace(*mode)) }
     }
-    graph_instantiate(out: *mut u64, graph: u64, _flags: u64) {
+    graph_instantiate(out: *mut RawGraphExec, graph: RawGraph, _flags: u64) {
         // SAFETY: see the macro.
-        needs_context("graph_instantiate", &[graph], |vendor| unsafe { give(out, vendor.made("graph_instantiate")) })
+        needs_context("graph_instantiate", &[graph.number()], |vendor| unsafe { give_handle(out, vendor.made("graph_instantiate")) })
     }
-    graph_launch(graph: u64, stream: u64) { call("graph_launch", &[graph, stream], |_| 0) }
-    graph_destroy(graph: u64) { destroy("graph_destroy", graph) }
-    graph_exec_destroy(graph: u64) { destroy("graph_exec_destroy", graph) }
-    ipc_export(out: *mut IpcHandle, memory: u64) {
+    graph_launch(graph: RawGraphExec, stream: RawStream) { call("graph_launch", &[graph.number(), stream.number()], |_| 0) }
+    graph_destroy(graph: RawGraph) { destroy("graph_destroy", graph.number()) }
+    graph_exec_destroy(graph: RawGraphExec) { destroy("graph_exec_destroy", graph.number()) }
+    ipc_export(out: *mut IpcHandle, memory: DevicePtr) {
         // SAFETY: see the macro.
-        needs_context("ipc_export", &[memory], |_| unsafe { give(out, IpcHandle([7; 64])) })
+        needs_context("ipc_export", &[memory.number()], |_| unsafe { give(out, IpcHandle([7; 64])) })
     }
-    ipc_open(out: *mut u64, _handle: IpcHandle, _flags: u32) {
+    ipc_open(out: *mut DevicePtr, _handle: IpcHandle, _flags: u32) {
         needs_context("ipc_open", &[], |vendor| {
             let made = vendor.made("ipc_open");
             vendor.memory.insert(made, OPENED_BYTES);
             // SAFETY: see the macro.
-            unsafe { give(out, made) }
+            unsafe { give_handle(out, made) }
         })
     }
-    ipc_close(memory: u64) { destroy("ipc_close", memory) }
-    address_range(start: *mut u64, bytes: *mut usize, memory: u64) {
+    ipc_close(memory: DevicePtr) { destroy("ipc_close", memory.number()) }
+    address_range(start: *mut DevicePtr, bytes: *mut usize, memory: DevicePtr) {
+        let memory = memory.get();
         call("address_range", &[memory], |vendor| {
             let found = vendor.memory.get(&memory).copied().unwrap_or(0);
             // SAFETY: see the macro.
-            unsafe { give(start, memory) + give(bytes, found) }
+            unsafe { give_handle(start, memory) + give(bytes, found) }
         })
     }
-    ipc_export_event(out: *mut IpcHandle, event: u64) {
+    ipc_export_event(out: *mut IpcHandle, event: RawEvent) {
         // SAFETY: see the macro.
-        needs_context("ipc_export_event", &[event], |_| unsafe { give(out, IpcHandle([8; 64])) })
+        needs_context("ipc_export_event", &[event.number()], |_| unsafe { give(out, IpcHandle([8; 64])) })
     }
-    ipc_open_event(out: *mut u64, _handle: IpcHandle) {
+    ipc_open_event(out: *mut RawEvent, _handle: IpcHandle) {
         // SAFETY: see the macro.
-        needs_context("ipc_open_event", &[], |vendor| unsafe { give(out, vendor.made("ipc_open_event")) })
+        needs_context("ipc_open_event", &[], |vendor| unsafe { give_handle(out, vendor.made("ipc_open_event")) })
     }
-    blas_create(out: *mut u64) {
+    blas_create(out: *mut RawBlas) {
         // SAFETY: see the macro.
-        needs_context("blas_create", &[], |vendor| unsafe { give(out, vendor.made("blas_create")) })
+        needs_context("blas_create", &[], |vendor| unsafe { give_handle(out, vendor.made("blas_create")) })
     }
-    blas_destroy(handle: u64) { destroy("blas_destroy", handle) }
-    blas_set_stream(handle: u64, stream: u64) {
+    blas_destroy(handle: RawBlas) { destroy("blas_destroy", handle.number()) }
+    blas_set_stream(handle: RawBlas, stream: RawStream) {
+        let (handle, stream) = (handle.0, stream.0);
         call("blas_set_stream", &[handle, stream], |vendor| {
             vendor.bound.push((handle, stream));
             0
         })
     }
-    blas_set_atomics_mode(handle: u64, _mode: u32) { call("blas_set_atomics_mode", &[handle], |_| 0) }
-    blas_set_workspace(handle: u64, _memory: u64, _bytes: usize) { call("blas_set_workspace", &[handle], |_| 0) }
-    blas_set_pointer_mode(handle: u64, _mode: u32) { call("blas_set_pointer_mode", &[handle], |_| 0) }
-    blas_set_math_mode(handle: u64, _mode: u32) { call("blas_set_math_mode", &[handle], |_| 0) }
+    blas_set_atomics_mode(handle: RawBlas, _mode: u32) { call("blas_set_atomics_mode", &[handle.number()], |_| 0) }
+    blas_set_workspace(handle: RawBlas, _memory: DevicePtr, _bytes: usize) { call("blas_set_workspace", &[handle.number()], |_| 0) }
+    blas_set_pointer_mode(handle: RawBlas, _mode: u32) { call("blas_set_pointer_mode", &[handle.number()], |_| 0) }
+    blas_set_math_mode(handle: RawBlas, _mode: u32) { call("blas_set_math_mode", &[handle.number()], |_| 0) }
 }
 
 /// Bytes of every block that is opened by a legacy handle.
@@ -419,18 +437,18 @@ macro_rules! products {
     ($($one:ident, $batch:ident: $size:ty;)*) => {$(
         #[rustfmt::skip]
         unsafe extern "C" fn $one(
-            handle: u64, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: u64, _: i32, _: $size, _: u64, _: i32,
-            _: $size, _: *const u8, _: u64, _: i32, _: $size, _: i32, _: i32,
+            handle: RawBlas, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: DevicePtr, _: i32, _: $size, _: DevicePtr, _: i32,
+            _: $size, _: *const u8, _: DevicePtr, _: i32, _: $size, _: i32, _: i32,
         ) -> i32 {
-            needs_context(stringify!($one), &[handle], |_| 0)
+            needs_context(stringify!($one), &[handle.0], |_| 0)
         }
 
         #[rustfmt::skip]
         unsafe extern "C" fn $batch(
-            handle: u64, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: u64, _: i32, _: $size, _: i64, _: u64,
-            _: i32, _: $size, _: i64, _: *const u8, _: u64, _: i32, _: $size, _: i64, _: $size, _: i32, _: i32,
+            handle: RawBlas, _: i32, _: i32, _: $size, _: $size, _: $size, _: *const u8, _: DevicePtr, _: i32, _: $size, _: i64, _: DevicePtr,
+            _: i32, _: $size, _: i64, _: *const u8, _: DevicePtr, _: i32, _: $size, _: i64, _: $size, _: i32, _: i32,
         ) -> i32 {
-            needs_context(stringify!($batch), &[handle], |_| 0)
+            needs_context(stringify!($batch), &[handle.0], |_| 0)
         }
     )*};
 }
@@ -512,6 +530,9 @@ pub(super) struct FakePlatform(&'static Quirks);
 
 // SAFETY: nothing that the room frees is memory: addresses are numbers that nobody follows.
 unsafe impl Platform for FakePlatform {
+    /// The context that was current.
+    type Previous = u64;
+
     fn calls(&self) -> &Calls {
         &CALLS
     }
@@ -546,12 +567,18 @@ unsafe impl Platform for FakePlatform {
         }
     }
 
-    unsafe fn copy_peer(&self, _dst: (u32, u64), _src: (u32, u64), _bytes: usize, stream: u64) -> i32 {
-        call("copy_peer", &[stream], |_| 0)
+    unsafe fn copy_peer(
+        &self,
+        _dst: (u32, DevicePtr),
+        _src: (u32, DevicePtr),
+        _bytes: usize,
+        stream: RawStream,
+    ) -> i32 {
+        call("copy_peer", &[stream.0], |_| 0)
     }
 
-    unsafe fn stream_is_of(&self, stream: u64, _device: u32) -> Result<bool, i32> {
-        match call("stream_is_of", &[stream], |_| 0) {
+    unsafe fn stream_is_of(&self, stream: RawStream, _device: u32) -> Result<bool, i32> {
+        match call("stream_is_of", &[stream.0], |_| 0) {
             0 => Ok(true),
             code => Err(code),
         }
@@ -563,15 +590,19 @@ unsafe impl Platform for FakePlatform {
             address = vendor.made("allocate_shared");
             0
         });
-        CODES.check("allocate", code).map(|()| SharedBlock { address, allocation: address, bytes })
+        CODES.check("allocate", code).map(|()| SharedBlock {
+            address: DevicePtr::new(address),
+            allocation: address,
+            bytes,
+        })
     }
 
     unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
-        CODES.check(operation, destroy("free_shared", block.address))
+        CODES.check(operation, destroy("free_shared", block.address.get()))
     }
 
     fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
-        CODES.check("export_memory", call("export_shared", &[block.address], |_| 0))?;
+        CODES.check("export_memory", call("export_shared", &[block.address.get()], |_| 0))?;
         match transport {
             Transport::Fabric => Ok(handle),
             _ => {
@@ -590,7 +621,7 @@ unsafe impl Platform for FakePlatform {
             0
         });
         CODES.check("open_memory", code).map(|()| SharedBlock {
-            address,
+            address: DevicePtr::new(address),
             allocation: address,
             bytes: handle.bytes as usize,
         })

@@ -1,6 +1,7 @@
 //! The table of calls that only HIP has, and the vendor's symbols behind the tables that it shares.
 
-use highwater_driver::vendor_calls;
+use highwater_driver::{RawStream, vendor_calls};
+use highwater_hal::DevicePtr;
 
 vendor_calls! {
     /// The runtime's calls beyond [`Calls`](highwater_driver::Calls).
@@ -36,9 +37,9 @@ vendor_calls! {
             /// Lets the current device use a peer's memory: peer, flags.
             device_enable_peer: "DeviceEnablePeerAccess" (i32, u32);
             /// The device of a stream: stream, out.
-            stream_device: "StreamGetDevice" (u64, *mut i32);
+            stream_device: "StreamGetDevice" (RawStream, *mut i32);
             /// Copies between devices: destination, its device, source, its device, bytes, stream.
-            copy_peer: "MemcpyPeerAsync" (u64, i32, u64, i32, usize, u64);
+            copy_peer: "MemcpyPeerAsync" (DevicePtr, i32, DevicePtr, i32, usize, RawStream);
         }
         optional {}
     }

@@ -1,7 +1,7 @@
 //! HIP as the driver room sees it.
 
-use highwater_driver::{Blas, Calls, Codes, Platform, Quirks};
-use highwater_hal::Result;
+use highwater_driver::{Blas, Calls, Codes, Platform, Quirks, RawStream};
+use highwater_hal::{DevicePtr, Result};
 
 use crate::driver::Driver;
 use crate::kernels::Kernels;
@@ -30,6 +30,9 @@ impl Rocm {
 // arguments (`witness.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
 // answer and what copies move. That a wait for an event makes writes to host memory visible is asked for by the event's flag.
 unsafe impl Platform for Rocm {
+    /// The device that was current.
+    type Previous = i32;
+
     fn calls(&self) -> &Calls {
         &self.driver.calls
     }
@@ -47,14 +50,14 @@ unsafe impl Platform for Rocm {
     }
 
     #[inline(always)]
-    fn make_current(&self, device: u32) -> Result<Option<u64>, i32> {
+    fn make_current(&self, device: u32) -> Result<Option<i32>, i32> {
         let mut before = -1;
         // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
         // code of the thread may change it.
         match unsafe { (self.driver.own.device_get)(&mut before) } {
             0 if before == device as i32 => Ok(None),
             0 => match self.set_device(device as i32) {
-                0 => Ok(Some(u64::from(before.unsigned_abs()))),
+                0 => Ok(Some(before)),
                 code => Err(code),
             },
             code => Err(code),
@@ -62,8 +65,8 @@ unsafe impl Platform for Rocm {
     }
 
     #[inline(always)]
-    fn restore(&self, previous: u64) {
-        self.set_device(previous as i32);
+    fn restore(&self, previous: i32) {
+        self.set_device(previous);
     }
 
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32> {
@@ -79,12 +82,12 @@ unsafe impl Platform for Rocm {
         if enabled == 0 || enabled == quirks::PEER_ACCESS_ALREADY_ENABLED { Ok(()) } else { Err(enabled) }
     }
 
-    unsafe fn copy_peer(&self, dst: (u32, u64), src: (u32, u64), bytes: usize, stream: u64) -> i32 {
+    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32 {
         // SAFETY: the caller vouches for both ranges and the stream.
         unsafe { (self.driver.own.copy_peer)(dst.1, dst.0 as i32, src.1, src.0 as i32, bytes, stream) }
     }
 
-    unsafe fn stream_is_of(&self, stream: u64, device: u32) -> Result<bool, i32> {
+    unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
         let mut own = -1;
         // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
         let code = unsafe { (self.driver.own.stream_device)(stream, &mut own) };

@@ -1,6 +1,6 @@
 //! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `witness.rs` holds them against bindings.
 
-use highwater_driver::Quirks;
+use highwater_driver::{Quirks, RawStream};
 
 /// "Not done yet".
 pub(crate) const NOT_READY: i32 = 600;
@@ -15,7 +15,7 @@ pub(crate) const INVALID_HANDLE: i32 = 400;
 pub(crate) const CAPTURE_INVALIDATED: i32 = 901;
 
 pub(crate) const STREAM_NON_BLOCKING: u32 = 1;
-pub(crate) const PER_THREAD_STREAM: u64 = 2;
+pub(crate) const PER_THREAD_STREAM: RawStream = RawStream(2);
 pub(crate) const EVENT_NO_TIMING: u32 = 2;
 pub(crate) const EVENT_INTERPROCESS: u32 = 4;
 /// Makes what a device wrote visible to the whole system where the event is reached: without it, a wait may not be enough to read host
@@ -45,7 +45,7 @@ pub(crate) const COMPUTE_32F_FAST_TF32: i32 = 6;
 pub(crate) const COMPUTE_64F: i32 = 7;
 
 const COMMON: Quirks = Quirks {
-    legacy_stream: 0,
+    legacy_stream: RawStream::NULL,
     per_thread_stream: PER_THREAD_STREAM,
     not_ready: NOT_READY,
     out_of_memory: OUT_OF_MEMORY,
