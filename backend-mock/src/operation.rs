@@ -18,81 +18,31 @@ use crate::ipc::checksum;
 use crate::schedule::Schedule;
 
 macro_rules! operations {
-    ($($variant:ident $name:literal,)*) => {
+    (name HostAllocator $method:ident) => { concat!("host_", stringify!($method)) };
+    (name $trait:ident $method:ident) => { stringify!($method) };
+    ($($trait:ident { $($variant:ident: $fn:tt $method:ident $arguments:tt -> $answer:ty;)* })*) => {
         /// A trait method of the mock, by name. The methods of `HostAllocator` carry the prefix `host_`; all others are
         /// named as in their trait.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Operation {
-            $(#[doc = concat!("`", $name, "`")] $variant,)*
+            $($(#[doc = concat!("`", operations!(name $trait $method), "`")] $variant,)*)*
         }
 
         impl Operation {
             /// Every operation.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+            pub const ALL: &'static [Self] = &[$($(Self::$variant,)*)*];
 
             /// The name, as faults and errors have it.
             #[must_use]
             pub const fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name,)* }
+                match self { $($(Self::$variant => operations!(name $trait $method),)*)* }
             }
         }
     };
 }
 
-operations! {
-    DeviceInfo "device_info",
-    Capabilities "capabilities",
-    MemoryInfo "memory_info",
-    CreateStream "create_stream",
-    DestroyStream "destroy_stream",
-    QueryStream "query_stream",
-    SynchronizeStream "synchronize_stream",
-    SynchronizeDevice "synchronize_device",
-    StreamWaitEvent "stream_wait_event",
-    CreateEvent "create_event",
-    DestroyEvent "destroy_event",
-    RecordEvent "record_event",
-    QueryEvent "query_event",
-    SynchronizeEvent "synchronize_event",
-    EventElapsedNs "event_elapsed_ns",
-    Allocate "allocate",
-    Free "free",
-    Copy "copy",
-    Fill "fill",
-    BeginCapture "begin_capture",
-    EndCapture "end_capture",
-    IsCapturing "is_capturing",
-    InstantiateGraph "instantiate_graph",
-    LaunchGraph "launch_graph",
-    DestroyGraph "destroy_graph",
-    DestroyGraphExec "destroy_graph_exec",
-    RawStream "raw_stream",
-    StreamFromRaw "stream_from_raw",
-    RawEvent "raw_event",
-    EventFromRaw "event_from_raw",
-    CreateBlasHandle "create_blas_handle",
-    SetStream "set_stream",
-    SetWorkspace "set_workspace",
-    SetMathMode "set_math_mode",
-    SetAtomicsMode "set_atomics_mode",
-    Gemm "gemm",
-    CreatePlan "create_plan",
-    RunPlan "run_plan",
-    DestroyPlan "destroy_plan",
-    Destroy "destroy",
-    Reset "reset",
-    HostAllocate "host_allocate",
-    HostFree "host_free",
-    HostRegister "host_register",
-    HostUnregister "host_unregister",
-    HostDeviceAddress "host_device_address",
-    ExportMemory "export_memory",
-    OpenMemory "open_memory",
-    CloseMemory "close_memory",
-    ExportEvent "export_event",
-    OpenEvent "open_event",
-}
+highwater_hal::for_each_operation!(operations);
 
 const COUNT: usize = Operation::ALL.len();
 // The armed operations are a set of bits in one word.

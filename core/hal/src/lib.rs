@@ -3,6 +3,7 @@
 //! - [`Backend`], [`BlasHandle`], [`HostAllocator`], [`IpcSharing`]. Each method's contract is a list of clauses with ids
 //!   ([`clauses`]); the conformance suite proves them by name.
 //! - Ids instead of vendor pointers ([`StreamId`], [`IdTable`]), [`Capabilities`] instead of vendor names, [`Error`].
+//! - [`for_each_operation`]: the operations of the traits as one list, and the layers that forward them ([`BackendLayer`]).
 //! - [`fork`], [`exit`], [`file_limit`]: facts about the process that every backend must respect.
 //! - [`copies`]: whether another copy of a backend's code is in the process.
 //!
@@ -26,6 +27,7 @@ mod id;
 mod ipc;
 mod memory;
 pub mod numbers;
+mod operations;
 mod random;
 mod scalar;
 mod secure;
@@ -43,6 +45,7 @@ pub use host::*;
 pub use id::*;
 pub use ipc::*;
 pub use memory::*;
+pub use operations::*;
 pub use random::random;
 pub use scalar::{Element, Scalar};
 pub use secure::secure_execution;
