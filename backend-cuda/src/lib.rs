@@ -20,7 +20,7 @@ mod witness;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Blas, DriverBackend, Opened, Search, environment_path};
+use highwater_driver::{Blas, DriverBackend, Opened, ProductSymbols, Search, environment_path};
 use highwater_hal::Unavailable;
 use highwater_hal::{Backend, BackendTag, Error, Identity};
 
@@ -57,8 +57,8 @@ unsafe fn open_with(
     }
 }
 
-/// One product, and a batch.
-const PRODUCTS: [&str; 2] = ["cublasGemmEx", "cublasGemmStridedBatchedEx"];
+const PRODUCTS: ProductSymbols =
+    ProductSymbols { gemm_ex: "cublasGemmEx", gemm_strided_batched_ex: "cublasGemmStridedBatchedEx" };
 
 /// # Safety
 /// As [`open_with`].

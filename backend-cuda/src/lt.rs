@@ -3,7 +3,6 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::cublas::sys::{cublasComputeType_t, cudaDataType_t};
 use cudarc::cublaslt::sys;
 use highwater_driver::{HandleCount, Library, RawStream, Room, raw_handles, vendor_calls};
 use highwater_hal::{
@@ -382,13 +381,13 @@ impl LtBlas {
         let table = &lt.table;
         let shape = &options.shape;
         let doubles = shape.data_type == DataType::F64;
-        let scales = type_code(if doubles { DataType::F64 } else { DataType::F32 });
-        let (factor, result) = (type_code(shape.data_type), type_code(shape.output));
+        let scales = QUIRKS.type_code(if doubles { DataType::F64 } else { DataType::F32 });
+        let (factor, result) = (QUIRKS.type_code(shape.data_type), QUIRKS.type_code(shape.output));
         let compute = match (shape.data_type, options.math_mode) {
-            (DataType::F64, _) => cublasComputeType_t::CUBLAS_COMPUTE_64F,
-            (DataType::F32, MathMode::Tf32) => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
-            _ => cublasComputeType_t::CUBLAS_COMPUTE_32F,
-        } as i32;
+            (DataType::F64, _) => QUIRKS.compute_codes.f64,
+            (DataType::F32, MathMode::Tf32) => QUIRKS.compute_codes.tf32,
+            _ => QUIRKS.compute_codes.f32,
+        };
         let mut raw = RawMatmulDesc::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, scales) })?;
@@ -397,12 +396,7 @@ impl LtBlas {
             (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
             (Product::CUBLASLT_MATMUL_DESC_TRANSB, shape.transpose_b),
         ] {
-            product.set(
-                operation,
-                table.product_set,
-                which as u32,
-                &QUIRKS.transpose_codes[usize::from(transpose == Transpose::Yes)],
-            )?;
+            product.set(operation, table.product_set, which as u32, &QUIRKS.transpose_code(transpose))?;
         }
         let epilogue = epilogue_code(operation, options.epilogue)?;
         product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
@@ -619,15 +613,6 @@ impl Call<'_> {
 
 fn too_large(operation: &'static str, value: usize) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than cuBLASLt can count"))
-}
-
-const fn type_code(data_type: DataType) -> i32 {
-    match data_type {
-        DataType::F16 => cudaDataType_t::CUDA_R_16F as i32,
-        DataType::Bf16 => cudaDataType_t::CUDA_R_16BF as i32,
-        DataType::F64 => cudaDataType_t::CUDA_R_64F as i32,
-        _ => cudaDataType_t::CUDA_R_32F as i32,
-    }
 }
 
 fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {

@@ -171,9 +171,9 @@ impl MappedCalls {
         codes::CUDA.check(operation, unsafe { (self.unmap)(block.address, block.bytes) })?;
         // The mapping is gone: what fails from here on cannot be tried again as a whole.
         // SAFETY: the addresses are reserved and hold nothing; nothing maps the memory.
-        for code in
-            unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(RawAllocation(block.allocation))] }
-        {
+        let codes =
+            unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(RawAllocation(block.allocation))] };
+        for code in codes {
             if let Err(error) = codes::CUDA.check(operation, code) {
                 tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
             }

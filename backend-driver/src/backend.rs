@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::blas::DriverBlas;
+use super::calls::{capture_mode, capture_status};
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
@@ -54,11 +55,11 @@ impl<P: Platform> DriverBackend<P> {
     }
 
     fn event_flags(&self, options: &EventOptions) -> (u32, u64) {
-        let [plain, timing, interprocess] = self.room.platform.quirks().event_flags;
+        let vendor = self.room.platform.quirks().event_flags;
         match (options.timing, options.interprocess) {
-            (true, _) => (timing, TIMING),
-            (_, true) => (interprocess, INTERPROCESS),
-            _ => (plain, 0),
+            (true, _) => (vendor.timing, TIMING),
+            (_, true) => (vendor.interprocess, INTERPROCESS),
+            _ => (vendor.plain, 0),
         }
     }
 }
@@ -624,9 +625,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let begin = required(OPERATION, room.platform.calls().capture_begin, "capture")?;
         let number = match mode {
-            CaptureMode::Global => 0,
-            CaptureMode::ThreadLocal => 1,
-            CaptureMode::Relaxed => 2,
+            CaptureMode::Global => capture_mode::GLOBAL,
+            CaptureMode::ThreadLocal => capture_mode::THREAD_LOCAL,
+            CaptureMode::Relaxed => capture_mode::RELAXED,
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
@@ -680,10 +681,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let status = room.capture_status(OPERATION, held.raw()).unwrap_or(0);
         let dead = code != 0 && room.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // A stream that joined a capture does not end it.
-        if (dead || status == 0) && held.set_flag(CAPTURES, false) {
+        if (dead || status == capture_status::NONE) && held.set_flag(CAPTURES, false) {
             room.captures.ended(stream.device());
         }
-        if room.streams_die() && (dead || status == 0) {
+        if room.streams_die() && (dead || status == capture_status::NONE) {
             let origin = held.raw();
             // From here on it may be destroyed.
             drop(held);

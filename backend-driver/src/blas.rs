@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{GemmBatchCall, GemmCall};
+use super::calls::{GemmBatchCall, GemmCall, POINTER_MODE_HOST};
 use super::platform::{Blas, BlasSettings, Platform, Quirks};
 use super::raw::{RawBlas, RawStream};
 use super::room::{HandleCount, Room};
@@ -59,15 +59,15 @@ impl<P: Platform> DriverBlas<P> {
             settings: room.platform.blas_settings(raw),
             count: Some(room.count_handle()),
         };
-        if let (Some([first, _]), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
-            && first != 0
+        if let (Some(modes), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
+            && modes.full != 0
         {
             // SAFETY: the handle was just made.
-            blas.codes.check(OPERATION, unsafe { set(raw, first) })?;
+            blas.codes.check(OPERATION, unsafe { set(raw, modes.full) })?;
         }
         if quirks.atomics_allowed_at_first {
             // SAFETY: the handle was just made.
-            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes[0]) };
+            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes.not_allowed) };
             blas.codes.check(OPERATION, code)?;
         }
         Ok(handle)
@@ -84,10 +84,10 @@ impl<P: Platform> DriverBlas<P> {
             if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
                 self.check(operation, set(self.raw, DevicePtr::new(0), 0))?;
             }
-            self.check(operation, (calls.set_pointer_mode)(self.raw, 0))?;
-            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes[0]))?;
+            self.check(operation, (calls.set_pointer_mode)(self.raw, POINTER_MODE_HOST))?;
+            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes.not_allowed))?;
             if let Some(set) = calls.set_math_mode {
-                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |[first, _]| first)))?;
+                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |modes| modes.full)))?;
             }
         }
         platform.restore_blas(self.raw, &self.settings).or_else(|code| self.check(operation, code))?;
@@ -456,8 +456,8 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let platform = &self.room.platform;
         if let (Some(modes), Some(set)) = (platform.quirks().math_modes, platform.blas().calls.set_math_mode) {
             let number = match mode {
-                MathMode::Default => modes[0],
-                MathMode::Tf32 => modes[1],
+                MathMode::Default => modes.full,
+                MathMode::Tf32 => modes.tf32,
                 _ => return Err(Error::unknown(OPERATION, &mode)),
             };
             // SAFETY: the handle is alive.
@@ -471,10 +471,10 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         const OPERATION: &str = "set_atomics_mode";
         self.enter(OPERATION)?;
-        let [not_allowed, allowed] = self.room.platform.quirks().atomics_modes;
+        let vendor = self.room.platform.quirks().atomics_modes;
         let number = match mode {
-            AtomicsMode::NotAllowed => not_allowed,
-            AtomicsMode::Allowed if self.room.capabilities(OPERATION, self.device)?.atomics_mode => allowed,
+            AtomicsMode::NotAllowed => vendor.not_allowed,
+            AtomicsMode::Allowed if self.room.capabilities(OPERATION, self.device)?.atomics_mode => vendor.allowed,
             AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };

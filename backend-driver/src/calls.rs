@@ -7,6 +7,29 @@
 use super::raw::{RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::DevicePtr;
 
+/// Modes of a capture and of a thread, the same numbers in both vendors.
+pub mod capture_mode {
+    /// Calls of every thread that a capture forbids fail.
+    pub const GLOBAL: u32 = 0;
+    /// Calls of the capturing thread that a capture forbids fail.
+    pub const THREAD_LOCAL: u32 = 1;
+    /// No call fails because of a capture.
+    pub const RELAXED: u32 = 2;
+}
+
+/// States of a stream's capture, the same numbers in both vendors.
+pub mod capture_status {
+    /// The stream takes part in no capture.
+    pub const NONE: u32 = 0;
+    /// A capture is open.
+    pub const ACTIVE: u32 = 1;
+    /// A capture was lost and has not been ended.
+    pub const INVALIDATED: u32 = 2;
+}
+
+/// The pointer mode of a BLAS that reads alpha and beta from host memory, the same number in both vendors.
+pub const POINTER_MODE_HOST: u32 = 0;
+
 /// 64 bytes that name memory or an event of a process; passed by value, as both vendors do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]

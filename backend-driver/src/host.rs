@@ -52,12 +52,12 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         if bytes == 0 {
             return Err(no_bytes(OPERATION));
         }
-        let [default, write_combined] = room.platform.quirks().host_flags;
+        let vendor = room.platform.quirks().host_flags;
         let flags = match options.kind {
-            HostMemoryKind::Default => default,
+            HostMemoryKind::Default => vendor.default,
             HostMemoryKind::WriteCombined => {
                 room.require(OPERATION, ANY_DEVICE, |can| can.write_combined, "write_combined")?;
-                write_combined
+                vendor.write_combined
             }
             kind => return Err(Error::unknown(OPERATION, &kind)),
         };

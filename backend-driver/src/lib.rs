@@ -42,14 +42,19 @@ mod vendor;
 pub mod witness;
 
 pub use backend::DriverBackend;
-pub use calls::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle};
+pub use calls::{
+    BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
+};
 pub use captures::Captures;
 pub use codes::{Code, Codes};
 pub use library::Library;
 pub use loaded::loaded_files;
 pub use once::Initialised;
 pub use place::{set_place, text};
-pub use platform::{Blas, BlasSettings, Opened, Platform, Quirks, SharedBlock};
+pub use platform::{
+    AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, ProductSymbols,
+    Quirks, SharedBlock, TransposeCodes, TypeCodes,
+};
 pub use raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 pub use room::{Current, HandleCount, HeldStream, Relaxed, Room};
 pub use vendor::{Found, LibraryName, Search, VendorLibrary, environment_path};

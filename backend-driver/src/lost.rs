@@ -6,6 +6,7 @@
 //! takes the place of each of them, under its id and behind its event. Handles notice that the vendor's handle is another and bind
 //! again. Nothing here runs for a vendor whose streams survive, and nothing but the waits while a capture is open for others.
 
+use super::calls::capture_status;
 use super::objects::Removed;
 use super::platform::Platform;
 use super::raw::{RawEvent, RawStream};
@@ -68,7 +69,7 @@ impl<P: Platform> Room<P> {
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
         let mut event = RawEvent::NULL;
-        let [plain, ..] = self.platform.quirks().event_flags;
+        let plain = self.platform.quirks().event_flags.plain;
         // SAFETY: the call writes one number that lives until it returns.
         self.check(operation, unsafe { (calls.event_create)(&mut event, plain) })?;
         self.made(operation, event)?;
@@ -167,7 +168,7 @@ impl<P: Platform> Room<P> {
     pub(super) fn has_died(&self, stream: StreamId, code: i32, status: u32, began_here: bool) -> bool {
         let Some(lost) = self.platform.quirks().capture_loss_kills_streams else { return false };
         // One that was not joined is open still, and nobody can end it any more.
-        let dead = code == lost || (code != 0 && status != 0 && began_here);
+        let dead = code == lost || (code != 0 && status != capture_status::NONE && began_here);
         dead && !self.has_joined(stream)
     }
 
@@ -207,13 +208,11 @@ impl<P: Platform> Room<P> {
     }
 
     fn replace_member(&self, operation: &'static str, member: &Member) -> Result<()> {
-        /// A capture that is lost.
-        const LOST: u32 = 2;
         let status = {
             let held = self.stream(operation, member.stream)?;
             self.capture_status(operation, held.raw())?
         };
-        if status == LOST || (status != 0 && member.certain) {
+        if status == capture_status::INVALIDATED || (status != capture_status::NONE && member.certain) {
             self.replace_stream(operation, member.stream, Some(member.before))
         } else {
             Ok(())

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::calls::{capture_mode, capture_status};
 use super::captures::Captures;
 use super::codes::Codes;
 use super::hazards::Asking;
@@ -118,7 +119,7 @@ impl<P: Platform> fmt::Debug for Room<P> {
 #[derive(Debug)]
 pub struct HeldStream<'r> {
     raw: RawStream,
-    held: Option<Held<'r, RawStream>>,
+    held: Option<Held<'r, StreamId>>,
 }
 
 impl HeldStream<'_> {
@@ -191,9 +192,6 @@ pub struct Relaxed<'r, P: Platform> {
     exchange: Option<(&'r P, unsafe extern "C" fn(*mut u32) -> i32)>,
     previous: u32,
 }
-
-/// The number of the relaxed capture mode, in both vendors.
-const RELAXED: u32 = 2;
 
 impl<P: Platform> Drop for Relaxed<'_, P> {
     fn drop(&mut self) {
@@ -395,7 +393,7 @@ impl<P: Platform> Room<P> {
         operation: &'static str,
         stream: StreamId,
         event: EventId,
-    ) -> Result<(HeldStream<'_>, Held<'_, RawEvent>)> {
+    ) -> Result<(HeldStream<'_>, Held<'_, EventId>)> {
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
         }
@@ -435,7 +433,7 @@ impl<P: Platform> Room<P> {
     /// Lets this thread make calls that a capture forbids.
     #[inline(never)]
     pub fn relaxed(&self) -> Relaxed<'_, P> {
-        let mut relaxed = Relaxed { exchange: None, previous: RELAXED };
+        let mut relaxed = Relaxed { exchange: None, previous: capture_mode::RELAXED };
         if let Some(exchange) = self.platform.calls().capture_mode {
             // SAFETY: the call reads and writes one number that lives until it returns.
             if unsafe { exchange(&mut relaxed.previous) } == 0 {
@@ -482,14 +480,14 @@ impl<P: Platform> Room<P> {
     /// Whether the stream takes part in a capture, lost ones included.
     #[cold]
     pub(super) fn capture_state(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
-        Ok(self.capture_status(operation, raw)? != 0)
+        Ok(self.capture_status(operation, raw)? != capture_status::NONE)
     }
 
     /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
     #[cold]
     pub(super) fn capture_status(&self, operation: &'static str, raw: RawStream) -> Result<u32> {
-        let Some(state) = self.platform.calls().capture_state else { return Ok(0) };
-        let mut value = 0;
+        let Some(state) = self.platform.calls().capture_state else { return Ok(capture_status::NONE) };
+        let mut value = capture_status::NONE;
         // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
         self.check(operation, unsafe { state(raw, &mut value) })?;
         Ok(value)

@@ -13,7 +13,10 @@ use super::backend::DriverBackend;
 use super::calls::{BlasCalls, Calls, IpcHandle};
 use super::captures::Captures;
 use super::codes::{Code, Codes};
-use super::platform::{Blas, Opened, Platform, Quirks, SharedBlock};
+use super::platform::{
+    AtomicsModes, Blas, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, Quirks, SharedBlock,
+    TransposeCodes, TypeCodes,
+};
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use super::room::Room;
 use highwater_hal::{
@@ -54,17 +57,17 @@ const COMMON: Quirks = Quirks {
     out_of_memory: OUT_OF_MEMORY,
     no_elapsed_time: 400,
     stream_flags: 1,
-    event_flags: [2, 0, 6],
-    host_flags: [3, 7],
+    event_flags: EventFlags { plain: 2, timing: 0, interprocess: 6 },
+    host_flags: HostFlags { default: 3, write_combined: 7 },
     register_flags: 3,
     ipc_open_flag: 1,
     pool_release_threshold: 4,
-    transpose_codes: [0, 1],
-    type_codes: [2, 14, 0, 1],
-    compute_codes: [68, 77, 70],
+    transpose_codes: TransposeCodes { no: 0, yes: 1 },
+    type_codes: TypeCodes { f16: 2, bf16: 14, f32: 0, f64: 1 },
+    compute_codes: ComputeCodes { f32: 68, tf32: 77, f64: 70 },
     default_algorithm: -1,
-    math_modes: Some([0, 3]),
-    atomics_modes: [0, 1],
+    math_modes: Some(MathModes { full: 0, tf32: 3 }),
+    atomics_modes: AtomicsModes { not_allowed: 0, allowed: 1 },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
     capture_loss_kills_streams: None,

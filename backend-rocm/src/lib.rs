@@ -96,7 +96,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
 
 /// Whether this hipBLAS is of the same release as HIP: by its file's name, or by a symbol that only hipBLAS 2 has.
 fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
-    let second = hipblas.library.has_symbol(quirks::products(6).symbols[0]);
+    let second = hipblas.library.has_symbol(quirks::products(6).symbols.gemm_ex);
     let major = hipblas.major.unwrap_or(if second { 6 } else { 7 });
     if major == driver.major() {
         return Ok(());

@@ -4,7 +4,9 @@
 
 use cubecl_hip_sys as new;
 use highwater_driver::witness::{Signature, check, sizes_in_header};
-use highwater_driver::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, witness};
+use highwater_driver::{
+    BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status, witness,
+};
 use highwater_driver::{witness_pairs, witness_sizes};
 use hip_sys::{hipblas, hiprt as old};
 
@@ -172,16 +174,18 @@ numbers! {
     pools = devices::MEMORY_POOLS,
         [new::hipDeviceAttribute_t_hipDeviceAttributeMemoryPoolsSupported,
          old::hipDeviceAttribute_t::hipDeviceAttributeMemoryPoolsSupported];
-    mode_none = 0, [new::hipStreamCaptureStatus_hipStreamCaptureStatusNone];
-    mode_lost = 2, [new::hipStreamCaptureStatus_hipStreamCaptureStatusInvalidated];
-    mode_global = 0, [new::hipStreamCaptureMode_hipStreamCaptureModeGlobal];
-    mode_thread = 1, [new::hipStreamCaptureMode_hipStreamCaptureModeThreadLocal];
-    mode_relaxed = 2, [new::hipStreamCaptureMode_hipStreamCaptureModeRelaxed];
+    mode_none = capture_status::NONE, [new::hipStreamCaptureStatus_hipStreamCaptureStatusNone];
+    mode_active = capture_status::ACTIVE, [new::hipStreamCaptureStatus_hipStreamCaptureStatusActive];
+    mode_lost = capture_status::INVALIDATED, [new::hipStreamCaptureStatus_hipStreamCaptureStatusInvalidated];
+    mode_global = capture_mode::GLOBAL, [new::hipStreamCaptureMode_hipStreamCaptureModeGlobal];
+    mode_thread = capture_mode::THREAD_LOCAL, [new::hipStreamCaptureMode_hipStreamCaptureModeThreadLocal];
+    mode_relaxed = capture_mode::RELAXED, [new::hipStreamCaptureMode_hipStreamCaptureModeRelaxed];
     plain = quirks::OP_N, [hipblas::hipblasOperation_t::HIPBLAS_OP_N];
     transposed = quirks::OP_T, [hipblas::hipblasOperation_t::HIPBLAS_OP_T];
     algorithm = quirks::GEMM_DEFAULT, [hipblas::hipblasGemmAlgo_t::HIPBLAS_GEMM_DEFAULT];
-    atomics_not = 0, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_NOT_ALLOWED];
-    atomics = 1, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
+    host_pointers = POINTER_MODE_HOST, [hipblas::hipblasPointerMode_t::HIPBLAS_POINTER_MODE_HOST];
+    atomics_not = quirks::ATOMICS_NOT_ALLOWED, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_NOT_ALLOWED];
+    atomics = quirks::ATOMICS_ALLOWED, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
 }
 
 // The layout that HIP 6 brought, of which one field is read, into room for more.
@@ -232,8 +236,9 @@ fn the_symbols_of_hipblas_are_the_vendors() {
 #[test]
 fn r2_5_transposes_and_the_default_algorithm_have_numbers_of_their_own() {
     for quirks in [&quirks::HIPBLAS_2, &quirks::HIPBLAS_3] {
-        assert_eq!((quirks.transpose_codes, quirks.default_algorithm), ([111, 112], 160));
-        assert_eq!(quirks.type_codes, [2, 14, 0, 1]);
-        assert_eq!(quirks.compute_codes, [2, 6, 7]);
+        let (transposes, types, computes) = (quirks.transpose_codes, quirks.type_codes, quirks.compute_codes);
+        assert_eq!((transposes.no, transposes.yes, quirks.default_algorithm), (111, 112, 160));
+        assert_eq!([types.f16, types.bf16, types.f32, types.f64], [2, 14, 0, 1]);
+        assert_eq!([computes.f32, computes.tf32, computes.f64], [2, 6, 7]);
     }
 }
