@@ -24,10 +24,10 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
     let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 32]);
     // SAFETY: each call writes at most what it is told there is room for, and all of it lives until the call returns.
     unsafe {
-        check((calls.device_name)(name.as_mut_ptr(), name.len() as i32, number))?;
-        check((calls.device_uuid)(&mut uuid, number))?;
-        check((calls.device_memory)(&mut bytes, number))?;
-        check((calls.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, number))?;
+        check((calls.device_get_name)(name.as_mut_ptr(), name.len() as i32, number))?;
+        check((calls.device_get_uuid)(&mut uuid, number))?;
+        check((calls.device_total_mem)(&mut bytes, number))?;
+        check((calls.device_get_pci_bus_id)(pci.as_mut_ptr(), pci.len() as i32, number))?;
     }
     let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
     highwater_driver::set_place(&mut info, &pci);

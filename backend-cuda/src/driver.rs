@@ -72,7 +72,7 @@ impl Driver {
         let check = |code| codes::CUDA.check(OPERATION, code);
         let mut version = 0;
         // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
-        check(unsafe { (own.driver_version)(&mut version) })?;
+        check(unsafe { (own.driver_get_version)(&mut version) })?;
         if version < OLDEST {
             let message = format!("{} is a driver of CUDA {}", found.library.name(), written(version));
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
@@ -83,11 +83,11 @@ impl Driver {
         highwater_hal::exit::watch();
         let mut count = 0;
         // SAFETY: as above.
-        check(unsafe { (own.device_count)(&mut count) })?;
+        check(unsafe { (own.device_get_count)(&mut count) })?;
         let number = |ordinal| {
             let mut number = 0;
             // SAFETY: as above.
-            check(unsafe { (own.device)(&mut number, ordinal) })?;
+            check(unsafe { (own.device_get)(&mut number, ordinal) })?;
             Ok(Device { number, context: OnceLock::new(), zeros: Mutex::default() })
         };
         let devices = (0..count).map(number).collect::<Result<Vec<_>, Error>>()?;
@@ -136,16 +136,17 @@ impl Driver {
         let (mut address, mut stream) = (DevicePtr::new(0), RawStream::NULL);
         // SAFETY: each call writes one number that lives until it returns.
         unsafe {
-            done((calls.allocate)(&mut address, bytes))?;
+            done((calls.mem_alloc)(&mut address, bytes))?;
             // A stream of its own: a fill on another stream could be recorded, or a default stream could wait for it.
-            let filled = done((calls.stream_create)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
-                let filled = done((calls.fill_8)(address, 0, bytes, stream));
-                let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
-                // It is idle, or the device is lost.
-                filled.and(done((calls.stream_destroy)(stream)))
-            });
+            let filled =
+                done((calls.stream_create_with_priority)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
+                    let filled = done((calls.memset_d8_async)(address, 0, bytes, stream));
+                    let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
+                    // It is idle, or the device is lost.
+                    filled.and(done((calls.stream_destroy)(stream)))
+                });
             if filled.is_err() {
-                (calls.free)(address);
+                (calls.mem_free)(address);
             }
             filled.map(|()| address)
         }
@@ -159,7 +160,7 @@ impl Driver {
             return Err(code);
         }
         // SAFETY: the context is the device's primary one, retained for good.
-        match unsafe { (self.own.context_push)(context) } {
+        match unsafe { (self.own.ctx_push_current)(context) } {
             0 => Ok(Some(())),
             code => Err(code),
         }
@@ -170,7 +171,7 @@ impl Driver {
         // Two threads may both retain it; one count too many does no harm, as none is given back.
         let mut context = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        match unsafe { (self.own.context_retain)(&mut context, device.number) } {
+        match unsafe { (self.own.device_primary_ctx_retain)(&mut context, device.number) } {
             0 => Ok(*device.context.get_or_init(|| context)),
             code => Err(code),
         }
@@ -186,7 +187,7 @@ impl Driver {
     pub(crate) fn attribute(&self, device: i32, which: Attribute) -> i32 {
         let mut value = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        match unsafe { (self.own.device_attribute)(&mut value, which as i32, device) } {
+        match unsafe { (self.own.device_get_attribute)(&mut value, which as i32, device) } {
             0 => value,
             _ => 0,
         }

@@ -104,7 +104,7 @@ fn version(calls: &calls::CublasCalls) -> Result<String, Error> {
     for which in calls::VERSION_PARTS {
         let mut part = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        codes::CUBLAS.check("open", unsafe { (calls.property)(which, &mut part) })?;
+        codes::CUBLAS.check("open", unsafe { (calls.get_property)(which, &mut part) })?;
         parts.push(part.to_string());
     }
     Ok(parts.join("."))

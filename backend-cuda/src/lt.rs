@@ -78,25 +78,25 @@ vendor_calls! {
             /// Destroys a handle.
             destroy: "Destroy" (RawLt);
             /// Makes a description of a product: out, compute type, type of the factors.
-            product_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
+            matmul_desc_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
             /// Destroys it.
-            product_destroy: "MatmulDescDestroy" (RawMatmulDesc);
+            matmul_desc_destroy: "MatmulDescDestroy" (RawMatmulDesc);
             /// Sets an attribute: description, which, value, its bytes.
-            product_set: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
+            matmul_desc_set_attribute: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
             /// Makes a layout: out, type, rows, columns, leading dimension.
-            layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
+            matrix_layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
             /// Destroys it.
-            layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
+            matrix_layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
             /// Sets an attribute: layout, which, value, its bytes.
-            layout_set: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
+            matrix_layout_set_attribute: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
             /// Makes a wish.
-            wish_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
+            matmul_preference_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
             /// Destroys it.
-            wish_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
+            matmul_preference_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
             /// Sets an attribute: wish, which, value, its bytes.
-            wish_set: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
+            matmul_preference_set_attribute: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
             /// Chooses algorithms: handle, description, layouts of A, B, C, D, wish, how many, out, how many there were.
-            choose: "MatmulAlgoGetHeuristic" (
+            matmul_algo_get_heuristic: "MatmulAlgoGetHeuristic" (
                 RawLt,
                 RawMatmulDesc,
                 RawMatrixLayout,
@@ -338,17 +338,22 @@ impl LtBlas {
         let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
         // SAFETY: the call writes one number that lives until it returns.
-        let code = unsafe { (table.layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
+        let code = unsafe { (table.matrix_layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
         CUBLAS.check(operation, code)?;
-        let layout = Owned { raw, destroy: table.layout_destroy };
+        let layout = Owned { raw, destroy: table.matrix_layout_destroy };
         if let Some((count, stride)) = batch {
             use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
             let count = i32::try_from(count).map_err(|_| too_large(operation, count))?;
             let stride = i64::try_from(stride).map_err(|_| too_large(operation, stride))?;
-            layout.set(operation, table.layout_set, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
             layout.set(
                 operation,
-                table.layout_set,
+                table.matrix_layout_set_attribute,
+                Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32,
+                &count,
+            )?;
+            layout.set(
+                operation,
+                table.matrix_layout_set_attribute,
                 Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32,
                 &stride,
             )?;
@@ -390,18 +395,28 @@ impl LtBlas {
         };
         let mut raw = RawMatmulDesc::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, scales) })?;
-        let product = Owned { raw, destroy: table.product_destroy };
+        CUBLAS.check(operation, unsafe { (table.matmul_desc_create)(&mut raw, compute, scales) })?;
+        let product = Owned { raw, destroy: table.matmul_desc_destroy };
         for (which, transpose) in [
             (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
             (Product::CUBLASLT_MATMUL_DESC_TRANSB, shape.transpose_b),
         ] {
-            product.set(operation, table.product_set, which as u32, &QUIRKS.transpose_code(transpose))?;
+            product.set(operation, table.matmul_desc_set_attribute, which as u32, &QUIRKS.transpose_code(transpose))?;
         }
         let epilogue = epilogue_code(operation, options.epilogue)?;
-        product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
+        product.set(
+            operation,
+            table.matmul_desc_set_attribute,
+            Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32,
+            &epilogue,
+        )?;
         if options.epilogue.has_bias() {
-            product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
+            product.set(
+                operation,
+                table.matmul_desc_set_attribute,
+                Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32,
+                &result,
+            )?;
         }
         let batch =
             |stride: fn(&highwater_hal::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
@@ -424,10 +439,12 @@ impl LtBlas {
         let c = self.layout(operation, result, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
         let mut raw = RawMatmulPreference::NULL;
         // SAFETY: as above.
-        CUBLAS.check(operation, unsafe { (table.wish_create)(&mut raw) })?;
-        let wish = Owned { raw, destroy: table.wish_destroy };
-        let set = |which: Wish, value: u64| wish.set(operation, table.wish_set, which as u32, &value);
-        let set_small = |which: Wish, value: u32| wish.set(operation, table.wish_set, which as u32, &value);
+        CUBLAS.check(operation, unsafe { (table.matmul_preference_create)(&mut raw) })?;
+        let wish = Owned { raw, destroy: table.matmul_preference_destroy };
+        let set =
+            |which: Wish, value: u64| wish.set(operation, table.matmul_preference_set_attribute, which as u32, &value);
+        let set_small =
+            |which: Wish, value: u32| wish.set(operation, table.matmul_preference_set_attribute, which as u32, &value);
         set(Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
         let alignments = [shape.data_type, shape.output].map(|of| options.alignment.max(of.bytes()));
         // 256 is the most that the heuristic makes use of.
@@ -451,7 +468,18 @@ impl LtBlas {
         let (mut choice, mut found) = (Choice::default(), 0);
         // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
         let code = unsafe {
-            (table.choose)(self.raw, product.raw, a.raw, b.raw, c.raw, c.raw, wish.raw, 1, &mut choice, &mut found)
+            (table.matmul_algo_get_heuristic)(
+                self.raw,
+                product.raw,
+                a.raw,
+                b.raw,
+                c.raw,
+                c.raw,
+                wish.raw,
+                1,
+                &mut choice,
+                &mut found,
+            )
         };
         CUBLAS.check(operation, code)?;
         if found < 1 {
@@ -576,7 +604,7 @@ impl Call<'_> {
         let bias = if plan.has_bias { arguments.bias } else { None };
         if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
             let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
-            plan.product.set(operation, lt.table.product_set, which, &bias.get())?;
+            plan.product.set(operation, lt.table.matmul_desc_set_attribute, which, &bias.get())?;
             plan.bias = Some(bias);
         }
         let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);

@@ -74,16 +74,16 @@ pub(crate) struct MappedCalls {
 impl MappedCalls {
     pub(crate) fn new(calls: &CudaCalls) -> Option<Self> {
         Some(Self {
-            create: calls.memory_create?,
-            release: calls.memory_release?,
-            granularity: calls.memory_granularity?,
-            reserve: calls.address_reserve?,
-            unreserve: calls.address_free?,
-            map: calls.memory_map?,
-            unmap: calls.memory_unmap?,
-            access: calls.memory_access?,
-            export: calls.memory_export?,
-            import: calls.memory_import?,
+            create: calls.mem_create?,
+            release: calls.mem_release?,
+            granularity: calls.mem_get_allocation_granularity?,
+            reserve: calls.mem_address_reserve?,
+            unreserve: calls.mem_address_free?,
+            map: calls.mem_map?,
+            unmap: calls.mem_unmap?,
+            access: calls.mem_set_access?,
+            export: calls.mem_export_to_shareable_handle?,
+            import: calls.mem_import_from_shareable_handle?,
         })
     }
 

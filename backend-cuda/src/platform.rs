@@ -66,7 +66,7 @@ unsafe impl Platform for Cuda {
         let mut current = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
         // code of the thread may change it.
-        let code = unsafe { (self.driver.own.context_current)(&mut current) };
+        let code = unsafe { (self.driver.own.ctx_get_current)(&mut current) };
         if code == 0 && current == context { Ok(None) } else { self.driver.enter(code, context) }
     }
 
@@ -74,30 +74,36 @@ unsafe impl Platform for Cuda {
     fn restore(&self, (): ()) {
         let mut popped = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns. It pops what `make_current` pushed.
-        unsafe { (self.driver.own.context_pop)(&mut popped) };
+        unsafe { (self.driver.own.ctx_pop_current)(&mut popped) };
     }
 
-    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32> {
+    fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32> {
         let own = &self.driver.own;
         let mut reaches = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        match unsafe { (own.device_reaches)(&mut reaches, self.number(device), self.number(peer)) } {
+        match unsafe { (own.device_can_access_peer)(&mut reaches, self.number(device), self.number(peer)) } {
             0 if reaches != 0 => {}
             0 => return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED as i32),
             code => return Err(code),
         }
         // SAFETY: the context is the peer's primary one, retained for good.
-        match unsafe { (own.context_enable_peer)(self.driver.context(peer)?, 0) } {
+        match unsafe { (own.ctx_enable_peer_access)(self.driver.context(peer)?, 0) } {
             0 => Ok(()),
             code if code == CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED as i32 => Ok(()),
             code => Err(code),
         }
     }
 
-    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32 {
+    unsafe fn memcpy_peer_async(
+        &self,
+        dst: (u32, DevicePtr),
+        src: (u32, DevicePtr),
+        bytes: usize,
+        stream: RawStream,
+    ) -> i32 {
         match (self.driver.context(dst.0), self.driver.context(src.0)) {
             // SAFETY: the caller vouches for both ranges and the stream.
-            (Ok(to), Ok(from)) => unsafe { (self.driver.own.copy_peer)(dst.1, to, src.1, from, bytes, stream) },
+            (Ok(to), Ok(from)) => unsafe { (self.driver.own.memcpy_peer_async)(dst.1, to, src.1, from, bytes, stream) },
             (Err(code), _) | (_, Err(code)) => code,
         }
     }
@@ -105,7 +111,7 @@ unsafe impl Platform for Cuda {
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
         let mut context = RawContext::NULL;
         // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
-        match unsafe { (self.driver.own.stream_context)(stream, &mut context) } {
+        match unsafe { (self.driver.own.stream_get_ctx)(stream, &mut context) } {
             0 => Ok(context == self.driver.context(device)?),
             code => Err(code),
         }

@@ -4,7 +4,7 @@
 use cudarc::{cublas, cublaslt, driver};
 use highwater_driver::witness::{Signature, check, declared, in_header};
 use highwater_driver::witness_pairs;
-use highwater_driver::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use highwater_driver::{BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall};
 
 use crate::calls::{CublasCalls, CudaCalls, blas_symbol, driver_symbol, lt_symbol};
 use crate::lt::{LtTable, MatmulCall};
@@ -15,57 +15,57 @@ fn the_drivers_calls_are_those_of_its_header() {
         required {
             stream_query = cuStreamQuery(_);
             stream_synchronize = cuStreamSynchronize(_);
-            stream_create = cuStreamCreateWithPriority(_, _, _);
+            stream_create_with_priority = cuStreamCreateWithPriority(_, _, _);
             stream_destroy = cuStreamDestroy_v2(_);
             stream_wait_event = cuStreamWaitEvent(_, _, _);
-            priority_range = cuCtxGetStreamPriorityRange(_, _);
+            get_stream_priority_range = cuCtxGetStreamPriorityRange(_, _);
             event_create = cuEventCreate(_, _);
             event_destroy = cuEventDestroy_v2(_);
             event_record = cuEventRecord(_, _);
             event_query = cuEventQuery(_);
             event_synchronize = cuEventSynchronize(_);
             device_synchronize = cuCtxSynchronize();
-            allocate = cuMemAlloc_v2(_, _);
-            free = cuMemFree_v2(_);
-            memory_info = cuMemGetInfo_v2(_, _);
-            copy_to_device = cuMemcpyHtoDAsync_v2(_, _, _, _);
-            copy_to_host = cuMemcpyDtoHAsync_v2(_, _, _, _);
-            copy_on_device = cuMemcpyDtoDAsync_v2(_, _, _, _);
-            fill_8 = cuMemsetD8Async(_, _, _, _);
-            fill_16 = cuMemsetD16Async(_, _, _, _);
-            fill_32 = cuMemsetD32Async(_, _, _, _);
-            host_allocate = cuMemHostAlloc(_, _, _);
-            host_free = cuMemFreeHost(_);
-            host_register = cuMemHostRegister_v2(_, _, _);
-            host_unregister = cuMemHostUnregister(_);
-            host_device_address = cuMemHostGetDevicePointer_v2(_, _, _);
+            mem_alloc = cuMemAlloc_v2(_, _);
+            mem_free = cuMemFree_v2(_);
+            mem_get_info = cuMemGetInfo_v2(_, _);
+            memcpy_htod_async = cuMemcpyHtoDAsync_v2(_, _, _, _);
+            memcpy_dtoh_async = cuMemcpyDtoHAsync_v2(_, _, _, _);
+            memcpy_dtod_async = cuMemcpyDtoDAsync_v2(_, _, _, _);
+            memset_d8_async = cuMemsetD8Async(_, _, _, _);
+            memset_d16_async = cuMemsetD16Async(_, _, _, _);
+            memset_d32_async = cuMemsetD32Async(_, _, _, _);
+            mem_host_alloc = cuMemHostAlloc(_, _, _);
+            mem_free_host = cuMemFreeHost(_);
+            mem_host_register = cuMemHostRegister_v2(_, _, _);
+            mem_host_unregister = cuMemHostUnregister(_);
+            mem_host_get_device_pointer = cuMemHostGetDevicePointer_v2(_, _, _);
         }
         optional {
-            allocate_async = cuMemAllocAsync(_, _, _);
-            free_async = cuMemFreeAsync(_, _);
-            default_pool = cuDeviceGetDefaultMemPool(_, _);
-            pool_set = cuMemPoolSetAttribute(_, _, _);
-            pool_trim = cuMemPoolTrimTo(_, _);
-            capture_begin = cuStreamBeginCapture_v2(_, _);
-            capture_end = cuStreamEndCapture(_, _);
-            capture_state = cuStreamIsCapturing(_, _);
-            capture_mode = cuThreadExchangeStreamCaptureMode(_);
-            graph_instantiate = cuGraphInstantiateWithFlags(_, _, _);
+            mem_alloc_async = cuMemAllocAsync(_, _, _);
+            mem_free_async = cuMemFreeAsync(_, _);
+            device_get_default_mem_pool = cuDeviceGetDefaultMemPool(_, _);
+            mem_pool_set_attribute = cuMemPoolSetAttribute(_, _, _);
+            mem_pool_trim_to = cuMemPoolTrimTo(_, _);
+            stream_begin_capture = cuStreamBeginCapture_v2(_, _);
+            stream_end_capture = cuStreamEndCapture(_, _);
+            stream_is_capturing = cuStreamIsCapturing(_, _);
+            thread_exchange_stream_capture_mode = cuThreadExchangeStreamCaptureMode(_);
+            graph_instantiate_with_flags = cuGraphInstantiateWithFlags(_, _, _);
             graph_launch = cuGraphLaunch(_, _);
             graph_destroy = cuGraphDestroy(_);
             graph_exec_destroy = cuGraphExecDestroy(_);
-            ipc_export = cuIpcGetMemHandle(_, _);
-            ipc_open = cuIpcOpenMemHandle_v2(_, _, _);
-            ipc_close = cuIpcCloseMemHandle(_);
-            address_range = cuMemGetAddressRange_v2(_, _, _);
-            ipc_export_event = cuIpcGetEventHandle(_, _);
-            ipc_open_event = cuIpcOpenEventHandle(_, _);
+            ipc_get_mem_handle = cuIpcGetMemHandle(_, _);
+            ipc_open_mem_handle = cuIpcOpenMemHandle_v2(_, _, _);
+            ipc_close_mem_handle = cuIpcCloseMemHandle(_);
+            mem_get_address_range = cuMemGetAddressRange_v2(_, _, _);
+            ipc_get_event_handle = cuIpcGetEventHandle(_, _);
+            ipc_open_event_handle = cuIpcOpenEventHandle(_, _);
         }
     };
     // The header of CUDA 13 has only the successor of this call, which older drivers lack; the arguments are the same.
-    check(Calls::NAMES, driver_symbol, &pairs, &["event_elapsed"]);
+    check(Calls::NAMES, driver_symbol, &pairs, &["event_elapsed_time"]);
     let successor = in_header(driver::sys::cuEventElapsedTime_v2 as unsafe fn(_, _, _) -> _);
-    assert_eq!(declared(|table: &Calls| table.event_elapsed), successor);
+    assert_eq!(declared(|table: &Calls| table.event_elapsed_time), successor);
 }
 
 #[test]
@@ -73,34 +73,34 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
     let pairs = witness_pairs! { CudaCalls, rust driver::sys,
         required {
             init = cuInit(_);
-            driver_version = cuDriverGetVersion(_);
-            device_count = cuDeviceGetCount(_);
-            device = cuDeviceGet(_, _);
-            device_name = cuDeviceGetName(_, _, _);
-            device_uuid = cuDeviceGetUuid_v2(_, _);
-            device_memory = cuDeviceTotalMem_v2(_, _);
-            device_pci_address = cuDeviceGetPCIBusId(_, _, _);
-            device_attribute = cuDeviceGetAttribute(_, _, _);
-            device_reaches = cuDeviceCanAccessPeer(_, _, _);
-            context_retain = cuDevicePrimaryCtxRetain(_, _);
-            context_current = cuCtxGetCurrent(_);
-            context_push = cuCtxPushCurrent_v2(_);
-            context_pop = cuCtxPopCurrent_v2(_);
-            context_enable_peer = cuCtxEnablePeerAccess(_, _);
-            stream_context = cuStreamGetCtx(_, _);
-            copy_peer = cuMemcpyPeerAsync(_, _, _, _, _, _);
+            driver_get_version = cuDriverGetVersion(_);
+            device_get_count = cuDeviceGetCount(_);
+            device_get = cuDeviceGet(_, _);
+            device_get_name = cuDeviceGetName(_, _, _);
+            device_get_uuid = cuDeviceGetUuid_v2(_, _);
+            device_total_mem = cuDeviceTotalMem_v2(_, _);
+            device_get_pci_bus_id = cuDeviceGetPCIBusId(_, _, _);
+            device_get_attribute = cuDeviceGetAttribute(_, _, _);
+            device_can_access_peer = cuDeviceCanAccessPeer(_, _, _);
+            device_primary_ctx_retain = cuDevicePrimaryCtxRetain(_, _);
+            ctx_get_current = cuCtxGetCurrent(_);
+            ctx_push_current = cuCtxPushCurrent_v2(_);
+            ctx_pop_current = cuCtxPopCurrent_v2(_);
+            ctx_enable_peer_access = cuCtxEnablePeerAccess(_, _);
+            stream_get_ctx = cuStreamGetCtx(_, _);
+            memcpy_peer_async = cuMemcpyPeerAsync(_, _, _, _, _, _);
         }
         optional {
-            memory_create = cuMemCreate(_, _, _, _);
-            memory_release = cuMemRelease(_);
-            memory_granularity = cuMemGetAllocationGranularity(_, _, _);
-            address_reserve = cuMemAddressReserve(_, _, _, _, _);
-            address_free = cuMemAddressFree(_, _);
-            memory_map = cuMemMap(_, _, _, _, _);
-            memory_unmap = cuMemUnmap(_, _);
-            memory_access = cuMemSetAccess(_, _, _, _);
-            memory_export = cuMemExportToShareableHandle(_, _, _, _);
-            memory_import = cuMemImportFromShareableHandle(_, _, _);
+            mem_create = cuMemCreate(_, _, _, _);
+            mem_release = cuMemRelease(_);
+            mem_get_allocation_granularity = cuMemGetAllocationGranularity(_, _, _);
+            mem_address_reserve = cuMemAddressReserve(_, _, _, _, _);
+            mem_address_free = cuMemAddressFree(_, _);
+            mem_map = cuMemMap(_, _, _, _, _);
+            mem_unmap = cuMemUnmap(_, _);
+            mem_set_access = cuMemSetAccess(_, _, _, _);
+            mem_export_to_shareable_handle = cuMemExportToShareableHandle(_, _, _, _);
+            mem_import_from_shareable_handle = cuMemImportFromShareableHandle(_, _, _);
         }
     };
     check(CudaCalls::NAMES, driver_symbol, &pairs, &[]);
@@ -123,46 +123,46 @@ fn the_calls_of_cublas_are_those_of_its_header() {
     };
     check(BlasCalls::NAMES, blas_symbol, &pairs, &[]);
     let pairs = witness_pairs! { CublasCalls, rust cublas::sys,
-        required { property = cublasGetProperty(_, _); }
+        required { get_property = cublasGetProperty(_, _); }
         optional {
-            get_sm_count = cublasGetSmCountTarget(_, _);
-            set_sm_count = cublasSetSmCountTarget(_, _);
-            get_emulation = cublasGetEmulationStrategy(_, _);
-            set_emulation = cublasSetEmulationStrategy(_, _);
+            get_sm_count_target = cublasGetSmCountTarget(_, _);
+            set_sm_count_target = cublasSetSmCountTarget(_, _);
+            get_emulation_strategy = cublasGetEmulationStrategy(_, _);
+            set_emulation_strategy = cublasSetEmulationStrategy(_, _);
         }
     };
     // These calls are newer than the header of CUDA 13.0, which has the types of their arguments: enums of 32 bits.
     let later = [
-        "get_special_values",
-        "set_special_values",
-        "get_mantissa_control",
-        "set_mantissa_control",
-        "get_mantissa_bits",
-        "set_mantissa_bits",
-        "get_mantissa_offset",
-        "set_mantissa_offset",
-        "set_mantissa_report",
+        "get_emulation_special_values_support",
+        "set_emulation_special_values_support",
+        "get_fixed_point_emulation_mantissa_control",
+        "set_fixed_point_emulation_mantissa_control",
+        "get_fixed_point_emulation_max_mantissa_bit_count",
+        "set_fixed_point_emulation_max_mantissa_bit_count",
+        "get_fixed_point_emulation_mantissa_bit_offset",
+        "set_fixed_point_emulation_mantissa_bit_offset",
+        "set_fixed_point_emulation_mantissa_bit_count_pointer",
     ];
     check(CublasCalls::NAMES, blas_symbol, &pairs, &later);
     assert_eq!(size_of::<cublas::sys::cudaEmulationMantissaControl_t>(), size_of::<i32>());
     assert_eq!(size_of::<cublas::sys::cudaEmulationSpecialValuesSupport_t>(), size_of::<i32>());
     let gemm =
         in_header(cublas::sys::cublasGemmEx as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _);
-    assert_eq!(GemmCall::<i32>::classes(), gemm);
+    assert_eq!(GemmExCall::<i32>::classes(), gemm);
     let gemm_64 = in_header(
         cublas::sys::cublasGemmEx_64 as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmCall::<i64>::classes(), gemm_64);
+    assert_eq!(GemmExCall::<i64>::classes(), gemm_64);
     let batch = in_header(
         cublas::sys::cublasGemmStridedBatchedEx
             as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmBatchCall::<i32>::classes(), batch);
+    assert_eq!(GemmStridedBatchedExCall::<i32>::classes(), batch);
     let batch_64 = in_header(
         cublas::sys::cublasGemmStridedBatchedEx_64
             as unsafe fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _,
     );
-    assert_eq!(GemmBatchCall::<i64>::classes(), batch_64);
+    assert_eq!(GemmStridedBatchedExCall::<i64>::classes(), batch_64);
 }
 
 #[test]
@@ -171,16 +171,16 @@ fn the_calls_of_cublaslt_are_those_of_its_header() {
         required {
             create = cublasLtCreate(_);
             destroy = cublasLtDestroy(_);
-            product_create = cublasLtMatmulDescCreate(_, _, _);
-            product_destroy = cublasLtMatmulDescDestroy(_);
-            product_set = cublasLtMatmulDescSetAttribute(_, _, _, _);
-            layout_create = cublasLtMatrixLayoutCreate(_, _, _, _, _);
-            layout_destroy = cublasLtMatrixLayoutDestroy(_);
-            layout_set = cublasLtMatrixLayoutSetAttribute(_, _, _, _);
-            wish_create = cublasLtMatmulPreferenceCreate(_);
-            wish_destroy = cublasLtMatmulPreferenceDestroy(_);
-            wish_set = cublasLtMatmulPreferenceSetAttribute(_, _, _, _);
-            choose = cublasLtMatmulAlgoGetHeuristic(_, _, _, _, _, _, _, _, _, _);
+            matmul_desc_create = cublasLtMatmulDescCreate(_, _, _);
+            matmul_desc_destroy = cublasLtMatmulDescDestroy(_);
+            matmul_desc_set_attribute = cublasLtMatmulDescSetAttribute(_, _, _, _);
+            matrix_layout_create = cublasLtMatrixLayoutCreate(_, _, _, _, _);
+            matrix_layout_destroy = cublasLtMatrixLayoutDestroy(_);
+            matrix_layout_set_attribute = cublasLtMatrixLayoutSetAttribute(_, _, _, _);
+            matmul_preference_create = cublasLtMatmulPreferenceCreate(_);
+            matmul_preference_destroy = cublasLtMatmulPreferenceDestroy(_);
+            matmul_preference_set_attribute = cublasLtMatmulPreferenceSetAttribute(_, _, _, _);
+            matmul_algo_get_heuristic = cublasLtMatmulAlgoGetHeuristic(_, _, _, _, _, _, _, _, _, _);
         }
         optional {}
     };

@@ -105,7 +105,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _current = room.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
-        room.check(OPERATION, unsafe { (room.platform.calls().memory_info)(&mut free, &mut seen) })?;
+        room.check(OPERATION, unsafe { (room.platform.calls().mem_get_info)(&mut free, &mut seen) })?;
         Ok(MemoryInfo { free: (free as u64).min(total), total })
     }
 
@@ -365,7 +365,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut milliseconds = 0.0_f32;
         let quirks = room.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
-        match unsafe { (room.platform.calls().event_elapsed)(&mut milliseconds, first.raw(), last.raw()) } {
+        match unsafe { (room.platform.calls().event_elapsed_time)(&mut milliseconds, first.raw(), last.raw()) } {
             // A negative time, of an end that comes first, is none.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
@@ -451,7 +451,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             plain => {
                 let mut address = DevicePtr::new(0);
                 // SAFETY: the call writes one number that lives until it returns.
-                let code = self.with_trimmed_pool(device, || unsafe { (calls.allocate)(&mut address, bytes) });
+                let code = self.with_trimmed_pool(device, || unsafe { (calls.mem_alloc)(&mut address, bytes) });
                 room.check(OPERATION, code)?;
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
             }
@@ -504,10 +504,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 match (&block.kind, &held) {
                     (BlockKind::Shared { block, .. }, _) => room.platform.free_shared(OPERATION, block),
                     (BlockKind::StreamOrdered, Some(held)) => {
-                        let free = required(OPERATION, calls.free_async, "stream_ordered_memory")?;
+                        let free = required(OPERATION, calls.mem_free_async, "stream_ordered_memory")?;
                         room.check(OPERATION, free(ptr, held.raw()))
                     }
-                    _ => room.check(OPERATION, (calls.free)(ptr)),
+                    _ => room.check(OPERATION, (calls.mem_free)(ptr)),
                 }
             }
         })();
@@ -546,10 +546,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
                 _ if bytes == 0 => 0,
                 (Location::Device { ptr, .. }, Location::Host(host)) => {
-                    (calls.copy_to_device)(ptr, host.as_ptr(), bytes, held.raw())
+                    (calls.memcpy_htod_async)(ptr, host.as_ptr(), bytes, held.raw())
                 }
                 (Location::Host(host), Location::Device { ptr, .. }) => {
-                    (calls.copy_to_host)(host.as_ptr(), ptr, bytes, held.raw())
+                    (calls.memcpy_dtoh_async)(host.as_ptr(), ptr, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src })
                     if to == from =>
@@ -559,7 +559,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
-                    (calls.copy_on_device)(dst, src, bytes, held.raw())
+                    (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) => {
                     self.room.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
@@ -570,7 +570,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     room.refuse_in_capture(OPERATION, &held)?;
                     room.enable_peer(OPERATION, from, to)?;
                     room.enable_peer(OPERATION, to, from)?;
-                    room.platform.copy_peer((to, dst), (from, src), bytes, held.raw())
+                    room.platform.memcpy_peer_async((to, dst), (from, src), bytes, held.raw())
                 }
             }
         };
@@ -598,9 +598,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         // SAFETY: the caller vouches for the range; the stream is held.
         let code = unsafe {
             match pattern {
-                FillPattern::U8(value) => (calls.fill_8)(dst, value, count, raw),
-                FillPattern::U16(value) => (calls.fill_16)(dst, value, count, raw),
-                FillPattern::U32(value) => (calls.fill_32)(dst, value, count, raw),
+                FillPattern::U8(value) => (calls.memset_d8_async)(dst, value, count, raw),
+                FillPattern::U16(value) => (calls.memset_d16_async)(dst, value, count, raw),
+                FillPattern::U32(value) => (calls.memset_d32_async)(dst, value, count, raw),
             }
         };
         room.check(OPERATION, code)
@@ -623,7 +623,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream takes part in a capture already")
                 .with_hint("end that capture first"));
         }
-        let begin = required(OPERATION, room.platform.calls().capture_begin, "capture")?;
+        let begin = required(OPERATION, room.platform.calls().stream_begin_capture, "capture")?;
         let number = match mode {
             CaptureMode::Global => capture_mode::GLOBAL,
             CaptureMode::ThreadLocal => capture_mode::THREAD_LOCAL,
@@ -661,7 +661,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         room.enter(OPERATION)?;
         let held = room.stream(OPERATION, stream)?;
         self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
-        let end = required(OPERATION, room.platform.calls().capture_end, "capture")?;
+        let end = required(OPERATION, room.platform.calls().stream_end_capture, "capture")?;
         if held.is_default() || !room.capture_state(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
                 .with_hint("call `begin_capture` first"));
@@ -722,7 +722,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let room = &*self.room;
         room.enter(OPERATION)?;
         let recorded = room.graphs.hold(OPERATION, graph)?;
-        let instantiate = required(OPERATION, room.platform.calls().graph_instantiate, "capture")?;
+        let instantiate = required(OPERATION, room.platform.calls().graph_instantiate_with_flags, "capture")?;
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
@@ -803,7 +803,7 @@ impl<P: Platform> DriverBackend<P> {
         Self::same_device(OPERATION, stream, "the memory", device)?;
         check_size(OPERATION, bytes, room.device(OPERATION, device)?.info.memory_bytes)?;
         room.refuse_in_capture(OPERATION, &held)?;
-        let allocate = required(OPERATION, room.platform.calls().allocate_async, "stream_ordered_memory")?;
+        let allocate = required(OPERATION, room.platform.calls().mem_alloc_async, "stream_ordered_memory")?;
         let _relaxed = room.relaxed();
         let _current = room.make_current(OPERATION, device)?;
         room.pool(device);

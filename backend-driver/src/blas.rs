@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{GemmBatchCall, GemmCall, POINTER_MODE_HOST};
+use super::calls::{GemmExCall, GemmStridedBatchedExCall, POINTER_MODE_HOST};
 use super::platform::{Blas, BlasSettings, Platform, Quirks};
 use super::raw::{RawBlas, RawStream};
 use super::room::{HandleCount, Room};
@@ -292,7 +292,7 @@ impl Arguments {
     /// # Safety
     /// As [`enqueue`]; the call is one of the vendor's for single products, and the factors are where they were.
     #[inline(always)]
-    unsafe fn single<N>(self, call: GemmCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
+    unsafe fn single<N>(self, call: GemmExCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         // SAFETY: as the caller vouches; the factors are read during the call.
@@ -306,7 +306,7 @@ impl Arguments {
 
     /// # Safety
     /// As [`enqueue`]; the call is one of the vendor's for batches, and the factors are where they were.
-    unsafe fn batch<N>(self, call: GemmBatchCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
+    unsafe fn batch<N>(self, call: GemmStridedBatchedExCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
@@ -343,7 +343,7 @@ unsafe fn enqueue(
     let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
     let factors = Factors::of(gemm);
     // SAFETY: passed on from the caller.
-    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm, sizes, leading) })
+    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm_ex, sizes, leading) })
 }
 
 /// The same for any product, by the first call that can count it.
@@ -376,10 +376,12 @@ unsafe fn enqueue_unusual(
     // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
     let code = unsafe {
         match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
-            (Some(sizes), _, None) => Some(arguments.single(blas.gemm, sizes.sizes, sizes.leading)),
-            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_batch, sizes, strides)),
-            (None, Some(sizes), None) => blas.gemm_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
-            (None, Some(sizes), Some(strides)) => blas.gemm_batch_64.map(|call| arguments.batch(call, sizes, strides)),
+            (Some(sizes), _, None) => Some(arguments.single(blas.gemm_ex, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_strided_batched_ex, sizes, strides)),
+            (None, Some(sizes), None) => blas.gemm_ex_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
+            (None, Some(sizes), Some(strides)) => {
+                blas.gemm_strided_batched_ex_64.map(|call| arguments.batch(call, sizes, strides))
+            }
             (None, None, _) => None,
         }
     };

@@ -69,7 +69,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
         let mut address = std::ptr::null_mut();
         // SAFETY: the call writes one address that lives until it returns.
-        room.check(OPERATION, unsafe { (room.platform.calls().host_allocate)(&mut address, bytes, flags) })?;
+        room.check(OPERATION, unsafe { (room.platform.calls().mem_host_alloc)(&mut address, bytes, flags) })?;
         let address = NonNull::new(address).ok_or_else(|| super::room::nothing(OPERATION))?;
         let ptr = HostPtr::new(address);
         room.host_blocks.lock().insert(ptr.address(), HostBlock { bytes, registered: false });
@@ -85,7 +85,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             let _relaxed = room.relaxed();
             let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_free)(ptr.as_ptr()) })
+            room.check(OPERATION, unsafe { (room.platform.calls().mem_free_host)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
             room.host_blocks.lock().insert(ptr.address(), block);
@@ -129,7 +129,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             let flags = room.platform.quirks().register_flags;
             // SAFETY: the caller vouches that the range is mapped and stays so.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_register)(ptr.as_ptr(), bytes, flags) })
+            room.check(OPERATION, unsafe { (room.platform.calls().mem_host_register)(ptr.as_ptr(), bytes, flags) })
         })();
         if outcome.is_err() {
             room.host_blocks.lock().remove(&start);
@@ -147,7 +147,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             let _relaxed = room.relaxed();
             let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
             // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_unregister)(ptr.as_ptr()) })
+            room.check(OPERATION, unsafe { (room.platform.calls().mem_host_unregister)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
             room.host_blocks.lock().insert(ptr.address(), block);
@@ -164,7 +164,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let _current = room.make_current(OPERATION, device)?;
         let mut address = DevicePtr::new(0);
         // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
-        let code = unsafe { (room.platform.calls().host_device_address)(&mut address, start as *mut u8, 0) };
+        let code = unsafe { (room.platform.calls().mem_host_get_device_pointer)(&mut address, start as *mut u8, 0) };
         room.check(OPERATION, code)?;
         Ok(address.offset(inside))
     }

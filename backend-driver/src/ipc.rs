@@ -88,18 +88,20 @@ impl<P: Platform> DriverIpc<P> {
             let block = room.platform.open_shared(device, handle)?;
             return Ok((room.made(OPERATION, block.address)?, Some(block)));
         }
-        let Some(open) = room.platform.calls().ipc_open else { return Err(unsupported(OPERATION, handle.transport)) };
+        let Some(open) = room.platform.calls().ipc_open_mem_handle else {
+            return Err(unsupported(OPERATION, handle.transport));
+        };
         let mut address = DevicePtr::new(0);
         let flag = room.platform.quirks().ipc_open_flag;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
         room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
         room.made(OPERATION, address)?;
-        if let Some(range) = room.platform.calls().address_range {
+        if let Some(range) = room.platform.calls().mem_get_address_range {
             let (mut start, mut bytes) = (DevicePtr::new(0), 0);
             // SAFETY: the call writes two numbers that live until it returns.
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
-                if let Some(close) = room.platform.calls().ipc_close {
+                if let Some(close) = room.platform.calls().ipc_close_mem_handle {
                     // SAFETY: it was just opened, and nobody uses it.
                     unsafe { close(address) };
                 }
@@ -180,7 +182,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 Ok(handle)
             }
             (bytes, None) => {
-                let Some(export) = room.platform.calls().ipc_export else {
+                let Some(export) = room.platform.calls().ipc_get_mem_handle else {
                     return Err(unsupported(OPERATION, transport));
                 };
                 let mut payload = IpcHandle([0; 64]);
@@ -264,7 +266,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             let _current = room.make_current(OPERATION, device)?;
             // SAFETY: the caller vouches that no work uses the mapping.
             unsafe {
-                match (&block, room.platform.calls().ipc_close) {
+                match (&block, room.platform.calls().ipc_close_mem_handle) {
                     (Some(block), _) => room.platform.free_shared(OPERATION, block),
                     (None, Some(close)) => room.check(OPERATION, close(ptr)),
                     (None, None) => Ok(()),
@@ -295,7 +297,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             .with_hint("make the event with `EventOptions::with_interprocess`"));
         }
         let uuid = room.device(OPERATION, event.device())?.info.uuid;
-        let Some(export) = room.platform.calls().ipc_export_event else {
+        let Some(export) = room.platform.calls().ipc_get_event_handle else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
         let _relaxed = room.relaxed();
@@ -314,7 +316,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         }
         self.check_uuid(OPERATION, device, &handle.device_uuid)?;
-        let Some(open) = room.platform.calls().ipc_open_event else {
+        let Some(open) = room.platform.calls().ipc_open_event_handle else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
         let _relaxed = room.relaxed();

@@ -43,7 +43,7 @@ pub mod witness;
 
 pub use backend::DriverBackend;
 pub use calls::{
-    BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
+    BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
 };
 pub use captures::Captures;
 pub use codes::{Code, Codes};

@@ -52,14 +52,14 @@ impl<P: Platform> Room<P> {
         let _current = self.make_current(operation, device)?;
         let (mut least, mut greatest, mut raw) = (0, 0, RawStream::NULL);
         // SAFETY: the call writes two numbers that live until it returns.
-        self.check(operation, unsafe { (calls.priority_range)(&mut least, &mut greatest) })?;
+        self.check(operation, unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) })?;
         let priority = match priority {
             StreamPriority::Low => least,
             StreamPriority::Normal => 0,
             StreamPriority::High => greatest,
         };
         // SAFETY: as above.
-        self.check(operation, unsafe { (calls.stream_create)(&mut raw, flags, priority) })?;
+        self.check(operation, unsafe { (calls.stream_create_with_priority)(&mut raw, flags, priority) })?;
         self.made(operation, raw)
     }
 

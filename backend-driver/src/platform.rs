@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use super::calls::{BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall};
 use super::captures::Captures;
 use super::codes::Codes;
 use super::library::Library;
@@ -179,13 +179,13 @@ pub struct Blas {
     /// What both vendors have alike.
     pub calls: BlasCalls,
     /// One product.
-    pub gemm: GemmCall<i32>,
+    pub gemm_ex: GemmExCall<i32>,
     /// A batch.
-    pub gemm_batch: GemmBatchCall<i32>,
+    pub gemm_strided_batched_ex: GemmStridedBatchedExCall<i32>,
     /// One product of sizes that 32 bits do not hold, where the vendor has it.
-    pub gemm_64: Option<GemmCall<i64>>,
+    pub gemm_ex_64: Option<GemmExCall<i64>>,
     /// A batch of such.
-    pub gemm_batch_64: Option<GemmBatchCall<i64>>,
+    pub gemm_strided_batched_ex_64: Option<GemmStridedBatchedExCall<i64>>,
     /// What its codes mean.
     pub codes: &'static Codes,
 }
@@ -225,10 +225,11 @@ impl Blas {
         unsafe {
             Ok(Self {
                 calls,
-                gemm: std::mem::transmute::<*const (), GemmCall<i32>>(gemm),
-                gemm_batch: std::mem::transmute::<*const (), GemmBatchCall<i32>>(gemm_batch),
-                gemm_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
-                gemm_batch_64: wide[1].map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
+                gemm_ex: std::mem::transmute::<*const (), GemmExCall<i32>>(gemm),
+                gemm_strided_batched_ex: std::mem::transmute::<*const (), GemmStridedBatchedExCall<i32>>(gemm_batch),
+                gemm_ex_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmExCall<i64>>(found)),
+                gemm_strided_batched_ex_64: wide[1]
+                    .map(|found| std::mem::transmute::<*const (), GemmStridedBatchedExCall<i64>>(found)),
                 codes,
             })
         }
@@ -290,13 +291,19 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// The vendor's code. That it was so already is no error.
-    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32>;
+    fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32>;
 
     /// Enqueues a copy from one device to another and answers with the vendor's code.
     ///
     /// # Safety
     /// As [`Backend::copy`](highwater_hal::Backend::copy).
-    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32;
+    unsafe fn memcpy_peer_async(
+        &self,
+        dst: (u32, DevicePtr),
+        src: (u32, DevicePtr),
+        bytes: usize,
+        stream: RawStream,
+    ) -> i32;
 
     /// Whether `stream`, which other code made, is one of `device`.
     ///

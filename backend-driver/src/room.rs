@@ -315,7 +315,7 @@ impl<P: Platform> Room<P> {
         let Ok(_current) = self.make_current(operation, device) else { return error };
         let _relaxed = self.relaxed();
         // SAFETY: the call writes two numbers that live until it returns.
-        let asked = self.check(operation, unsafe { (self.platform.calls().memory_info)(&mut free, &mut total) });
+        let asked = self.check(operation, unsafe { (self.platform.calls().mem_get_info)(&mut free, &mut total) });
         asked.err().filter(|error| error.kind() == ErrorKind::DeviceLost).unwrap_or(error)
     }
 
@@ -434,7 +434,7 @@ impl<P: Platform> Room<P> {
     #[inline(never)]
     pub fn relaxed(&self) -> Relaxed<'_, P> {
         let mut relaxed = Relaxed { exchange: None, previous: capture_mode::RELAXED };
-        if let Some(exchange) = self.platform.calls().capture_mode {
+        if let Some(exchange) = self.platform.calls().thread_exchange_stream_capture_mode {
             // SAFETY: the call reads and writes one number that lives until it returns.
             if unsafe { exchange(&mut relaxed.previous) } == 0 {
                 relaxed.exchange = Some((&self.platform, exchange));
@@ -486,7 +486,7 @@ impl<P: Platform> Room<P> {
     /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
     #[cold]
     pub(super) fn capture_status(&self, operation: &'static str, raw: RawStream) -> Result<u32> {
-        let Some(state) = self.platform.calls().capture_state else { return Ok(capture_status::NONE) };
+        let Some(state) = self.platform.calls().stream_is_capturing else { return Ok(capture_status::NONE) };
         let mut value = capture_status::NONE;
         // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
         self.check(operation, unsafe { state(raw, &mut value) })?;
@@ -523,7 +523,7 @@ impl<P: Platform> Room<P> {
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
         // Two threads may both ask; the second answer is "already".
-        let enabled = match self.platform.enable_peer(device, peer) {
+        let enabled = match self.platform.enable_peer_access(device, peer) {
             Ok(()) => true,
             Err(code) => {
                 let error = self.platform.codes().error(operation, code);
@@ -550,7 +550,7 @@ impl<P: Platform> Room<P> {
     #[cold]
     fn set_up_pool(&self, device: u32) -> Option<RawMemPool> {
         let calls = self.platform.calls();
-        let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
+        let (default_pool, set) = (calls.device_get_default_mem_pool?, calls.mem_pool_set_attribute?);
         let (mut pool, mut keep) = (RawMemPool::NULL, u64::MAX);
         // SAFETY: the calls read and write numbers that live until they return.
         let code = unsafe {
@@ -565,7 +565,7 @@ impl<P: Platform> Room<P> {
     /// Gives back what the pool keeps but nobody uses; whether there is a pool.
     pub(super) fn trim_pool(&self, device: u32) -> bool {
         let pool = self.devices.get(device as usize).and_then(|state| state.pool.get().copied().flatten());
-        let (Some(pool), Some(trim)) = (pool, self.platform.calls().pool_trim) else { return false };
+        let (Some(pool), Some(trim)) = (pool, self.platform.calls().mem_pool_trim_to) else { return false };
         // SAFETY: the pool is the device's own and never ends.
         unsafe { trim(pool, 0) == 0 }
     }

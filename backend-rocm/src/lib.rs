@@ -75,7 +75,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let mut identity = Identity::new("rocm", "AMD ROCm", BackendTag::next());
     let mut below = 0;
     // SAFETY: the call writes one number that lives until it returns.
-    codes::HIP.check("open", unsafe { (driver.own.driver_version)(&mut below) })?;
+    codes::HIP.check("open", unsafe { (driver.own.driver_get_version)(&mut below) })?;
     let versions = [
         ("highwater-rocm", env!("CARGO_PKG_VERSION").to_owned()),
         ("HIP", driver::written(driver.version)),

@@ -5,7 +5,8 @@
 use cubecl_hip_sys as new;
 use highwater_driver::witness::{Signature, check, sizes_in_header};
 use highwater_driver::{
-    BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status, witness,
+    BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
+    witness,
 };
 use highwater_driver::{witness_pairs, witness_sizes};
 use hip_sys::{hipblas, hiprt as old};
@@ -20,52 +21,52 @@ macro_rules! calls {
             required {
                 stream_query = hipStreamQuery(_);
                 stream_synchronize = hipStreamSynchronize(_);
-                stream_create = hipStreamCreateWithPriority(_, _, _);
+                stream_create_with_priority = hipStreamCreateWithPriority(_, _, _);
                 stream_destroy = hipStreamDestroy(_);
                 stream_wait_event = hipStreamWaitEvent(_, _, _);
-                priority_range = hipDeviceGetStreamPriorityRange(_, _);
+                get_stream_priority_range = hipDeviceGetStreamPriorityRange(_, _);
                 event_create = hipEventCreateWithFlags(_, _);
                 event_destroy = hipEventDestroy(_);
                 event_record = hipEventRecord(_, _);
                 event_query = hipEventQuery(_);
                 event_synchronize = hipEventSynchronize(_);
-                event_elapsed = hipEventElapsedTime(_, _, _);
+                event_elapsed_time = hipEventElapsedTime(_, _, _);
                 device_synchronize = hipDeviceSynchronize();
-                allocate = hipMalloc(_, _);
-                free = hipFree(_);
-                memory_info = hipMemGetInfo(_, _);
-                copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
-                copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
-                copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
-                fill_8 = hipMemsetD8Async(_, _, _, _);
-                fill_16 = hipMemsetD16Async(_, _, _, _);
-                fill_32 = hipMemsetD32Async(_, _, _, _);
-                host_allocate = hipHostMalloc(_, _, _);
-                host_free = hipHostFree(_);
-                host_register = hipHostRegister(_, _, _);
-                host_unregister = hipHostUnregister(_);
-                host_device_address = hipHostGetDevicePointer(_, _, _);
+                mem_alloc = hipMalloc(_, _);
+                mem_free = hipFree(_);
+                mem_get_info = hipMemGetInfo(_, _);
+                memcpy_htod_async = hipMemcpyHtoDAsync(_, _, _, _);
+                memcpy_dtoh_async = hipMemcpyDtoHAsync(_, _, _, _);
+                memcpy_dtod_async = hipMemcpyDtoDAsync(_, _, _, _);
+                memset_d8_async = hipMemsetD8Async(_, _, _, _);
+                memset_d16_async = hipMemsetD16Async(_, _, _, _);
+                memset_d32_async = hipMemsetD32Async(_, _, _, _);
+                mem_host_alloc = hipHostMalloc(_, _, _);
+                mem_free_host = hipHostFree(_);
+                mem_host_register = hipHostRegister(_, _, _);
+                mem_host_unregister = hipHostUnregister(_);
+                mem_host_get_device_pointer = hipHostGetDevicePointer(_, _, _);
             }
             optional {
-                allocate_async = hipMallocAsync(_, _, _);
-                free_async = hipFreeAsync(_, _);
-                default_pool = hipDeviceGetDefaultMemPool(_, _);
-                pool_set = hipMemPoolSetAttribute(_, _, _);
-                pool_trim = hipMemPoolTrimTo(_, _);
-                capture_begin = hipStreamBeginCapture(_, _);
-                capture_end = hipStreamEndCapture(_, _);
-                capture_state = hipStreamIsCapturing(_, _);
-                capture_mode = hipThreadExchangeStreamCaptureMode(_);
-                graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
+                mem_alloc_async = hipMallocAsync(_, _, _);
+                mem_free_async = hipFreeAsync(_, _);
+                device_get_default_mem_pool = hipDeviceGetDefaultMemPool(_, _);
+                mem_pool_set_attribute = hipMemPoolSetAttribute(_, _, _);
+                mem_pool_trim_to = hipMemPoolTrimTo(_, _);
+                stream_begin_capture = hipStreamBeginCapture(_, _);
+                stream_end_capture = hipStreamEndCapture(_, _);
+                stream_is_capturing = hipStreamIsCapturing(_, _);
+                thread_exchange_stream_capture_mode = hipThreadExchangeStreamCaptureMode(_);
+                graph_instantiate_with_flags = hipGraphInstantiateWithFlags(_, _, _);
                 graph_launch = hipGraphLaunch(_, _);
                 graph_destroy = hipGraphDestroy(_);
                 graph_exec_destroy = hipGraphExecDestroy(_);
-                ipc_export = hipIpcGetMemHandle(_, _);
-                ipc_open = hipIpcOpenMemHandle(_, _, _);
-                ipc_close = hipIpcCloseMemHandle(_);
-                address_range = hipMemGetAddressRange(_, _, _);
-                ipc_export_event = hipIpcGetEventHandle(_, _);
-                ipc_open_event = hipIpcOpenEventHandle(_, _);
+                ipc_get_mem_handle = hipIpcGetMemHandle(_, _);
+                ipc_open_mem_handle = hipIpcOpenMemHandle(_, _, _);
+                ipc_close_mem_handle = hipIpcCloseMemHandle(_);
+                mem_get_address_range = hipMemGetAddressRange(_, _, _);
+                ipc_get_event_handle = hipIpcGetEventHandle(_, _);
+                ipc_open_event_handle = hipIpcOpenEventHandle(_, _);
             }
         }
     };
@@ -77,19 +78,19 @@ macro_rules! hip_calls {
         $witness! { HipCalls, c $header,
             required {
                 init = hipInit(_);
-                runtime_version = hipRuntimeGetVersion(_);
-                driver_version = hipDriverGetVersion(_);
-                device_count = hipGetDeviceCount(_);
-                device_set = hipSetDevice(_);
-                device_get = hipGetDevice(_);
-                device_name = hipDeviceGetName(_, _, _);
-                device_uuid = hipDeviceGetUuid(_, _);
-                device_memory = hipDeviceTotalMem(_, _);
-                device_pci_address = hipDeviceGetPCIBusId(_, _, _);
-                device_attribute = hipDeviceGetAttribute(_, _, _);
-                device_reaches = hipDeviceCanAccessPeer(_, _, _);
-                device_enable_peer = hipDeviceEnablePeerAccess(_, _);
-                copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+                runtime_get_version = hipRuntimeGetVersion(_);
+                driver_get_version = hipDriverGetVersion(_);
+                get_device_count = hipGetDeviceCount(_);
+                set_device = hipSetDevice(_);
+                get_device = hipGetDevice(_);
+                device_get_name = hipDeviceGetName(_, _, _);
+                device_get_uuid = hipDeviceGetUuid(_, _);
+                device_total_mem = hipDeviceTotalMem(_, _);
+                device_get_pci_bus_id = hipDeviceGetPCIBusId(_, _, _);
+                device_get_attribute = hipDeviceGetAttribute(_, _, _);
+                device_can_access_peer = hipDeviceCanAccessPeer(_, _, _);
+                device_enable_peer_access = hipDeviceEnablePeerAccess(_, _);
+                memcpy_peer_async = hipMemcpyPeerAsync(_, _, _, _, _, _);
                 $($($more)*)?
             }
             optional {}
@@ -102,8 +103,8 @@ fn the_runtimes_calls_are_those_of_its_header() {
     let pairs = calls! { witness_pairs, new };
     check(Calls::NAMES, runtime_symbol, &pairs, &[]);
     let pairs = hip_calls! { witness_pairs, new,
-        device_properties = hipGetDevicePropertiesR0600(_, _);
-        stream_device = hipStreamGetDevice(_, _);
+        get_device_properties = hipGetDevicePropertiesR0600(_, _);
+        stream_get_device = hipStreamGetDevice(_, _);
     };
     check(HipCalls::NAMES, runtime_symbol, &pairs, &[]);
 }
@@ -125,13 +126,13 @@ witness_sizes! { BlasCalls, c hipblas,
 
 // Other types, as wide.
 const _: () = assert!(witness::alike(
-    GemmCall::<i32>::SIZES,
+    GemmExCall::<i32>::SIZES,
     sizes_in_header(
         hipblas::hipblasGemmEx as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
     )
 ));
 const _: () = assert!(witness::alike(
-    GemmBatchCall::<i32>::SIZES,
+    GemmStridedBatchedExCall::<i32>::SIZES,
     sizes_in_header(
         hipblas::hipblasGemmStridedBatchedEx
             as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
