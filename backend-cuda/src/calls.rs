@@ -51,11 +51,11 @@ vendor_calls! {
         }
         optional {
             /// Makes device memory without an address: out, bytes, properties, flags.
-            mem_create: "MemCreate" (*mut RawAllocation, usize, *const crate::mapped::Properties, u64);
+            mem_create: "MemCreate" (*mut RawAllocation, usize, *const crate::virtual_memory::Properties, u64);
             /// Gives it back.
             mem_release: "MemRelease" (RawAllocation);
             /// What sizes have to be multiples of: out, properties, which.
-            mem_get_allocation_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::mapped::Properties, u32);
+            mem_get_allocation_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::virtual_memory::Properties, u32);
             /// Reserves addresses: out, bytes, alignment, wish, flags.
             mem_address_reserve: "MemAddressReserve" (*mut DevicePtr, usize, usize, DevicePtr, u64);
             /// Gives addresses back.
@@ -65,7 +65,7 @@ vendor_calls! {
             /// Unmaps it.
             mem_unmap: "MemUnmap" (DevicePtr, usize);
             /// Says who may use it: address, bytes, descriptions, how many.
-            mem_set_access: "MemSetAccess" (DevicePtr, usize, *const crate::mapped::Access, usize);
+            mem_set_access: "MemSetAccess" (DevicePtr, usize, *const crate::virtual_memory::Access, usize);
             /// Makes a handle of it: out, memory, type, flags.
             mem_export_to_shareable_handle: "MemExportToShareableHandle" (*mut u8, RawAllocation, u32, u64);
             /// Opens a handle: out, handle, type.

@@ -30,7 +30,7 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
         check((calls.device_get_pci_bus_id)(pci.as_mut_ptr(), pci.len() as i32, number))?;
     }
     let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
-    highwater_driver::set_place(&mut info, &pci);
+    highwater_driver::set_pci_address(&mut info, &pci);
     let (major, minor) = architecture(cuda, number);
     info.architecture = format!("sm_{major}{minor}");
     Ok(info)

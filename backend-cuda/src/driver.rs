@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_driver::{Calls, Captures, Found, Initialised, RawStream, Search};
+use highwater_driver::{Calls, Captures, DriverCache, Found, RawStream, Search};
 use highwater_hal::{DevicePtr, Error, ErrorKind};
 
 use crate::calls::{self, CudaCalls, RawContext};
@@ -54,15 +54,15 @@ impl Driver {
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
     ) -> Result<&'static Self, Error> {
-        static OPEN: Initialised<Driver> = Initialised::new();
+        static OPEN: DriverCache<Driver> = DriverCache::new();
         // SAFETY: passed on from the caller; a library that goes by this name, or that a variable names as it, exports what the
         // driver exports.
-        unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialise(found)) }
+        unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialize(found)) }
     }
 
     /// # Safety
     /// The library is NVIDIA's driver.
-    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+    unsafe fn initialize(found: &Found) -> Result<Self, Error> {
         const OPERATION: &str = "open";
         // SAFETY: passed on from the caller.
         let (calls, own) = unsafe {

@@ -5,17 +5,17 @@
 //! the libraries, their calls, the meaning of their codes, and what only CUDA has. Which calls stand behind which method is
 //! written down in `docs/driver-mapping.md` of the repository, what ran on which GPU in `docs/cuda.md`.
 
+#[cfg(test)]
+mod abi_check;
 mod calls;
 mod codes;
 mod devices;
 mod driver;
 mod libraries;
 mod lt;
-mod mapped;
 mod platform;
 mod quirks;
-#[cfg(test)]
-mod witness;
+mod virtual_memory;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use highwater_hal::Unavailable;
 use highwater_hal::{Backend, BackendTag, Error, Identity};
 
 use crate::driver::Driver;
-use crate::mapped::MappedCalls;
 use crate::platform::Cuda;
+use crate::virtual_memory::MappedCalls;
 
 /// Opens the backend, or says what is missing.
 ///

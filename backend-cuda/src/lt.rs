@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use cudarc::cublaslt::sys;
-use highwater_driver::{HandleCount, Library, RawStream, Room, raw_handles, vendor_calls};
+use highwater_driver::{DriverState, HandleCount, Library, RawStream, raw_handles, vendor_calls};
 use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
     PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
@@ -258,7 +258,7 @@ struct Planned {
 
 /// A handle of cuBLASLt.
 pub(crate) struct LtBlas {
-    room: Arc<Room<Cuda>>,
+    state: Arc<DriverState<Cuda>>,
     device: u32,
     /// The vendor's handle; none once it was destroyed.
     raw: RawLt,
@@ -279,24 +279,24 @@ impl fmt::Debug for LtBlas {
 
 impl LtBlas {
     /// Makes a handle; the device is current.
-    pub(crate) fn create(room: &Arc<Room<Cuda>>, device: u32) -> Result<Self> {
+    pub(crate) fn create(state: &Arc<DriverState<Cuda>>, device: u32) -> Result<Self> {
         let mut raw = RawLt::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check("create_blas_handle", unsafe { (room.platform().lt.table.create)(&mut raw) })?;
+        CUBLAS.check("create_blas_handle", unsafe { (state.platform().lt.table.create)(&mut raw) })?;
         Ok(Self {
-            room: Arc::clone(room),
+            state: Arc::clone(state),
             device,
             raw,
             stream: None,
             workspace: None,
             plans: Vec::new(),
             next_plan: 1,
-            count: Some(room.count_handle()),
+            count: Some(state.count_handle()),
         })
     }
 
     fn enter(&self, operation: &'static str) -> Result<()> {
-        self.room.enter(operation)?;
+        self.state.enter(operation)?;
         if self.raw == RawLt::NULL {
             return Err(
                 Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
@@ -315,10 +315,10 @@ impl LtBlas {
         const OPERATION: &str = "destroy";
         self.enter(OPERATION)?;
         let outcome = {
-            let _current = self.room.make_current(OPERATION, self.device)?;
+            let _current = self.state.make_current(OPERATION, self.device)?;
             self.plans.clear();
             // SAFETY: the handle is alive, and is not used after this.
-            CUBLAS.check(OPERATION, unsafe { (self.room.platform().lt.table.destroy)(self.raw) })
+            CUBLAS.check(OPERATION, unsafe { (self.state.platform().lt.table.destroy)(self.raw) })
         };
         self.raw = RawLt::NULL;
         self.count = None;
@@ -334,7 +334,7 @@ impl LtBlas {
         ld: usize,
         batch: Option<(usize, usize)>,
     ) -> Result<Owned<RawMatrixLayout>> {
-        let table = &self.room.platform().lt.table;
+        let table = &self.state.platform().lt.table;
         let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
         // SAFETY: the call writes one number that lives until it returns.
@@ -362,7 +362,7 @@ impl LtBlas {
     }
 
     fn check_options(&self, operation: &'static str, options: &PlanOptions) -> Result<()> {
-        let capabilities = self.room.capabilities(operation, self.device)?;
+        let capabilities = self.state.capabilities(operation, self.device)?;
         capabilities.check_product(operation, &options.shape)?;
         if options.math_mode == MathMode::Tf32 && !capabilities.tf32 {
             return Err(Error::lacks(operation, "tf32"));
@@ -382,7 +382,7 @@ impl LtBlas {
     fn plan(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t as Product;
         use sys::cublasLtMatmulPreferenceAttributes_t as Wish;
-        let lt = &self.room.platform().lt;
+        let lt = &self.state.platform().lt;
         let table = &lt.table;
         let shape = &options.shape;
         let doubles = shape.data_type == DataType::F64;
@@ -535,19 +535,20 @@ impl LtBlas {
         let Some((_, Some(planned))) = self.plans.get(index) else { return Ok(()) };
         let options = planned.options;
         let shape = &options.shape;
-        let room = Arc::clone(&self.room);
+        let state = Arc::clone(&self.state);
         let zeros = {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(operation, self.device)?;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(operation, self.device)?;
             let bytes = shape.m.max(shape.n).saturating_mul(shape.data_type.bytes());
-            room.platform()
+            state
+                .platform()
                 .driver
                 .zeros(self.device, bytes)
-                .or_else(|code| room.check(operation, code).map(|()| DevicePtr::new(0)))?
+                .or_else(|code| state.check(operation, code).map(|()| DevicePtr::new(0)))?
         };
         let made = match &planned.without_factors {
             None => {
-                let _current = room.make_current(operation, self.device)?;
+                let _current = state.make_current(operation, self.device)?;
                 Some(self.plan_without_factors(operation, &options)?)
             }
             Some(_) => None,
@@ -567,7 +568,7 @@ impl LtBlas {
         (arguments.a, arguments.b) = (zeros, zeros);
         // The addend of beta * C is -0, which keeps the sign of a 0.
         arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
-        let call = Call { room: &room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        let call = Call { state: &state, handle: self.raw, stream: self.stream, workspace: self.workspace };
         // SAFETY: passed on from the caller; the zeros stay for good.
         unsafe { call.run(operation, self.device, plan, &arguments) }
     }
@@ -576,7 +577,7 @@ impl LtBlas {
 /// The state that a run takes from its handle.
 #[derive(Debug, Clone, Copy)]
 struct Call<'h> {
-    room: &'h Room<Cuda>,
+    state: &'h DriverState<Cuda>,
     handle: RawLt,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
@@ -595,12 +596,12 @@ impl Call<'_> {
         plan: &mut Plan,
         arguments: &PlanArguments,
     ) -> Result<()> {
-        let Self { room, handle, stream, workspace } = self;
+        let Self { state, handle, stream, workspace } = self;
         let Some(stream) = stream else { return Err(no_stream(operation)) };
         let (bound, bytes) = workspace.map_or((DevicePtr::new(0), 0), |workspace| (workspace.ptr, workspace.bytes));
-        let lt = &room.platform().lt;
-        let held = room.stream(operation, stream)?;
-        let _current = room.make_current(operation, device)?;
+        let lt = &state.platform().lt;
+        let held = state.stream(operation, stream)?;
+        let _current = state.make_current(operation, device)?;
         let bias = if plan.has_bias { arguments.bias } else { None };
         if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
             let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
@@ -635,7 +636,7 @@ impl Call<'_> {
                 held.raw(),
             )
         };
-        if code == 0 { Ok(()) } else { Err(room.blas_error(operation, &CUBLAS, device, code)) }
+        if code == 0 { Ok(()) } else { Err(state.blas_error(operation, &CUBLAS, device, code)) }
     }
 }
 
@@ -663,7 +664,7 @@ impl Drop for LtBlas {
         if self.raw == RawLt::NULL {
             return;
         }
-        if !self.room.is_in_service() {
+        if !self.state.is_in_service() {
             // Left on purpose: at exit and in a forked child the vendor is not called, not even for objects of the host.
             std::mem::forget((self.count.take(), std::mem::take(&mut self.plans)));
             return;
@@ -686,7 +687,7 @@ impl BlasHandle for LtBlas {
     fn set_stream(&mut self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "set_stream";
         self.enter(OPERATION)?;
-        self.room.stream_for_handle(OPERATION, stream, self.device)?;
+        self.state.stream_for_handle(OPERATION, stream, self.device)?;
         self.stream = Some(stream);
         // As the capability says of every handle of the device.
         self.workspace = None;
@@ -696,7 +697,7 @@ impl BlasHandle for LtBlas {
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
         const OPERATION: &str = "set_workspace";
         self.enter(OPERATION)?;
-        let alignment = self.room.capabilities(OPERATION, self.device)?.workspace_alignment;
+        let alignment = self.state.capabilities(OPERATION, self.device)?.workspace_alignment;
         if let Some(wanted) = workspace.filter(|wanted| !wanted.ptr.is_aligned_to(alignment)) {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
@@ -712,7 +713,7 @@ impl BlasHandle for LtBlas {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         const OPERATION: &str = "set_math_mode";
         self.enter(OPERATION)?;
-        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
+        if mode == MathMode::Tf32 && !self.state.capabilities(OPERATION, self.device)?.tf32 {
             return Err(Error::lacks(OPERATION, "tf32"));
         }
         // A plan has its own.
@@ -722,7 +723,7 @@ impl BlasHandle for LtBlas {
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         const OPERATION: &str = "set_atomics_mode";
         self.enter(OPERATION)?;
-        if mode == AtomicsMode::Allowed && !self.room.capabilities(OPERATION, self.device)?.atomics_mode {
+        if mode == AtomicsMode::Allowed && !self.state.capabilities(OPERATION, self.device)?.atomics_mode {
             return Err(Error::lacks(OPERATION, "atomics_mode"));
         }
         // A plan has its own.
@@ -743,7 +744,7 @@ impl BlasHandle for LtBlas {
         let plan = if options.shape.is_empty() {
             None
         } else {
-            let _current = self.room.make_current(OPERATION, self.device)?;
+            let _current = self.state.make_current(OPERATION, self.device)?;
             let (product, without_factors) = match options.shape.k {
                 0 => (None, Some(self.plan_without_factors(OPERATION, options)?)),
                 _ => (Some(self.plan(OPERATION, options)?), None),
@@ -769,7 +770,7 @@ impl BlasHandle for LtBlas {
         if let Some(refusal) = plan.refuses(OPERATION, arguments, self.workspace) {
             return Err(refusal);
         }
-        let call = Call { room: &self.room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        let call = Call { state: &self.state, handle: self.raw, stream: self.stream, workspace: self.workspace };
         // SAFETY: passed on from the caller.
         unsafe { call.run(OPERATION, self.device, plan, arguments) }
     }

@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
-use highwater_driver::{Blas, BlasSettings, Calls, Codes, Platform, Quirks, RawBlas, RawStream, Room, SharedBlock};
+use highwater_driver::{
+    Blas, BlasSettings, Calls, Codes, DriverState, Platform, Quirks, RawBlas, RawStream, SharedBlock,
+};
 use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, Result, Transport};
 
 use crate::calls::{CublasCalls, RawContext};
 use crate::codes;
 use crate::driver::Driver;
 use crate::lt::{LtBlas, LtCalls};
-use crate::mapped::MappedCalls;
 use crate::quirks::QUIRKS;
+use crate::virtual_memory::MappedCalls;
 
 /// The driver, cuBLAS and cuBLASLt.
 #[derive(Debug)]
@@ -34,7 +36,7 @@ impl Cuda {
 }
 
 // SAFETY: the calls are those of NVIDIA's driver and of cuBLAS, looked up under their own symbols and declared with their own
-// arguments (`witness.rs` holds them against another declaration); NVIDIA's manuals promise the order of streams, what
+// arguments (`abi_check.rs` holds them against another declaration); NVIDIA's manuals promise the order of streams, what
 // queries answer and what copies move.
 unsafe impl Platform for Cuda {
     /// The context is pushed and popped.
@@ -144,7 +146,7 @@ unsafe impl Platform for Cuda {
         unsafe { self.cublas.restore(handle, fresh) }
     }
 
-    fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
-        Ok(Box::new(LtBlas::create(room, device)?))
+    fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
+        Ok(Box::new(LtBlas::create(state, device)?))
     }
 }

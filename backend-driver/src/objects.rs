@@ -16,7 +16,7 @@ use std::num::NonZeroU32;
 
 use super::hazards::{Fenced, Hazard};
 use super::raw::{IdOf, Raw};
-use super::records;
+use super::thread_records;
 
 /// One object: what the id of its generation stands for.
 #[derive(Debug)]
@@ -215,7 +215,7 @@ impl<I: IdOf> Objects<I> {
     /// now: nearly always.
     #[inline(always)]
     fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_, I>> {
-        let (record, slot) = (records::known()?, self.first_slot_of(parts)?);
+        let (record, slot) = (thread_records::known()?, self.first_slot_of(parts)?);
         slot.held(parts, record.announce_first(slot.address())?)
     }
 
@@ -227,7 +227,7 @@ impl<I: IdOf> Objects<I> {
         others: &'t Objects<J>,
         other_parts: &IdParts,
     ) -> Option<(Held<'t, I>, Held<'t, J>)> {
-        let record = records::known()?;
+        let record = thread_records::known()?;
         let (slot, other_slot) = (self.first_slot_of(parts)?, others.first_slot_of(other_parts)?);
         let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
         Some((slot.held(parts, hazard)?, other_slot.held(other_parts, other_hazard)?))
@@ -254,7 +254,7 @@ impl<I: IdOf> Objects<I> {
     fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_, I>> {
         let parts = id.parts();
         if let Some(slot) = self.slot_of(&parts)
-            && let Some(held) = slot.held(&parts, records::announce(slot.address()))
+            && let Some(held) = slot.held(&parts, thread_records::announce(slot.address()))
         {
             return Ok(held);
         }
@@ -289,7 +289,7 @@ impl<I: IdOf> Objects<I> {
         let (parts, other_parts) = (id.parts(), other.parts());
         let (slot, other_slot) = (self.slot_of(&parts), others.slot_of(&other_parts));
         if let (Some(slot), Some(other_slot)) = (slot, other_slot) {
-            let (hazard, other_hazard) = records::announce_both(slot.address(), other_slot.address());
+            let (hazard, other_hazard) = thread_records::announce_both(slot.address(), other_slot.address());
             let Some(held) = slot.held(&parts, hazard) else { return Err(self.unknown(operation, id)) };
             let Some(other_held) = other_slot.held(&other_parts, other_hazard) else {
                 return Err(others.unknown(operation, other));
@@ -428,7 +428,7 @@ impl<I: IdOf> Objects<I> {
 
     /// Whether a call uses what was removed before the fence.
     fn is_used(&self, removed: &Removed<I::Raw>, fenced: &Fenced) -> bool {
-        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address(), fenced))
+        self.slot(removed.slot).is_some_and(|slot| thread_records::is_announced(slot.address(), fenced))
     }
 
     /// How many objects there are.

@@ -8,7 +8,7 @@ use super::captures::Captures;
 use super::codes::Codes;
 use super::library::Library;
 use super::raw::{RawBlas, RawStream};
-use super::room::Room;
+use super::state::DriverState;
 use highwater_hal::{
     BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, Result,
     Transport, Transpose,
@@ -381,8 +381,8 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// `Unsupported` where the vendor has none; else what the vendor gives.
-    fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
-        let _ = (room, device);
+    fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
+        let _ = (state, device);
         Err(Error::lacks("create_blas_handle", "lt_plans"))
     }
 }

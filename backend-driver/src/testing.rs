@@ -18,7 +18,7 @@ use super::platform::{
     TransposeCodes, TypeCodes,
 };
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
-use super::room::Room;
+use super::state::DriverState;
 use highwater_hal::{
     BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
 };
@@ -124,7 +124,7 @@ struct Vendor {
     /// Streams and their flags and priorities; handles and the streams bound to them.
     streams_made: Vec<(u64, i32)>,
     bound: Vec<(u64, u64)>,
-    room: Weak<Room<FakePlatform>>,
+    state: Weak<DriverState<FakePlatform>>,
 }
 
 static TURN: Mutex<()> = Mutex::new(());
@@ -159,9 +159,9 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
         }
     }
     // A lock of another thread is free again in a moment, without a call of the vendor; the caller's own is not.
-    let stays_locked = |room: &Room<FakePlatform>| {
+    let stays_locked = |state: &DriverState<FakePlatform>| {
         (0..200).all(|_| {
-            let locked = room.is_locked();
+            let locked = state.is_locked();
             if locked {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
@@ -169,8 +169,8 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
         })
     };
     if vendor.waits.is_empty()
-        && let Some(room) = vendor.room.upgrade()
-        && stays_locked(&room)
+        && let Some(state) = vendor.state.upgrade()
+        && stays_locked(&state)
     {
         vendor.faults.push(format!("{name} was called under a lock"));
     }
@@ -668,7 +668,7 @@ impl Fake {
             devices,
             captures: Arc::new(Captures::new(2)),
         }));
-        VENDOR.lock().room = Arc::downgrade(backend.room());
+        VENDOR.lock().state = Arc::downgrade(backend.state());
         Self { backend, _turn: turn }
     }
 

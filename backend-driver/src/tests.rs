@@ -1,6 +1,6 @@
 //! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
 
-use super::room::CAPTURES;
+use super::state::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
@@ -92,7 +92,7 @@ fn no_choice_of_the_contract_is_unknown_here() {
     for &transport in Transport::ALL {
         known(backend.allocate(0, &AllocateOptions::new(64).with_kind(DeviceMemoryKind::Shareable(transport))));
     }
-    let quirks = super::Platform::quirks(&backend.room().platform);
+    let quirks = super::Platform::quirks(&backend.state().platform);
     DataType::ALL.iter().for_each(|&data_type| assert_ne!(quirks.type_code(data_type), -1, "{data_type:?}"));
 }
 
@@ -125,7 +125,7 @@ fn a_stream_that_begins_a_capture_while_it_is_destroyed_leaves_no_count() {
     assert_eq!(backend.live_objects().total(), 0);
     assert_eq!(fake.alive(), 0);
     backend.synchronize_device(0).unwrap();
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_stream_that_ends_a_capture_while_it_is_destroyed_ends_it_once() {
         backend.destroy_graph(ends.join().unwrap().unwrap()).unwrap();
     });
     assert_eq!(backend.live_objects().total(), 0);
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
     backend.synchronize_device(0).unwrap();
 }
 
@@ -313,7 +313,7 @@ fn what_exports_leave_behind_does_not_grow() {
         // SAFETY: the block is alive.
         drop(unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap());
     }
-    assert!(backend.room().exported.lock().len() < 10);
+    assert!(backend.state().exported.lock().len() < 10);
     // SAFETY: nobody uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     assert_eq!(backend.live_objects().total(), 0);
@@ -419,7 +419,7 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
         // One that forbids nothing to other threads does not wait.
         backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
         let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
-        while !backend.room().may_capture() {
+        while !backend.state().may_capture() {
             std::thread::yield_now();
         }
         std::thread::sleep(std::time::Duration::from_millis(20));
@@ -448,7 +448,7 @@ fn beside_a_plugin_every_question_is_asked_in_relaxed_mode() {
 #[test]
 fn a_backend_that_ends_with_a_capture_open_leaves_no_count_to_others_over_its_library() {
     let fake = Fake::new();
-    let captures = std::sync::Arc::clone(&fake.backend.room().captures);
+    let captures = std::sync::Arc::clone(&fake.backend.state().captures);
     fake.backend.begin_capture(stream(&fake), CaptureMode::ThreadLocal).unwrap();
     assert!(captures.are_open_on(0));
     drop(fake);
@@ -547,7 +547,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
 fn flags_that_are_set_twice_are_told_apart() {
     let fake = Fake::new();
     let id = stream(&fake);
-    let held = fake.backend.room().stream("t", id).unwrap();
+    let held = fake.backend.state().stream("t", id).unwrap();
     assert_eq!([true, true, false, false].map(|on| held.set_flag(CAPTURES, on)), [false, true, true, false]);
 }
 

@@ -62,7 +62,7 @@ fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo,
     }
     let mut info = DeviceInfo::new(ordinal.unsigned_abs(), text(&name), uuid, bytes as u64);
     info.architecture = architecture.to_owned();
-    highwater_driver::set_place(&mut info, &pci);
+    highwater_driver::set_pci_address(&mut info, &pci);
     Ok(info)
 }
 

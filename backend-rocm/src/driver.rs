@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Calls, Captures, Found, Initialised, LibraryName, Search};
+use highwater_driver::{Calls, Captures, DriverCache, Found, LibraryName, Search};
 use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, HipCalls};
@@ -32,15 +32,15 @@ impl Driver {
         paths: &dyn Fn(&str) -> Option<PathBuf>,
         accepts: impl Fn(&LibraryName) -> bool,
     ) -> Result<&'static Self, Error> {
-        static OPEN: Initialised<Driver> = Initialised::new();
+        static OPEN: DriverCache<Driver> = DriverCache::new();
         // SAFETY: passed on from the caller; a library that goes by these names, or that a variable names as it, exports what the
         // runtime exports.
-        unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialise(found)) }
+        unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialize(found)) }
     }
 
     /// # Safety
     /// The library is AMD's runtime.
-    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+    unsafe fn initialize(found: &Found) -> Result<Self, Error> {
         // SAFETY: passed on from the caller.
         let tables = unsafe {
             (Calls::load(&found.library, calls::runtime_symbol), HipCalls::load(&found.library, calls::runtime_symbol))

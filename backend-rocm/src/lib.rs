@@ -5,6 +5,8 @@
 //! libraries, their calls, the meaning of their codes, and what only HIP has. Which calls stand behind which method is written
 //! down in `docs/driver-mapping.md` of the repository.
 
+#[cfg(test)]
+mod abi_check;
 mod calls;
 mod codes;
 mod devices;
@@ -13,8 +15,6 @@ mod kernels;
 mod libraries;
 mod platform;
 mod quirks;
-#[cfg(test)]
-mod witness;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -27,7 +27,7 @@ impl Rocm {
 }
 
 // SAFETY: the calls are those of AMD's runtime and of hipBLAS, looked up under their own symbols and declared with their own
-// arguments (`witness.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
+// arguments (`abi_check.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
 // answer and what copies move. That a wait for an event makes writes to host memory visible is asked for by the event's flag.
 unsafe impl Platform for Rocm {
     /// The device that was current.

@@ -1,4 +1,4 @@
-//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `witness.rs` holds them against bindings.
+//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `abi_check.rs` holds them against bindings.
 
 use highwater_driver::{
     AtomicsModes, ComputeCodes, EventFlags, HostFlags, ProductSymbols, Quirks, RawStream, TransposeCodes, TypeCodes,

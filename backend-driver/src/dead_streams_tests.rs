@@ -61,7 +61,7 @@ fn a_stream_that_died_is_replaced_under_its_id_behind_its_earlier_work() {
         assert_eq!(raw(&fake, id), after);
         backend.destroy_stream(id).unwrap();
     }
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
 }
 
@@ -210,7 +210,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
     let id = stream(&fake);
     let before = raw(&fake, id);
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-    let held = backend.room().stream("t", id).unwrap();
+    let held = backend.state().stream("t", id).unwrap();
     fake.lose(before);
     end(&fake, id);
     // This thread's own use puts it off.

@@ -2,8 +2,8 @@
 //! arguments and an answer of the same size and kind (number or floating-point number).
 
 use cudarc::{cublas, cublaslt, driver};
-use highwater_driver::witness::{Signature, check, declared, in_header};
-use highwater_driver::witness_pairs;
+use highwater_driver::abi_check::{Signature, check, declared, in_header};
+use highwater_driver::abi_pairs;
 use highwater_driver::{BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall};
 
 use crate::calls::{CublasCalls, CudaCalls, blas_symbol, driver_symbol, lt_symbol};
@@ -11,7 +11,7 @@ use crate::lt::{LtTable, MatmulCall};
 
 #[test]
 fn the_drivers_calls_are_those_of_its_header() {
-    let pairs = witness_pairs! { Calls, rust driver::sys,
+    let pairs = abi_pairs! { Calls, rust driver::sys,
         required {
             stream_query = cuStreamQuery(_);
             stream_synchronize = cuStreamSynchronize(_);
@@ -70,7 +70,7 @@ fn the_drivers_calls_are_those_of_its_header() {
 
 #[test]
 fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
-    let pairs = witness_pairs! { CudaCalls, rust driver::sys,
+    let pairs = abi_pairs! { CudaCalls, rust driver::sys,
         required {
             init = cuInit(_);
             driver_get_version = cuDriverGetVersion(_);
@@ -108,7 +108,7 @@ fn the_drivers_calls_that_only_cuda_has_are_those_of_its_header() {
 
 #[test]
 fn the_calls_of_cublas_are_those_of_its_header() {
-    let pairs = witness_pairs! { BlasCalls, rust cublas::sys,
+    let pairs = abi_pairs! { BlasCalls, rust cublas::sys,
         required {
             create = cublasCreate_v2(_);
             destroy = cublasDestroy_v2(_);
@@ -122,7 +122,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
         }
     };
     check(BlasCalls::NAMES, blas_symbol, &pairs, &[]);
-    let pairs = witness_pairs! { CublasCalls, rust cublas::sys,
+    let pairs = abi_pairs! { CublasCalls, rust cublas::sys,
         required { get_property = cublasGetProperty(_, _); }
         optional {
             get_sm_count_target = cublasGetSmCountTarget(_, _);
@@ -167,7 +167,7 @@ fn the_calls_of_cublas_are_those_of_its_header() {
 
 #[test]
 fn the_calls_of_cublaslt_are_those_of_its_header() {
-    let pairs = witness_pairs! { LtTable, rust cublaslt::sys,
+    let pairs = abi_pairs! { LtTable, rust cublaslt::sys,
         required {
             create = cublasLtCreate(_);
             destroy = cublasLtDestroy(_);

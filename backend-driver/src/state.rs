@@ -10,8 +10,8 @@ use parking_lot::{Condvar, Mutex};
 use super::calls::{capture_mode, capture_status};
 use super::captures::Captures;
 use super::codes::Codes;
+use super::dead_streams::OpenCapture;
 use super::hazards::Asking;
-use super::lost::OpenCapture;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
@@ -80,7 +80,7 @@ pub(super) struct DeviceState {
 }
 
 /// What a driven backend and its handles share.
-pub struct Room<P: Platform> {
+pub struct DriverState<P: Platform> {
     pub(super) platform: P,
     pub(super) identity: Identity,
     pub(super) devices: Vec<DeviceState>,
@@ -106,9 +106,9 @@ pub struct Room<P: Platform> {
     peers: Vec<OnceLock<bool>>,
 }
 
-impl<P: Platform> fmt::Debug for Room<P> {
+impl<P: Platform> fmt::Debug for DriverState<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Room")
+        f.debug_struct("DriverState")
             .field("backend", &self.identity.name)
             .field("tag", &self.identity.tag)
             .finish_non_exhaustive()
@@ -142,7 +142,7 @@ impl HeldStream<'_> {
     }
 
     /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
-    pub(super) fn set_captor(&self, thread: u64) {
+    pub(super) fn set_capturing_thread(&self, thread: u64) {
         if let Some(held) = &self.held {
             held.set_number(thread);
         }
@@ -204,7 +204,7 @@ impl<P: Platform> Drop for Relaxed<'_, P> {
 
 /// One handle that is alive; counted until it is dropped.
 #[derive(Debug)]
-pub struct HandleCount<P: Platform>(std::sync::Arc<Room<P>>);
+pub struct HandleCount<P: Platform>(std::sync::Arc<DriverState<P>>);
 
 impl<P: Platform> Drop for HandleCount<P> {
     fn drop(&mut self) {
@@ -212,7 +212,7 @@ impl<P: Platform> Drop for HandleCount<P> {
     }
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     pub(super) fn new(opened: Opened<P>) -> Self {
         let tag = opened.identity.tag;
         let devices: Vec<DeviceState> = opened
@@ -354,7 +354,7 @@ impl<P: Platform> Room<P> {
     /// The vendor's handle of a stream that a BLAS handle of `device` is to be bound to.
     ///
     /// # Errors
-    /// As [`Room::stream`]; `WrongDevice` for a stream of another device.
+    /// As [`DriverState::stream`]; `WrongDevice` for a stream of another device.
     #[inline]
     pub fn stream_for_handle(&self, operation: &'static str, id: StreamId, device: u32) -> Result<HeldStream<'_>> {
         let held = self.stream(operation, id)?;
@@ -474,12 +474,12 @@ impl<P: Platform> Room<P> {
     /// Whether the stream takes part in a capture, where one may be open at all.
     #[inline(always)]
     pub(super) fn takes_part(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<bool> {
-        if !self.may_capture() || stream.is_default() { Ok(false) } else { self.capture_state(operation, stream.raw) }
+        if !self.may_capture() || stream.is_default() { Ok(false) } else { self.is_capturing(operation, stream.raw) }
     }
 
     /// Whether the stream takes part in a capture, lost ones included.
     #[cold]
-    pub(super) fn capture_state(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
+    pub(super) fn is_capturing(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
         Ok(self.capture_status(operation, raw)? != capture_status::NONE)
     }
 
@@ -628,7 +628,7 @@ impl<P: Platform> Room<P> {
     }
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Destroys what was in use when it was removed and is used no more.
     pub(super) fn sweep(&self, operation: &'static str) {
         self.streams.sweep(|stream| self.destroy_raw_stream(operation, stream));
@@ -656,7 +656,7 @@ pub(super) fn nothing(operation: &'static str) -> Error {
         .with_hint("look for an error of the device before this call")
 }
 
-impl<P: Platform> Drop for Room<P> {
+impl<P: Platform> Drop for DriverState<P> {
     fn drop(&mut self) {
         // At exit and in a forked child the vendor is not called.
         if self.is_in_service() {
@@ -669,7 +669,7 @@ impl<P: Platform> Drop for Room<P> {
 }
 
 #[cfg(test)]
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Whether a lock of the room is held, which no vendor call may be made under.
     pub(super) fn is_locked(&self) -> bool {
         self.blocks.is_locked()

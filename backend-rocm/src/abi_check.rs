@@ -3,12 +3,12 @@
 //! backend calls: the one needs AMD's libraries when a program starts, the other asks for names that are not installed.
 
 use cubecl_hip_sys as new;
-use highwater_driver::witness::{Signature, check, sizes_in_header};
+use highwater_driver::abi_check::{Signature, check, sizes_in_header};
 use highwater_driver::{
-    BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
-    witness,
+    BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall, IpcHandle, POINTER_MODE_HOST, abi_check, capture_mode,
+    capture_status,
 };
-use highwater_driver::{witness_pairs, witness_sizes};
+use highwater_driver::{abi_pairs, abi_sizes};
 use hip_sys::{hipblas, hiprt as old};
 
 use crate::calls::{HipCalls, blas_symbol, runtime_symbol};
@@ -16,8 +16,8 @@ use crate::{codes, devices, quirks};
 
 /// Holds the calls that every vendor has against a header.
 macro_rules! calls {
-    ($witness:ident, $header:ident) => {
-        $witness! { Calls, c $header,
+    ($abi_check:ident, $header:ident) => {
+        $abi_check! { Calls, c $header,
             required {
                 stream_query = hipStreamQuery(_);
                 stream_synchronize = hipStreamSynchronize(_);
@@ -74,8 +74,8 @@ macro_rules! calls {
 
 /// Holds those that only HIP has against a header, and more that not every header has.
 macro_rules! hip_calls {
-    ($witness:ident, $header:ident $(, $($more:tt)*)?) => {
-        $witness! { HipCalls, c $header,
+    ($abi_check:ident, $header:ident $(, $($more:tt)*)?) => {
+        $abi_check! { HipCalls, c $header,
             required {
                 init = hipInit(_);
                 runtime_get_version = hipRuntimeGetVersion(_);
@@ -100,9 +100,9 @@ macro_rules! hip_calls {
 
 #[test]
 fn the_runtimes_calls_are_those_of_its_header() {
-    let pairs = calls! { witness_pairs, new };
+    let pairs = calls! { abi_pairs, new };
     check(Calls::NAMES, runtime_symbol, &pairs, &[]);
-    let pairs = hip_calls! { witness_pairs, new,
+    let pairs = hip_calls! { abi_pairs, new,
         get_device_properties = hipGetDevicePropertiesR0600(_, _);
         stream_get_device = hipStreamGetDevice(_, _);
     };
@@ -110,10 +110,10 @@ fn the_runtimes_calls_are_those_of_its_header() {
 }
 
 // What has been the same since HIP 5.
-calls! { witness_sizes, old }
-hip_calls! { witness_sizes, old }
+calls! { abi_sizes, old }
+hip_calls! { abi_sizes, old }
 
-witness_sizes! { BlasCalls, c hipblas,
+abi_sizes! { BlasCalls, c hipblas,
     required {
         create = hipblasCreate(_);
         destroy = hipblasDestroy(_);
@@ -125,13 +125,13 @@ witness_sizes! { BlasCalls, c hipblas,
 }
 
 // Other types, as wide.
-const _: () = assert!(witness::alike(
+const _: () = assert!(abi_check::alike(
     GemmExCall::<i32>::SIZES,
     sizes_in_header(
         hipblas::hipblasGemmEx as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
     )
 ));
-const _: () = assert!(witness::alike(
+const _: () = assert!(abi_check::alike(
     GemmStridedBatchedExCall::<i32>::SIZES,
     sizes_in_header(
         hipblas::hipblasGemmStridedBatchedEx

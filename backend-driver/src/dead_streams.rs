@@ -10,7 +10,7 @@ use super::calls::capture_status;
 use super::objects::Removed;
 use super::platform::Platform;
 use super::raw::{RawEvent, RawStream};
-use super::room::{self, CAPTURES, FOREIGN, HIGH, HeldStream, LOW, Room};
+use super::state::{self, CAPTURES, DriverState, FOREIGN, HIGH, HeldStream, LOW};
 use highwater_hal::{Error, ErrorKind, Result, StreamId, StreamPriority};
 
 /// A capture that this backend began.
@@ -33,7 +33,7 @@ struct Member {
     certain: bool,
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Whether streams die with their capture.
     #[inline(always)]
     pub(super) fn streams_die(&self) -> bool {
@@ -64,7 +64,12 @@ impl<P: Platform> Room<P> {
     }
 
     /// An event behind what was enqueued on a stream, which is held by the caller.
-    fn mark_before(&self, operation: &'static str, stream: &HeldStream<'_>, device: u32) -> Result<RawEvent> {
+    fn record_completion_event(
+        &self,
+        operation: &'static str,
+        stream: &HeldStream<'_>,
+        device: u32,
+    ) -> Result<RawEvent> {
         let calls = self.platform.calls();
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
@@ -76,12 +81,12 @@ impl<P: Platform> Room<P> {
         // SAFETY: the event was just made, and the stream is held.
         let recorded = self.check(operation, unsafe { (calls.event_record)(event, stream.raw()) });
         if recorded.is_err() {
-            self.give_up_mark(event);
+            self.destroy_completion_event(event);
         }
         recorded.map(|()| event)
     }
 
-    fn give_up_mark(&self, event: RawEvent) {
+    fn destroy_completion_event(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
         // SAFETY: only the room knows the event, and forgets it here.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
@@ -99,15 +104,15 @@ impl<P: Platform> Room<P> {
         held: &HeldStream<'_>,
         begin: impl FnOnce() -> i32,
     ) -> Result<()> {
-        let before = self.mark_before(operation, held, stream.device())?;
+        let before = self.record_completion_event(operation, held, stream.device())?;
         if let Err(error) = self.check(operation, begin()) {
-            self.give_up_mark(before);
+            self.destroy_completion_event(before);
             return Err(error);
         }
         // One that other code has ended may still be known.
         self.forget_capture(held.raw());
         let members = vec![Member { stream, before, certain: true }];
-        let capture = OpenCapture { origin: held.raw(), thread: room::this_thread(), members };
+        let capture = OpenCapture { origin: held.raw(), thread: state::this_thread(), members };
         self.open_captures.lock().push(capture);
         Ok(())
     }
@@ -121,14 +126,14 @@ impl<P: Platform> Room<P> {
         held: &HeldStream<'_>,
         wait: impl FnOnce() -> i32,
     ) -> Result<()> {
-        if self.capture_state(operation, held.raw())? {
+        if self.is_capturing(operation, held.raw())? {
             return self.check(operation, wait());
         }
-        let before = self.mark_before(operation, held, stream.device())?;
+        let before = self.record_completion_event(operation, held, stream.device())?;
         let waits = self.check(operation, wait());
-        let joined = waits.is_ok() && self.capture_state(operation, held.raw()).unwrap_or(false);
+        let joined = waits.is_ok() && self.is_capturing(operation, held.raw()).unwrap_or(false);
         if !(joined && self.note_member(stream, before)) {
-            self.give_up_mark(before);
+            self.destroy_completion_event(before);
         }
         waits
     }
@@ -136,7 +141,7 @@ impl<P: Platform> Room<P> {
     /// Notes that the stream takes part. A vendor does not say in which capture: this thread's own is the one, if it has one.
     fn note_member(&self, stream: StreamId, before: RawEvent) -> bool {
         let mut open = self.open_captures.lock();
-        let (one, here) = (open.len() == 1, room::this_thread());
+        let (one, here) = (open.len() == 1, state::this_thread());
         let own = open.iter().rposition(|capture| capture.thread == here);
         let found = own.or_else(|| open.len().checked_sub(1)).and_then(|last| open.get_mut(last));
         let Some(capture) = found else { return false };
@@ -159,7 +164,7 @@ impl<P: Platform> Room<P> {
     /// Forgets a capture that has ended well.
     pub(super) fn forget_capture(&self, origin: RawStream) {
         for member in self.take_capture(origin).into_iter().flat_map(|capture| capture.members) {
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
     }
 
@@ -197,7 +202,7 @@ impl<P: Platform> Room<P> {
             } else {
                 self.replace_member(operation, &member)
             };
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
             match outcome {
                 Ok(()) => {}
                 Err(error) if member.stream == stream => answer = Err(error),
@@ -278,7 +283,7 @@ impl<P: Platform> Room<P> {
             {
                 tracing::warn!("a stream that had joined a lost capture is lost: {error}");
             }
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
         destroy()
     }
@@ -287,7 +292,7 @@ impl<P: Platform> Room<P> {
     pub(super) fn forget_captures(&self) {
         let open = std::mem::take(&mut *self.open_captures.lock());
         for member in open.into_iter().flat_map(|capture| capture.members) {
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
     }
 }
