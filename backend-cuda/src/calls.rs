@@ -49,7 +49,14 @@ vendor_calls! {
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
         }
-        optional {
+        optional {}
+    }
+}
+
+vendor_calls! {
+    /// The calls of virtual memory, which a driver has all of or lacks.
+    pub(crate) struct VirtualMemoryCalls {
+        required {
             /// Makes device memory without an address: out, bytes, properties, flags.
             mem_create: "MemCreate" (*mut RawAllocation, usize, *const crate::virtual_memory::Properties, u64);
             /// Gives it back.
@@ -71,6 +78,7 @@ vendor_calls! {
             /// Opens a handle: out, handle, type.
             mem_import_from_shareable_handle: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
         }
+        optional {}
     }
 }
 

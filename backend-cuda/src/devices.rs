@@ -94,15 +94,15 @@ fn transports(cuda: &Cuda, device: &Device) -> Transports {
     if calls.can_share() {
         transports = transports.with(Transport::Legacy);
     }
-    let Some(mapped) = &cuda.mapped else { return transports };
+    let Some(memory) = &cuda.driver.virtual_memory else { return transports };
     if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
-        && mapped.works(device.number, Transport::Descriptor)
+        && memory.works(device.number, Transport::Descriptor)
     {
         transports = transports.with(Transport::Descriptor);
     }
     // A device can have the attribute where no handle can be made.
     if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
-        && mapped.works(device.number, Transport::Fabric)
+        && memory.works(device.number, Transport::Fabric)
     {
         transports = transports.with(Transport::Fabric);
     }

@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use highwater_driver::{Calls, Captures, DriverCache, Found, RawStream, Search};
 use highwater_hal::{DevicePtr, Error, ErrorKind};
 
-use crate::calls::{self, CudaCalls, RawContext};
+use crate::calls::{self, CudaCalls, RawContext, VirtualMemoryCalls};
 use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
@@ -27,6 +27,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct Driver {
     pub(crate) calls: Calls,
     pub(crate) own: CudaCalls,
+    /// `None` for a driver that lacks virtual memory.
+    pub(crate) virtual_memory: Option<VirtualMemoryCalls>,
     /// The version of CUDA that it knows: 1000 * major + 10 * minor.
     pub(crate) version: i32,
     pub(crate) devices: Vec<Device>,
@@ -95,7 +97,9 @@ impl Driver {
             return Err(codes::CUDA.error(OPERATION, cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE as i32));
         }
         let captures = Arc::new(Captures::new(devices.len()));
-        Ok(Self { calls, own, version, devices, captures })
+        // SAFETY: passed on from the caller.
+        let virtual_memory = unsafe { VirtualMemoryCalls::load(&found.library, calls::driver_symbol) }.ok();
+        Ok(Self { calls, own, virtual_memory, version, devices, captures })
     }
 
     /// The primary context of a device, retained once.

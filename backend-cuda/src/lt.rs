@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use cudarc::cublaslt::sys;
-use highwater_driver::{DriverState, HandleCount, Library, RawStream, raw_handles, vendor_calls};
+use highwater_driver::{
+    DriverState, HandleCount, RawStream, check_workspace, destroyed, no_stream, raw_handles, vendor_calls,
+};
 use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
     PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
@@ -31,7 +33,7 @@ type Algorithm = [u64; 8];
 /// An answer of the heuristic: the vendor's layout, with a number in place of its enum.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-pub(crate) struct Choice {
+pub(crate) struct HeuristicResult {
     algorithm: Algorithm,
     workspace_bytes: usize,
     state: i32,
@@ -40,38 +42,20 @@ pub(crate) struct Choice {
 }
 
 const _: () = {
-    assert!(size_of::<Choice>() == size_of::<sys::cublasLtMatmulHeuristicResult_t>());
+    assert!(size_of::<HeuristicResult>() == size_of::<sys::cublasLtMatmulHeuristicResult_t>());
     assert!(
-        std::mem::offset_of!(Choice, workspace_bytes)
+        std::mem::offset_of!(HeuristicResult, workspace_bytes)
             == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, workspaceSize)
     );
-    assert!(std::mem::offset_of!(Choice, state) == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state));
+    assert!(
+        std::mem::offset_of!(HeuristicResult, state)
+            == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state)
+    );
 };
-
-/// A product: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
-/// workspace, its bytes, stream.
-pub(crate) type MatmulCall = unsafe extern "C" fn(
-    RawLt,
-    RawMatmulDesc,
-    *const u8,
-    DevicePtr,
-    RawMatrixLayout,
-    DevicePtr,
-    RawMatrixLayout,
-    *const u8,
-    DevicePtr,
-    RawMatrixLayout,
-    DevicePtr,
-    RawMatrixLayout,
-    *const Algorithm,
-    DevicePtr,
-    usize,
-    RawStream,
-) -> i32;
 
 vendor_calls! {
     /// cuBLASLt's calls.
-    pub(crate) struct LtTable {
+    pub(crate) struct LtCalls {
         required {
             /// Makes a handle.
             create: "Create" (*mut RawLt);
@@ -105,38 +89,31 @@ vendor_calls! {
                 RawMatrixLayout,
                 RawMatmulPreference,
                 i32,
-                *mut Choice,
+                *mut HeuristicResult,
                 *mut i32,
+            );
+            /// Multiplies: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
+            /// workspace, its bytes, stream.
+            matmul: "Matmul" (
+                RawLt,
+                RawMatmulDesc,
+                *const u8,
+                DevicePtr,
+                RawMatrixLayout,
+                DevicePtr,
+                RawMatrixLayout,
+                *const u8,
+                DevicePtr,
+                RawMatrixLayout,
+                DevicePtr,
+                RawMatrixLayout,
+                *const Algorithm,
+                DevicePtr,
+                usize,
+                RawStream,
             );
         }
         optional {}
-    }
-}
-
-/// cuBLASLt.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LtCalls {
-    table: LtTable,
-    matmul: MatmulCall,
-}
-
-impl LtCalls {
-    /// The calls, or which are missing.
-    ///
-    /// # Safety
-    /// The library is cuBLASLt.
-    pub(crate) unsafe fn load(library: &Library) -> Result<Self, Vec<String>> {
-        // SAFETY: passed on from the caller.
-        let table = unsafe { LtTable::load(library, crate::calls::lt_symbol) };
-        match (table, library.symbol("cublasLtMatmul")) {
-            (Ok(table), Some(matmul)) => {
-                // SAFETY: the symbol is a function of these arguments.
-                let matmul = unsafe { std::mem::transmute::<*const (), MatmulCall>(matmul) };
-                Ok(Self { table, matmul })
-            }
-            (Ok(_), None) => Err(vec!["cublasLtMatmul".to_owned()]),
-            (Err(missing), _) => Err(missing),
-        }
     }
 }
 
@@ -145,6 +122,7 @@ impl LtCalls {
 struct Owned<R: Copy> {
     raw: R,
     destroy: unsafe extern "C" fn(R) -> i32,
+    set_attribute: unsafe extern "C" fn(R, u32, *const u8, usize) -> i32,
 }
 
 impl<R: Copy> Drop for Owned<R> {
@@ -156,15 +134,11 @@ impl<R: Copy> Drop for Owned<R> {
 
 impl<R: Copy> Owned<R> {
     /// Sets an attribute.
-    fn set<T: Copy>(
-        &self,
-        operation: &'static str,
-        call: unsafe extern "C" fn(R, u32, *const u8, usize) -> i32,
-        which: u32,
-        value: &T,
-    ) -> Result<()> {
+    fn set<T: Copy>(&self, operation: &'static str, which: u32, value: &T) -> Result<()> {
         // SAFETY: the object is alive, and the call reads the value's bytes before it returns.
-        CUBLAS.check(operation, unsafe { call(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>()) })
+        CUBLAS.check(operation, unsafe {
+            (self.set_attribute)(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>())
+        })
     }
 }
 
@@ -282,7 +256,7 @@ impl LtBlas {
     pub(crate) fn create(state: &Arc<DriverState<Cuda>>, device: u32) -> Result<Self> {
         let mut raw = RawLt::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check("create_blas_handle", unsafe { (state.platform().lt.table.create)(&mut raw) })?;
+        CUBLAS.check("create_blas_handle", unsafe { (state.platform().lt.create)(&mut raw) })?;
         Ok(Self {
             state: Arc::clone(state),
             device,
@@ -297,12 +271,7 @@ impl LtBlas {
 
     fn enter(&self, operation: &'static str) -> Result<()> {
         self.state.enter(operation)?;
-        if self.raw == RawLt::NULL {
-            return Err(
-                Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
-            );
-        }
-        Ok(())
+        if self.raw == RawLt::NULL { Err(destroyed(operation)) } else { Ok(()) }
     }
 
     /// Where a plan stands in `plans`.
@@ -318,7 +287,7 @@ impl LtBlas {
             let _current = self.state.make_current(OPERATION, self.device)?;
             self.plans.clear();
             // SAFETY: the handle is alive, and is not used after this.
-            CUBLAS.check(OPERATION, unsafe { (self.state.platform().lt.table.destroy)(self.raw) })
+            CUBLAS.check(OPERATION, unsafe { (self.state.platform().lt.destroy)(self.raw) })
         };
         self.raw = RawLt::NULL;
         self.count = None;
@@ -334,29 +303,20 @@ impl LtBlas {
         ld: usize,
         batch: Option<(usize, usize)>,
     ) -> Result<Owned<RawMatrixLayout>> {
-        let table = &self.state.platform().lt.table;
+        let table = &self.state.platform().lt;
         let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
         // SAFETY: the call writes one number that lives until it returns.
         let code = unsafe { (table.matrix_layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
         CUBLAS.check(operation, code)?;
-        let layout = Owned { raw, destroy: table.matrix_layout_destroy };
+        let layout =
+            Owned { raw, destroy: table.matrix_layout_destroy, set_attribute: table.matrix_layout_set_attribute };
         if let Some((count, stride)) = batch {
             use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
             let count = i32::try_from(count).map_err(|_| too_large(operation, count))?;
             let stride = i64::try_from(stride).map_err(|_| too_large(operation, stride))?;
-            layout.set(
-                operation,
-                table.matrix_layout_set_attribute,
-                Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32,
-                &count,
-            )?;
-            layout.set(
-                operation,
-                table.matrix_layout_set_attribute,
-                Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32,
-                &stride,
-            )?;
+            layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
+            layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32, &stride)?;
         }
         Ok(layout)
     }
@@ -381,9 +341,8 @@ impl LtBlas {
 
     fn plan(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t as Product;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Wish;
-        let lt = &self.state.platform().lt;
-        let table = &lt.table;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        let table = &self.state.platform().lt;
         let shape = &options.shape;
         let doubles = shape.data_type == DataType::F64;
         let scales = QUIRKS.type_code(if doubles { DataType::F64 } else { DataType::F32 });
@@ -396,27 +355,17 @@ impl LtBlas {
         let mut raw = RawMatmulDesc::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         CUBLAS.check(operation, unsafe { (table.matmul_desc_create)(&mut raw, compute, scales) })?;
-        let product = Owned { raw, destroy: table.matmul_desc_destroy };
+        let product = Owned { raw, destroy: table.matmul_desc_destroy, set_attribute: table.matmul_desc_set_attribute };
         for (which, transpose) in [
             (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
             (Product::CUBLASLT_MATMUL_DESC_TRANSB, shape.transpose_b),
         ] {
-            product.set(operation, table.matmul_desc_set_attribute, which as u32, &QUIRKS.transpose_code(transpose))?;
+            product.set(operation, which as u32, &QUIRKS.transpose_code(transpose))?;
         }
         let epilogue = epilogue_code(operation, options.epilogue)?;
-        product.set(
-            operation,
-            table.matmul_desc_set_attribute,
-            Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32,
-            &epilogue,
-        )?;
+        product.set(operation, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
         if options.epilogue.has_bias() {
-            product.set(
-                operation,
-                table.matmul_desc_set_attribute,
-                Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32,
-                &result,
-            )?;
+            product.set(operation, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
         }
         let batch =
             |stride: fn(&highwater_hal::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
@@ -440,20 +389,22 @@ impl LtBlas {
         let mut raw = RawMatmulPreference::NULL;
         // SAFETY: as above.
         CUBLAS.check(operation, unsafe { (table.matmul_preference_create)(&mut raw) })?;
-        let wish = Owned { raw, destroy: table.matmul_preference_destroy };
-        let set =
-            |which: Wish, value: u64| wish.set(operation, table.matmul_preference_set_attribute, which as u32, &value);
-        let set_small =
-            |which: Wish, value: u32| wish.set(operation, table.matmul_preference_set_attribute, which as u32, &value);
-        set(Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
+        let preference = Owned {
+            raw,
+            destroy: table.matmul_preference_destroy,
+            set_attribute: table.matmul_preference_set_attribute,
+        };
+        let set = |which: Preference, value: u64| preference.set(operation, which as u32, &value);
+        let set_small = |which: Preference, value: u32| preference.set(operation, which as u32, &value);
+        set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
         let alignments = [shape.data_type, shape.output].map(|of| options.alignment.max(of.bytes()));
         // 256 is the most that the heuristic makes use of.
         let [of_factors, of_results] = alignments.map(|bytes| u32::try_from(bytes.min(256)).unwrap_or(256));
         for (which, alignment) in [
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_factors),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_results),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_results),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_factors),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_results),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_results),
         ] {
             set_small(which, alignment)?;
         }
@@ -464,8 +415,8 @@ impl LtBlas {
         if options.atomics_mode == AtomicsMode::Allowed && matches!(shape.output, DataType::F32 | DataType::F64) {
             schemes |= Scheme::CUBLASLT_REDUCTION_SCHEME_INPLACE as u32;
         }
-        set_small(Wish::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
-        let (mut choice, mut found) = (Choice::default(), 0);
+        set_small(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
+        let (mut result, mut found) = (HeuristicResult::default(), 0);
         // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
         let code = unsafe {
             (table.matmul_algo_get_heuristic)(
@@ -475,9 +426,9 @@ impl LtBlas {
                 b.raw,
                 c.raw,
                 c.raw,
-                wish.raw,
+                preference.raw,
                 1,
-                &mut choice,
+                &mut result,
                 &mut found,
             )
         };
@@ -490,14 +441,14 @@ impl LtBlas {
             )
             .with_hint("give it more workspace, a larger alignment, or use a BLAS handle"));
         }
-        CUBLAS.check(operation, choice.state)?;
+        CUBLAS.check(operation, result.state)?;
         Ok(Plan {
             product,
             a,
             b,
             c,
-            algorithm: choice.algorithm,
-            workspace_bytes: choice.workspace_bytes,
+            algorithm: result.algorithm,
+            workspace_bytes: result.workspace_bytes,
             alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
@@ -605,7 +556,7 @@ impl Call<'_> {
         let bias = if plan.has_bias { arguments.bias } else { None };
         if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
             let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
-            plan.product.set(operation, lt.table.matmul_desc_set_attribute, which, &bias.get())?;
+            plan.product.set(operation, which, &bias.get())?;
             plan.bias = Some(bias);
         }
         let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
@@ -697,14 +648,8 @@ impl BlasHandle for LtBlas {
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
         const OPERATION: &str = "set_workspace";
         self.enter(OPERATION)?;
-        let alignment = self.state.capabilities(OPERATION, self.device)?.workspace_alignment;
-        if let Some(wanted) = workspace.filter(|wanted| !wanted.ptr.is_aligned_to(alignment)) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                OPERATION,
-                format!("{:?} is not a multiple of {alignment}", wanted.ptr),
-            )
-            .with_hint("align the workspace as the capability `workspace_alignment` says"));
+        if let Some(wanted) = workspace {
+            check_workspace(OPERATION, self.state.capabilities(OPERATION, self.device)?, wanted)?;
         }
         self.workspace = workspace;
         Ok(())
@@ -713,8 +658,8 @@ impl BlasHandle for LtBlas {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         const OPERATION: &str = "set_math_mode";
         self.enter(OPERATION)?;
-        if mode == MathMode::Tf32 && !self.state.capabilities(OPERATION, self.device)?.tf32 {
-            return Err(Error::lacks(OPERATION, "tf32"));
+        if mode == MathMode::Tf32 {
+            self.state.require(OPERATION, self.device, |can| can.tf32, "tf32")?;
         }
         // A plan has its own.
         Ok(())
@@ -723,8 +668,8 @@ impl BlasHandle for LtBlas {
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         const OPERATION: &str = "set_atomics_mode";
         self.enter(OPERATION)?;
-        if mode == AtomicsMode::Allowed && !self.state.capabilities(OPERATION, self.device)?.atomics_mode {
-            return Err(Error::lacks(OPERATION, "atomics_mode"));
+        if mode == AtomicsMode::Allowed {
+            self.state.require(OPERATION, self.device, |can| can.atomics_mode, "atomics_mode")?;
         }
         // A plan has its own.
         Ok(())
@@ -797,12 +742,6 @@ impl BlasHandle for LtBlas {
     fn destroy(&mut self) -> Result<()> {
         self.close()
     }
-}
-
-#[cold]
-fn no_stream(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
-        .with_hint("call `set_stream` first")
 }
 
 #[cold]

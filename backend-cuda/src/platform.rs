@@ -8,26 +8,24 @@ use highwater_driver::{
 };
 use highwater_hal::{BlasHandle, DevicePtr, Error, MemoryHandle, Result, Transport};
 
-use crate::calls::{CublasCalls, RawContext};
+use crate::calls::{CublasCalls, RawContext, VirtualMemoryCalls};
 use crate::codes;
 use crate::driver::Driver;
 use crate::lt::{LtBlas, LtCalls};
 use crate::quirks::QUIRKS;
-use crate::virtual_memory::MappedCalls;
 
 /// The driver, cuBLAS and cuBLASLt.
 #[derive(Debug)]
 pub(crate) struct Cuda {
     pub(crate) driver: &'static Driver,
-    pub(crate) mapped: Option<MappedCalls>,
     pub(crate) blas: Blas,
     pub(crate) cublas: CublasCalls,
     pub(crate) lt: LtCalls,
 }
 
 impl Cuda {
-    fn mapped(&self, operation: &'static str) -> Result<&MappedCalls> {
-        self.mapped.as_ref().ok_or_else(|| Error::lacks(operation, "ipc_transports"))
+    fn virtual_memory(&self, operation: &'static str) -> Result<&VirtualMemoryCalls> {
+        self.driver.virtual_memory.as_ref().ok_or_else(|| Error::lacks(operation, "ipc_transports"))
     }
 
     fn number(&self, device: u32) -> i32 {
@@ -120,20 +118,20 @@ unsafe impl Platform for Cuda {
     }
 
     fn allocate_shared(&self, device: u32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
-        self.mapped("allocate")?.allocate(self.number(device), transport, bytes)
+        self.virtual_memory("allocate")?.allocate(self.number(device), transport, bytes)
     }
 
     unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
         // SAFETY: passed on from the caller.
-        unsafe { self.mapped(operation)?.free(operation, block) }
+        unsafe { self.virtual_memory(operation)?.free(operation, block) }
     }
 
     fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
-        self.mapped("export_memory")?.export(block, transport, handle)
+        self.virtual_memory("export_memory")?.export(block, transport, handle)
     }
 
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
-        self.mapped("open_memory")?.open(self.number(device), handle)
+        self.virtual_memory("open_memory")?.open(self.number(device), handle)
     }
 
     fn blas_settings(&self, handle: RawBlas) -> BlasSettings {

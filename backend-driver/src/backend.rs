@@ -1,5 +1,6 @@
 //! [`DriverBackend`]: the trait `Backend` over a vendor's table of calls.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::blas::DriverBlas;
@@ -8,6 +9,7 @@ use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
+use super::search::Search;
 use super::state::{
     self, Block, BlockKind, CAPTURES, DriverState, FOREIGN, HIGH, INTERPROCESS, LOW, TIMING, wrong_device,
 };
@@ -16,7 +18,7 @@ use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
     HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId,
-    StreamOptions, StreamPriority, Transport,
+    StreamOptions, StreamPriority, Transport, Unavailable,
 };
 
 /// A backend over a vendor's driver.
@@ -63,6 +65,25 @@ impl<P: Platform> DriverBackend<P> {
             (_, true) => (vendor.interprocess, INTERPROCESS),
             _ => (vendor.plain, 0),
         }
+    }
+}
+
+/// Opens a backend over what `find` finds. The identity lists the files that the search opened.
+///
+/// # Errors
+/// The error of `find`, with an account of the search.
+pub fn open_backend<P: Platform>(
+    folders: Vec<PathBuf>,
+    find: impl FnOnce(&mut Search) -> Result<Opened<P>>,
+) -> Result<Arc<dyn Backend>, Unavailable> {
+    let mut search = Search::new(folders);
+    match find(&mut search) {
+        Ok(mut opened) => {
+            let files = search.opened().iter().map(|file| ("library".to_owned(), file.clone()));
+            opened.identity.versions.extend(files);
+            Ok(Arc::new(DriverBackend::new(opened)))
+        }
+        Err(error) => Err(search.fails(error)),
     }
 }
 

@@ -3,13 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{GemmExCall, GemmStridedBatchedExCall, POINTER_MODE_HOST};
+use super::calls::POINTER_MODE_HOST;
 use super::platform::{Blas, BlasSettings, Platform, Quirks};
 use super::raw::{RawBlas, RawStream};
 use super::state::{DriverState, HandleCount};
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode, Products,
-    Result, StreamId, Transpose, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, Capabilities, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode,
+    Products, Result, StreamId, Transpose, Workspace,
 };
 
 /// One handle of the vendor's BLAS.
@@ -167,15 +167,33 @@ impl<P: Platform> Drop for DriverBlas<P> {
     }
 }
 
+/// Returns the error of a BLAS handle that was destroyed.
 #[cold]
-fn destroyed(operation: &'static str) -> Error {
+#[must_use]
+pub fn destroyed(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
 }
 
+/// Returns the error of a BLAS handle that is bound to no stream.
 #[cold]
-fn no_stream(operation: &'static str) -> Error {
+#[must_use]
+pub fn no_stream(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
         .with_hint("call `set_stream` first")
+}
+
+/// Refuses a workspace whose address is less aligned than the device's kernels need.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, workspace: Workspace) -> Result<()> {
+    let alignment = capabilities.workspace_alignment;
+    if workspace.ptr.is_aligned_to(alignment) {
+        return Ok(());
+    }
+    let message = format!("the workspace is at {:?}, expected a multiple of {alignment}", workspace.ptr);
+    Err(Error::new(ErrorKind::InvalidArgument, operation, message)
+        .with_hint("align the workspace to the capability `workspace_alignment`"))
 }
 
 #[cold]
@@ -257,6 +275,57 @@ impl Factors {
         }
     }
 }
+
+/// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
+/// its type, ldc, compute type, algorithm.
+type GemmExCall<N> = unsafe extern "C" fn(
+    RawBlas,
+    i32,
+    i32,
+    N,
+    N,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    DevicePtr,
+    i32,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i32,
+    i32,
+) -> i32;
+
+/// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
+type GemmStridedBatchedExCall<N> = unsafe extern "C" fn(
+    RawBlas,
+    i32,
+    i32,
+    N,
+    N,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    N,
+    i32,
+    i32,
+) -> i32;
 
 /// What every call for a product takes besides its sizes.
 #[derive(Clone, Copy)]
@@ -343,7 +412,7 @@ unsafe fn enqueue(
     let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
     let factors = Factors::of(gemm);
     // SAFETY: passed on from the caller.
-    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm_ex, sizes, leading) })
+    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.calls.gemm_ex, sizes, leading) })
 }
 
 /// The same for any product, by the first call that can count it.
@@ -376,11 +445,15 @@ unsafe fn enqueue_unusual(
     // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
     let code = unsafe {
         match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
-            (Some(sizes), _, None) => Some(arguments.single(blas.gemm_ex, sizes.sizes, sizes.leading)),
-            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_strided_batched_ex, sizes, strides)),
-            (None, Some(sizes), None) => blas.gemm_ex_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, None) => Some(arguments.single(blas.calls.gemm_ex, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, Some(strides)) => {
+                Some(arguments.batch(blas.calls.gemm_strided_batched_ex, sizes, strides))
+            }
+            (None, Some(sizes), None) => {
+                blas.calls.gemm_ex_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading))
+            }
             (None, Some(sizes), Some(strides)) => {
-                blas.gemm_strided_batched_ex_64.map(|call| arguments.batch(call, sizes, strides))
+                blas.calls.gemm_strided_batched_ex_64.map(|call| arguments.batch(call, sizes, strides))
             }
             (None, None, _) => None,
         }
@@ -438,11 +511,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let Some(set) = self.state.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
             return Err(Error::lacks(OPERATION, "blas_workspace"));
         };
-        if !wanted.ptr.is_aligned_to(capabilities.workspace_alignment) {
-            let message = format!("{:?} is not a multiple of {}", wanted.ptr, capabilities.workspace_alignment);
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                .with_hint("align the workspace as the capability `workspace_alignment` says"));
-        }
+        check_workspace(OPERATION, capabilities, wanted)?;
         // SAFETY: the handle is alive; the caller vouches for the memory.
         self.check(OPERATION, unsafe { set(self.raw, wanted.ptr, wanted.bytes) })?;
         self.workspace = Some(wanted);
@@ -452,8 +521,8 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         const OPERATION: &str = "set_math_mode";
         self.enter(OPERATION)?;
-        if mode == MathMode::Tf32 && !self.state.capabilities(OPERATION, self.device)?.tf32 {
-            return Err(Error::lacks(OPERATION, "tf32"));
+        if mode == MathMode::Tf32 {
+            self.state.require(OPERATION, self.device, |can| can.tf32, "tf32")?;
         }
         let platform = &self.state.platform;
         if let (Some(modes), Some(set)) = (platform.quirks().math_modes, platform.blas().calls.set_math_mode) {

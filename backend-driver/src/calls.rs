@@ -235,57 +235,6 @@ impl Calls {
     }
 }
 
-/// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
-/// its type, ldc, compute type, algorithm.
-pub type GemmExCall<N> = unsafe extern "C" fn(
-    RawBlas,
-    i32,
-    i32,
-    N,
-    N,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    DevicePtr,
-    i32,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i32,
-    i32,
-) -> i32;
-
-/// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
-pub type GemmStridedBatchedExCall<N> = unsafe extern "C" fn(
-    RawBlas,
-    i32,
-    i32,
-    N,
-    N,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    N,
-    i32,
-    i32,
-) -> i32;
-
 vendor_calls! {
     /// The calls of a BLAS that cuBLAS and hipBLAS have with the same arguments.
     pub struct BlasCalls {
@@ -300,12 +249,30 @@ vendor_calls! {
             set_atomics_mode: "SetAtomicsMode" (RawBlas, u32);
             /// Sets the location of alpha and beta: handle, mode. Mode 0 is the host with both vendors.
             set_pointer_mode: "SetPointerMode" (RawBlas, u32);
+            /// Multiplies: handle, operations on A and B, m, n, k, alpha, A, type, lda, B, type, ldb, beta, C, type, ldc, compute type, algorithm.
+            gemm_ex: "GemmEx" (
+                RawBlas, i32, i32, i32, i32, i32, *const u8, DevicePtr, i32, i32, DevicePtr, i32, i32, *const u8, DevicePtr, i32, i32, i32, i32,
+            );
+            /// Multiplies a batch. A stride follows each leading dimension, and the count follows C.
+            gemm_strided_batched_ex: "GemmStridedBatchedEx" (
+                RawBlas, i32, i32, i32, i32, i32, *const u8, DevicePtr, i32, i32, i64, DevicePtr, i32, i32, i64, *const u8, DevicePtr, i32, i32,
+                i64, i32, i32, i32,
+            );
         }
         optional {
             /// Binds a workspace: handle, memory, bytes.
             set_workspace: "SetWorkspace" (RawBlas, DevicePtr, usize);
             /// Sets the precision: handle, mode.
             set_math_mode: "SetMathMode" (RawBlas, u32);
+            /// Multiplies with 64-bit sizes.
+            gemm_ex_64: "GemmEx_64" (
+                RawBlas, i32, i32, i64, i64, i64, *const u8, DevicePtr, i32, i64, DevicePtr, i32, i64, *const u8, DevicePtr, i32, i64, i32, i32,
+            );
+            /// Multiplies a batch with 64-bit sizes.
+            gemm_strided_batched_ex_64: "GemmStridedBatchedEx_64" (
+                RawBlas, i32, i32, i64, i64, i64, *const u8, DevicePtr, i32, i64, i64, DevicePtr, i32, i64, i64, *const u8, DevicePtr, i32, i64,
+                i64, i64, i32, i32,
+            );
         }
     }
 }

@@ -41,10 +41,9 @@ mod testing;
 mod tests;
 mod thread_records;
 
-pub use backend::DriverBackend;
-pub use calls::{
-    BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status,
-};
+pub use backend::{DriverBackend, open_backend};
+pub use blas::{check_workspace, destroyed, no_stream};
+pub use calls::{BlasCalls, Calls, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status};
 pub use captures::Captures;
 pub use codes::{Code, Codes};
 pub use device_info::{set_pci_address, text};
@@ -52,8 +51,8 @@ pub use driver_cache::DriverCache;
 pub use library::Library;
 pub use loaded_files::loaded_files;
 pub use platform::{
-    AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, ProductSymbols,
-    Quirks, SharedBlock, TransposeCodes, TypeCodes,
+    AtomicsModes, Blas, BlasSettings, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, Quirks,
+    SharedBlock, TransposeCodes, TypeCodes,
 };
 pub use raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 pub use search::{Found, LibraryName, Search, VendorLibrary, environment_path};

@@ -3,10 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{BlasCalls, Calls, GemmExCall, GemmStridedBatchedExCall};
+use super::calls::{BlasCalls, Calls};
 use super::captures::Captures;
 use super::codes::Codes;
-use super::library::Library;
 use super::raw::{RawBlas, RawStream};
 use super::state::DriverState;
 use highwater_hal::{
@@ -164,76 +163,13 @@ impl Quirks {
     }
 }
 
-/// Symbols of the calls for products. The calls with 64-bit sizes add `_64`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProductSymbols {
-    /// One product.
-    pub gemm_ex: &'static str,
-    /// A batch.
-    pub gemm_strided_batched_ex: &'static str,
-}
-
 /// A vendor's BLAS.
 #[derive(Debug, Clone, Copy)]
 pub struct Blas {
     /// What both vendors have alike.
     pub calls: BlasCalls,
-    /// One product.
-    pub gemm_ex: GemmExCall<i32>,
-    /// A batch.
-    pub gemm_strided_batched_ex: GemmStridedBatchedExCall<i32>,
-    /// One product of sizes that 32 bits do not hold, where the vendor has it.
-    pub gemm_ex_64: Option<GemmExCall<i64>>,
-    /// A batch of such.
-    pub gemm_strided_batched_ex_64: Option<GemmStridedBatchedExCall<i64>>,
     /// What its codes mean.
     pub codes: &'static Codes,
-}
-
-impl Blas {
-    /// Fills the tables from `library`: `symbol` makes the vendor's symbol of a name, and `products` are those of one product and
-    /// of a batch, to which the calls for sizes of 64 bits add `_64`.
-    ///
-    /// # Errors
-    /// Every required symbol that is missing.
-    ///
-    /// # Safety
-    /// What the library exports under these symbols has the arguments that the tables declare.
-    pub unsafe fn load(
-        library: &Library,
-        symbol: impl Fn(&str) -> String,
-        products: ProductSymbols,
-        codes: &'static Codes,
-    ) -> Result<Self, Vec<String>> {
-        // SAFETY: passed on from the caller.
-        let calls = unsafe { BlasCalls::load(library, symbol) };
-        let ProductSymbols { gemm_ex: one, gemm_strided_batched_ex: batch } = products;
-        let found = (calls, library.symbol(one), library.symbol(batch));
-        let (Ok(calls), Some(gemm), Some(gemm_batch)) = found else {
-            let (calls, gemm, gemm_batch) = found;
-            let mut missing = calls.err().unwrap_or_default();
-            missing.extend(
-                [(one, gemm), (batch, gemm_batch)]
-                    .iter()
-                    .filter(|found| found.1.is_none())
-                    .map(|found| found.0.to_owned()),
-            );
-            return Err(missing);
-        };
-        let wide = [one, batch].map(|name| library.symbol(&format!("{name}_64")));
-        // SAFETY: each symbol is a function of these arguments, as the caller vouches, and the library is never closed.
-        unsafe {
-            Ok(Self {
-                calls,
-                gemm_ex: std::mem::transmute::<*const (), GemmExCall<i32>>(gemm),
-                gemm_strided_batched_ex: std::mem::transmute::<*const (), GemmStridedBatchedExCall<i32>>(gemm_batch),
-                gemm_ex_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmExCall<i64>>(found)),
-                gemm_strided_batched_ex_64: wide[1]
-                    .map(|found| std::mem::transmute::<*const (), GemmStridedBatchedExCall<i64>>(found)),
-                codes,
-            })
-        }
-    }
 }
 
 /// Settings that a platform reads from a fresh BLAS handle; `None` for a setting that the library lacks.

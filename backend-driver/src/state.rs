@@ -341,7 +341,10 @@ impl<P: Platform> DriverState<P> {
     }
 
     /// `Unsupported` where the device lacks an ability, which has this name.
-    pub(super) fn require(
+    ///
+    /// # Errors
+    /// `Unsupported`, and `InvalidArgument` for a device that does not exist.
+    pub fn require(
         &self,
         operation: &'static str,
         device: u32,

@@ -519,11 +519,11 @@ static BLAS: Blas = Blas {
         set_pointer_mode: blas_set_pointer_mode,
         set_workspace: Some(blas_set_workspace),
         set_math_mode: Some(blas_set_math_mode),
+        gemm_ex,
+        gemm_strided_batched_ex,
+        gemm_ex_64: Some(gemm_ex_64),
+        gemm_strided_batched_ex_64: Some(gemm_strided_batched_ex_64),
     },
-    gemm_ex,
-    gemm_strided_batched_ex,
-    gemm_ex_64: Some(gemm_ex_64),
-    gemm_strided_batched_ex_64: Some(gemm_strided_batched_ex_64),
     codes: &CODES,
 };
 

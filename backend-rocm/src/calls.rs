@@ -64,7 +64,13 @@ pub(crate) fn runtime_symbol(name: &str) -> String {
     }
 }
 
-/// hipBLAS's symbol of a name in the tables.
-pub(crate) fn blas_symbol(name: &str) -> String {
-    format!("hipblas{name}")
+/// Returns hipBLAS's symbol of a name in the tables. `major` is that of the HIP that it goes with.
+///
+/// hipBLAS 2 and 3 take different numbers for the same types under the same symbols. The products of hipBLAS 2 that take
+/// the numbers of hipBLAS 3 have the suffix `_v2`.
+pub(crate) fn blas_symbol(major: u32, name: &str) -> String {
+    match name.split_once("Ex") {
+        Some((operation, width)) if major <= 6 => format!("hipblas{operation}Ex_v2{width}"),
+        _ => format!("hipblas{name}"),
+    }
 }

@@ -1,7 +1,7 @@
 //! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `abi_check.rs` holds them against bindings.
 
 use highwater_driver::{
-    AtomicsModes, ComputeCodes, EventFlags, HostFlags, ProductSymbols, Quirks, RawStream, TransposeCodes, TypeCodes,
+    AtomicsModes, ComputeCodes, EventFlags, HostFlags, Quirks, RawStream, TransposeCodes, TypeCodes,
 };
 
 /// "Not done yet".
@@ -83,49 +83,26 @@ const COMMON: Quirks = Quirks {
 pub(crate) static HIPBLAS_2: Quirks = Quirks { atomics_allowed_at_first: true, ..COMMON };
 pub(crate) static HIPBLAS_3: Quirks = COMMON;
 
-/// How products are made with one of the two.
-#[derive(Debug)]
-pub(crate) struct Products {
-    pub(crate) quirks: &'static Quirks,
-    pub(crate) symbols: ProductSymbols,
-}
-
-/// The choice between hipBLAS 2 and 3, which take other numbers for the same types under the same symbols: hipBLAS 2 has those that
-/// take the numbers of 3 under another name. `major` is that of the HIP that it goes with.
-pub(crate) const fn products(major: u32) -> Products {
-    match major {
-        ..=6 => Products {
-            quirks: &HIPBLAS_2,
-            symbols: ProductSymbols {
-                gemm_ex: "hipblasGemmEx_v2",
-                gemm_strided_batched_ex: "hipblasGemmStridedBatchedEx_v2",
-            },
-        },
-        _ => Products {
-            quirks: &HIPBLAS_3,
-            symbols: ProductSymbols {
-                gemm_ex: "hipblasGemmEx",
-                gemm_strided_batched_ex: "hipblasGemmStridedBatchedEx",
-            },
-        },
-    }
+/// Returns the quirks of the hipBLAS that goes with a major version of HIP.
+pub(crate) const fn of_hip(major: u32) -> &'static Quirks {
+    if major <= 6 { &HIPBLAS_2 } else { &HIPBLAS_3 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calls::blas_symbol;
 
     #[test]
     fn the_symbols_that_take_the_new_numbers_are_chosen_by_the_version() {
         let chosen = |major| {
-            let products = products(major);
-            (
-                products.symbols.gemm_ex,
-                products.symbols.gemm_strided_batched_ex,
-                products.quirks.atomics_allowed_at_first,
-            )
+            let symbols =
+                ["GemmEx", "GemmStridedBatchedEx", "GemmEx_64", "SetStream"].map(|name| blas_symbol(major, name));
+            (symbols, of_hip(major).atomics_allowed_at_first)
         };
-        assert_eq!(chosen(7), ("hipblasGemmEx", "hipblasGemmStridedBatchedEx", false));
-        assert_eq!(chosen(6), ("hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2", true));
+        let seven = ["hipblasGemmEx", "hipblasGemmStridedBatchedEx", "hipblasGemmEx_64", "hipblasSetStream"];
+        let six = ["hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2", "hipblasGemmEx_v2_64", "hipblasSetStream"];
+        assert_eq!(chosen(7), (seven.map(str::to_owned), false));
+        assert_eq!(chosen(6), (six.map(str::to_owned), true));
     }
 }
