@@ -148,7 +148,7 @@ def self_test():
         ("and no other `cu`", in_runs(lines(6, "cut"), lines(6, "hipt")), 0),
         ("an inline test module is left out", kept_of({"lib.rs": lines(3) + "#[cfg(test)]\n#[allow(x)]\nmod tests {\n" + lines(9) + "}\n" + lines(2)}), 5),
         ("what else is under cfg(test) is not", kept_of({"lib.rs": "#[cfg(test)]\nimpl X {\n    call();\n}\n"}), 3),
-        ("the file of a test module is left out", kept_of({"lib.rs": "#[cfg(test)]\nmod witness;\n" + lines(2), "witness.rs": lines(9)}), 2),
+        ("the file of a test module is left out", kept_of({"lib.rs": "#[cfg(test)]\nmod abi_check;\n" + lines(2), "abi_check.rs": lines(9)}), 2),
         (
             "and that of a module inside a file, with its folder",
             kept_of({"a.rs": "#[cfg(all(test, loom))]\npub(crate) mod rig;\n", "a/rig/mod.rs": lines(9), "a/rig/b.rs": lines(9), "rig.rs": lines(4)}),

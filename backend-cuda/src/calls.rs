@@ -17,60 +17,68 @@ vendor_calls! {
             /// Initialises the driver: flags.
             init: "Init" (u32);
             /// The version of CUDA that the driver knows: 1000 * major + 10 * minor.
-            driver_version: "DriverGetVersion" (*mut i32);
+            driver_get_version: "DriverGetVersion" (*mut i32);
             /// How many devices there are.
-            device_count: "DeviceGetCount" (*mut i32);
+            device_get_count: "DeviceGetCount" (*mut i32);
             /// The device of an ordinal.
-            device: "DeviceGet" (*mut i32, i32);
+            device_get: "DeviceGet" (*mut i32, i32);
             /// A device's name: out, room, device.
-            device_name: "DeviceGetName" (*mut u8, i32, i32);
+            device_get_name: "DeviceGetName" (*mut u8, i32, i32);
             /// A device's UUID, that of its part where it is partitioned.
-            device_uuid: "DeviceGetUuid_v2" (*mut [u8; 16], i32);
+            device_get_uuid: "DeviceGetUuid_v2" (*mut [u8; 16], i32);
             /// A device's memory in bytes.
-            device_memory: "DeviceTotalMem_v2" (*mut usize, i32);
+            device_total_mem: "DeviceTotalMem_v2" (*mut usize, i32);
             /// A device's PCI address: out, room, device.
-            device_pci_address: "DeviceGetPCIBusId" (*mut u8, i32, i32);
+            device_get_pci_bus_id: "DeviceGetPCIBusId" (*mut u8, i32, i32);
             /// A number about a device: out, which, device.
-            device_attribute: "DeviceGetAttribute" (*mut i32, i32, i32);
+            device_get_attribute: "DeviceGetAttribute" (*mut i32, i32, i32);
             /// Whether a device reaches another's memory: out, device, peer.
-            device_reaches: "DeviceCanAccessPeer" (*mut i32, i32, i32);
+            device_can_access_peer: "DeviceCanAccessPeer" (*mut i32, i32, i32);
             /// A device's primary context, counted: out, device.
-            context_retain: "DevicePrimaryCtxRetain" (*mut RawContext, i32);
+            device_primary_ctx_retain: "DevicePrimaryCtxRetain" (*mut RawContext, i32);
             /// The calling thread's context.
-            context_current: "CtxGetCurrent" (*mut RawContext);
+            ctx_get_current: "CtxGetCurrent" (*mut RawContext);
             /// Makes a context current until it is popped.
-            context_push: "CtxPushCurrent_v2" (RawContext);
+            ctx_push_current: "CtxPushCurrent_v2" (RawContext);
             /// Makes current what was before.
-            context_pop: "CtxPopCurrent_v2" (*mut RawContext);
+            ctx_pop_current: "CtxPopCurrent_v2" (*mut RawContext);
             /// Lets the current context use a peer's memory: peer context, flags.
-            context_enable_peer: "CtxEnablePeerAccess" (RawContext, u32);
+            ctx_enable_peer_access: "CtxEnablePeerAccess" (RawContext, u32);
             /// The context of a stream: stream, out.
-            stream_context: "StreamGetCtx" (RawStream, *mut RawContext);
+            stream_get_ctx: "StreamGetCtx" (RawStream, *mut RawContext);
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
-            copy_peer: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
+            memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
         }
-        optional {
+        optional {}
+    }
+}
+
+vendor_calls! {
+    /// The calls of virtual memory, which a driver has all of or lacks.
+    pub(crate) struct VirtualMemoryCalls {
+        required {
             /// Makes device memory without an address: out, bytes, properties, flags.
-            memory_create: "MemCreate" (*mut RawAllocation, usize, *const crate::mapped::Properties, u64);
+            mem_create: "MemCreate" (*mut RawAllocation, usize, *const crate::virtual_memory::Properties, u64);
             /// Gives it back.
-            memory_release: "MemRelease" (RawAllocation);
+            mem_release: "MemRelease" (RawAllocation);
             /// What sizes have to be multiples of: out, properties, which.
-            memory_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::mapped::Properties, u32);
+            mem_get_allocation_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::virtual_memory::Properties, u32);
             /// Reserves addresses: out, bytes, alignment, wish, flags.
-            address_reserve: "MemAddressReserve" (*mut DevicePtr, usize, usize, DevicePtr, u64);
+            mem_address_reserve: "MemAddressReserve" (*mut DevicePtr, usize, usize, DevicePtr, u64);
             /// Gives addresses back.
-            address_free: "MemAddressFree" (DevicePtr, usize);
+            mem_address_free: "MemAddressFree" (DevicePtr, usize);
             /// Maps memory: address, bytes, offset, memory, flags.
-            memory_map: "MemMap" (DevicePtr, usize, usize, RawAllocation, u64);
+            mem_map: "MemMap" (DevicePtr, usize, usize, RawAllocation, u64);
             /// Unmaps it.
-            memory_unmap: "MemUnmap" (DevicePtr, usize);
+            mem_unmap: "MemUnmap" (DevicePtr, usize);
             /// Says who may use it: address, bytes, descriptions, how many.
-            memory_access: "MemSetAccess" (DevicePtr, usize, *const crate::mapped::Access, usize);
+            mem_set_access: "MemSetAccess" (DevicePtr, usize, *const crate::virtual_memory::Access, usize);
             /// Makes a handle of it: out, memory, type, flags.
-            memory_export: "MemExportToShareableHandle" (*mut u8, RawAllocation, u32, u64);
+            mem_export_to_shareable_handle: "MemExportToShareableHandle" (*mut u8, RawAllocation, u32, u64);
             /// Opens a handle: out, handle, type.
-            memory_import: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
+            mem_import_from_shareable_handle: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
         }
+        optional {}
     }
 }
 
@@ -79,35 +87,35 @@ vendor_calls! {
     pub(crate) struct CublasCalls {
         required {
             /// A part of the version: which, out.
-            property: "GetProperty" (u32, *mut i32);
+            get_property: "GetProperty" (u32, *mut i32);
         }
         optional {
             /// The number of multiprocessors that kernels are chosen for: handle, out.
-            get_sm_count: "GetSmCountTarget" (RawBlas, *mut i32);
+            get_sm_count_target: "GetSmCountTarget" (RawBlas, *mut i32);
             /// Sets it: handle, number.
-            set_sm_count: "SetSmCountTarget" (RawBlas, i32);
+            set_sm_count_target: "SetSmCountTarget" (RawBlas, i32);
             /// The strategy of emulation: handle, out.
-            get_emulation: "GetEmulationStrategy" (RawBlas, *mut i32);
+            get_emulation_strategy: "GetEmulationStrategy" (RawBlas, *mut i32);
             /// Sets it: handle, strategy.
-            set_emulation: "SetEmulationStrategy" (RawBlas, i32);
+            set_emulation_strategy: "SetEmulationStrategy" (RawBlas, i32);
             /// The special values that emulation keeps: handle, out.
-            get_special_values: "GetEmulationSpecialValuesSupport" (RawBlas, *mut i32);
+            get_emulation_special_values_support: "GetEmulationSpecialValuesSupport" (RawBlas, *mut i32);
             /// Sets them: handle, mask.
-            set_special_values: "SetEmulationSpecialValuesSupport" (RawBlas, i32);
+            set_emulation_special_values_support: "SetEmulationSpecialValuesSupport" (RawBlas, i32);
             /// The control of the bits of emulation: handle, out.
-            get_mantissa_control: "GetFixedPointEmulationMantissaControl" (RawBlas, *mut i32);
+            get_fixed_point_emulation_mantissa_control: "GetFixedPointEmulationMantissaControl" (RawBlas, *mut i32);
             /// Sets it: handle, control.
-            set_mantissa_control: "SetFixedPointEmulationMantissaControl" (RawBlas, i32);
+            set_fixed_point_emulation_mantissa_control: "SetFixedPointEmulationMantissaControl" (RawBlas, i32);
             /// The most bits of emulation: handle, out.
-            get_mantissa_bits: "GetFixedPointEmulationMaxMantissaBitCount" (RawBlas, *mut i32);
+            get_fixed_point_emulation_max_mantissa_bit_count: "GetFixedPointEmulationMaxMantissaBitCount" (RawBlas, *mut i32);
             /// Sets it: handle, bits.
-            set_mantissa_bits: "SetFixedPointEmulationMaxMantissaBitCount" (RawBlas, i32);
+            set_fixed_point_emulation_max_mantissa_bit_count: "SetFixedPointEmulationMaxMantissaBitCount" (RawBlas, i32);
             /// The offset added to those bits: handle, out.
-            get_mantissa_offset: "GetFixedPointEmulationMantissaBitOffset" (RawBlas, *mut i32);
+            get_fixed_point_emulation_mantissa_bit_offset: "GetFixedPointEmulationMantissaBitOffset" (RawBlas, *mut i32);
             /// Sets it: handle, bits.
-            set_mantissa_offset: "SetFixedPointEmulationMantissaBitOffset" (RawBlas, i32);
+            set_fixed_point_emulation_mantissa_bit_offset: "SetFixedPointEmulationMantissaBitOffset" (RawBlas, i32);
             /// Sets the address at which products report their bits: handle, an address on the device or 0.
-            set_mantissa_report: "SetFixedPointEmulationMantissaBitCountPointer" (RawBlas, DevicePtr);
+            set_fixed_point_emulation_mantissa_bit_count_pointer: "SetFixedPointEmulationMantissaBitCountPointer" (RawBlas, DevicePtr);
         }
     }
 }
@@ -120,12 +128,15 @@ impl CublasCalls {
     /// The settings that only cuBLAS handles have. A logger belongs to the process and not to a handle.
     fn settings(&self) -> [Setting; 6] {
         [
-            (self.get_sm_count, self.set_sm_count),
-            (self.get_emulation, self.set_emulation),
-            (self.get_special_values, self.set_special_values),
-            (self.get_mantissa_control, self.set_mantissa_control),
-            (self.get_mantissa_bits, self.set_mantissa_bits),
-            (self.get_mantissa_offset, self.set_mantissa_offset),
+            (self.get_sm_count_target, self.set_sm_count_target),
+            (self.get_emulation_strategy, self.set_emulation_strategy),
+            (self.get_emulation_special_values_support, self.set_emulation_special_values_support),
+            (self.get_fixed_point_emulation_mantissa_control, self.set_fixed_point_emulation_mantissa_control),
+            (
+                self.get_fixed_point_emulation_max_mantissa_bit_count,
+                self.set_fixed_point_emulation_max_mantissa_bit_count,
+            ),
+            (self.get_fixed_point_emulation_mantissa_bit_offset, self.set_fixed_point_emulation_mantissa_bit_offset),
         ]
     }
 
@@ -158,7 +169,8 @@ impl CublasCalls {
             }
         }
         // SAFETY: passed on from the caller. No address stands for no report, as on a fresh handle.
-        self.set_mantissa_report.map_or(Ok(()), |set| done(unsafe { set(handle, DevicePtr::new(0)) }))
+        self.set_fixed_point_emulation_mantissa_bit_count_pointer
+            .map_or(Ok(()), |set| done(unsafe { set(handle, DevicePtr::new(0)) }))
     }
 }
 

@@ -24,13 +24,13 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
     let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 32]);
     // SAFETY: each call writes at most what it is told there is room for, and all of it lives until the call returns.
     unsafe {
-        check((calls.device_name)(name.as_mut_ptr(), name.len() as i32, number))?;
-        check((calls.device_uuid)(&mut uuid, number))?;
-        check((calls.device_memory)(&mut bytes, number))?;
-        check((calls.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, number))?;
+        check((calls.device_get_name)(name.as_mut_ptr(), name.len() as i32, number))?;
+        check((calls.device_get_uuid)(&mut uuid, number))?;
+        check((calls.device_total_mem)(&mut bytes, number))?;
+        check((calls.device_get_pci_bus_id)(pci.as_mut_ptr(), pci.len() as i32, number))?;
     }
     let mut info = DeviceInfo::new(ordinal, text(&name), uuid, bytes as u64);
-    highwater_driver::set_place(&mut info, &pci);
+    highwater_driver::set_pci_address(&mut info, &pci);
     let (major, minor) = architecture(cuda, number);
     info.architecture = format!("sm_{major}{minor}");
     Ok(info)
@@ -94,15 +94,15 @@ fn transports(cuda: &Cuda, device: &Device) -> Transports {
     if calls.can_share() {
         transports = transports.with(Transport::Legacy);
     }
-    let Some(mapped) = &cuda.mapped else { return transports };
+    let Some(memory) = &cuda.driver.virtual_memory else { return transports };
     if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
-        && mapped.works(device.number, Transport::Descriptor)
+        && memory.works(device.number, Transport::Descriptor)
     {
         transports = transports.with(Transport::Descriptor);
     }
     // A device can have the attribute where no handle can be made.
     if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
-        && mapped.works(device.number, Transport::Fabric)
+        && memory.works(device.number, Transport::Fabric)
     {
         transports = transports.with(Transport::Fabric);
     }

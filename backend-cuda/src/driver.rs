@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use highwater_driver::{Calls, Captures, Found, Initialised, RawStream, Search};
+use highwater_driver::{Calls, Captures, DriverCache, Found, RawStream, Search};
 use highwater_hal::{DevicePtr, Error, ErrorKind};
 
-use crate::calls::{self, CudaCalls, RawContext};
+use crate::calls::{self, CudaCalls, RawContext, VirtualMemoryCalls};
 use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
@@ -27,6 +27,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) struct Driver {
     pub(crate) calls: Calls,
     pub(crate) own: CudaCalls,
+    /// `None` for a driver that lacks virtual memory.
+    pub(crate) virtual_memory: Option<VirtualMemoryCalls>,
     /// The version of CUDA that it knows: 1000 * major + 10 * minor.
     pub(crate) version: i32,
     pub(crate) devices: Vec<Device>,
@@ -54,15 +56,15 @@ impl Driver {
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
     ) -> Result<&'static Self, Error> {
-        static OPEN: Initialised<Driver> = Initialised::new();
+        static OPEN: DriverCache<Driver> = DriverCache::new();
         // SAFETY: passed on from the caller; a library that goes by this name, or that a variable names as it, exports what the
         // driver exports.
-        unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialise(found)) }
+        unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialize(found)) }
     }
 
     /// # Safety
     /// The library is NVIDIA's driver.
-    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+    unsafe fn initialize(found: &Found) -> Result<Self, Error> {
         const OPERATION: &str = "open";
         // SAFETY: passed on from the caller.
         let (calls, own) = unsafe {
@@ -72,7 +74,7 @@ impl Driver {
         let check = |code| codes::CUDA.check(OPERATION, code);
         let mut version = 0;
         // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
-        check(unsafe { (own.driver_version)(&mut version) })?;
+        check(unsafe { (own.driver_get_version)(&mut version) })?;
         if version < OLDEST {
             let message = format!("{} is a driver of CUDA {}", found.library.name(), written(version));
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
@@ -83,11 +85,11 @@ impl Driver {
         highwater_hal::exit::watch();
         let mut count = 0;
         // SAFETY: as above.
-        check(unsafe { (own.device_count)(&mut count) })?;
+        check(unsafe { (own.device_get_count)(&mut count) })?;
         let number = |ordinal| {
             let mut number = 0;
             // SAFETY: as above.
-            check(unsafe { (own.device)(&mut number, ordinal) })?;
+            check(unsafe { (own.device_get)(&mut number, ordinal) })?;
             Ok(Device { number, context: OnceLock::new(), zeros: Mutex::default() })
         };
         let devices = (0..count).map(number).collect::<Result<Vec<_>, Error>>()?;
@@ -95,7 +97,9 @@ impl Driver {
             return Err(codes::CUDA.error(OPERATION, cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE as i32));
         }
         let captures = Arc::new(Captures::new(devices.len()));
-        Ok(Self { calls, own, version, devices, captures })
+        // SAFETY: passed on from the caller.
+        let virtual_memory = unsafe { VirtualMemoryCalls::load(&found.library, calls::driver_symbol) }.ok();
+        Ok(Self { calls, own, virtual_memory, version, devices, captures })
     }
 
     /// The primary context of a device, retained once.
@@ -136,16 +140,17 @@ impl Driver {
         let (mut address, mut stream) = (DevicePtr::new(0), RawStream::NULL);
         // SAFETY: each call writes one number that lives until it returns.
         unsafe {
-            done((calls.allocate)(&mut address, bytes))?;
+            done((calls.mem_alloc)(&mut address, bytes))?;
             // A stream of its own: a fill on another stream could be recorded, or a default stream could wait for it.
-            let filled = done((calls.stream_create)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
-                let filled = done((calls.fill_8)(address, 0, bytes, stream));
-                let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
-                // It is idle, or the device is lost.
-                filled.and(done((calls.stream_destroy)(stream)))
-            });
+            let filled =
+                done((calls.stream_create_with_priority)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
+                    let filled = done((calls.memset_d8_async)(address, 0, bytes, stream));
+                    let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
+                    // It is idle, or the device is lost.
+                    filled.and(done((calls.stream_destroy)(stream)))
+                });
             if filled.is_err() {
-                (calls.free)(address);
+                (calls.mem_free)(address);
             }
             filled.map(|()| address)
         }
@@ -159,7 +164,7 @@ impl Driver {
             return Err(code);
         }
         // SAFETY: the context is the device's primary one, retained for good.
-        match unsafe { (self.own.context_push)(context) } {
+        match unsafe { (self.own.ctx_push_current)(context) } {
             0 => Ok(Some(())),
             code => Err(code),
         }
@@ -170,7 +175,7 @@ impl Driver {
         // Two threads may both retain it; one count too many does no harm, as none is given back.
         let mut context = RawContext::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        match unsafe { (self.own.context_retain)(&mut context, device.number) } {
+        match unsafe { (self.own.device_primary_ctx_retain)(&mut context, device.number) } {
             0 => Ok(*device.context.get_or_init(|| context)),
             code => Err(code),
         }
@@ -186,7 +191,7 @@ impl Driver {
     pub(crate) fn attribute(&self, device: i32, which: Attribute) -> i32 {
         let mut value = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        match unsafe { (self.own.device_attribute)(&mut value, which as i32, device) } {
+        match unsafe { (self.own.device_get_attribute)(&mut value, which as i32, device) } {
             0 => value,
             _ => 0,
         }

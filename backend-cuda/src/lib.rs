@@ -5,27 +5,26 @@
 //! the libraries, their calls, the meaning of their codes, and what only CUDA has. Which calls stand behind which method is
 //! written down in `docs/driver-mapping.md` of the repository, what ran on which GPU in `docs/cuda.md`.
 
+#[cfg(test)]
+mod abi_check;
 mod calls;
 mod codes;
 mod devices;
 mod driver;
 mod libraries;
 mod lt;
-mod mapped;
 mod platform;
 mod quirks;
-#[cfg(test)]
-mod witness;
+mod virtual_memory;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Blas, DriverBackend, Opened, Search, environment_path};
+use highwater_driver::{Blas, BlasCalls, Opened, Search, environment_path, open_backend};
 use highwater_hal::Unavailable;
 use highwater_hal::{Backend, BackendTag, Error, Identity};
 
 use crate::driver::Driver;
-use crate::mapped::MappedCalls;
 use crate::platform::Cuda;
 
 /// Opens the backend, or says what is missing.
@@ -49,16 +48,9 @@ unsafe fn open_with(
     paths: &dyn Fn(&str) -> Option<PathBuf>,
     folders: Vec<PathBuf>,
 ) -> Result<Arc<dyn Backend>, Unavailable> {
-    let mut search = Search::new(folders);
     // SAFETY: passed on from the caller.
-    match unsafe { find(&mut search, paths) } {
-        Ok(opened) => Ok(Arc::new(DriverBackend::new(opened))),
-        Err(error) => Err(search.fails(error)),
-    }
+    open_backend(folders, |search| unsafe { find(search, paths) })
 }
-
-/// One product, and a batch.
-const PRODUCTS: [&str; 2] = ["cublasGemmEx", "cublasGemmStridedBatchedEx"];
 
 /// # Safety
 /// As [`open_with`].
@@ -78,22 +70,22 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     // SAFETY: the libraries go by these names, or a variable names them so; they export what they are.
     let (lt_calls, blas, own) = unsafe {
         (
-            lt::LtCalls::load(&lt.library).map_err(|missing| lt.lacks(&missing, update))?,
-            Blas::load(&cublas.library, calls::blas_symbol, PRODUCTS, &codes::CUBLAS),
+            lt::LtCalls::load(&lt.library, calls::lt_symbol).map_err(|missing| lt.lacks(&missing, update))?,
+            BlasCalls::load(&cublas.library, calls::blas_symbol),
             calls::CublasCalls::load(&cublas.library, calls::blas_symbol),
         )
     };
     let (blas, own) = cublas.both(blas, own, update)?;
+    let blas = Blas { calls: blas, codes: &codes::CUBLAS };
     let mut identity = Identity::new("cuda", "NVIDIA CUDA", BackendTag::next());
     identity.versions = vec![
         ("highwater-cuda".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         ("CUDA driver".to_owned(), driver::written(driver.version)),
         ("cuBLAS".to_owned(), version(&own)?),
     ];
-    identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
     identity.blas_workspace_variables = &["CUBLAS_WORKSPACE_CONFIG"];
     identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
-    let platform = Cuda { driver, mapped: MappedCalls::new(&driver.own), blas, cublas: own, lt: lt_calls };
+    let platform = Cuda { driver, blas, cublas: own, lt: lt_calls };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }
@@ -104,7 +96,7 @@ fn version(calls: &calls::CublasCalls) -> Result<String, Error> {
     for which in calls::VERSION_PARTS {
         let mut part = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        codes::CUBLAS.check("open", unsafe { (calls.property)(which, &mut part) })?;
+        codes::CUBLAS.check("open", unsafe { (calls.get_property)(which, &mut part) })?;
         parts.push(part.to_string());
     }
     Ok(parts.join("."))

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::cublas::sys::{cublasComputeType_t, cudaDataType_t};
 use cudarc::cublaslt::sys;
-use highwater_driver::{HandleCount, Library, RawStream, Room, raw_handles, vendor_calls};
+use highwater_driver::{
+    DriverState, HandleCount, RawStream, check_workspace, destroyed, no_stream, raw_handles, vendor_calls,
+};
 use highwater_hal::{
     AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Epilogue, Error, ErrorKind, Gemm, MathMode, PlanArguments,
     PlanId, PlanOptions, Result, StreamId, Transpose, Workspace,
@@ -32,7 +33,7 @@ type Algorithm = [u64; 8];
 /// An answer of the heuristic: the vendor's layout, with a number in place of its enum.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-pub(crate) struct Choice {
+pub(crate) struct HeuristicResult {
     algorithm: Algorithm,
     workspace_bytes: usize,
     state: i32,
@@ -41,63 +42,45 @@ pub(crate) struct Choice {
 }
 
 const _: () = {
-    assert!(size_of::<Choice>() == size_of::<sys::cublasLtMatmulHeuristicResult_t>());
+    assert!(size_of::<HeuristicResult>() == size_of::<sys::cublasLtMatmulHeuristicResult_t>());
     assert!(
-        std::mem::offset_of!(Choice, workspace_bytes)
+        std::mem::offset_of!(HeuristicResult, workspace_bytes)
             == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, workspaceSize)
     );
-    assert!(std::mem::offset_of!(Choice, state) == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state));
+    assert!(
+        std::mem::offset_of!(HeuristicResult, state)
+            == std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state)
+    );
 };
-
-/// A product: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
-/// workspace, its bytes, stream.
-pub(crate) type MatmulCall = unsafe extern "C" fn(
-    RawLt,
-    RawMatmulDesc,
-    *const u8,
-    DevicePtr,
-    RawMatrixLayout,
-    DevicePtr,
-    RawMatrixLayout,
-    *const u8,
-    DevicePtr,
-    RawMatrixLayout,
-    DevicePtr,
-    RawMatrixLayout,
-    *const Algorithm,
-    DevicePtr,
-    usize,
-    RawStream,
-) -> i32;
 
 vendor_calls! {
     /// cuBLASLt's calls.
-    pub(crate) struct LtTable {
+    pub(crate) struct LtCalls {
         required {
             /// Makes a handle.
             create: "Create" (*mut RawLt);
             /// Destroys a handle.
             destroy: "Destroy" (RawLt);
             /// Makes a description of a product: out, compute type, type of the factors.
-            product_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
+            matmul_desc_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
             /// Destroys it.
-            product_destroy: "MatmulDescDestroy" (RawMatmulDesc);
+            matmul_desc_destroy: "MatmulDescDestroy" (RawMatmulDesc);
             /// Sets an attribute: description, which, value, its bytes.
-            product_set: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
+            matmul_desc_set_attribute: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
             /// Makes a layout: out, type, rows, columns, leading dimension.
-            layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
+            matrix_layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
             /// Destroys it.
-            layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
+            matrix_layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
             /// Sets an attribute: layout, which, value, its bytes.
-            layout_set: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
+            matrix_layout_set_attribute: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
             /// Makes a wish.
-            wish_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
+            matmul_preference_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
             /// Destroys it.
-            wish_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
+            matmul_preference_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
             /// Sets an attribute: wish, which, value, its bytes.
-            wish_set: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
+            matmul_preference_set_attribute: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
             /// Chooses algorithms: handle, description, layouts of A, B, C, D, wish, how many, out, how many there were.
-            choose: "MatmulAlgoGetHeuristic" (
+            matmul_algo_get_heuristic: "MatmulAlgoGetHeuristic" (
                 RawLt,
                 RawMatmulDesc,
                 RawMatrixLayout,
@@ -106,38 +89,31 @@ vendor_calls! {
                 RawMatrixLayout,
                 RawMatmulPreference,
                 i32,
-                *mut Choice,
+                *mut HeuristicResult,
                 *mut i32,
+            );
+            /// Multiplies: handle, description, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
+            /// workspace, its bytes, stream.
+            matmul: "Matmul" (
+                RawLt,
+                RawMatmulDesc,
+                *const u8,
+                DevicePtr,
+                RawMatrixLayout,
+                DevicePtr,
+                RawMatrixLayout,
+                *const u8,
+                DevicePtr,
+                RawMatrixLayout,
+                DevicePtr,
+                RawMatrixLayout,
+                *const Algorithm,
+                DevicePtr,
+                usize,
+                RawStream,
             );
         }
         optional {}
-    }
-}
-
-/// cuBLASLt.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LtCalls {
-    table: LtTable,
-    matmul: MatmulCall,
-}
-
-impl LtCalls {
-    /// The calls, or which are missing.
-    ///
-    /// # Safety
-    /// The library is cuBLASLt.
-    pub(crate) unsafe fn load(library: &Library) -> Result<Self, Vec<String>> {
-        // SAFETY: passed on from the caller.
-        let table = unsafe { LtTable::load(library, crate::calls::lt_symbol) };
-        match (table, library.symbol("cublasLtMatmul")) {
-            (Ok(table), Some(matmul)) => {
-                // SAFETY: the symbol is a function of these arguments.
-                let matmul = unsafe { std::mem::transmute::<*const (), MatmulCall>(matmul) };
-                Ok(Self { table, matmul })
-            }
-            (Ok(_), None) => Err(vec!["cublasLtMatmul".to_owned()]),
-            (Err(missing), _) => Err(missing),
-        }
     }
 }
 
@@ -146,6 +122,7 @@ impl LtCalls {
 struct Owned<R: Copy> {
     raw: R,
     destroy: unsafe extern "C" fn(R) -> i32,
+    set_attribute: unsafe extern "C" fn(R, u32, *const u8, usize) -> i32,
 }
 
 impl<R: Copy> Drop for Owned<R> {
@@ -157,15 +134,11 @@ impl<R: Copy> Drop for Owned<R> {
 
 impl<R: Copy> Owned<R> {
     /// Sets an attribute.
-    fn set<T: Copy>(
-        &self,
-        operation: &'static str,
-        call: unsafe extern "C" fn(R, u32, *const u8, usize) -> i32,
-        which: u32,
-        value: &T,
-    ) -> Result<()> {
+    fn set<T: Copy>(&self, operation: &'static str, which: u32, value: &T) -> Result<()> {
         // SAFETY: the object is alive, and the call reads the value's bytes before it returns.
-        CUBLAS.check(operation, unsafe { call(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>()) })
+        CUBLAS.check(operation, unsafe {
+            (self.set_attribute)(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>())
+        })
     }
 }
 
@@ -259,7 +232,7 @@ struct Planned {
 
 /// A handle of cuBLASLt.
 pub(crate) struct LtBlas {
-    room: Arc<Room<Cuda>>,
+    state: Arc<DriverState<Cuda>>,
     device: u32,
     /// The vendor's handle; none once it was destroyed.
     raw: RawLt,
@@ -280,30 +253,25 @@ impl fmt::Debug for LtBlas {
 
 impl LtBlas {
     /// Makes a handle; the device is current.
-    pub(crate) fn create(room: &Arc<Room<Cuda>>, device: u32) -> Result<Self> {
+    pub(crate) fn create(state: &Arc<DriverState<Cuda>>, device: u32) -> Result<Self> {
         let mut raw = RawLt::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check("create_blas_handle", unsafe { (room.platform().lt.table.create)(&mut raw) })?;
+        CUBLAS.check("create_blas_handle", unsafe { (state.platform().lt.create)(&mut raw) })?;
         Ok(Self {
-            room: Arc::clone(room),
+            state: Arc::clone(state),
             device,
             raw,
             stream: None,
             workspace: None,
             plans: Vec::new(),
             next_plan: 1,
-            count: Some(room.count_handle()),
+            count: Some(state.count_handle()),
         })
     }
 
     fn enter(&self, operation: &'static str) -> Result<()> {
-        self.room.enter(operation)?;
-        if self.raw == RawLt::NULL {
-            return Err(
-                Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
-            );
-        }
-        Ok(())
+        self.state.enter(operation)?;
+        if self.raw == RawLt::NULL { Err(destroyed(operation)) } else { Ok(()) }
     }
 
     /// Where a plan stands in `plans`.
@@ -316,10 +284,10 @@ impl LtBlas {
         const OPERATION: &str = "destroy";
         self.enter(OPERATION)?;
         let outcome = {
-            let _current = self.room.make_current(OPERATION, self.device)?;
+            let _current = self.state.make_current(OPERATION, self.device)?;
             self.plans.clear();
             // SAFETY: the handle is alive, and is not used after this.
-            CUBLAS.check(OPERATION, unsafe { (self.room.platform().lt.table.destroy)(self.raw) })
+            CUBLAS.check(OPERATION, unsafe { (self.state.platform().lt.destroy)(self.raw) })
         };
         self.raw = RawLt::NULL;
         self.count = None;
@@ -335,30 +303,26 @@ impl LtBlas {
         ld: usize,
         batch: Option<(usize, usize)>,
     ) -> Result<Owned<RawMatrixLayout>> {
-        let table = &self.room.platform().lt.table;
+        let table = &self.state.platform().lt;
         let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
         // SAFETY: the call writes one number that lives until it returns.
-        let code = unsafe { (table.layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
+        let code = unsafe { (table.matrix_layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
         CUBLAS.check(operation, code)?;
-        let layout = Owned { raw, destroy: table.layout_destroy };
+        let layout =
+            Owned { raw, destroy: table.matrix_layout_destroy, set_attribute: table.matrix_layout_set_attribute };
         if let Some((count, stride)) = batch {
             use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
             let count = i32::try_from(count).map_err(|_| too_large(operation, count))?;
             let stride = i64::try_from(stride).map_err(|_| too_large(operation, stride))?;
-            layout.set(operation, table.layout_set, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
-            layout.set(
-                operation,
-                table.layout_set,
-                Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32,
-                &stride,
-            )?;
+            layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT as u32, &count)?;
+            layout.set(operation, Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET as u32, &stride)?;
         }
         Ok(layout)
     }
 
     fn check_options(&self, operation: &'static str, options: &PlanOptions) -> Result<()> {
-        let capabilities = self.room.capabilities(operation, self.device)?;
+        let capabilities = self.state.capabilities(operation, self.device)?;
         capabilities.check_product(operation, &options.shape)?;
         if options.math_mode == MathMode::Tf32 && !capabilities.tf32 {
             return Err(Error::lacks(operation, "tf32"));
@@ -377,37 +341,31 @@ impl LtBlas {
 
     fn plan(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
         use sys::cublasLtMatmulDescAttributes_t as Product;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Wish;
-        let lt = &self.room.platform().lt;
-        let table = &lt.table;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        let table = &self.state.platform().lt;
         let shape = &options.shape;
         let doubles = shape.data_type == DataType::F64;
-        let scales = type_code(if doubles { DataType::F64 } else { DataType::F32 });
-        let (factor, result) = (type_code(shape.data_type), type_code(shape.output));
+        let scales = QUIRKS.type_code(if doubles { DataType::F64 } else { DataType::F32 });
+        let (factor, result) = (QUIRKS.type_code(shape.data_type), QUIRKS.type_code(shape.output));
         let compute = match (shape.data_type, options.math_mode) {
-            (DataType::F64, _) => cublasComputeType_t::CUBLAS_COMPUTE_64F,
-            (DataType::F32, MathMode::Tf32) => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
-            _ => cublasComputeType_t::CUBLAS_COMPUTE_32F,
-        } as i32;
+            (DataType::F64, _) => QUIRKS.compute_codes.f64,
+            (DataType::F32, MathMode::Tf32) => QUIRKS.compute_codes.tf32,
+            _ => QUIRKS.compute_codes.f32,
+        };
         let mut raw = RawMatmulDesc::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        CUBLAS.check(operation, unsafe { (table.product_create)(&mut raw, compute, scales) })?;
-        let product = Owned { raw, destroy: table.product_destroy };
+        CUBLAS.check(operation, unsafe { (table.matmul_desc_create)(&mut raw, compute, scales) })?;
+        let product = Owned { raw, destroy: table.matmul_desc_destroy, set_attribute: table.matmul_desc_set_attribute };
         for (which, transpose) in [
             (Product::CUBLASLT_MATMUL_DESC_TRANSA, shape.transpose_a),
             (Product::CUBLASLT_MATMUL_DESC_TRANSB, shape.transpose_b),
         ] {
-            product.set(
-                operation,
-                table.product_set,
-                which as u32,
-                &QUIRKS.transpose_codes[usize::from(transpose == Transpose::Yes)],
-            )?;
+            product.set(operation, which as u32, &QUIRKS.transpose_code(transpose))?;
         }
         let epilogue = epilogue_code(operation, options.epilogue)?;
-        product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
+        product.set(operation, Product::CUBLASLT_MATMUL_DESC_EPILOGUE as u32, &epilogue)?;
         if options.epilogue.has_bias() {
-            product.set(operation, table.product_set, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
+            product.set(operation, Product::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32, &result)?;
         }
         let batch =
             |stride: fn(&highwater_hal::StridedBatch) -> usize| shape.batch.map(|batch| (batch.count, stride(&batch)));
@@ -430,19 +388,23 @@ impl LtBlas {
         let c = self.layout(operation, result, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
         let mut raw = RawMatmulPreference::NULL;
         // SAFETY: as above.
-        CUBLAS.check(operation, unsafe { (table.wish_create)(&mut raw) })?;
-        let wish = Owned { raw, destroy: table.wish_destroy };
-        let set = |which: Wish, value: u64| wish.set(operation, table.wish_set, which as u32, &value);
-        let set_small = |which: Wish, value: u32| wish.set(operation, table.wish_set, which as u32, &value);
-        set(Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
+        CUBLAS.check(operation, unsafe { (table.matmul_preference_create)(&mut raw) })?;
+        let preference = Owned {
+            raw,
+            destroy: table.matmul_preference_destroy,
+            set_attribute: table.matmul_preference_set_attribute,
+        };
+        let set = |which: Preference, value: u64| preference.set(operation, which as u32, &value);
+        let set_small = |which: Preference, value: u32| preference.set(operation, which as u32, &value);
+        set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
         let alignments = [shape.data_type, shape.output].map(|of| options.alignment.max(of.bytes()));
         // 256 is the most that the heuristic makes use of.
         let [of_factors, of_results] = alignments.map(|bytes| u32::try_from(bytes.min(256)).unwrap_or(256));
         for (which, alignment) in [
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_factors),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_results),
-            (Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_results),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_factors),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_results),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_results),
         ] {
             set_small(which, alignment)?;
         }
@@ -453,11 +415,22 @@ impl LtBlas {
         if options.atomics_mode == AtomicsMode::Allowed && matches!(shape.output, DataType::F32 | DataType::F64) {
             schemes |= Scheme::CUBLASLT_REDUCTION_SCHEME_INPLACE as u32;
         }
-        set_small(Wish::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
-        let (mut choice, mut found) = (Choice::default(), 0);
+        set_small(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
+        let (mut result, mut found) = (HeuristicResult::default(), 0);
         // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
         let code = unsafe {
-            (table.choose)(self.raw, product.raw, a.raw, b.raw, c.raw, c.raw, wish.raw, 1, &mut choice, &mut found)
+            (table.matmul_algo_get_heuristic)(
+                self.raw,
+                product.raw,
+                a.raw,
+                b.raw,
+                c.raw,
+                c.raw,
+                preference.raw,
+                1,
+                &mut result,
+                &mut found,
+            )
         };
         CUBLAS.check(operation, code)?;
         if found < 1 {
@@ -468,14 +441,14 @@ impl LtBlas {
             )
             .with_hint("give it more workspace, a larger alignment, or use a BLAS handle"));
         }
-        CUBLAS.check(operation, choice.state)?;
+        CUBLAS.check(operation, result.state)?;
         Ok(Plan {
             product,
             a,
             b,
             c,
-            algorithm: choice.algorithm,
-            workspace_bytes: choice.workspace_bytes,
+            algorithm: result.algorithm,
+            workspace_bytes: result.workspace_bytes,
             alignments,
             doubles,
             has_bias: options.epilogue.has_bias(),
@@ -513,19 +486,20 @@ impl LtBlas {
         let Some((_, Some(planned))) = self.plans.get(index) else { return Ok(()) };
         let options = planned.options;
         let shape = &options.shape;
-        let room = Arc::clone(&self.room);
+        let state = Arc::clone(&self.state);
         let zeros = {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(operation, self.device)?;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(operation, self.device)?;
             let bytes = shape.m.max(shape.n).saturating_mul(shape.data_type.bytes());
-            room.platform()
+            state
+                .platform()
                 .driver
                 .zeros(self.device, bytes)
-                .or_else(|code| room.check(operation, code).map(|()| DevicePtr::new(0)))?
+                .or_else(|code| state.check(operation, code).map(|()| DevicePtr::new(0)))?
         };
         let made = match &planned.without_factors {
             None => {
-                let _current = room.make_current(operation, self.device)?;
+                let _current = state.make_current(operation, self.device)?;
                 Some(self.plan_without_factors(operation, &options)?)
             }
             Some(_) => None,
@@ -545,7 +519,7 @@ impl LtBlas {
         (arguments.a, arguments.b) = (zeros, zeros);
         // The addend of beta * C is -0, which keeps the sign of a 0.
         arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
-        let call = Call { room: &room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        let call = Call { state: &state, handle: self.raw, stream: self.stream, workspace: self.workspace };
         // SAFETY: passed on from the caller; the zeros stay for good.
         unsafe { call.run(operation, self.device, plan, &arguments) }
     }
@@ -554,7 +528,7 @@ impl LtBlas {
 /// The state that a run takes from its handle.
 #[derive(Debug, Clone, Copy)]
 struct Call<'h> {
-    room: &'h Room<Cuda>,
+    state: &'h DriverState<Cuda>,
     handle: RawLt,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
@@ -573,16 +547,16 @@ impl Call<'_> {
         plan: &mut Plan,
         arguments: &PlanArguments,
     ) -> Result<()> {
-        let Self { room, handle, stream, workspace } = self;
+        let Self { state, handle, stream, workspace } = self;
         let Some(stream) = stream else { return Err(no_stream(operation)) };
         let (bound, bytes) = workspace.map_or((DevicePtr::new(0), 0), |workspace| (workspace.ptr, workspace.bytes));
-        let lt = &room.platform().lt;
-        let held = room.stream(operation, stream)?;
-        let _current = room.make_current(operation, device)?;
+        let lt = &state.platform().lt;
+        let held = state.stream(operation, stream)?;
+        let _current = state.make_current(operation, device)?;
         let bias = if plan.has_bias { arguments.bias } else { None };
         if let Some(bias) = bias.filter(|bias| plan.bias != Some(*bias)) {
             let which = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
-            plan.product.set(operation, lt.table.product_set, which, &bias.get())?;
+            plan.product.set(operation, which, &bias.get())?;
             plan.bias = Some(bias);
         }
         let (doubles, floats) = ([arguments.alpha, arguments.beta], [arguments.alpha as f32, arguments.beta as f32]);
@@ -613,21 +587,12 @@ impl Call<'_> {
                 held.raw(),
             )
         };
-        if code == 0 { Ok(()) } else { Err(room.blas_error(operation, &CUBLAS, device, code)) }
+        if code == 0 { Ok(()) } else { Err(state.blas_error(operation, &CUBLAS, device, code)) }
     }
 }
 
 fn too_large(operation: &'static str, value: usize) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than cuBLASLt can count"))
-}
-
-const fn type_code(data_type: DataType) -> i32 {
-    match data_type {
-        DataType::F16 => cudaDataType_t::CUDA_R_16F as i32,
-        DataType::Bf16 => cudaDataType_t::CUDA_R_16BF as i32,
-        DataType::F64 => cudaDataType_t::CUDA_R_64F as i32,
-        _ => cudaDataType_t::CUDA_R_32F as i32,
-    }
 }
 
 fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {
@@ -650,7 +615,7 @@ impl Drop for LtBlas {
         if self.raw == RawLt::NULL {
             return;
         }
-        if !self.room.is_in_service() {
+        if !self.state.is_in_service() {
             // Left on purpose: at exit and in a forked child the vendor is not called, not even for objects of the host.
             std::mem::forget((self.count.take(), std::mem::take(&mut self.plans)));
             return;
@@ -673,7 +638,7 @@ impl BlasHandle for LtBlas {
     fn set_stream(&mut self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "set_stream";
         self.enter(OPERATION)?;
-        self.room.stream_for_handle(OPERATION, stream, self.device)?;
+        self.state.stream_for_handle(OPERATION, stream, self.device)?;
         self.stream = Some(stream);
         // As the capability says of every handle of the device.
         self.workspace = None;
@@ -683,14 +648,8 @@ impl BlasHandle for LtBlas {
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
         const OPERATION: &str = "set_workspace";
         self.enter(OPERATION)?;
-        let alignment = self.room.capabilities(OPERATION, self.device)?.workspace_alignment;
-        if let Some(wanted) = workspace.filter(|wanted| !wanted.ptr.is_aligned_to(alignment)) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                OPERATION,
-                format!("{:?} is not a multiple of {alignment}", wanted.ptr),
-            )
-            .with_hint("align the workspace as the capability `workspace_alignment` says"));
+        if let Some(wanted) = workspace {
+            check_workspace(OPERATION, self.state.capabilities(OPERATION, self.device)?, wanted)?;
         }
         self.workspace = workspace;
         Ok(())
@@ -699,8 +658,8 @@ impl BlasHandle for LtBlas {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         const OPERATION: &str = "set_math_mode";
         self.enter(OPERATION)?;
-        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
-            return Err(Error::lacks(OPERATION, "tf32"));
+        if mode == MathMode::Tf32 {
+            self.state.require(OPERATION, self.device, |can| can.tf32, "tf32")?;
         }
         // A plan has its own.
         Ok(())
@@ -709,8 +668,8 @@ impl BlasHandle for LtBlas {
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         const OPERATION: &str = "set_atomics_mode";
         self.enter(OPERATION)?;
-        if mode == AtomicsMode::Allowed && !self.room.capabilities(OPERATION, self.device)?.atomics_mode {
-            return Err(Error::lacks(OPERATION, "atomics_mode"));
+        if mode == AtomicsMode::Allowed {
+            self.state.require(OPERATION, self.device, |can| can.atomics_mode, "atomics_mode")?;
         }
         // A plan has its own.
         Ok(())
@@ -730,7 +689,7 @@ impl BlasHandle for LtBlas {
         let plan = if options.shape.is_empty() {
             None
         } else {
-            let _current = self.room.make_current(OPERATION, self.device)?;
+            let _current = self.state.make_current(OPERATION, self.device)?;
             let (product, without_factors) = match options.shape.k {
                 0 => (None, Some(self.plan_without_factors(OPERATION, options)?)),
                 _ => (Some(self.plan(OPERATION, options)?), None),
@@ -756,7 +715,7 @@ impl BlasHandle for LtBlas {
         if let Some(refusal) = plan.refuses(OPERATION, arguments, self.workspace) {
             return Err(refusal);
         }
-        let call = Call { room: &self.room, handle: self.raw, stream: self.stream, workspace: self.workspace };
+        let call = Call { state: &self.state, handle: self.raw, stream: self.stream, workspace: self.workspace };
         // SAFETY: passed on from the caller.
         unsafe { call.run(OPERATION, self.device, plan, arguments) }
     }
@@ -783,12 +742,6 @@ impl BlasHandle for LtBlas {
     fn destroy(&mut self) -> Result<()> {
         self.close()
     }
-}
-
-#[cold]
-fn no_stream(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
-        .with_hint("call `set_stream` first")
 }
 
 #[cold]

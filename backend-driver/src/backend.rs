@@ -1,19 +1,24 @@
 //! [`DriverBackend`]: the trait `Backend` over a vendor's table of calls.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::blas::DriverBlas;
+use super::calls::{capture_mode, capture_status};
 use super::host::DriverHost;
 use super::ipc::DriverIpc;
 use super::platform::{Opened, Platform};
 use super::raw::{RawEvent, RawGraph, RawGraphExec, RawStream};
-use super::records;
-use super::room::{self, Block, BlockKind, CAPTURES, FOREIGN, HIGH, INTERPROCESS, LOW, Room, TIMING, wrong_device};
+use super::search::Search;
+use super::state::{
+    self, Block, BlockKind, CAPTURES, DriverState, FOREIGN, HIGH, INTERPROCESS, LOW, TIMING, wrong_device,
+};
+use super::thread_records;
 use highwater_hal::{
     AllocateOptions, Backend, BlasHandle, BlasKind, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo,
     DeviceMemoryKind, DevicePtr, Error, ErrorKind, EventId, EventOptions, FillPattern, GraphExecId, GraphId,
     HostAllocator, Identity, IpcSharing, LiveObjects, Location, MemoryCopy, MemoryFill, MemoryInfo, Result, StreamId,
-    StreamOptions, StreamPriority, Transport,
+    StreamOptions, StreamPriority, Transport, Unavailable,
 };
 
 /// A backend over a vendor's driver.
@@ -21,7 +26,7 @@ use highwater_hal::{
 /// BLAS handles, the host allocator and the sharing keep what they need of it alive.
 #[derive(Debug)]
 pub struct DriverBackend<P: Platform> {
-    room: Arc<Room<P>>,
+    state: Arc<DriverState<P>>,
     host: Arc<DriverHost<P>>,
     ipc: Option<Arc<DriverIpc<P>>>,
 }
@@ -31,16 +36,16 @@ impl<P: Platform> DriverBackend<P> {
     #[must_use]
     pub fn new(opened: Opened<P>) -> Self {
         let shares = opened.devices.iter().any(|(_, capabilities)| !capabilities.ipc_transports.is_empty());
-        let room = Arc::new(Room::new(opened));
-        let host = Arc::new(DriverHost::new(Arc::clone(&room)));
-        let ipc = shares.then(|| Arc::new(DriverIpc::new(Arc::clone(&room))));
-        Self { room, host, ipc }
+        let state = Arc::new(DriverState::new(opened));
+        let host = Arc::new(DriverHost::new(Arc::clone(&state)));
+        let ipc = shares.then(|| Arc::new(DriverIpc::new(Arc::clone(&state))));
+        Self { state, host, ipc }
     }
 
     /// What the backend and its handles share.
     #[must_use]
-    pub const fn room(&self) -> &Arc<Room<P>> {
-        &self.room
+    pub const fn state(&self) -> &Arc<DriverState<P>> {
+        &self.state
     }
 
     fn same_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Result<()> {
@@ -50,16 +55,35 @@ impl<P: Platform> DriverBackend<P> {
     /// Makes the vendor's call again after the pool has given back what it keeps, where memory was exhausted.
     fn with_trimmed_pool(&self, device: u32, mut call: impl FnMut() -> i32) -> i32 {
         let code = call();
-        if code == self.room.platform.quirks().out_of_memory && self.room.trim_pool(device) { call() } else { code }
+        if code == self.state.platform.quirks().out_of_memory && self.state.trim_pool(device) { call() } else { code }
     }
 
     fn event_flags(&self, options: &EventOptions) -> (u32, u64) {
-        let [plain, timing, interprocess] = self.room.platform.quirks().event_flags;
+        let vendor = self.state.platform.quirks().event_flags;
         match (options.timing, options.interprocess) {
-            (true, _) => (timing, TIMING),
-            (_, true) => (interprocess, INTERPROCESS),
-            _ => (plain, 0),
+            (true, _) => (vendor.timing, TIMING),
+            (_, true) => (vendor.interprocess, INTERPROCESS),
+            _ => (vendor.plain, 0),
         }
+    }
+}
+
+/// Opens a backend over what `find` finds. The identity lists the files that the search opened.
+///
+/// # Errors
+/// The error of `find`, with an account of the search.
+pub fn open_backend<P: Platform>(
+    folders: Vec<PathBuf>,
+    find: impl FnOnce(&mut Search) -> Result<Opened<P>>,
+) -> Result<Arc<dyn Backend>, Unavailable> {
+    let mut search = Search::new(folders);
+    match find(&mut search) {
+        Ok(mut opened) => {
+            let files = search.opened().iter().map(|file| ("library".to_owned(), file.clone()));
+            opened.identity.versions.extend(files);
+            Ok(Arc::new(DriverBackend::new(opened)))
+        }
+        Err(error) => Err(search.fails(error)),
     }
 }
 
@@ -78,58 +102,58 @@ fn required<T>(operation: &'static str, call: Option<T>, ability: &str) -> Resul
 // author of the `Platform` vouches. An id stands for one vendor handle, which no call uses after it was destroyed.
 unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn identity(&self) -> &Identity {
-        &self.room.identity
+        &self.state.identity
     }
 
     fn device_count(&self) -> u32 {
-        self.room.devices.len() as u32
+        self.state.devices.len() as u32
     }
 
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.room.enter("device_info")?;
-        Ok(self.room.device("device_info", device)?.info.clone())
+        self.state.enter("device_info")?;
+        Ok(self.state.device("device_info", device)?.info.clone())
     }
 
     fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.room.enter("capabilities")?;
-        Ok(self.room.device("capabilities", device)?.capabilities)
+        self.state.enter("capabilities")?;
+        Ok(self.state.device("capabilities", device)?.capabilities)
     }
 
     fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
         const OPERATION: &str = "memory_info";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let total = room.device(OPERATION, device)?.info.memory_bytes;
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let total = state.device(OPERATION, device)?.info.memory_bytes;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
         // SAFETY: the call writes two numbers that live until it returns.
-        room.check(OPERATION, unsafe { (room.platform.calls().memory_info)(&mut free, &mut seen) })?;
+        state.check(OPERATION, unsafe { (state.platform.calls().mem_get_info)(&mut free, &mut seen) })?;
         Ok(MemoryInfo { free: (free as u64).min(total), total })
     }
 
     fn live_objects(&self) -> LiveObjects {
-        let room = &*self.room;
+        let state = &*self.state;
         let mut live = LiveObjects::default();
         // A child owns nothing of its parent's, and a lock may be held by a thread that it does not have.
-        if !room.is_own_process() {
+        if !state.is_own_process() {
             return live;
         }
-        if room.is_in_service() {
-            room.sweep("live_objects");
+        if state.is_in_service() {
+            state.sweep("live_objects");
         }
-        live.streams = room.streams.live().saturating_sub(room.streams.live_with(FOREIGN));
-        live.events = room.events.live().saturating_sub(room.events.live_with(FOREIGN));
-        live.graphs = room.graphs.live() + room.graph_execs.live();
+        live.streams = state.streams.live().saturating_sub(state.streams.live_with(FOREIGN));
+        live.events = state.events.live().saturating_sub(state.events.live_with(FOREIGN));
+        live.graphs = state.graphs.live() + state.graph_execs.live();
         // Objects that a call still uses are not destroyed.
-        live.streams += room.streams.put_off_without(FOREIGN);
-        live.events += room.events.put_off_without(FOREIGN);
-        live.graphs += room.graphs.put_off_without(FOREIGN) + room.graph_execs.put_off_without(FOREIGN);
-        live.handles = room.live_handles();
-        live.allocations = room.blocks.lock().len() as u64;
-        live.host_allocations = room.host_blocks.lock().len() as u64;
-        live.mappings = room.mapped.lock().len() as u64;
-        let mut exported = room.exported.lock();
+        live.streams += state.streams.put_off_without(FOREIGN);
+        live.events += state.events.put_off_without(FOREIGN);
+        live.graphs += state.graphs.put_off_without(FOREIGN) + state.graph_execs.put_off_without(FOREIGN);
+        live.handles = state.live_handles();
+        live.allocations = state.blocks.lock().len() as u64;
+        live.host_allocations = state.host_blocks.lock().len() as u64;
+        live.mappings = state.mapped.lock().len() as u64;
+        let mut exported = state.exported.lock();
         exported.retain(|descriptor| descriptor.is_open());
         live.descriptors = exported.len() as u64;
         live
@@ -143,107 +167,107 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
         const OPERATION: &str = "create_stream";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
         if options.priority != StreamPriority::Normal {
-            self.room.require(OPERATION, device, |can| can.stream_priority, "stream_priority")?;
+            self.state.require(OPERATION, device, |can| can.stream_priority, "stream_priority")?;
         }
-        room.streams.sweep(|stream| room.destroy_raw_stream(OPERATION, stream));
-        let raw = room.make_stream(OPERATION, device, options.priority)?;
+        state.streams.sweep(|stream| state.destroy_raw_stream(OPERATION, stream));
+        let raw = state.make_stream(OPERATION, device, options.priority)?;
         let flags = match options.priority {
             StreamPriority::Low => LOW,
             StreamPriority::Normal => 0,
             StreamPriority::High => HIGH,
         };
-        room.streams.insert(OPERATION, device, raw, flags).inspect_err(|_| {
+        state.streams.insert(OPERATION, device, raw, flags).inspect_err(|_| {
             // SAFETY: nobody else knows the stream.
-            unsafe { (room.platform.calls().stream_destroy)(raw) };
+            unsafe { (state.platform.calls().stream_destroy)(raw) };
         })
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "destroy_stream";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
         if stream.is_legacy_default() || stream.is_per_thread_default() {
-            room.stream(OPERATION, stream)?;
+            state.stream(OPERATION, stream)?;
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
                 .with_hint("destroy only what `create_stream` gave"));
         }
         // Whoever keeps a foreign stream may destroy it from here on.
-        room.streams.remove(OPERATION, stream, FOREIGN, |removed| room.destroy_raw_stream(OPERATION, removed))
+        state.streams.remove(OPERATION, stream, FOREIGN, |removed| state.destroy_raw_stream(OPERATION, removed))
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
         const OPERATION: &str = "query_stream";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let asking = records::ask();
-        let held = room.stream(OPERATION, stream)?;
-        room.refuse_in_capture(OPERATION, &held)?;
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let asking = thread_records::ask();
+        let held = state.stream(OPERATION, stream)?;
+        state.refuse_in_capture(OPERATION, &held)?;
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
         // A default stream is not announced, so no fence makes the question known.
-        let _relaxed = room.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
+        let _relaxed = state.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
         // SAFETY: the stream is held.
-        room.answer(OPERATION, unsafe { (room.platform.calls().stream_query)(held.raw()) })
+        state.answer(OPERATION, unsafe { (state.platform.calls().stream_query)(held.raw()) })
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "synchronize_stream";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        room.refuse_in_capture(OPERATION, &held)?;
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let _relaxed = room.relaxed();
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
+        state.refuse_in_capture(OPERATION, &held)?;
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
+        let _relaxed = state.relaxed();
         // SAFETY: the stream is held.
-        room.check(OPERATION, unsafe { (room.platform.calls().stream_synchronize)(held.raw()) })
+        state.check(OPERATION, unsafe { (state.platform.calls().stream_synchronize)(held.raw()) })
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
         const OPERATION: &str = "synchronize_device";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
-        if room.captures.are_open_on(device) {
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
+        if state.captures.are_open_on(device) {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
                 .with_hint("end the capture first, or wait for single streams"));
         }
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         // SAFETY: the call takes nothing.
-        room.check(OPERATION, unsafe { (room.platform.calls().device_synchronize)() })
+        state.check(OPERATION, unsafe { (state.platform.calls().device_synchronize)() })
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
         const OPERATION: &str = "stream_wait_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let (held, event) = room.stream_and_event(OPERATION, stream, event)?;
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
-        let wait = || unsafe { (room.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
-        if room.streams_die() && room.may_capture() && !held.is_default() {
-            return room.wait_and_perhaps_join(OPERATION, stream, &held, wait);
+        let wait = || unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
+        if state.streams_die() && state.may_capture() && !held.is_default() {
+            return state.wait_and_perhaps_join(OPERATION, stream, &held, wait);
         }
-        room.check(OPERATION, wait())
+        state.check(OPERATION, wait())
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<u64> {
         const OPERATION: &str = "raw_stream";
-        self.room.enter(OPERATION)?;
-        let held = self.room.stream(OPERATION, stream)?;
-        self.room.require(OPERATION, stream.device(), |can| can.foreign_objects, "foreign_objects")?;
+        self.state.enter(OPERATION)?;
+        let held = self.state.stream(OPERATION, stream)?;
+        self.state.require(OPERATION, stream.device(), |can| can.foreign_objects, "foreign_objects")?;
         Ok(held.raw().0)
     }
 
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
         const OPERATION: &str = "stream_from_raw";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
-        let (quirks, raw) = (room.platform.quirks(), RawStream(raw));
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
+        let (quirks, raw) = (state.platform.quirks(), RawStream(raw));
         // In both vendors, handles below are names of default streams.
         if raw.0 <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
             let hint = if raw == quirks.per_thread_stream {
@@ -255,26 +279,26 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 .with_hint(hint));
         }
         // SAFETY: the caller vouches that the stream is alive.
-        match unsafe { room.platform.stream_is_of(raw, device) } {
+        match unsafe { state.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
                 let message = format!("the stream {:#x} is not one of device {device}", raw.0);
                 return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
                     .with_hint("name the device that the stream was made on"));
             }
-            Err(code) => return Err(room.platform.codes().error(OPERATION, code)),
+            Err(code) => return Err(state.platform.codes().error(OPERATION, code)),
         }
-        room.note_foreign();
-        room.streams.insert(OPERATION, device, raw, FOREIGN)
+        state.note_foreign();
+        state.streams.insert(OPERATION, device, raw, FOREIGN)
     }
 
     // ------------------------------------------------------------------ events
 
     fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
         const OPERATION: &str = "create_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
         if options.timing && options.interprocess {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
@@ -283,73 +307,73 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             ));
         }
         if options.timing {
-            self.room.require(OPERATION, device, |can| can.event_timing, "event_timing")?;
+            self.state.require(OPERATION, device, |can| can.event_timing, "event_timing")?;
         }
         if options.interprocess {
-            self.room.require(OPERATION, device, |can| can.interprocess_events, "interprocess_events")?;
+            self.state.require(OPERATION, device, |can| can.interprocess_events, "interprocess_events")?;
         }
-        room.events.sweep(|event| room.destroy_raw_event(OPERATION, event));
+        state.events.sweep(|event| state.destroy_raw_event(OPERATION, event));
         let (vendor_flags, flags) = self.event_flags(options);
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
         // SAFETY: the call writes one number that lives until it returns.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_create)(&mut raw, vendor_flags) })?;
-        room.made(OPERATION, raw)?;
-        room.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
+        state.check(OPERATION, unsafe { (state.platform.calls().event_create)(&mut raw, vendor_flags) })?;
+        state.made(OPERATION, raw)?;
+        state.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
             // SAFETY: nobody else knows the event.
-            unsafe { (room.platform.calls().event_destroy)(raw) };
+            unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
         const OPERATION: &str = "destroy_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.events.remove(OPERATION, event, FOREIGN, |removed| room.destroy_raw_event(OPERATION, removed))
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.events.remove(OPERATION, event, FOREIGN, |removed| state.destroy_raw_event(OPERATION, removed))
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "record_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let (held, mark) = room.stream_and_event(OPERATION, stream, event)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let (held, mark) = state.stream_and_event(OPERATION, stream, event)?;
         Self::same_device(OPERATION, stream, "the event", event.device())?;
-        if mark.flags() & INTERPROCESS != 0 && room.takes_part(OPERATION, &held)? {
+        if mark.flags() & INTERPROCESS != 0 && state.takes_part(OPERATION, &held)? {
             return Err(interprocess_in_capture(OPERATION));
         }
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_record)(mark.raw(), held.raw()) })
+        state.check(OPERATION, unsafe { (state.platform.calls().event_record)(mark.raw(), held.raw()) })
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
         const OPERATION: &str = "query_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let asking = records::ask();
-        let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed_if_capturing(asking.as_ref());
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let asking = thread_records::ask();
+        let mark = state.events.hold(OPERATION, event)?;
+        let _relaxed = state.relaxed_if_capturing(asking.as_ref());
         // SAFETY: the event is held.
-        room.answer(OPERATION, unsafe { (room.platform.calls().event_query)(mark.raw()) })
+        state.answer(OPERATION, unsafe { (state.platform.calls().event_query)(mark.raw()) })
     }
 
     fn synchronize_event(&self, event: EventId) -> Result<()> {
         const OPERATION: &str = "synchronize_event";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let mark = room.events.hold(OPERATION, event)?;
-        let _relaxed = room.relaxed();
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let mark = state.events.hold(OPERATION, event)?;
+        let _relaxed = state.relaxed();
         // SAFETY: the event is held.
-        room.check(OPERATION, unsafe { (room.platform.calls().event_synchronize)(mark.raw()) })
+        state.check(OPERATION, unsafe { (state.platform.calls().event_synchronize)(mark.raw()) })
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
         const OPERATION: &str = "event_elapsed_ns";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let (first, last) = (room.events.hold(OPERATION, start)?, room.events.hold(OPERATION, end)?);
-        self.room.require(OPERATION, start.device(), |can| can.event_timing, "event_timing")?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let (first, last) = (state.events.hold(OPERATION, start)?, state.events.hold(OPERATION, end)?);
+        self.state.require(OPERATION, start.device(), |can| can.event_timing, "event_timing")?;
         for (id, held) in [(start, &first), (end, &last)] {
             if held.flags() & (TIMING | FOREIGN) == 0 {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{id:?} has no timing"))
@@ -360,11 +384,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let message = format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
-        let _relaxed = room.relaxed();
+        let _relaxed = state.relaxed();
         let mut milliseconds = 0.0_f32;
-        let quirks = room.platform.quirks();
+        let quirks = state.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
-        match unsafe { (room.platform.calls().event_elapsed)(&mut milliseconds, first.raw(), last.raw()) } {
+        match unsafe { (state.platform.calls().event_elapsed_time)(&mut milliseconds, first.raw(), last.raw()) } {
             // A negative time, of an end that comes first, is none.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
@@ -377,45 +401,45 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     .with_code(i64::from(code))
                     .with_hint("record both events first"))
             }
-            code => Err(room.platform.codes().error(OPERATION, code)),
+            code => Err(state.platform.codes().error(OPERATION, code)),
         }
     }
 
     fn raw_event(&self, event: EventId) -> Result<u64> {
         const OPERATION: &str = "raw_event";
-        self.room.enter(OPERATION)?;
-        let held = self.room.events.hold(OPERATION, event)?;
-        self.room.require(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
+        self.state.enter(OPERATION)?;
+        let held = self.state.events.hold(OPERATION, event)?;
+        self.state.require(OPERATION, event.device(), |can| can.foreign_objects, "foreign_objects")?;
         Ok(held.raw().0)
     }
 
     unsafe fn event_from_raw(&self, device: u32, raw: u64) -> Result<EventId> {
         const OPERATION: &str = "event_from_raw";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        self.room.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         if raw == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "0 is no event"));
         }
-        room.note_foreign();
-        room.events.insert(OPERATION, device, RawEvent(raw), FOREIGN)
+        state.note_foreign();
+        state.events.insert(OPERATION, device, RawEvent(raw), FOREIGN)
     }
 
     // ------------------------------------------------------------------ device memory
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
         const OPERATION: &str = "allocate";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let state = room.device(OPERATION, device)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let device_state = state.device(OPERATION, device)?;
         let &AllocateOptions { bytes, kind, .. } = options;
         let transport = match kind {
             DeviceMemoryKind::Plain => None,
             DeviceMemoryKind::Shareable(transport) => {
-                if !state.capabilities.shareable_memory {
+                if !device_state.capabilities.shareable_memory {
                     return Err(Error::lacks(OPERATION, "shareable_memory"));
                 }
-                if !state.capabilities.ipc_transports.contains(transport) {
+                if !device_state.capabilities.ipc_transports.contains(transport) {
                     return Err(super::ipc::unsupported(OPERATION, transport));
                 }
                 Some(transport)
@@ -423,15 +447,15 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             DeviceMemoryKind::StreamOrdered(stream) => return self.allocate_in_order(device, stream, bytes),
             _ => return Err(Error::unknown(OPERATION, &kind)),
         };
-        check_size(OPERATION, bytes, state.info.memory_bytes)?;
-        let calls = room.platform.calls();
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        check_size(OPERATION, bytes, device_state.info.memory_bytes)?;
+        let calls = state.platform.calls();
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         let (address, kind) = match transport {
             Some(transport @ (Transport::Descriptor | Transport::Fabric)) => {
-                let block = room.platform.allocate_shared(device, transport, bytes).or_else(|error| {
-                    if error.kind() == ErrorKind::OutOfMemory && room.trim_pool(device) {
-                        room.platform.allocate_shared(device, transport, bytes)
+                let block = state.platform.allocate_shared(device, transport, bytes).or_else(|error| {
+                    if error.kind() == ErrorKind::OutOfMemory && state.trim_pool(device) {
+                        state.platform.allocate_shared(device, transport, bytes)
                     } else {
                         Err(error)
                     }
@@ -441,7 +465,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     Ok(token) => token,
                     Err(error) => {
                         // SAFETY: nobody else knows the block.
-                        unsafe { room.platform.free_shared(OPERATION, &block) }?;
+                        unsafe { state.platform.free_shared(OPERATION, &block) }?;
                         return Err(error);
                     }
                 };
@@ -450,31 +474,31 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             plain => {
                 let mut address = DevicePtr::new(0);
                 // SAFETY: the call writes one number that lives until it returns.
-                let code = self.with_trimmed_pool(device, || unsafe { (calls.allocate)(&mut address, bytes) });
-                room.check(OPERATION, code)?;
+                let code = self.with_trimmed_pool(device, || unsafe { (calls.mem_alloc)(&mut address, bytes) });
+                state.check(OPERATION, code)?;
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
             }
         };
-        room.made(OPERATION, address)?;
-        room.blocks.lock().insert(address, Block { device, bytes, kind });
+        state.made(OPERATION, address)?;
+        state.blocks.lock().insert(address, Block { device, bytes, kind });
         Ok(address)
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
         const OPERATION: &str = "free";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
-        let held = stream.map(|stream| room.stream(OPERATION, stream)).transpose()?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
+        let held = stream.map(|stream| state.stream(OPERATION, stream)).transpose()?;
         if let Some(stream) = stream {
             Self::same_device(OPERATION, stream, "the memory", device)?;
         }
         if let Some(held) = &held {
             // The graph would free it, once for each launch, and nobody without one.
-            room.refuse_in_capture(OPERATION, held)?;
+            state.refuse_in_capture(OPERATION, held)?;
         }
         let block = {
-            let mut blocks = room.blocks.lock();
+            let mut blocks = state.blocks.lock();
             let found = blocks.get(&ptr).filter(|block| block.device == device);
             let Some(found) = found else {
                 let message = format!("{ptr:?} is no block of device {device}");
@@ -494,24 +518,24 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let Some(block) = blocks.remove(&ptr) else { return Ok(()) };
             block
         };
-        let calls = room.platform.calls();
+        let calls = state.platform.calls();
         let outcome = (|| {
-            let _relaxed = if held.is_none() { Some(room.relaxed()) } else { None };
-            let _current = room.make_current(OPERATION, device)?;
+            let _relaxed = if held.is_none() { Some(state.relaxed()) } else { None };
+            let _current = state.make_current(OPERATION, device)?;
             // SAFETY: the caller vouches that nothing uses the block, beyond what precedes the free on the stream.
             unsafe {
                 match (&block.kind, &held) {
-                    (BlockKind::Shared { block, .. }, _) => room.platform.free_shared(OPERATION, block),
+                    (BlockKind::Shared { block, .. }, _) => state.platform.free_shared(OPERATION, block),
                     (BlockKind::StreamOrdered, Some(held)) => {
-                        let free = required(OPERATION, calls.free_async, "stream_ordered_memory")?;
-                        room.check(OPERATION, free(ptr, held.raw()))
+                        let free = required(OPERATION, calls.mem_free_async, "stream_ordered_memory")?;
+                        state.check(OPERATION, free(ptr, held.raw()))
                     }
-                    _ => room.check(OPERATION, (calls.free)(ptr)),
+                    _ => state.check(OPERATION, (calls.mem_free)(ptr)),
                 }
             }
         })();
         if outcome.is_err() {
-            room.blocks.lock().insert(ptr, block);
+            state.blocks.lock().insert(ptr, block);
         }
         outcome
     }
@@ -520,13 +544,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "copy";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
         let &MemoryCopy { dst, src, bytes, .. } = copy;
         for (side, what) in [(dst, "the destination"), (src, "the source")] {
             if let Location::Device { device, .. } = side {
-                room.device(OPERATION, device)?;
+                state.device(OPERATION, device)?;
                 if stream.device() != device
                     && !matches!((dst, src), (Location::Device { .. }, Location::Device { .. }))
                 {
@@ -534,8 +558,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
             }
         }
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
-        let calls = room.platform.calls();
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
+        let calls = state.platform.calls();
         // SAFETY: the caller vouches for both ranges; the stream is held.
         let code = unsafe {
             match (dst, src) {
@@ -545,10 +569,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 }
                 _ if bytes == 0 => 0,
                 (Location::Device { ptr, .. }, Location::Host(host)) => {
-                    (calls.copy_to_device)(ptr, host.as_ptr(), bytes, held.raw())
+                    (calls.memcpy_htod_async)(ptr, host.as_ptr(), bytes, held.raw())
                 }
                 (Location::Host(host), Location::Device { ptr, .. }) => {
-                    (calls.copy_to_host)(host.as_ptr(), ptr, bytes, held.raw())
+                    (calls.memcpy_dtoh_async)(host.as_ptr(), ptr, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src })
                     if to == from =>
@@ -558,31 +582,31 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
-                    (calls.copy_on_device)(dst, src, bytes, held.raw())
+                    (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
                 }
                 (Location::Device { device: to, ptr: dst }, Location::Device { device: from, ptr: src }) => {
-                    self.room.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
+                    self.state.require(OPERATION, from, |can| can.peer_copy, "peer_copy")?;
                     if stream.device() != from {
                         Self::same_device(OPERATION, stream, "the destination", to)?;
                     }
                     // The vendors lose a capture by it.
-                    room.refuse_in_capture(OPERATION, &held)?;
-                    room.enable_peer(OPERATION, from, to)?;
-                    room.enable_peer(OPERATION, to, from)?;
-                    room.platform.copy_peer((to, dst), (from, src), bytes, held.raw())
+                    state.refuse_in_capture(OPERATION, &held)?;
+                    state.enable_peer(OPERATION, from, to)?;
+                    state.enable_peer(OPERATION, to, from)?;
+                    state.platform.memcpy_peer_async((to, dst), (from, src), bytes, held.raw())
                 }
             }
         };
-        room.check(OPERATION, code)
+        state.check(OPERATION, code)
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "fill";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
         let &MemoryFill { device, dst, pattern, count, .. } = fill;
-        room.device(OPERATION, device)?;
+        state.device(OPERATION, device)?;
         Self::same_device(OPERATION, stream, "the destination", device)?;
         if count == 0 {
             return Ok(());
@@ -592,76 +616,76 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let message = format!("{dst:?} is not a multiple of the {size} bytes of the pattern");
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
         }
-        let _current = room.current_for(OPERATION, &held, device)?;
-        let (calls, raw) = (room.platform.calls(), held.raw());
+        let _current = state.current_for(OPERATION, &held, device)?;
+        let (calls, raw) = (state.platform.calls(), held.raw());
         // SAFETY: the caller vouches for the range; the stream is held.
         let code = unsafe {
             match pattern {
-                FillPattern::U8(value) => (calls.fill_8)(dst, value, count, raw),
-                FillPattern::U16(value) => (calls.fill_16)(dst, value, count, raw),
-                FillPattern::U32(value) => (calls.fill_32)(dst, value, count, raw),
+                FillPattern::U8(value) => (calls.memset_d8_async)(dst, value, count, raw),
+                FillPattern::U16(value) => (calls.memset_d16_async)(dst, value, count, raw),
+                FillPattern::U32(value) => (calls.memset_d32_async)(dst, value, count, raw),
             }
         };
-        room.check(OPERATION, code)
+        state.check(OPERATION, code)
     }
 
     // ------------------------------------------------------------------ capture and replay
 
     fn begin_capture(&self, stream: StreamId, mode: CaptureMode) -> Result<()> {
         const OPERATION: &str = "begin_capture";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
+        self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if held.is_default() {
             // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
                 .with_hint("capture a stream that `create_stream` gave"));
         }
-        if room.capture_state(OPERATION, held.raw())? {
+        if state.is_capturing(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream takes part in a capture already")
                 .with_hint("end that capture first"));
         }
-        let begin = required(OPERATION, room.platform.calls().capture_begin, "capture")?;
+        let begin = required(OPERATION, state.platform.calls().stream_begin_capture, "capture")?;
         let number = match mode {
-            CaptureMode::Global => 0,
-            CaptureMode::ThreadLocal => 1,
-            CaptureMode::Relaxed => 2,
+            CaptureMode::Global => capture_mode::GLOBAL,
+            CaptureMode::ThreadLocal => capture_mode::THREAD_LOCAL,
+            CaptureMode::Relaxed => capture_mode::RELAXED,
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
         // Before it begins, so that no call of another thread meets a capture that it does not know of.
-        room.captures.began(stream.device());
+        state.captures.began(stream.device());
         if mode == CaptureMode::Global {
             // Threads that ask have looked before, and are answered first.
-            records::wait_for_questions();
+            thread_records::wait_for_questions();
         }
         // SAFETY: the stream is held.
         let begin = || unsafe { begin(held.raw(), number) };
-        let outcome = if room.streams_die() {
-            room.begin_mortal_capture(OPERATION, stream, &held, begin)
+        let outcome = if state.streams_die() {
+            state.begin_mortal_capture(OPERATION, stream, &held, begin)
         } else {
-            room.check(OPERATION, begin())
+            state.check(OPERATION, begin())
         };
         if outcome.is_err() {
-            room.captures.ended(stream.device());
+            state.captures.ended(stream.device());
             return outcome;
         }
-        held.set_captor(if mode == CaptureMode::Relaxed { 0 } else { room::this_thread() });
+        held.set_capturing_thread(if mode == CaptureMode::Relaxed { 0 } else { state::this_thread() });
         if held.set_flag(CAPTURES, true) {
             // Other code has ended the capture before, which was counted until now.
-            room.captures.ended(stream.device());
+            state.captures.ended(stream.device());
         }
         outcome
     }
 
     unsafe fn end_capture(&self, stream: StreamId) -> Result<GraphId> {
         const OPERATION: &str = "end_capture";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
-        let end = required(OPERATION, room.platform.calls().capture_end, "capture")?;
-        if held.is_default() || !room.capture_state(OPERATION, held.raw())? {
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
+        self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        let end = required(OPERATION, state.platform.calls().stream_end_capture, "capture")?;
+        if held.is_default() || !state.is_capturing(OPERATION, held.raw())? {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
                 .with_hint("call `begin_capture` first"));
         }
@@ -677,26 +701,26 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let mut raw = RawGraph::NULL;
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = unsafe { end(held.raw(), &mut raw) };
-        let status = room.capture_status(OPERATION, held.raw()).unwrap_or(0);
-        let dead = code != 0 && room.has_died(stream, code, status, held.flags() & CAPTURES != 0);
+        let status = state.capture_status(OPERATION, held.raw()).unwrap_or(0);
+        let dead = code != 0 && state.has_died(stream, code, status, held.flags() & CAPTURES != 0);
         // A stream that joined a capture does not end it.
-        if (dead || status == 0) && held.set_flag(CAPTURES, false) {
-            room.captures.ended(stream.device());
+        if (dead || status == capture_status::NONE) && held.set_flag(CAPTURES, false) {
+            state.captures.ended(stream.device());
         }
-        if room.streams_die() && (dead || status == 0) {
+        if state.streams_die() && (dead || status == capture_status::NONE) {
             let origin = held.raw();
             // From here on it may be destroyed.
             drop(held);
             if dead {
-                room.replace_dead(OPERATION, stream, origin)?;
+                state.replace_dead(OPERATION, stream, origin)?;
             } else {
-                room.forget_capture(origin);
+                state.forget_capture(origin);
             }
         }
-        room.check(OPERATION, code)?;
-        room.made(OPERATION, raw)?;
-        room.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
-            if let Some(destroy) = room.platform.calls().graph_destroy {
+        state.check(OPERATION, code)?;
+        state.made(OPERATION, raw)?;
+        state.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
+            if let Some(destroy) = state.platform.calls().graph_destroy {
                 // SAFETY: nobody else knows the graph.
                 unsafe { destroy(raw) };
             }
@@ -705,31 +729,31 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 
     fn is_capturing(&self, stream: StreamId) -> Result<bool> {
         const OPERATION: &str = "is_capturing";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let held = room.stream(OPERATION, stream)?;
-        self.room.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let held = state.stream(OPERATION, stream)?;
+        self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if stream.is_legacy_default() {
             return Ok(false);
         }
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
-        room.capture_state(OPERATION, held.raw())
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
+        state.is_capturing(OPERATION, held.raw())
     }
 
     fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
         const OPERATION: &str = "instantiate_graph";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let recorded = room.graphs.hold(OPERATION, graph)?;
-        let instantiate = required(OPERATION, room.platform.calls().graph_instantiate, "capture")?;
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, graph.device())?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let recorded = state.graphs.hold(OPERATION, graph)?;
+        let instantiate = required(OPERATION, state.platform.calls().graph_instantiate_with_flags, "capture")?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
         // SAFETY: the graph is held, and the call writes one number that lives until it returns.
-        room.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
-        room.made(OPERATION, raw)?;
-        room.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
-            if let Some(destroy) = room.platform.calls().graph_exec_destroy {
+        state.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
+        state.made(OPERATION, raw)?;
+        state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
+            if let Some(destroy) = state.platform.calls().graph_exec_destroy {
                 // SAFETY: nobody else knows the graph.
                 unsafe { destroy(raw) };
             }
@@ -738,47 +762,47 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 
     unsafe fn launch_graph(&self, graph: GraphExecId, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "launch_graph";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let executable = room.graph_execs.hold(OPERATION, graph)?;
-        let held = room.stream(OPERATION, stream)?;
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let executable = state.graph_execs.hold(OPERATION, graph)?;
+        let held = state.stream(OPERATION, stream)?;
         Self::same_device(OPERATION, stream, "the graph", graph.device())?;
-        room.refuse_in_capture(OPERATION, &held)?;
-        let launch = required(OPERATION, room.platform.calls().graph_launch, "capture")?;
-        let _current = room.current_for(OPERATION, &held, stream.device())?;
+        state.refuse_in_capture(OPERATION, &held)?;
+        let launch = required(OPERATION, state.platform.calls().graph_launch, "capture")?;
+        let _current = state.current_for(OPERATION, &held, stream.device())?;
         // SAFETY: both are held; the caller vouches for the memory that the graph recorded.
-        room.check(OPERATION, unsafe { launch(executable.raw(), held.raw()) })
+        state.check(OPERATION, unsafe { launch(executable.raw(), held.raw()) })
     }
 
     fn destroy_graph(&self, graph: GraphId) -> Result<()> {
         const OPERATION: &str = "destroy_graph";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        room.graphs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph(OPERATION, removed))
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        state.graphs.remove(OPERATION, graph, 0, |removed| state.destroy_raw_graph(OPERATION, removed))
     }
 
     fn destroy_graph_exec(&self, graph: GraphExecId) -> Result<()> {
         const OPERATION: &str = "destroy_graph_exec";
-        let room = &*self.room;
-        room.enter(OPERATION)?;
-        let _relaxed = room.relaxed();
-        room.graph_execs.remove(OPERATION, graph, 0, |removed| room.destroy_raw_graph_exec(OPERATION, removed))
+        let state = &*self.state;
+        state.enter(OPERATION)?;
+        let _relaxed = state.relaxed();
+        state.graph_execs.remove(OPERATION, graph, 0, |removed| state.destroy_raw_graph_exec(OPERATION, removed))
     }
 
     // ------------------------------------------------------------------ the other traits
 
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
         const OPERATION: &str = "create_blas_handle";
-        let room = &self.room;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let state = &self.state;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         match options.kind {
-            BlasKind::Blas => Ok(Box::new(DriverBlas::create(room, device)?)),
+            BlasKind::Blas => Ok(Box::new(DriverBlas::create(state, device)?)),
             BlasKind::Lt => {
-                self.room.require(OPERATION, device, |can| can.lt_plans, "lt_plans")?;
-                P::create_lt(room, device)
+                self.state.require(OPERATION, device, |can| can.lt_plans, "lt_plans")?;
+                P::create_lt(state, device)
             }
             kind => Err(Error::unknown(OPERATION, &kind)),
         }
@@ -796,22 +820,22 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
 impl<P: Platform> DriverBackend<P> {
     fn allocate_in_order(&self, device: u32, stream: StreamId, bytes: usize) -> Result<DevicePtr> {
         const OPERATION: &str = "allocate";
-        let room = &*self.room;
-        self.room.require(OPERATION, device, |can| can.stream_ordered_memory, "stream_ordered_memory")?;
-        let held = room.stream(OPERATION, stream)?;
+        let state = &*self.state;
+        self.state.require(OPERATION, device, |can| can.stream_ordered_memory, "stream_ordered_memory")?;
+        let held = state.stream(OPERATION, stream)?;
         Self::same_device(OPERATION, stream, "the memory", device)?;
-        check_size(OPERATION, bytes, room.device(OPERATION, device)?.info.memory_bytes)?;
-        room.refuse_in_capture(OPERATION, &held)?;
-        let allocate = required(OPERATION, room.platform.calls().allocate_async, "stream_ordered_memory")?;
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
-        room.pool(device);
+        check_size(OPERATION, bytes, state.device(OPERATION, device)?.info.memory_bytes)?;
+        state.refuse_in_capture(OPERATION, &held)?;
+        let allocate = required(OPERATION, state.platform.calls().mem_alloc_async, "stream_ordered_memory")?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
+        state.pool(device);
         let mut address = DevicePtr::new(0);
         // SAFETY: the stream is held, and the call writes one number that lives until it returns.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
-        room.check(OPERATION, code)?;
-        room.made(OPERATION, address)?;
-        room.blocks.lock().insert(address, Block { device, bytes, kind: BlockKind::StreamOrdered });
+        state.check(OPERATION, code)?;
+        state.made(OPERATION, address)?;
+        state.blocks.lock().insert(address, Block { device, bytes, kind: BlockKind::StreamOrdered });
         Ok(address)
     }
 }

@@ -3,18 +3,18 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{GemmBatchCall, GemmCall};
+use super::calls::POINTER_MODE_HOST;
 use super::platform::{Blas, BlasSettings, Platform, Quirks};
 use super::raw::{RawBlas, RawStream};
-use super::room::{HandleCount, Room};
+use super::state::{DriverState, HandleCount};
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode, Products,
-    Result, StreamId, Transpose, Workspace,
+    AtomicsMode, BlasHandle, BlasKind, Capabilities, DataType, DevicePtr, Error, ErrorKind, Gemm, GemmShape, MathMode,
+    Products, Result, StreamId, Transpose, Workspace,
 };
 
 /// One handle of the vendor's BLAS.
 pub(super) struct DriverBlas<P: Platform> {
-    room: Arc<Room<P>>,
+    state: Arc<DriverState<P>>,
     device: u32,
     /// The vendor's handle; none once it was destroyed.
     raw: RawBlas,
@@ -38,36 +38,36 @@ impl<P: Platform> fmt::Debug for DriverBlas<P> {
 
 impl<P: Platform> DriverBlas<P> {
     /// Makes a handle; the device is current.
-    pub(super) fn create(room: &Arc<Room<P>>, device: u32) -> Result<Self> {
+    pub(super) fn create(state: &Arc<DriverState<P>>, device: u32) -> Result<Self> {
         const OPERATION: &str = "create_blas_handle";
-        let blas = room.platform.blas();
-        let quirks = room.platform.quirks();
-        room.platform.may_create_blas(device)?;
+        let blas = state.platform.blas();
+        let quirks = state.platform.quirks();
+        state.platform.may_create_blas(device)?;
         let mut raw = RawBlas::NULL;
         // SAFETY: the call writes one number that lives until it returns.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
-        room.made(OPERATION, raw)?;
-        let products = Products::of(room.capabilities(OPERATION, device)?);
+        state.made(OPERATION, raw)?;
+        let products = Products::of(state.capabilities(OPERATION, device)?);
         let handle = Self {
-            room: Arc::clone(room),
+            state: Arc::clone(state),
             device,
             raw,
             stream: None,
             workspace: None,
             numbers: Numbers::new(quirks, MathMode::Default),
             products,
-            settings: room.platform.blas_settings(raw),
-            count: Some(room.count_handle()),
+            settings: state.platform.blas_settings(raw),
+            count: Some(state.count_handle()),
         };
-        if let (Some([first, _]), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
-            && first != 0
+        if let (Some(modes), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
+            && modes.full != 0
         {
             // SAFETY: the handle was just made.
-            blas.codes.check(OPERATION, unsafe { set(raw, first) })?;
+            blas.codes.check(OPERATION, unsafe { set(raw, modes.full) })?;
         }
         if quirks.atomics_allowed_at_first {
             // SAFETY: the handle was just made.
-            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes[0]) };
+            let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes.not_allowed) };
             blas.codes.check(OPERATION, code)?;
         }
         Ok(handle)
@@ -75,7 +75,7 @@ impl<P: Platform> DriverBlas<P> {
 
     /// Restores the state after [`DriverBlas::create`], with the default stream and the handle's own workspace bound.
     fn restore(&mut self, operation: &'static str) -> Result<()> {
-        let platform = &self.room.platform;
+        let platform = &self.state.platform;
         let (quirks, calls) = (platform.quirks(), &platform.blas().calls);
         // SAFETY: each is the vendor's call for a setting of this live handle. The default stream outlives it, and the
         // null address selects its own workspace.
@@ -84,10 +84,10 @@ impl<P: Platform> DriverBlas<P> {
             if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
                 self.check(operation, set(self.raw, DevicePtr::new(0), 0))?;
             }
-            self.check(operation, (calls.set_pointer_mode)(self.raw, 0))?;
-            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes[0]))?;
+            self.check(operation, (calls.set_pointer_mode)(self.raw, POINTER_MODE_HOST))?;
+            self.check(operation, (calls.set_atomics_mode)(self.raw, quirks.atomics_modes.not_allowed))?;
             if let Some(set) = calls.set_math_mode {
-                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |[first, _]| first)))?;
+                self.check(operation, set(self.raw, quirks.math_modes.map_or(0, |modes| modes.full)))?;
             }
         }
         platform.restore_blas(self.raw, &self.settings).or_else(|code| self.check(operation, code))?;
@@ -97,7 +97,7 @@ impl<P: Platform> DriverBlas<P> {
 
     #[inline(always)]
     fn enter(&self, operation: &'static str) -> Result<()> {
-        self.room.enter(operation)?;
+        self.state.enter(operation)?;
         if self.raw == RawBlas::NULL { Err(destroyed(operation)) } else { Ok(()) }
     }
 
@@ -106,23 +106,23 @@ impl<P: Platform> DriverBlas<P> {
         if code == 0 {
             return Ok(());
         }
-        Err(self.room.blas_error(operation, self.room.platform.blas().codes, self.device, code))
+        Err(self.state.blas_error(operation, self.state.platform.blas().codes, self.device, code))
     }
 
     #[cold]
     fn refuse_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
-        self.room.capabilities(operation, self.device)?.check_product(operation, shape)
+        self.state.capabilities(operation, self.device)?.check_product(operation, shape)
     }
 
     /// Binds the stream that has replaced another under its id, and is held by the caller.
     #[cold]
     #[inline(never)]
     fn bind_again(&self, operation: &'static str, stream: RawStream) -> Result<()> {
-        let calls = &self.room.platform.blas().calls;
+        let calls = &self.state.platform.blas().calls;
         // SAFETY: the handle is alive, and so is the stream.
         self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
         match (self.workspace, calls.set_workspace) {
-            (Some(workspace), Some(set)) if self.room.platform.quirks().set_stream_resets_workspace => {
+            (Some(workspace), Some(set)) if self.state.platform.quirks().set_stream_resets_workspace => {
                 // SAFETY: as above; who bound the workspace vouched for it.
                 self.check(operation, unsafe { set(self.raw, workspace.ptr, workspace.bytes) })
             }
@@ -135,12 +135,12 @@ impl<P: Platform> DriverBlas<P> {
         if self.raw == RawBlas::NULL {
             return Err(destroyed(OPERATION));
         }
-        self.room.enter(OPERATION)?;
+        self.state.enter(OPERATION)?;
         let outcome = {
-            let _relaxed = self.room.relaxed();
-            let _current = self.room.make_current(OPERATION, self.device)?;
+            let _relaxed = self.state.relaxed();
+            let _current = self.state.make_current(OPERATION, self.device)?;
             // SAFETY: the handle is alive, and is not used after this.
-            let code = unsafe { (self.room.platform.blas().calls.destroy)(self.raw) };
+            let code = unsafe { (self.state.platform.blas().calls.destroy)(self.raw) };
             self.check(OPERATION, code)
         };
         // Whatever the vendor said: a second try would be one on a handle that may be gone.
@@ -155,7 +155,7 @@ impl<P: Platform> Drop for DriverBlas<P> {
         if self.raw == RawBlas::NULL {
             return;
         }
-        if !self.room.is_in_service() {
+        if !self.state.is_in_service() {
             // Left on purpose: at exit and in a forked child the vendor is not called. The count refers to the room, which
             // is left with it.
             std::mem::forget(self.count.take());
@@ -167,15 +167,33 @@ impl<P: Platform> Drop for DriverBlas<P> {
     }
 }
 
+/// Returns the error of a BLAS handle that was destroyed.
 #[cold]
-fn destroyed(operation: &'static str) -> Error {
+#[must_use]
+pub fn destroyed(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
 }
 
+/// Returns the error of a BLAS handle that is bound to no stream.
 #[cold]
-fn no_stream(operation: &'static str) -> Error {
+#[must_use]
+pub fn no_stream(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidState, operation, "the handle is bound to no stream")
         .with_hint("call `set_stream` first")
+}
+
+/// Refuses a workspace whose address is less aligned than the device's kernels need.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, workspace: Workspace) -> Result<()> {
+    let alignment = capabilities.workspace_alignment;
+    if workspace.ptr.is_aligned_to(alignment) {
+        return Ok(());
+    }
+    let message = format!("the workspace is at {:?}, expected a multiple of {alignment}", workspace.ptr);
+    Err(Error::new(ErrorKind::InvalidArgument, operation, message)
+        .with_hint("align the workspace to the capability `workspace_alignment`"))
 }
 
 #[cold]
@@ -258,6 +276,57 @@ impl Factors {
     }
 }
 
+/// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
+/// its type, ldc, compute type, algorithm.
+type GemmExCall<N> = unsafe extern "C" fn(
+    RawBlas,
+    i32,
+    i32,
+    N,
+    N,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    DevicePtr,
+    i32,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i32,
+    i32,
+) -> i32;
+
+/// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
+type GemmStridedBatchedExCall<N> = unsafe extern "C" fn(
+    RawBlas,
+    i32,
+    i32,
+    N,
+    N,
+    N,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    *const u8,
+    DevicePtr,
+    i32,
+    N,
+    i64,
+    N,
+    i32,
+    i32,
+) -> i32;
+
 /// What every call for a product takes besides its sizes.
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -292,7 +361,7 @@ impl Arguments {
     /// # Safety
     /// As [`enqueue`]; the call is one of the vendor's for single products, and the factors are where they were.
     #[inline(always)]
-    unsafe fn single<N>(self, call: GemmCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
+    unsafe fn single<N>(self, call: GemmExCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         // SAFETY: as the caller vouches; the factors are read during the call.
@@ -306,7 +375,7 @@ impl Arguments {
 
     /// # Safety
     /// As [`enqueue`]; the call is one of the vendor's for batches, and the factors are where they were.
-    unsafe fn batch<N>(self, call: GemmBatchCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
+    unsafe fn batch<N>(self, call: GemmStridedBatchedExCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
@@ -343,7 +412,7 @@ unsafe fn enqueue(
     let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
     let factors = Factors::of(gemm);
     // SAFETY: passed on from the caller.
-    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.gemm, sizes, leading) })
+    Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.calls.gemm_ex, sizes, leading) })
 }
 
 /// The same for any product, by the first call that can count it.
@@ -376,10 +445,16 @@ unsafe fn enqueue_unusual(
     // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
     let code = unsafe {
         match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
-            (Some(sizes), _, None) => Some(arguments.single(blas.gemm, sizes.sizes, sizes.leading)),
-            (Some(sizes), _, Some(strides)) => Some(arguments.batch(blas.gemm_batch, sizes, strides)),
-            (None, Some(sizes), None) => blas.gemm_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading)),
-            (None, Some(sizes), Some(strides)) => blas.gemm_batch_64.map(|call| arguments.batch(call, sizes, strides)),
+            (Some(sizes), _, None) => Some(arguments.single(blas.calls.gemm_ex, sizes.sizes, sizes.leading)),
+            (Some(sizes), _, Some(strides)) => {
+                Some(arguments.batch(blas.calls.gemm_strided_batched_ex, sizes, strides))
+            }
+            (None, Some(sizes), None) => {
+                blas.calls.gemm_ex_64.map(|call| arguments.single(call, sizes.sizes, sizes.leading))
+            }
+            (None, Some(sizes), Some(strides)) => {
+                blas.calls.gemm_strided_batched_ex_64.map(|call| arguments.batch(call, sizes, strides))
+            }
             (None, None, _) => None,
         }
     };
@@ -399,14 +474,14 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         const OPERATION: &str = "set_stream";
         self.enter(OPERATION)?;
         let raw = {
-            let held = self.room.stream_for_handle(OPERATION, stream, self.device)?;
-            let blas = self.room.platform.blas();
+            let held = self.state.stream_for_handle(OPERATION, stream, self.device)?;
+            let blas = self.state.platform.blas();
             // SAFETY: the handle is alive, and the stream is held.
             blas.codes.check(OPERATION, unsafe { (blas.calls.set_stream)(self.raw, held.raw()) })?;
             held.raw()
         };
         self.stream = Some((stream, raw));
-        if self.room.platform.quirks().set_stream_resets_workspace {
+        if self.state.platform.quirks().set_stream_resets_workspace {
             self.workspace = None;
         }
         Ok(())
@@ -415,12 +490,12 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
         const OPERATION: &str = "set_workspace";
         self.enter(OPERATION)?;
-        let capabilities = self.room.capabilities(OPERATION, self.device)?;
+        let capabilities = self.state.capabilities(OPERATION, self.device)?;
         let Some(wanted) = workspace else {
             if self.workspace.is_none() {
                 return Ok(());
             }
-            let (blas, resets) = (self.room.platform.blas(), self.room.platform.quirks().set_stream_resets_workspace);
+            let (blas, resets) = (self.state.platform.blas(), self.state.platform.quirks().set_stream_resets_workspace);
             return match (self.stream, blas.calls.set_workspace) {
                 // Binding the stream again is what puts a handle back on its own workspace.
                 (Some((stream, _)), _) if resets => self.set_stream(stream),
@@ -433,14 +508,10 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                 _ => Ok(()),
             };
         };
-        let Some(set) = self.room.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
+        let Some(set) = self.state.platform.blas().calls.set_workspace.filter(|_| capabilities.blas_workspace) else {
             return Err(Error::lacks(OPERATION, "blas_workspace"));
         };
-        if !wanted.ptr.is_aligned_to(capabilities.workspace_alignment) {
-            let message = format!("{:?} is not a multiple of {}", wanted.ptr, capabilities.workspace_alignment);
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                .with_hint("align the workspace as the capability `workspace_alignment` says"));
-        }
+        check_workspace(OPERATION, capabilities, wanted)?;
         // SAFETY: the handle is alive; the caller vouches for the memory.
         self.check(OPERATION, unsafe { set(self.raw, wanted.ptr, wanted.bytes) })?;
         self.workspace = Some(wanted);
@@ -450,14 +521,14 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
         const OPERATION: &str = "set_math_mode";
         self.enter(OPERATION)?;
-        if mode == MathMode::Tf32 && !self.room.capabilities(OPERATION, self.device)?.tf32 {
-            return Err(Error::lacks(OPERATION, "tf32"));
+        if mode == MathMode::Tf32 {
+            self.state.require(OPERATION, self.device, |can| can.tf32, "tf32")?;
         }
-        let platform = &self.room.platform;
+        let platform = &self.state.platform;
         if let (Some(modes), Some(set)) = (platform.quirks().math_modes, platform.blas().calls.set_math_mode) {
             let number = match mode {
-                MathMode::Default => modes[0],
-                MathMode::Tf32 => modes[1],
+                MathMode::Default => modes.full,
+                MathMode::Tf32 => modes.tf32,
                 _ => return Err(Error::unknown(OPERATION, &mode)),
             };
             // SAFETY: the handle is alive.
@@ -471,21 +542,21 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
         const OPERATION: &str = "set_atomics_mode";
         self.enter(OPERATION)?;
-        let [not_allowed, allowed] = self.room.platform.quirks().atomics_modes;
+        let vendor = self.state.platform.quirks().atomics_modes;
         let number = match mode {
-            AtomicsMode::NotAllowed => not_allowed,
-            AtomicsMode::Allowed if self.room.capabilities(OPERATION, self.device)?.atomics_mode => allowed,
+            AtomicsMode::NotAllowed => vendor.not_allowed,
+            AtomicsMode::Allowed if self.state.capabilities(OPERATION, self.device)?.atomics_mode => vendor.allowed,
             AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
         // SAFETY: the handle is alive.
-        self.check(OPERATION, unsafe { (self.room.platform.blas().calls.set_atomics_mode)(self.raw, number) })
+        self.check(OPERATION, unsafe { (self.state.platform.blas().calls.set_atomics_mode)(self.raw, number) })
     }
 
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         const OPERATION: &str = "gemm";
         self.enter(OPERATION)?;
-        let room = &*self.room;
+        let state = &*self.state;
         if !self.products.include(&gemm.shape) {
             return self.refuse_product(OPERATION, &gemm.shape);
         }
@@ -493,14 +564,14 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             return Ok(());
         }
         let Some((stream, bound)) = self.stream else { return Err(no_stream(OPERATION)) };
-        let held = room.stream(OPERATION, stream)?;
-        let _current = room.make_current(OPERATION, self.device)?;
+        let held = state.stream(OPERATION, stream)?;
+        let _current = state.make_current(OPERATION, self.device)?;
         if held.raw() != bound {
             self.bind_again(OPERATION, held.raw())?;
             self.stream = Some((stream, held.raw()));
         }
         // SAFETY: the handle and its stream are alive; the caller vouches for the matrices.
-        let code = unsafe { enqueue(OPERATION, room.platform.blas(), &self.numbers, self.raw, gemm) }?;
+        let code = unsafe { enqueue(OPERATION, state.platform.blas(), &self.numbers, self.raw, gemm) }?;
         self.check(OPERATION, code)
     }
 
@@ -513,9 +584,9 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         self.enter(OPERATION)?;
         // The binding is unknown from here on.
         (self.stream, self.workspace) = (None, None);
-        let room = Arc::clone(&self.room);
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, self.device)?;
+        let state = Arc::clone(&self.state);
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, self.device)?;
         self.restore(OPERATION)
     }
 

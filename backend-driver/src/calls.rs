@@ -7,6 +7,29 @@
 use super::raw::{RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
 use highwater_hal::DevicePtr;
 
+/// Modes of a capture and of a thread, the same numbers in both vendors.
+pub mod capture_mode {
+    /// Calls of every thread that a capture forbids fail.
+    pub const GLOBAL: u32 = 0;
+    /// Calls of the capturing thread that a capture forbids fail.
+    pub const THREAD_LOCAL: u32 = 1;
+    /// No call fails because of a capture.
+    pub const RELAXED: u32 = 2;
+}
+
+/// States of a stream's capture, the same numbers in both vendors.
+pub mod capture_status {
+    /// The stream takes part in no capture.
+    pub const NONE: u32 = 0;
+    /// A capture is open.
+    pub const ACTIVE: u32 = 1;
+    /// A capture was lost and has not been ended.
+    pub const INVALIDATED: u32 = 2;
+}
+
+/// The pointer mode of a BLAS that reads alpha and beta from host memory, the same number in both vendors.
+pub const POINTER_MODE_HOST: u32 = 0;
+
 /// 64 bytes that name memory or an event of a process; passed by value, as both vendors do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
@@ -86,13 +109,13 @@ vendor_calls! {
             /// Waits for the stream.
             stream_synchronize: "StreamSynchronize" (RawStream);
             /// Makes a stream: out, flags, priority.
-            stream_create: "StreamCreateWithPriority" (*mut RawStream, u32, i32);
+            stream_create_with_priority: "StreamCreateWithPriority" (*mut RawStream, u32, i32);
             /// Destroys a stream.
             stream_destroy: "StreamDestroy" (RawStream);
             /// Makes a stream wait for an event: stream, event, flags.
             stream_wait_event: "StreamWaitEvent" (RawStream, RawEvent, u32);
             /// Least and greatest priority.
-            priority_range: "GetStreamPriorityRange" (*mut i32, *mut i32);
+            get_stream_priority_range: "GetStreamPriorityRange" (*mut i32, *mut i32);
             /// Makes an event: out, flags.
             event_create: "EventCreate" (*mut RawEvent, u32);
             /// Destroys an event.
@@ -104,59 +127,59 @@ vendor_calls! {
             /// Waits for the event.
             event_synchronize: "EventSynchronize" (RawEvent);
             /// Milliseconds between two events: out, start, end.
-            event_elapsed: "EventElapsedTime" (*mut f32, RawEvent, RawEvent);
+            event_elapsed_time: "EventElapsedTime" (*mut f32, RawEvent, RawEvent);
             /// Waits for the current device.
             device_synchronize: "DeviceSynchronize" ();
             /// Allocates plain memory of the current device: out, bytes.
-            allocate: "MemAlloc" (*mut DevicePtr, usize);
+            mem_alloc: "MemAlloc" (*mut DevicePtr, usize);
             /// Frees plain memory.
-            free: "MemFree" (DevicePtr);
+            mem_free: "MemFree" (DevicePtr);
             /// Free and total bytes of the current device.
-            memory_info: "MemGetInfo" (*mut usize, *mut usize);
+            mem_get_info: "MemGetInfo" (*mut usize, *mut usize);
             /// Copies from the host: destination, source, bytes, stream.
-            copy_to_device: "MemcpyHtoDAsync" (DevicePtr, *const u8, usize, RawStream);
+            memcpy_htod_async: "MemcpyHtoDAsync" (DevicePtr, *const u8, usize, RawStream);
             /// Copies to the host: destination, source, bytes, stream.
-            copy_to_host: "MemcpyDtoHAsync" (*mut u8, DevicePtr, usize, RawStream);
+            memcpy_dtoh_async: "MemcpyDtoHAsync" (*mut u8, DevicePtr, usize, RawStream);
             /// Copies within a device: destination, source, bytes, stream.
-            copy_on_device: "MemcpyDtoDAsync" (DevicePtr, DevicePtr, usize, RawStream);
+            memcpy_dtod_async: "MemcpyDtoDAsync" (DevicePtr, DevicePtr, usize, RawStream);
             /// Fills bytes: destination, value, count, stream.
-            fill_8: "MemsetD8Async" (DevicePtr, u8, usize, RawStream);
+            memset_d8_async: "MemsetD8Async" (DevicePtr, u8, usize, RawStream);
             /// Fills elements of two bytes.
-            fill_16: "MemsetD16Async" (DevicePtr, u16, usize, RawStream);
+            memset_d16_async: "MemsetD16Async" (DevicePtr, u16, usize, RawStream);
             /// Fills elements of four bytes.
-            fill_32: "MemsetD32Async" (DevicePtr, u32, usize, RawStream);
+            memset_d32_async: "MemsetD32Async" (DevicePtr, u32, usize, RawStream);
             /// Allocates page-locked memory: out, bytes, flags.
-            host_allocate: "MemHostAlloc" (*mut *mut u8, usize, u32);
+            mem_host_alloc: "MemHostAlloc" (*mut *mut u8, usize, u32);
             /// Frees page-locked memory.
-            host_free: "MemFreeHost" (*mut u8);
+            mem_free_host: "MemFreeHost" (*mut u8);
             /// Page-locks memory: start, bytes, flags.
-            host_register: "MemHostRegister" (*mut u8, usize, u32);
+            mem_host_register: "MemHostRegister" (*mut u8, usize, u32);
             /// Undoes `host_register`.
-            host_unregister: "MemHostUnregister" (*mut u8);
+            mem_host_unregister: "MemHostUnregister" (*mut u8);
             /// The device's address of page-locked memory: out, start, flags.
-            host_device_address: "MemHostGetDevicePointer" (*mut DevicePtr, *mut u8, u32);
+            mem_host_get_device_pointer: "MemHostGetDevicePointer" (*mut DevicePtr, *mut u8, u32);
         }
         optional {
             /// Allocates memory in the order of a stream: out, bytes, stream.
-            allocate_async: "MemAllocAsync" (*mut DevicePtr, usize, RawStream);
+            mem_alloc_async: "MemAllocAsync" (*mut DevicePtr, usize, RawStream);
             /// Frees memory in the order of a stream: memory, stream.
-            free_async: "MemFreeAsync" (DevicePtr, RawStream);
+            mem_free_async: "MemFreeAsync" (DevicePtr, RawStream);
             /// The pool behind `allocate_async`: out, device.
-            default_pool: "DeviceGetDefaultMemPool" (*mut RawMemPool, i32);
+            device_get_default_mem_pool: "DeviceGetDefaultMemPool" (*mut RawMemPool, i32);
             /// Sets an attribute of a pool: pool, which, value.
-            pool_set: "MemPoolSetAttribute" (RawMemPool, u32, *mut u64);
+            mem_pool_set_attribute: "MemPoolSetAttribute" (RawMemPool, u32, *mut u64);
             /// Gives cached memory of a pool back: pool, bytes to keep.
-            pool_trim: "MemPoolTrimTo" (RawMemPool, usize);
+            mem_pool_trim_to: "MemPoolTrimTo" (RawMemPool, usize);
             /// Begins a capture: stream, mode.
-            capture_begin: "StreamBeginCapture" (RawStream, u32);
+            stream_begin_capture: "StreamBeginCapture" (RawStream, u32);
             /// Ends a capture: stream, out.
-            capture_end: "StreamEndCapture" (RawStream, *mut RawGraph);
+            stream_end_capture: "StreamEndCapture" (RawStream, *mut RawGraph);
             /// The state of a capture: stream, out.
-            capture_state: "StreamIsCapturing" (RawStream, *mut u32);
+            stream_is_capturing: "StreamIsCapturing" (RawStream, *mut u32);
             /// Exchanges the calling thread's capture mode.
-            capture_mode: "ThreadExchangeStreamCaptureMode" (*mut u32);
+            thread_exchange_stream_capture_mode: "ThreadExchangeStreamCaptureMode" (*mut u32);
             /// Makes a graph executable: out, graph, flags.
-            graph_instantiate: "GraphInstantiateWithFlags" (*mut RawGraphExec, RawGraph, u64);
+            graph_instantiate_with_flags: "GraphInstantiateWithFlags" (*mut RawGraphExec, RawGraph, u64);
             /// Launches an executable graph: graph, stream.
             graph_launch: "GraphLaunch" (RawGraphExec, RawStream);
             /// Destroys a graph.
@@ -164,17 +187,17 @@ vendor_calls! {
             /// Destroys an executable graph.
             graph_exec_destroy: "GraphExecDestroy" (RawGraphExec);
             /// Makes a handle of memory: out, memory.
-            ipc_export: "IpcGetMemHandle" (*mut IpcHandle, DevicePtr);
+            ipc_get_mem_handle: "IpcGetMemHandle" (*mut IpcHandle, DevicePtr);
             /// Opens a handle of memory: out, handle, flags.
-            ipc_open: "IpcOpenMemHandle" (*mut DevicePtr, IpcHandle, u32);
+            ipc_open_mem_handle: "IpcOpenMemHandle" (*mut DevicePtr, IpcHandle, u32);
             /// Closes memory of another process.
-            ipc_close: "IpcCloseMemHandle" (DevicePtr);
+            ipc_close_mem_handle: "IpcCloseMemHandle" (DevicePtr);
             /// The allocation around an address: its start, its bytes, the address.
-            address_range: "MemGetAddressRange" (*mut DevicePtr, *mut usize, DevicePtr);
+            mem_get_address_range: "MemGetAddressRange" (*mut DevicePtr, *mut usize, DevicePtr);
             /// Makes a handle of an event: out, event.
-            ipc_export_event: "IpcGetEventHandle" (*mut IpcHandle, RawEvent);
+            ipc_get_event_handle: "IpcGetEventHandle" (*mut IpcHandle, RawEvent);
             /// Opens a handle of an event: out, handle.
-            ipc_open_event: "IpcOpenEventHandle" (*mut RawEvent, IpcHandle);
+            ipc_open_event_handle: "IpcOpenEventHandle" (*mut RawEvent, IpcHandle);
         }
     }
 }
@@ -183,11 +206,11 @@ impl Calls {
     /// Whether the vendor has every call that capture and replay take.
     #[must_use]
     pub const fn can_capture(&self) -> bool {
-        self.capture_begin.is_some()
-            && self.capture_end.is_some()
-            && self.capture_state.is_some()
-            && self.capture_mode.is_some()
-            && self.graph_instantiate.is_some()
+        self.stream_begin_capture.is_some()
+            && self.stream_end_capture.is_some()
+            && self.stream_is_capturing.is_some()
+            && self.thread_exchange_stream_capture_mode.is_some()
+            && self.graph_instantiate_with_flags.is_some()
             && self.graph_launch.is_some()
             && self.graph_destroy.is_some()
             && self.graph_exec_destroy.is_some()
@@ -196,72 +219,21 @@ impl Calls {
     /// Whether it has those that sharing memory by legacy handles takes.
     #[must_use]
     pub const fn can_share(&self) -> bool {
-        self.ipc_export.is_some() && self.ipc_open.is_some() && self.ipc_close.is_some()
+        self.ipc_get_mem_handle.is_some() && self.ipc_open_mem_handle.is_some() && self.ipc_close_mem_handle.is_some()
     }
 
     /// Whether it has those that sharing events takes.
     #[must_use]
     pub const fn can_share_events(&self) -> bool {
-        self.ipc_export_event.is_some() && self.ipc_open_event.is_some()
+        self.ipc_get_event_handle.is_some() && self.ipc_open_event_handle.is_some()
     }
 
     /// Whether it has those that stream-ordered memory takes.
     #[must_use]
     pub const fn can_allocate_in_order(&self) -> bool {
-        self.allocate_async.is_some() && self.free_async.is_some()
+        self.mem_alloc_async.is_some() && self.mem_free_async.is_some()
     }
 }
-
-/// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
-/// its type, ldc, compute type, algorithm.
-pub type GemmCall<N> = unsafe extern "C" fn(
-    RawBlas,
-    i32,
-    i32,
-    N,
-    N,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    DevicePtr,
-    i32,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i32,
-    i32,
-) -> i32;
-
-/// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
-pub type GemmBatchCall<N> = unsafe extern "C" fn(
-    RawBlas,
-    i32,
-    i32,
-    N,
-    N,
-    N,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    *const u8,
-    DevicePtr,
-    i32,
-    N,
-    i64,
-    N,
-    i32,
-    i32,
-) -> i32;
 
 vendor_calls! {
     /// The calls of a BLAS that cuBLAS and hipBLAS have with the same arguments.
@@ -277,12 +249,30 @@ vendor_calls! {
             set_atomics_mode: "SetAtomicsMode" (RawBlas, u32);
             /// Sets the location of alpha and beta: handle, mode. Mode 0 is the host with both vendors.
             set_pointer_mode: "SetPointerMode" (RawBlas, u32);
+            /// Multiplies: handle, operations on A and B, m, n, k, alpha, A, type, lda, B, type, ldb, beta, C, type, ldc, compute type, algorithm.
+            gemm_ex: "GemmEx" (
+                RawBlas, i32, i32, i32, i32, i32, *const u8, DevicePtr, i32, i32, DevicePtr, i32, i32, *const u8, DevicePtr, i32, i32, i32, i32,
+            );
+            /// Multiplies a batch. A stride follows each leading dimension, and the count follows C.
+            gemm_strided_batched_ex: "GemmStridedBatchedEx" (
+                RawBlas, i32, i32, i32, i32, i32, *const u8, DevicePtr, i32, i32, i64, DevicePtr, i32, i32, i64, *const u8, DevicePtr, i32, i32,
+                i64, i32, i32, i32,
+            );
         }
         optional {
             /// Binds a workspace: handle, memory, bytes.
             set_workspace: "SetWorkspace" (RawBlas, DevicePtr, usize);
             /// Sets the precision: handle, mode.
             set_math_mode: "SetMathMode" (RawBlas, u32);
+            /// Multiplies with 64-bit sizes.
+            gemm_ex_64: "GemmEx_64" (
+                RawBlas, i32, i32, i64, i64, i64, *const u8, DevicePtr, i32, i64, DevicePtr, i32, i64, *const u8, DevicePtr, i32, i64, i32, i32,
+            );
+            /// Multiplies a batch with 64-bit sizes.
+            gemm_strided_batched_ex_64: "GemmStridedBatchedEx_64" (
+                RawBlas, i32, i32, i64, i64, i64, *const u8, DevicePtr, i32, i64, i64, DevicePtr, i32, i64, i64, *const u8, DevicePtr, i32, i64,
+                i64, i64, i32, i32,
+            );
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use super::records;
+use super::thread_records;
 
 /// The open captures that backends of this process have begun in one vendor's library.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl Captures {
     #[must_use]
     pub fn new(devices: usize) -> Self {
         // The captures of another copy are unknown here, so queries become relaxed from then on.
-        highwater_hal::copies::on_note(records::wait_for_questions);
+        highwater_hal::copies::on_note(thread_records::wait_for_questions);
         let devices = (0..devices).map(|_| AtomicU32::new(0)).collect();
         Self { open: AtomicU32::new(0), devices, foreign: AtomicBool::new(false) }
     }

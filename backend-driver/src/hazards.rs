@@ -3,7 +3,7 @@
 //! A user publishes a hazard pointer, fences, then re-checks that the object is live. A destroyer makes the object
 //! stale, fences, then looks for hazard pointers. With a sequentially consistent fence on each side, at least one sees
 //! the other. Publishing is frequent and destroying is not, so the destroyer pays for both fences while the system
-//! permits it (`primitive.rs`). `tests/loom_hazards.rs` tries every interleaving. `records.rs` assigns records to
+//! permits it (`primitive.rs`). `tests/loom_hazards.rs` tries every interleaving. `thread_records.rs` assigns records to
 //! threads.
 
 use std::marker::PhantomData;

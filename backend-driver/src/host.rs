@@ -4,19 +4,19 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::platform::Platform;
-use super::room::{HostBlock, Room};
+use super::state::{DriverState, HostBlock};
 use highwater_hal::{DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, HostOptions, HostPtr, Result};
 
 /// The allocator of page-locked memory.
 #[derive(Debug)]
-pub(super) struct DriverHost<P: Platform>(Arc<Room<P>>);
+pub(super) struct DriverHost<P: Platform>(Arc<DriverState<P>>);
 
 /// Page-locked memory belongs to every device, so its abilities are those of the first.
 const ANY_DEVICE: u32 = 0;
 
 impl<P: Platform> DriverHost<P> {
-    pub(super) const fn new(room: Arc<Room<P>>) -> Self {
-        Self(room)
+    pub(super) const fn new(state: Arc<DriverState<P>>) -> Self {
+        Self(state)
     }
 
     /// Takes the block that starts at `ptr` out of the table.
@@ -47,17 +47,17 @@ fn no_bytes(operation: &'static str) -> Error {
 unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         const OPERATION: &str = "host_allocate";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
         if bytes == 0 {
             return Err(no_bytes(OPERATION));
         }
-        let [default, write_combined] = room.platform.quirks().host_flags;
+        let vendor = state.platform.quirks().host_flags;
         let flags = match options.kind {
-            HostMemoryKind::Default => default,
+            HostMemoryKind::Default => vendor.default,
             HostMemoryKind::WriteCombined => {
-                room.require(OPERATION, ANY_DEVICE, |can| can.write_combined, "write_combined")?;
-                write_combined
+                state.require(OPERATION, ANY_DEVICE, |can| can.write_combined, "write_combined")?;
+                vendor.write_combined
             }
             kind => return Err(Error::unknown(OPERATION, &kind)),
         };
@@ -65,39 +65,39 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             let message = format!("{bytes} bytes are more than the address space");
             return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("ask for less"));
         }
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
         let mut address = std::ptr::null_mut();
         // SAFETY: the call writes one address that lives until it returns.
-        room.check(OPERATION, unsafe { (room.platform.calls().host_allocate)(&mut address, bytes, flags) })?;
-        let address = NonNull::new(address).ok_or_else(|| super::room::nothing(OPERATION))?;
+        state.check(OPERATION, unsafe { (state.platform.calls().mem_host_alloc)(&mut address, bytes, flags) })?;
+        let address = NonNull::new(address).ok_or_else(|| super::state::nothing(OPERATION))?;
         let ptr = HostPtr::new(address);
-        room.host_blocks.lock().insert(ptr.address(), HostBlock { bytes, registered: false });
+        state.host_blocks.lock().insert(ptr.address(), HostBlock { bytes, registered: false });
         Ok(ptr)
     }
 
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
         const OPERATION: &str = "host_free";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
         let block = self.take(OPERATION, ptr, false)?;
         let outcome = (|| {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
             // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_free)(ptr.as_ptr()) })
+            state.check(OPERATION, unsafe { (state.platform.calls().mem_free_host)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
-            room.host_blocks.lock().insert(ptr.address(), block);
+            state.host_blocks.lock().insert(ptr.address(), block);
         }
         outcome
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
         const OPERATION: &str = "register";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         if options.kind != HostMemoryKind::Default {
             let message = "memory that exists already cannot be made write-combined";
             return Err(
@@ -112,7 +112,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range reaches past the address space"));
         };
         {
-            let mut blocks = room.host_blocks.lock();
+            let mut blocks = state.host_blocks.lock();
             if let Some((other, block)) =
                 blocks.range(..end).next_back().filter(|(other, block)| *other + block.bytes > start)
             {
@@ -125,47 +125,47 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             blocks.insert(start, HostBlock { bytes, registered: true });
         }
         let outcome = (|| {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
-            let flags = room.platform.quirks().register_flags;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
+            let flags = state.platform.quirks().register_flags;
             // SAFETY: the caller vouches that the range is mapped and stays so.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_register)(ptr.as_ptr(), bytes, flags) })
+            state.check(OPERATION, unsafe { (state.platform.calls().mem_host_register)(ptr.as_ptr(), bytes, flags) })
         })();
         if outcome.is_err() {
-            room.host_blocks.lock().remove(&start);
+            state.host_blocks.lock().remove(&start);
         }
         outcome
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
         const OPERATION: &str = "unregister";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        room.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         let block = self.take(OPERATION, ptr, true)?;
         let outcome = (|| {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, room.platform.device_in_use())?;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
             // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
-            room.check(OPERATION, unsafe { (room.platform.calls().host_unregister)(ptr.as_ptr()) })
+            state.check(OPERATION, unsafe { (state.platform.calls().mem_host_unregister)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
-            room.host_blocks.lock().insert(ptr.address(), block);
+            state.host_blocks.lock().insert(ptr.address(), block);
         }
         outcome
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
         const OPERATION: &str = "device_address";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
-        let (start, inside) = room.host_block(OPERATION, ptr)?;
-        let _current = room.make_current(OPERATION, device)?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
+        let (start, inside) = state.host_block(OPERATION, ptr)?;
+        let _current = state.make_current(OPERATION, device)?;
         let mut address = DevicePtr::new(0);
         // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
-        let code = unsafe { (room.platform.calls().host_device_address)(&mut address, start as *mut u8, 0) };
-        room.check(OPERATION, code)?;
+        let code = unsafe { (state.platform.calls().mem_host_get_device_pointer)(&mut address, start as *mut u8, 0) };
+        state.check(OPERATION, code)?;
         Ok(address.offset(inside))
     }
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::calls::IpcHandle;
 use super::platform::{Platform, SharedBlock};
 use super::raw::RawEvent;
-use super::room::{BlockKind, FOREIGN, INTERPROCESS, Mapped, MappedKey, Room};
+use super::state::{BlockKind, DriverState, FOREIGN, INTERPROCESS, Mapped, MappedKey};
 use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
 
 /// Sharing with other processes.
 #[derive(Debug)]
-pub(super) struct DriverIpc<P: Platform>(Arc<Room<P>>);
+pub(super) struct DriverIpc<P: Platform>(Arc<DriverState<P>>);
 
 /// The error of a transport that the device lacks.
 #[cold]
@@ -63,8 +63,8 @@ fn no_handle(error: Error) -> Error {
 }
 
 impl<P: Platform> DriverIpc<P> {
-    pub(super) const fn new(room: Arc<Room<P>>) -> Self {
-        Self(room)
+    pub(super) const fn new(state: Arc<DriverState<P>>) -> Self {
+        Self(state)
     }
 
     fn check_uuid(&self, operation: &'static str, device: u32, uuid: &[u8; 16]) -> Result<()> {
@@ -81,29 +81,31 @@ impl<P: Platform> DriverIpc<P> {
     /// The vendor's part of an open.
     fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(DevicePtr, Option<SharedBlock>)> {
         const OPERATION: &str = "open_memory";
-        let room = &*self.0;
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let state = &*self.0;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         if handle.transport != Transport::Legacy {
-            let block = room.platform.open_shared(device, handle)?;
-            return Ok((room.made(OPERATION, block.address)?, Some(block)));
+            let block = state.platform.open_shared(device, handle)?;
+            return Ok((state.made(OPERATION, block.address)?, Some(block)));
         }
-        let Some(open) = room.platform.calls().ipc_open else { return Err(unsupported(OPERATION, handle.transport)) };
+        let Some(open) = state.platform.calls().ipc_open_mem_handle else {
+            return Err(unsupported(OPERATION, handle.transport));
+        };
         let mut address = DevicePtr::new(0);
-        let flag = room.platform.quirks().ipc_open_flag;
+        let flag = state.platform.quirks().ipc_open_flag;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
-        room.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
-        room.made(OPERATION, address)?;
-        if let Some(range) = room.platform.calls().address_range {
+        state.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
+        state.made(OPERATION, address)?;
+        if let Some(range) = state.platform.calls().mem_get_address_range {
             let (mut start, mut bytes) = (DevicePtr::new(0), 0);
             // SAFETY: the call writes two numbers that live until it returns.
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
-                if let Some(close) = room.platform.calls().ipc_close {
+                if let Some(close) = state.platform.calls().ipc_close_mem_handle {
                     // SAFETY: it was just opened, and nobody uses it.
                     unsafe { close(address) };
                 }
-                room.check(OPERATION, code)?;
+                state.check(OPERATION, code)?;
                 let message = format!("the handle is of {} bytes, its memory of {bytes}", handle.bytes);
                 return Err(refused(OPERATION, message));
             }
@@ -139,13 +141,13 @@ impl<P: Platform> DriverIpc<P> {
 impl<P: Platform> IpcSharing for DriverIpc<P> {
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
         const OPERATION: &str = "export_memory";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        let state = room.device(OPERATION, device)?;
-        if !state.capabilities.ipc_transports.contains(transport) {
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        let device_state = state.device(OPERATION, device)?;
+        if !device_state.capabilities.ipc_transports.contains(transport) {
             return Err(unsupported(OPERATION, transport));
         }
-        let uuid = state.info.uuid;
+        let uuid = device_state.info.uuid;
         let not_for_it = || {
             Error::new(
                 ErrorKind::InvalidArgument,
@@ -155,7 +157,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             .with_hint("allocate it as `DeviceMemoryKind::Shareable` with this transport")
         };
         let exported = {
-            let blocks = room.blocks.lock();
+            let blocks = state.blocks.lock();
             let block = blocks.get(&ptr).filter(|block| block.device == device).ok_or_else(not_for_it)?;
             match &block.kind {
                 BlockKind::Legacy if transport == Transport::Legacy => (block.bytes as u64, None),
@@ -166,26 +168,26 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 _ => return Err(not_for_it()),
             }
         };
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         match exported {
             (bytes, Some((token, shared))) => {
                 let handle = MemoryHandle::new(transport, uuid, bytes, seal(token, bytes, &uuid));
-                let handle = room.platform.export_shared(&shared, transport, handle)?;
+                let handle = state.platform.export_shared(&shared, transport, handle)?;
                 if let Some(descriptor) = &handle.descriptor {
-                    let mut exported = room.exported.lock();
+                    let mut exported = state.exported.lock();
                     exported.retain(|other| other.is_open());
                     exported.push(descriptor.watch());
                 }
                 Ok(handle)
             }
             (bytes, None) => {
-                let Some(export) = room.platform.calls().ipc_export else {
+                let Some(export) = state.platform.calls().ipc_get_mem_handle else {
                     return Err(unsupported(OPERATION, transport));
                 };
                 let mut payload = IpcHandle([0; 64]);
                 // SAFETY: the call writes 64 bytes that live until it returns.
-                room.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
+                state.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
                 Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
             }
         }
@@ -193,10 +195,10 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
         const OPERATION: &str = "open_memory";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        let state = room.device(OPERATION, device)?;
-        if !state.capabilities.ipc_transports.contains(handle.transport) {
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        let device_state = state.device(OPERATION, device)?;
+        if !device_state.capabilities.ipc_transports.contains(handle.transport) {
             return Err(unsupported(OPERATION, handle.transport));
         }
         self.check_uuid(OPERATION, device, &handle.device_uuid)?;
@@ -220,7 +222,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Ok(address);
         }
         let opened = self.open(device, handle);
-        let mut mapped = room.mapped.lock();
+        let mut mapped = state.mapped.lock();
         let answer = match opened {
             Ok((address, block)) => {
                 mapped.insert(key, Mapped { address: Some(address), bytes: handle.bytes, opens: 1, block });
@@ -231,17 +233,17 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 Err(error)
             }
         };
-        room.mapped_changed.notify_all();
+        state.mapped_changed.notify_all();
         answer
     }
 
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
         const OPERATION: &str = "close_memory";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        room.device(OPERATION, device)?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        state.device(OPERATION, device)?;
         let (key, bytes, block) = {
-            let mut mapped = room.mapped.lock();
+            let mut mapped = state.mapped.lock();
             let found = mapped.iter_mut().find(|(key, mapped)| key.0 == device && mapped.address == Some(ptr));
             let Some((key, found)) = found else {
                 return Err(Error::new(
@@ -260,32 +262,32 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             (*key, found.bytes, found.block.take())
         };
         let outcome = (|| {
-            let _relaxed = room.relaxed();
-            let _current = room.make_current(OPERATION, device)?;
+            let _relaxed = state.relaxed();
+            let _current = state.make_current(OPERATION, device)?;
             // SAFETY: the caller vouches that no work uses the mapping.
             unsafe {
-                match (&block, room.platform.calls().ipc_close) {
-                    (Some(block), _) => room.platform.free_shared(OPERATION, block),
-                    (None, Some(close)) => room.check(OPERATION, close(ptr)),
+                match (&block, state.platform.calls().ipc_close_mem_handle) {
+                    (Some(block), _) => state.platform.free_shared(OPERATION, block),
+                    (None, Some(close)) => state.check(OPERATION, close(ptr)),
                     (None, None) => Ok(()),
                 }
             }
         })();
-        let mut mapped = room.mapped.lock();
+        let mut mapped = state.mapped.lock();
         if outcome.is_ok() {
             mapped.remove(&key);
         } else {
             mapped.insert(key, Mapped { address: Some(ptr), bytes, opens: 1, block });
         }
-        room.mapped_changed.notify_all();
+        state.mapped_changed.notify_all();
         outcome
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {
         const OPERATION: &str = "export_event";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        let held = room.events.hold(OPERATION, event)?;
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        let held = state.events.hold(OPERATION, event)?;
         if held.flags() & (INTERPROCESS | FOREIGN) == 0 {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
@@ -294,38 +296,38 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             )
             .with_hint("make the event with `EventOptions::with_interprocess`"));
         }
-        let uuid = room.device(OPERATION, event.device())?.info.uuid;
-        let Some(export) = room.platform.calls().ipc_export_event else {
+        let uuid = state.device(OPERATION, event.device())?.info.uuid;
+        let Some(export) = state.platform.calls().ipc_get_event_handle else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, event.device())?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
         // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
-        room.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
+        state.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
         Ok(EventHandle::new(uuid, payload.0))
     }
 
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
         const OPERATION: &str = "open_event";
-        let room = &*self.0;
-        room.enter(OPERATION)?;
-        if !room.device(OPERATION, device)?.capabilities.interprocess_events {
+        let state = &*self.0;
+        state.enter(OPERATION)?;
+        if !state.device(OPERATION, device)?.capabilities.interprocess_events {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         }
         self.check_uuid(OPERATION, device, &handle.device_uuid)?;
-        let Some(open) = room.platform.calls().ipc_open_event else {
+        let Some(open) = state.platform.calls().ipc_open_event_handle else {
             return Err(Error::lacks(OPERATION, "interprocess_events"));
         };
-        let _relaxed = room.relaxed();
-        let _current = room.make_current(OPERATION, device)?;
+        let _relaxed = state.relaxed();
+        let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
         // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
-        room.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
-        room.made(OPERATION, raw)?;
-        room.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
+        state.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
+        state.made(OPERATION, raw)?;
+        state.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
             // SAFETY: nobody else knows the event.
-            unsafe { (room.platform.calls().event_destroy)(raw) };
+            unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }
 }

@@ -16,7 +16,7 @@ use std::num::NonZeroU32;
 
 use super::hazards::{Fenced, Hazard};
 use super::raw::{IdOf, Raw};
-use super::records;
+use super::thread_records;
 
 /// One object: what the id of its generation stands for.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl Slot {
 
     /// The handle, where the slot still holds the object of these parts. The use was announced before.
     #[inline(always)]
-    fn held<R: Raw>(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_, R>> {
+    fn held<I: IdOf>(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_, I>> {
         let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
         stands.then(|| Held { slot: self, _hazard: hazard, kind: PhantomData })
     }
@@ -100,18 +100,18 @@ pub(super) struct Removed<R> {
 
 /// A vendor handle that is not destroyed while this is alive.
 #[derive(Debug)]
-pub(super) struct Held<'t, R> {
+pub(super) struct Held<'t, I> {
     slot: &'t Slot,
     _hazard: Hazard,
-    kind: PhantomData<R>,
+    kind: PhantomData<I>,
 }
 
-impl<R: Raw> Held<'_, R> {
+impl<I: IdOf> Held<'_, I> {
     /// The vendor's handle.
     #[inline(always)]
-    pub(super) fn raw(&self) -> R {
+    pub(super) fn raw(&self) -> I::Raw {
         // Relaxed: written before the state that was seen.
-        R::from_number(self.slot.raw.load(Ordering::Relaxed))
+        I::Raw::from_number(self.slot.raw.load(Ordering::Relaxed))
     }
 
     #[inline(always)]
@@ -214,8 +214,8 @@ impl<I: IdOf> Objects<I> {
     /// What [`Objects::hold`] gives for the ids of the first slots, in a thread that has announced before and announces nothing
     /// now: nearly always.
     #[inline(always)]
-    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_, I::Raw>> {
-        let (record, slot) = (records::known()?, self.first_slot_of(parts)?);
+    fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_, I>> {
+        let (record, slot) = (thread_records::known()?, self.first_slot_of(parts)?);
         slot.held(parts, record.announce_first(slot.address())?)
     }
 
@@ -226,8 +226,8 @@ impl<I: IdOf> Objects<I> {
         parts: &IdParts,
         others: &'t Objects<J>,
         other_parts: &IdParts,
-    ) -> Option<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
-        let record = records::known()?;
+    ) -> Option<(Held<'t, I>, Held<'t, J>)> {
+        let record = thread_records::known()?;
         let (slot, other_slot) = (self.first_slot_of(parts)?, others.first_slot_of(other_parts)?);
         let (hazard, other_hazard) = record.announce_first_both(slot.address(), other_slot.address())?;
         Some((slot.held(parts, hazard)?, other_slot.held(other_parts, other_hazard)?))
@@ -241,7 +241,7 @@ impl<I: IdOf> Objects<I> {
 
     /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
     #[inline(always)]
-    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_, I::Raw>> {
+    pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_, I>> {
         match self.hold_quickly(&id.parts()) {
             Some(held) => Ok(held),
             None => self.hold_any(operation, id),
@@ -251,10 +251,10 @@ impl<I: IdOf> Objects<I> {
     /// The same in any thread, and what is wrong with the id.
     #[cold]
     #[inline(never)]
-    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_, I::Raw>> {
+    fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_, I>> {
         let parts = id.parts();
         if let Some(slot) = self.slot_of(&parts)
-            && let Some(held) = slot.held(&parts, records::announce(slot.address()))
+            && let Some(held) = slot.held(&parts, thread_records::announce(slot.address()))
         {
             return Ok(held);
         }
@@ -269,7 +269,7 @@ impl<I: IdOf> Objects<I> {
         id: I,
         others: &'t Objects<J>,
         other: J,
-    ) -> Result<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
+    ) -> Result<(Held<'t, I>, Held<'t, J>)> {
         match self.hold_quickly_with(&id.parts(), others, &other.parts()) {
             Some(both) => Ok(both),
             None => self.hold_any_with(operation, id, others, other),
@@ -285,11 +285,11 @@ impl<I: IdOf> Objects<I> {
         id: I,
         others: &'t Objects<J>,
         other: J,
-    ) -> Result<(Held<'t, I::Raw>, Held<'t, J::Raw>)> {
+    ) -> Result<(Held<'t, I>, Held<'t, J>)> {
         let (parts, other_parts) = (id.parts(), other.parts());
         let (slot, other_slot) = (self.slot_of(&parts), others.slot_of(&other_parts));
         if let (Some(slot), Some(other_slot)) = (slot, other_slot) {
-            let (hazard, other_hazard) = records::announce_both(slot.address(), other_slot.address());
+            let (hazard, other_hazard) = thread_records::announce_both(slot.address(), other_slot.address());
             let Some(held) = slot.held(&parts, hazard) else { return Err(self.unknown(operation, id)) };
             let Some(other_held) = other_slot.held(&other_parts, other_hazard) else {
                 return Err(others.unknown(operation, other));
@@ -428,7 +428,7 @@ impl<I: IdOf> Objects<I> {
 
     /// Whether a call uses what was removed before the fence.
     fn is_used(&self, removed: &Removed<I::Raw>, fenced: &Fenced) -> bool {
-        self.slot(removed.slot).is_some_and(|slot| records::is_announced(slot.address(), fenced))
+        self.slot(removed.slot).is_some_and(|slot| thread_records::is_announced(slot.address(), fenced))
     }
 
     /// How many objects there are.

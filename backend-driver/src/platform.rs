@@ -3,16 +3,86 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::calls::{BlasCalls, Calls, GemmBatchCall, GemmCall};
+use super::calls::{BlasCalls, Calls};
 use super::captures::Captures;
 use super::codes::Codes;
-use super::library::Library;
 use super::raw::{RawBlas, RawStream};
-use super::room::Room;
+use super::state::DriverState;
 use highwater_hal::{
     BlasHandle, Capabilities, DataType, DeviceInfo, DevicePtr, Error, Identity, MathMode, MemoryHandle, Result,
     Transport, Transpose,
 };
+
+/// Flags of events.
+#[derive(Debug, Clone, Copy)]
+pub struct EventFlags {
+    /// Of an event without timing.
+    pub plain: u32,
+    /// Of an event with timing.
+    pub timing: u32,
+    /// Of an event that other processes can open.
+    pub interprocess: u32,
+}
+
+/// Flags of page-locked memory.
+#[derive(Debug, Clone, Copy)]
+pub struct HostFlags {
+    /// Of memory that the CPU caches.
+    pub default: u32,
+    /// Of write-combined memory.
+    pub write_combined: u32,
+}
+
+/// Numbers of the operations on a factor, which both vendors name `OP_N` and `OP_T`.
+#[derive(Debug, Clone, Copy)]
+pub struct TransposeCodes {
+    /// The factor as it is stored.
+    pub no: i32,
+    /// The transposed factor.
+    pub yes: i32,
+}
+
+/// Numbers of the element types, which both vendors name `R_16F`, `R_16BF`, `R_32F` and `R_64F`.
+#[derive(Debug, Clone, Copy)]
+pub struct TypeCodes {
+    /// IEEE half precision.
+    pub f16: i32,
+    /// Brain floating point.
+    pub bf16: i32,
+    /// Single precision.
+    pub f32: i32,
+    /// Double precision.
+    pub f64: i32,
+}
+
+/// Numbers of the compute types, which both vendors name `COMPUTE_32F`, `COMPUTE_32F_FAST_TF32` and `COMPUTE_64F`.
+#[derive(Debug, Clone, Copy)]
+pub struct ComputeCodes {
+    /// Single precision.
+    pub f32: i32,
+    /// Single precision with factors rounded to TF32.
+    pub tf32: i32,
+    /// Double precision.
+    pub f64: i32,
+}
+
+/// Numbers of the math modes of a BLAS handle.
+#[derive(Debug, Clone, Copy)]
+pub struct MathModes {
+    /// Full precision. A new handle gets this mode unless it is 0.
+    pub full: u32,
+    /// TF32.
+    pub tf32: u32,
+}
+
+/// Numbers of the atomics modes of a BLAS handle.
+#[derive(Debug, Clone, Copy)]
+pub struct AtomicsModes {
+    /// Kernels give the same result in each run.
+    pub not_allowed: u32,
+    /// Kernels may add with atomics.
+    pub allowed: u32,
+}
 
 /// How a vendor behaves, as data. Each field is named for the behaviour.
 #[derive(Debug, Clone, Copy)]
@@ -29,29 +99,28 @@ pub struct Quirks {
     pub no_elapsed_time: i32,
     /// Flags of every stream.
     pub stream_flags: u32,
-    /// Flags of an event without timing, of one with timing, and of one for several processes.
-    pub event_flags: [u32; 3],
-    /// Flags of page-locked memory: the default kind, and write-combined.
-    pub host_flags: [u32; 2],
+    /// Flags of events.
+    pub event_flags: EventFlags,
+    /// Flags of page-locked memory.
+    pub host_flags: HostFlags,
     /// Flags of memory that is page-locked where it is.
     pub register_flags: u32,
     /// Flag with which memory of other processes is opened.
     pub ipc_open_flag: u32,
     /// Attribute of a pool: bytes that it keeps when it is idle.
     pub pool_release_threshold: u32,
-    /// Whether an untransposed and a transposed factor: their numbers.
-    pub transpose_codes: [i32; 2],
-    /// Numbers of f16, bf16, f32 and f64.
-    pub type_codes: [i32; 4],
-    /// Numbers of computing in 32 bits, TF32, and 64 bits.
-    pub compute_codes: [i32; 3],
+    /// Numbers of the operations on a factor.
+    pub transpose_codes: TransposeCodes,
+    /// Numbers of the element types.
+    pub type_codes: TypeCodes,
+    /// Numbers of the compute types.
+    pub compute_codes: ComputeCodes,
     /// Number of the default algorithm.
     pub default_algorithm: i32,
-    /// Numbers of the handle's precisions, full and TF32, where a handle has one; else the compute number says it. The first is set
-    /// when a handle is made, unless it is 0.
-    pub math_modes: Option<[u32; 2]>,
-    /// Numbers of the atomics modes, not allowed and allowed.
-    pub atomics_modes: [u32; 2],
+    /// The handle's math modes; `None` if the compute type of each product selects the precision instead.
+    pub math_modes: Option<MathModes>,
+    /// Numbers of the atomics modes.
+    pub atomics_modes: AtomicsModes,
     /// Whether a fresh handle may add with atomics.
     pub atomics_allowed_at_first: bool,
     /// Whether binding a stream puts a handle back on its own workspace.
@@ -61,12 +130,14 @@ pub struct Quirks {
 }
 
 impl Quirks {
-    pub(super) const fn type_code(&self, data_type: DataType) -> i32 {
+    /// Returns the number of an element type.
+    #[must_use]
+    pub const fn type_code(&self, data_type: DataType) -> i32 {
         match data_type {
-            DataType::F16 => self.type_codes[0],
-            DataType::Bf16 => self.type_codes[1],
-            DataType::F32 => self.type_codes[2],
-            DataType::F64 => self.type_codes[3],
+            DataType::F16 => self.type_codes.f16,
+            DataType::Bf16 => self.type_codes.bf16,
+            DataType::F32 => self.type_codes.f32,
+            DataType::F64 => self.type_codes.f64,
             // The device's capabilities allow no type that this crate does not know.
             _ => -1,
         }
@@ -76,16 +147,18 @@ impl Quirks {
     /// bits whatever they are stored as.
     pub(super) const fn compute_code(&self, factor: DataType, mode: MathMode) -> i32 {
         match (factor, mode) {
-            (DataType::F64, _) => self.compute_codes[2],
-            (DataType::F32, MathMode::Tf32) if self.math_modes.is_none() => self.compute_codes[1],
-            _ => self.compute_codes[0],
+            (DataType::F64, _) => self.compute_codes.f64,
+            (DataType::F32, MathMode::Tf32) if self.math_modes.is_none() => self.compute_codes.tf32,
+            _ => self.compute_codes.f32,
         }
     }
 
-    pub(super) const fn transpose_code(&self, transpose: Transpose) -> i32 {
+    /// Returns the number of the operation on a factor.
+    #[must_use]
+    pub const fn transpose_code(&self, transpose: Transpose) -> i32 {
         match transpose {
-            Transpose::No => self.transpose_codes[0],
-            Transpose::Yes => self.transpose_codes[1],
+            Transpose::No => self.transpose_codes.no,
+            Transpose::Yes => self.transpose_codes.yes,
         }
     }
 }
@@ -95,61 +168,8 @@ impl Quirks {
 pub struct Blas {
     /// What both vendors have alike.
     pub calls: BlasCalls,
-    /// One product.
-    pub gemm: GemmCall<i32>,
-    /// A batch.
-    pub gemm_batch: GemmBatchCall<i32>,
-    /// One product of sizes that 32 bits do not hold, where the vendor has it.
-    pub gemm_64: Option<GemmCall<i64>>,
-    /// A batch of such.
-    pub gemm_batch_64: Option<GemmBatchCall<i64>>,
     /// What its codes mean.
     pub codes: &'static Codes,
-}
-
-impl Blas {
-    /// Fills the tables from `library`: `symbol` makes the vendor's symbol of a name, and `products` are those of one product and
-    /// of a batch, to which the calls for sizes of 64 bits add `_64`.
-    ///
-    /// # Errors
-    /// Every required symbol that is missing.
-    ///
-    /// # Safety
-    /// What the library exports under these symbols has the arguments that the tables declare.
-    pub unsafe fn load(
-        library: &Library,
-        symbol: impl Fn(&str) -> String,
-        products: [&str; 2],
-        codes: &'static Codes,
-    ) -> Result<Self, Vec<String>> {
-        // SAFETY: passed on from the caller.
-        let calls = unsafe { BlasCalls::load(library, symbol) };
-        let [one, batch] = products;
-        let found = (calls, library.symbol(one), library.symbol(batch));
-        let (Ok(calls), Some(gemm), Some(gemm_batch)) = found else {
-            let (calls, gemm, gemm_batch) = found;
-            let mut missing = calls.err().unwrap_or_default();
-            missing.extend(
-                [(one, gemm), (batch, gemm_batch)]
-                    .iter()
-                    .filter(|found| found.1.is_none())
-                    .map(|found| found.0.to_owned()),
-            );
-            return Err(missing);
-        };
-        let wide = [one, batch].map(|name| library.symbol(&format!("{name}_64")));
-        // SAFETY: each symbol is a function of these arguments, as the caller vouches, and the library is never closed.
-        unsafe {
-            Ok(Self {
-                calls,
-                gemm: std::mem::transmute::<*const (), GemmCall<i32>>(gemm),
-                gemm_batch: std::mem::transmute::<*const (), GemmBatchCall<i32>>(gemm_batch),
-                gemm_64: wide[0].map(|found| std::mem::transmute::<*const (), GemmCall<i64>>(found)),
-                gemm_batch_64: wide[1].map(|found| std::mem::transmute::<*const (), GemmBatchCall<i64>>(found)),
-                codes,
-            })
-        }
-    }
 }
 
 /// Settings that a platform reads from a fresh BLAS handle; `None` for a setting that the library lacks.
@@ -207,13 +227,19 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// The vendor's code. That it was so already is no error.
-    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32>;
+    fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32>;
 
     /// Enqueues a copy from one device to another and answers with the vendor's code.
     ///
     /// # Safety
     /// As [`Backend::copy`](highwater_hal::Backend::copy).
-    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32;
+    unsafe fn memcpy_peer_async(
+        &self,
+        dst: (u32, DevicePtr),
+        src: (u32, DevicePtr),
+        bytes: usize,
+        stream: RawStream,
+    ) -> i32;
 
     /// Whether `stream`, which other code made, is one of `device`.
     ///
@@ -291,8 +317,8 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
     ///
     /// # Errors
     /// `Unsupported` where the vendor has none; else what the vendor gives.
-    fn create_lt(room: &Arc<Room<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
-        let _ = (room, device);
+    fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
+        let _ = (state, device);
         Err(Error::lacks("create_blas_handle", "lt_plans"))
     }
 }

@@ -13,9 +13,12 @@ use super::backend::DriverBackend;
 use super::calls::{BlasCalls, Calls, IpcHandle};
 use super::captures::Captures;
 use super::codes::{Code, Codes};
-use super::platform::{Blas, Opened, Platform, Quirks, SharedBlock};
+use super::platform::{
+    AtomicsModes, Blas, ComputeCodes, EventFlags, HostFlags, MathModes, Opened, Platform, Quirks, SharedBlock,
+    TransposeCodes, TypeCodes,
+};
 use super::raw::{Raw, RawBlas, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
-use super::room::Room;
+use super::state::DriverState;
 use highwater_hal::{
     BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
 };
@@ -54,17 +57,17 @@ const COMMON: Quirks = Quirks {
     out_of_memory: OUT_OF_MEMORY,
     no_elapsed_time: 400,
     stream_flags: 1,
-    event_flags: [2, 0, 6],
-    host_flags: [3, 7],
+    event_flags: EventFlags { plain: 2, timing: 0, interprocess: 6 },
+    host_flags: HostFlags { default: 3, write_combined: 7 },
     register_flags: 3,
     ipc_open_flag: 1,
     pool_release_threshold: 4,
-    transpose_codes: [0, 1],
-    type_codes: [2, 14, 0, 1],
-    compute_codes: [68, 77, 70],
+    transpose_codes: TransposeCodes { no: 0, yes: 1 },
+    type_codes: TypeCodes { f16: 2, bf16: 14, f32: 0, f64: 1 },
+    compute_codes: ComputeCodes { f32: 68, tf32: 77, f64: 70 },
     default_algorithm: -1,
-    math_modes: Some([0, 3]),
-    atomics_modes: [0, 1],
+    math_modes: Some(MathModes { full: 0, tf32: 3 }),
+    atomics_modes: AtomicsModes { not_allowed: 0, allowed: 1 },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: true,
     capture_loss_kills_streams: None,
@@ -121,7 +124,7 @@ struct Vendor {
     /// Streams and their flags and priorities; handles and the streams bound to them.
     streams_made: Vec<(u64, i32)>,
     bound: Vec<(u64, u64)>,
-    room: Weak<Room<FakePlatform>>,
+    state: Weak<DriverState<FakePlatform>>,
 }
 
 static TURN: Mutex<()> = Mutex::new(());
@@ -156,9 +159,9 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
         }
     }
     // A lock of another thread is free again in a moment, without a call of the vendor; the caller's own is not.
-    let stays_locked = |room: &Room<FakePlatform>| {
+    let stays_locked = |state: &DriverState<FakePlatform>| {
         (0..200).all(|_| {
-            let locked = room.is_locked();
+            let locked = state.is_locked();
             if locked {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
@@ -166,8 +169,8 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
         })
     };
     if vendor.waits.is_empty()
-        && let Some(room) = vendor.room.upgrade()
-        && stays_locked(&room)
+        && let Some(state) = vendor.state.upgrade()
+        && stays_locked(&state)
     {
         vendor.faults.push(format!("{name} was called under a lock"));
     }
@@ -183,7 +186,7 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
         }
     }
     let dead = objects.iter().any(|object| vendor.dead.contains(object));
-    if dead && !["stream_destroy", "capture_state", "capture_end"].contains(&name) {
+    if dead && !["stream_destroy", "stream_is_capturing", "stream_end_capture"].contains(&name) {
         vendor.faults.push(format!("{name} was given a dead stream"));
     }
     if let Some(code) = vendor.answers.get_mut(name).and_then(VecDeque::pop_front) {
@@ -240,9 +243,9 @@ macro_rules! vendor_functions {
 vendor_functions! {
     stream_query(stream: RawStream) { call("stream_query", &[stream.number()], |_| 0) }
     stream_synchronize(stream: RawStream) { call("stream_synchronize", &[stream.number()], |_| 0) }
-    stream_create(out: *mut RawStream, _flags: u32, priority: i32) {
-        needs_context("stream_create", &[], |vendor| {
-            let made = vendor.made("stream_create");
+    stream_create_with_priority(out: *mut RawStream, _flags: u32, priority: i32) {
+        needs_context("stream_create_with_priority", &[], |vendor| {
+            let made = vendor.made("stream_create_with_priority");
             vendor.streams_made.push((made, priority));
             // SAFETY: see the macro.
             unsafe { give_handle(out, made) }
@@ -259,9 +262,9 @@ vendor_functions! {
             0
         })
     }
-    priority_range(least: *mut i32, greatest: *mut i32) {
+    get_stream_priority_range(least: *mut i32, greatest: *mut i32) {
         // SAFETY: see the macro.
-        needs_context("priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
+        needs_context("get_stream_priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
     }
     event_create(out: *mut RawEvent, _flags: u32) {
         // SAFETY: see the macro.
@@ -281,59 +284,59 @@ vendor_functions! {
     }
     event_query(event: RawEvent) { call("event_query", &[event.number()], |_| 0) }
     event_synchronize(event: RawEvent) { call("event_synchronize", &[event.number()], |_| 0) }
-    event_elapsed(out: *mut f32, start: RawEvent, end: RawEvent) {
+    event_elapsed_time(out: *mut f32, start: RawEvent, end: RawEvent) {
         // SAFETY: see the macro.
-        call("event_elapsed", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
+        call("event_elapsed_time", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
     }
     device_synchronize() { needs_context("device_synchronize", &[], |_| 0) }
-    allocate(out: *mut DevicePtr, bytes: usize) {
-        needs_context("allocate", &[], |vendor| {
-            let made = vendor.made("allocate");
+    mem_alloc(out: *mut DevicePtr, bytes: usize) {
+        needs_context("mem_alloc", &[], |vendor| {
+            let made = vendor.made("mem_alloc");
             vendor.memory.insert(made, bytes);
             // SAFETY: see the macro.
             unsafe { give_handle(out, made) }
         })
     }
-    free(memory: DevicePtr) { destroy("free", memory.number()) }
-    memory_info(free: *mut usize, total: *mut usize) {
+    mem_free(memory: DevicePtr) { destroy("mem_free", memory.number()) }
+    mem_get_info(free: *mut usize, total: *mut usize) {
         // SAFETY: see the macro.
-        needs_context("memory_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
+        needs_context("mem_get_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
     }
-    copy_to_device(_to: DevicePtr, _from: *const u8, _bytes: usize, stream: RawStream) { call("copy_to_device", &[stream.number()], |_| 0) }
-    copy_to_host(_to: *mut u8, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("copy_to_host", &[stream.number()], |_| 0) }
-    copy_on_device(_to: DevicePtr, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("copy_on_device", &[stream.number()], |_| 0) }
-    fill_8(_to: DevicePtr, _value: u8, _count: usize, stream: RawStream) { call("fill_8", &[stream.number()], |_| 0) }
-    fill_16(_to: DevicePtr, _value: u16, _count: usize, stream: RawStream) { call("fill_16", &[stream.number()], |_| 0) }
-    fill_32(_to: DevicePtr, _value: u32, _count: usize, stream: RawStream) { call("fill_32", &[stream.number()], |_| 0) }
-    host_allocate(out: *mut *mut u8, _bytes: usize, _flags: u32) {
-        needs_context("host_allocate", &[], |vendor| {
-            let made = vendor.made("host_allocate");
+    memcpy_htod_async(_to: DevicePtr, _from: *const u8, _bytes: usize, stream: RawStream) { call("memcpy_htod_async", &[stream.number()], |_| 0) }
+    memcpy_dtoh_async(_to: *mut u8, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("memcpy_dtoh_async", &[stream.number()], |_| 0) }
+    memcpy_dtod_async(_to: DevicePtr, _from: DevicePtr, _bytes: usize, stream: RawStream) { call("memcpy_dtod_async", &[stream.number()], |_| 0) }
+    memset_d8_async(_to: DevicePtr, _value: u8, _count: usize, stream: RawStream) { call("memset_d8_async", &[stream.number()], |_| 0) }
+    memset_d16_async(_to: DevicePtr, _value: u16, _count: usize, stream: RawStream) { call("memset_d16_async", &[stream.number()], |_| 0) }
+    memset_d32_async(_to: DevicePtr, _value: u32, _count: usize, stream: RawStream) { call("memset_d32_async", &[stream.number()], |_| 0) }
+    mem_host_alloc(out: *mut *mut u8, _bytes: usize, _flags: u32) {
+        needs_context("mem_host_alloc", &[], |vendor| {
+            let made = vendor.made("mem_host_alloc");
             // SAFETY: see the macro. Nobody follows the address.
             unsafe { give(out, std::ptr::without_provenance_mut(made as usize)) }
         })
     }
-    host_free(memory: *mut u8) { destroy("host_free", memory.addr() as u64) }
-    host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("host_register", &[], |_| 0) }
-    host_unregister(_memory: *mut u8) { needs_context("host_unregister", &[], |_| 0) }
-    host_device_address(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
+    mem_free_host(memory: *mut u8) { destroy("mem_free_host", memory.addr() as u64) }
+    mem_host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("mem_host_register", &[], |_| 0) }
+    mem_host_unregister(_memory: *mut u8) { needs_context("mem_host_unregister", &[], |_| 0) }
+    mem_host_get_device_pointer(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
         // SAFETY: see the macro.
-        needs_context("host_device_address", &[], |_| unsafe { give_handle(out, memory.addr() as u64) })
+        needs_context("mem_host_get_device_pointer", &[], |_| unsafe { give_handle(out, memory.addr() as u64) })
     }
-    allocate_async(out: *mut DevicePtr, _bytes: usize, stream: RawStream) {
+    mem_alloc_async(out: *mut DevicePtr, _bytes: usize, stream: RawStream) {
         // SAFETY: see the macro.
-        needs_context("allocate_async", &[stream.number()], |vendor| unsafe { give_handle(out, vendor.made("allocate_async")) })
+        needs_context("mem_alloc_async", &[stream.number()], |vendor| unsafe { give_handle(out, vendor.made("mem_alloc_async")) })
     }
-    free_async(memory: DevicePtr, stream: RawStream) {
-        let (memory, stream) = (memory.get(), stream.0); call("free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
-    default_pool(out: *mut RawMemPool, _device: i32) {
+    mem_free_async(memory: DevicePtr, stream: RawStream) {
+        let (memory, stream) = (memory.get(), stream.0); call("mem_free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
+    device_get_default_mem_pool(out: *mut RawMemPool, _device: i32) {
         // SAFETY: see the macro.
-        call("default_pool", &[], |vendor| unsafe { give_handle(out, vendor.made("default_pool")) })
+        call("device_get_default_mem_pool", &[], |vendor| unsafe { give_handle(out, vendor.made("device_get_default_mem_pool")) })
     }
-    pool_set(pool: RawMemPool, _which: u32, _value: *mut u64) { call("pool_set", &[pool.number()], |_| 0) }
-    pool_trim(pool: RawMemPool, _keep: usize) { call("pool_trim", &[pool.number()], |_| 0) }
-    capture_begin(stream: RawStream, mode: u32) {
+    mem_pool_set_attribute(pool: RawMemPool, _which: u32, _value: *mut u64) { call("mem_pool_set_attribute", &[pool.number()], |_| 0) }
+    mem_pool_trim_to(pool: RawMemPool, _keep: usize) { call("mem_pool_trim_to", &[pool.number()], |_| 0) }
+    stream_begin_capture(stream: RawStream, mode: u32) {
         let stream = stream.0;
-        call("capture_begin", &[stream], |vendor| {
+        call("stream_begin_capture", &[stream], |vendor| {
             if vendor.captures.contains_key(&stream) {
                 return INVALID;
             }
@@ -341,10 +344,10 @@ vendor_functions! {
             0
         })
     }
-    capture_end(stream: RawStream, out: *mut RawGraph) {
+    stream_end_capture(stream: RawStream, out: *mut RawGraph) {
         let stream = stream.0;
         // As the vendor's: on another thread the capture is over, and there is no graph.
-        call("capture_end", &[stream], |vendor| {
+        call("stream_end_capture", &[stream], |vendor| {
             if vendor.dead.contains(&stream) {
                 return LOST;
             }
@@ -354,7 +357,7 @@ vendor_functions! {
             match vendor.captures.remove(&stream) {
             Some(Some(thread)) if thread != std::thread::current().id() => WRONG_THREAD,
             Some(_) => {
-                let made = vendor.made("capture_end");
+                let made = vendor.made("stream_end_capture");
                 // SAFETY: see the macro.
                 unsafe { give_handle(out, made) }
             }
@@ -362,53 +365,53 @@ vendor_functions! {
             }
         })
     }
-    capture_state(stream: RawStream, out: *mut u32) {
+    stream_is_capturing(stream: RawStream, out: *mut u32) {
         let stream = stream.0;
         // SAFETY: see the macro.
-        call("capture_state", &[stream], |vendor| unsafe {
+        call("stream_is_capturing", &[stream], |vendor| unsafe {
             let lost = u32::from(vendor.dead.contains(&stream)) * 2;
             give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
         })
     }
-    capture_mode(mode: *mut u32) {
+    thread_exchange_stream_capture_mode(mode: *mut u32) {
         // SAFETY: see the macro.
         unsafe { give(mode, MODE.replace(*mode)) }
     }
-    graph_instantiate(out: *mut RawGraphExec, graph: RawGraph, _flags: u64) {
+    graph_instantiate_with_flags(out: *mut RawGraphExec, graph: RawGraph, _flags: u64) {
         // SAFETY: see the macro.
-        needs_context("graph_instantiate", &[graph.number()], |vendor| unsafe { give_handle(out, vendor.made("graph_instantiate")) })
+        needs_context("graph_instantiate_with_flags", &[graph.number()], |vendor| unsafe { give_handle(out, vendor.made("graph_instantiate_with_flags")) })
     }
     graph_launch(graph: RawGraphExec, stream: RawStream) { call("graph_launch", &[graph.number(), stream.number()], |_| 0) }
     graph_destroy(graph: RawGraph) { destroy("graph_destroy", graph.number()) }
     graph_exec_destroy(graph: RawGraphExec) { destroy("graph_exec_destroy", graph.number()) }
-    ipc_export(out: *mut IpcHandle, memory: DevicePtr) {
+    ipc_get_mem_handle(out: *mut IpcHandle, memory: DevicePtr) {
         // SAFETY: see the macro.
-        needs_context("ipc_export", &[memory.number()], |_| unsafe { give(out, IpcHandle([7; 64])) })
+        needs_context("ipc_get_mem_handle", &[memory.number()], |_| unsafe { give(out, IpcHandle([7; 64])) })
     }
-    ipc_open(out: *mut DevicePtr, _handle: IpcHandle, _flags: u32) {
-        needs_context("ipc_open", &[], |vendor| {
-            let made = vendor.made("ipc_open");
+    ipc_open_mem_handle(out: *mut DevicePtr, _handle: IpcHandle, _flags: u32) {
+        needs_context("ipc_open_mem_handle", &[], |vendor| {
+            let made = vendor.made("ipc_open_mem_handle");
             vendor.memory.insert(made, OPENED_BYTES);
             // SAFETY: see the macro.
             unsafe { give_handle(out, made) }
         })
     }
-    ipc_close(memory: DevicePtr) { destroy("ipc_close", memory.number()) }
-    address_range(start: *mut DevicePtr, bytes: *mut usize, memory: DevicePtr) {
+    ipc_close_mem_handle(memory: DevicePtr) { destroy("ipc_close_mem_handle", memory.number()) }
+    mem_get_address_range(start: *mut DevicePtr, bytes: *mut usize, memory: DevicePtr) {
         let memory = memory.get();
-        call("address_range", &[memory], |vendor| {
+        call("mem_get_address_range", &[memory], |vendor| {
             let found = vendor.memory.get(&memory).copied().unwrap_or(0);
             // SAFETY: see the macro.
             unsafe { give_handle(start, memory) + give(bytes, found) }
         })
     }
-    ipc_export_event(out: *mut IpcHandle, event: RawEvent) {
+    ipc_get_event_handle(out: *mut IpcHandle, event: RawEvent) {
         // SAFETY: see the macro.
-        needs_context("ipc_export_event", &[event.number()], |_| unsafe { give(out, IpcHandle([8; 64])) })
+        needs_context("ipc_get_event_handle", &[event.number()], |_| unsafe { give(out, IpcHandle([8; 64])) })
     }
-    ipc_open_event(out: *mut RawEvent, _handle: IpcHandle) {
+    ipc_open_event_handle(out: *mut RawEvent, _handle: IpcHandle) {
         // SAFETY: see the macro.
-        needs_context("ipc_open_event", &[], |vendor| unsafe { give_handle(out, vendor.made("ipc_open_event")) })
+        needs_context("ipc_open_event_handle", &[], |vendor| unsafe { give_handle(out, vendor.made("ipc_open_event_handle")) })
     }
     blas_create(out: *mut RawBlas) {
         // SAFETY: see the macro.
@@ -454,57 +457,57 @@ macro_rules! products {
 }
 
 products! {
-    gemm, gemm_batch: i32;
-    gemm_64, gemm_batch_64: i64;
+    gemm_ex, gemm_strided_batched_ex: i32;
+    gemm_ex_64, gemm_strided_batched_ex_64: i64;
 }
 
 static CALLS: Calls = Calls {
     stream_query,
     stream_synchronize,
-    stream_create,
+    stream_create_with_priority,
     stream_destroy,
     stream_wait_event,
-    priority_range,
+    get_stream_priority_range,
     event_create,
     event_destroy,
     event_record,
     event_query,
     event_synchronize,
-    event_elapsed,
+    event_elapsed_time,
     device_synchronize,
-    allocate,
-    free,
-    memory_info,
-    copy_to_device,
-    copy_to_host,
-    copy_on_device,
-    fill_8,
-    fill_16,
-    fill_32,
-    host_allocate,
-    host_free,
-    host_register,
-    host_unregister,
-    host_device_address,
-    allocate_async: Some(allocate_async),
-    free_async: Some(free_async),
-    default_pool: Some(default_pool),
-    pool_set: Some(pool_set),
-    pool_trim: Some(pool_trim),
-    capture_begin: Some(capture_begin),
-    capture_end: Some(capture_end),
-    capture_state: Some(capture_state),
-    capture_mode: Some(capture_mode),
-    graph_instantiate: Some(graph_instantiate),
+    mem_alloc,
+    mem_free,
+    mem_get_info,
+    memcpy_htod_async,
+    memcpy_dtoh_async,
+    memcpy_dtod_async,
+    memset_d8_async,
+    memset_d16_async,
+    memset_d32_async,
+    mem_host_alloc,
+    mem_free_host,
+    mem_host_register,
+    mem_host_unregister,
+    mem_host_get_device_pointer,
+    mem_alloc_async: Some(mem_alloc_async),
+    mem_free_async: Some(mem_free_async),
+    device_get_default_mem_pool: Some(device_get_default_mem_pool),
+    mem_pool_set_attribute: Some(mem_pool_set_attribute),
+    mem_pool_trim_to: Some(mem_pool_trim_to),
+    stream_begin_capture: Some(stream_begin_capture),
+    stream_end_capture: Some(stream_end_capture),
+    stream_is_capturing: Some(stream_is_capturing),
+    thread_exchange_stream_capture_mode: Some(thread_exchange_stream_capture_mode),
+    graph_instantiate_with_flags: Some(graph_instantiate_with_flags),
     graph_launch: Some(graph_launch),
     graph_destroy: Some(graph_destroy),
     graph_exec_destroy: Some(graph_exec_destroy),
-    ipc_export: Some(ipc_export),
-    ipc_open: Some(ipc_open),
-    ipc_close: Some(ipc_close),
-    address_range: Some(address_range),
-    ipc_export_event: Some(ipc_export_event),
-    ipc_open_event: Some(ipc_open_event),
+    ipc_get_mem_handle: Some(ipc_get_mem_handle),
+    ipc_open_mem_handle: Some(ipc_open_mem_handle),
+    ipc_close_mem_handle: Some(ipc_close_mem_handle),
+    mem_get_address_range: Some(mem_get_address_range),
+    ipc_get_event_handle: Some(ipc_get_event_handle),
+    ipc_open_event_handle: Some(ipc_open_event_handle),
 };
 
 static BLAS: Blas = Blas {
@@ -516,11 +519,11 @@ static BLAS: Blas = Blas {
         set_pointer_mode: blas_set_pointer_mode,
         set_workspace: Some(blas_set_workspace),
         set_math_mode: Some(blas_set_math_mode),
+        gemm_ex,
+        gemm_strided_batched_ex,
+        gemm_ex_64: Some(gemm_ex_64),
+        gemm_strided_batched_ex_64: Some(gemm_strided_batched_ex_64),
     },
-    gemm,
-    gemm_batch,
-    gemm_64: Some(gemm_64),
-    gemm_batch_64: Some(gemm_batch_64),
     codes: &CODES,
 };
 
@@ -560,21 +563,21 @@ unsafe impl Platform for FakePlatform {
         CURRENT.set(previous);
     }
 
-    fn enable_peer(&self, _device: u32, _peer: u32) -> Result<(), i32> {
-        match needs_context("enable_peer", &[], |_| 0) {
+    fn enable_peer_access(&self, _device: u32, _peer: u32) -> Result<(), i32> {
+        match needs_context("enable_peer_access", &[], |_| 0) {
             0 => Ok(()),
             code => Err(code),
         }
     }
 
-    unsafe fn copy_peer(
+    unsafe fn memcpy_peer_async(
         &self,
         _dst: (u32, DevicePtr),
         _src: (u32, DevicePtr),
         _bytes: usize,
         stream: RawStream,
     ) -> i32 {
-        call("copy_peer", &[stream.0], |_| 0)
+        call("memcpy_peer_async", &[stream.0], |_| 0)
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, _device: u32) -> Result<bool, i32> {
@@ -665,7 +668,7 @@ impl Fake {
             devices,
             captures: Arc::new(Captures::new(2)),
         }));
-        VENDOR.lock().room = Arc::downgrade(backend.room());
+        VENDOR.lock().state = Arc::downgrade(backend.state());
         Self { backend, _turn: turn }
     }
 

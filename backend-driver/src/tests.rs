@@ -1,6 +1,6 @@
 //! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
 
-use super::room::CAPTURES;
+use super::state::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
 use highwater_hal::numbers::Coded as _;
 use highwater_hal::{
@@ -20,7 +20,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     let id = stream(&fake);
     let idle = |when: &str| assert!(backend.synchronize_device(0).is_ok(), "a capture is still counted: {when}");
     // Begin fails.
-    fake.answer("capture_begin", INVALID);
+    fake.answer("stream_begin_capture", INVALID);
     assert!(backend.begin_capture(id, CaptureMode::Global).is_err());
     idle("begin failed");
     // It ends.
@@ -32,12 +32,12 @@ fn a_capture_is_counted_once_however_it_ends() {
     idle("ended");
     // Another thread cannot end it, and does no harm; its own can.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
-    let ends = fake.calls("capture_end").len();
+    let ends = fake.calls("stream_end_capture").len();
     std::thread::scope(|scope| {
         // SAFETY: as above.
         scope.spawn(|| assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture));
     });
-    assert_eq!(fake.calls("capture_end").len(), ends);
+    assert_eq!(fake.calls("stream_end_capture").len(), ends);
     assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
     // SAFETY: as above.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
@@ -92,7 +92,7 @@ fn no_choice_of_the_contract_is_unknown_here() {
     for &transport in Transport::ALL {
         known(backend.allocate(0, &AllocateOptions::new(64).with_kind(DeviceMemoryKind::Shareable(transport))));
     }
-    let quirks = super::Platform::quirks(&backend.room().platform);
+    let quirks = super::Platform::quirks(&backend.state().platform);
     DataType::ALL.iter().for_each(|&data_type| assert_ne!(quirks.type_code(data_type), -1, "{data_type:?}"));
 }
 
@@ -114,18 +114,18 @@ fn a_stream_that_begins_a_capture_while_it_is_destroyed_leaves_no_count() {
     let fake = Fake::new();
     let backend = &fake.backend;
     let id = stream(&fake);
-    fake.hold_up("capture_begin");
+    fake.hold_up("stream_begin_capture");
     std::thread::scope(|scope| {
         let begins = scope.spawn(|| backend.begin_capture(id, CaptureMode::ThreadLocal));
-        fake.wait_for("capture_begin");
+        fake.wait_for("stream_begin_capture");
         backend.destroy_stream(id).unwrap();
-        fake.go_on("capture_begin");
+        fake.go_on("stream_begin_capture");
         begins.join().unwrap().unwrap();
     });
     assert_eq!(backend.live_objects().total(), 0);
     assert_eq!(fake.alive(), 0);
     backend.synchronize_device(0).unwrap();
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
 }
 
 #[test]
@@ -133,20 +133,20 @@ fn a_stream_that_ends_a_capture_while_it_is_destroyed_ends_it_once() {
     let fake = Fake::new();
     let backend = &fake.backend;
     let id = stream(&fake);
-    fake.hold_up("capture_end");
+    fake.hold_up("stream_end_capture");
     std::thread::scope(|scope| {
         let ends = scope.spawn(|| {
             backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
             // SAFETY: this thread began it.
             unsafe { backend.end_capture(id) }
         });
-        fake.wait_for("capture_end");
+        fake.wait_for("stream_end_capture");
         backend.destroy_stream(id).unwrap();
-        fake.go_on("capture_end");
+        fake.go_on("stream_end_capture");
         backend.destroy_graph(ends.join().unwrap().unwrap()).unwrap();
     });
     assert_eq!(backend.live_objects().total(), 0);
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
     backend.synchronize_device(0).unwrap();
 }
 
@@ -158,7 +158,7 @@ fn the_per_thread_default_stream_is_not_captured() {
     assert_eq!(backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap_err().kind(), ErrorKind::Capture);
     // SAFETY: nothing is captured.
     assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture);
-    assert!(fake.calls("capture_begin").is_empty());
+    assert!(fake.calls("stream_begin_capture").is_empty());
     backend.synchronize_device(0).unwrap();
 }
 
@@ -225,18 +225,18 @@ fn success_without_an_object_is_an_error_and_leaves_nothing() {
     let backend = &fake.backend;
     let id = stream(&fake);
     for name in [
-        "stream_create",
+        "stream_create_with_priority",
         "event_create",
-        "allocate",
-        "allocate_async",
-        "host_allocate",
+        "mem_alloc",
+        "mem_alloc_async",
+        "mem_host_alloc",
         "blas_create",
         "allocate_shared",
         "open_shared",
-        "ipc_open",
-        "capture_end",
-        "graph_instantiate",
-        "ipc_open_event",
+        "ipc_open_mem_handle",
+        "stream_end_capture",
+        "graph_instantiate_with_flags",
+        "ipc_open_event_handle",
     ] {
         fake.give_nothing(name);
     }
@@ -292,11 +292,11 @@ fn a_legacy_handle_that_the_vendor_refuses_is_an_invalid_argument() {
     let fake = Fake::new();
     let ipc = fake.backend.ipc_sharing().unwrap();
     for code in [INVALID, 201, 400] {
-        fake.answer("ipc_open", code);
+        fake.answer("ipc_open_mem_handle", code);
         let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();
         assert_eq!((error.kind(), error.code()), (ErrorKind::InvalidArgument, Some(i64::from(code))), "{error}");
     }
-    fake.answer("ipc_open", 2);
+    fake.answer("ipc_open_mem_handle", 2);
     let error = ipc.open_memory(0, &MemoryHandle::new(Transport::Legacy, [0; 16], 64, [1; 64])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
     assert_eq!(fake.backend.live_objects().mappings, 0);
@@ -313,7 +313,7 @@ fn what_exports_leave_behind_does_not_grow() {
         // SAFETY: the block is alive.
         drop(unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap());
     }
-    assert!(backend.room().exported.lock().len() < 10);
+    assert!(backend.state().exported.lock().len() < 10);
     // SAFETY: nobody uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     assert_eq!(backend.live_objects().total(), 0);
@@ -325,8 +325,8 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
     let backend = &fake.backend;
     let host = backend.host_allocator();
     let kinds = [
-        (DeviceMemoryKind::Plain, "free"),
-        (DeviceMemoryKind::Shareable(Transport::Legacy), "free"),
+        (DeviceMemoryKind::Plain, "mem_free"),
+        (DeviceMemoryKind::Shareable(Transport::Legacy), "mem_free"),
         (DeviceMemoryKind::Shareable(Transport::Descriptor), "free_shared"),
     ];
     for (kind, call) in kinds {
@@ -341,7 +341,7 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
         unsafe { backend.free(0, block, None) }.unwrap();
     }
     let block = host.allocate(64, &HostOptions::new()).unwrap();
-    fake.answer("host_free", INVALID);
+    fake.answer("mem_free_host", INVALID);
     // SAFETY: as above.
     assert!(unsafe { host.free(block) }.is_err());
     // SAFETY: as above.
@@ -359,7 +359,7 @@ fn stream_ordered_memory_is_not_freed_into_a_capture() {
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     // SAFETY: nobody uses it.
     assert_eq!(unsafe { backend.free(0, block, Some(id)) }.unwrap_err().kind(), ErrorKind::Capture);
-    assert!(fake.calls("free_async").is_empty());
+    assert!(fake.calls("mem_free_async").is_empty());
     // SAFETY: this test began it.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
     // SAFETY: as above.
@@ -390,8 +390,8 @@ fn calls_that_a_capture_forbids_are_made_in_relaxed_mode_while_one_is_open() {
         "event_query",
         "stream_query",
         "stream_synchronize",
-        "allocate",
-        "free",
+        "mem_alloc",
+        "mem_free",
         "blas_create",
         "blas_destroy",
         "event_destroy",
@@ -419,11 +419,11 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
         // One that forbids nothing to other threads does not wait.
         backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
         let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
-        while !backend.room().may_capture() {
+        while !backend.state().may_capture() {
             std::thread::yield_now();
         }
         std::thread::sleep(std::time::Duration::from_millis(20));
-        assert_eq!(fake.calls("capture_begin").len(), 1);
+        assert_eq!(fake.calls("stream_begin_capture").len(), 1);
         fake.go_on("event_query");
         asks.join().unwrap().unwrap();
         begins.join().unwrap().unwrap();
@@ -448,7 +448,7 @@ fn beside_a_plugin_every_question_is_asked_in_relaxed_mode() {
 #[test]
 fn a_backend_that_ends_with_a_capture_open_leaves_no_count_to_others_over_its_library() {
     let fake = Fake::new();
-    let captures = std::sync::Arc::clone(&fake.backend.room().captures);
+    let captures = std::sync::Arc::clone(&fake.backend.state().captures);
     fake.backend.begin_capture(stream(&fake), CaptureMode::ThreadLocal).unwrap();
     assert!(captures.are_open_on(0));
     drop(fake);
@@ -468,7 +468,7 @@ fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_use
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
     // SAFETY: as above.
     unsafe { handle.gemm(&gemm) }.unwrap();
-    assert_eq!(fake.calls("gemm").iter().map(|call| call.context).collect::<Vec<_>>(), [context(1)]);
+    assert_eq!(fake.calls("gemm_ex").iter().map(|call| call.context).collect::<Vec<_>>(), [context(1)]);
     backend.destroy_stream(id).unwrap();
     // SAFETY: as above.
     assert_eq!(unsafe { handle.gemm(&gemm) }.unwrap_err().kind(), ErrorKind::InvalidHandle);
@@ -496,13 +496,18 @@ fn a_product_goes_to_the_call_that_can_count_it() {
     let batched = |count| shape.with_batch(StridedBatch { count, stride_a: 4, stride_b: 4, stride_c: 4 });
     let mut wide = shape;
     wide.lda = large;
-    let cases = [(shape, "gemm"), (batched(3), "gemm_batch"), (wide, "gemm_64"), (batched(large), "gemm_batch_64")];
+    let cases = [
+        (shape, "gemm_ex"),
+        (batched(3), "gemm_strided_batched_ex"),
+        (wide, "gemm_ex_64"),
+        (batched(large), "gemm_strided_batched_ex_64"),
+    ];
     for (shape, name) in cases {
         // SAFETY: nobody follows the addresses.
         unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
         assert_eq!(fake.calls(name).len(), 1, "{name}");
     }
-    let names = ["gemm", "gemm_batch", "gemm_64", "gemm_batch_64"];
+    let names = ["gemm_ex", "gemm_strided_batched_ex", "gemm_ex_64", "gemm_strided_batched_ex_64"];
     assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
     // What not even those count.
     let mut endless = shape;
@@ -519,17 +524,17 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
     let backend = &fake.backend;
     let id = stream(&fake);
     let kind = DeviceMemoryKind::StreamOrdered(id);
-    fake.hold_up("default_pool");
+    fake.hold_up("device_get_default_mem_pool");
     // A thread that sets the pool up holds nobody up.
     std::thread::scope(|scope| {
         let allocate = || backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
         let first = scope.spawn(allocate);
-        fake.wait_for("default_pool");
+        fake.wait_for("device_get_default_mem_pool");
         let second = scope.spawn(allocate);
-        while fake.calls("default_pool").len() < 2 {
+        while fake.calls("device_get_default_mem_pool").len() < 2 {
             std::thread::yield_now();
         }
-        fake.go_on("default_pool");
+        fake.go_on("device_get_default_mem_pool");
         for thread in [first, second] {
             // SAFETY: nobody uses it.
             unsafe { backend.free(0, thread.join().unwrap(), Some(id)) }.unwrap();
@@ -542,7 +547,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
 fn flags_that_are_set_twice_are_told_apart() {
     let fake = Fake::new();
     let id = stream(&fake);
-    let held = fake.backend.room().stream("t", id).unwrap();
+    let held = fake.backend.state().stream("t", id).unwrap();
     assert_eq!([true, true, false, false].map(|on| held.set_flag(CAPTURES, on)), [false, true, true, false]);
 }
 

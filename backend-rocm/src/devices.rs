@@ -40,7 +40,7 @@ pub(crate) fn describe(rocm: &Rocm) -> Result<Vec<(DeviceInfo, Capabilities)>, E
 pub(crate) fn architecture(driver: &Driver, ordinal: i32) -> Result<String, Error> {
     let mut properties = Box::new(Properties([0; 4096]));
     // SAFETY: the symbol fills the layout of HIP 6, for which there is room, and which lives until it returns.
-    codes::HIP.check("open", unsafe { (driver.own.device_properties)(&mut *properties, ordinal) })?;
+    codes::HIP.check("open", unsafe { (driver.own.get_device_properties)(&mut *properties, ordinal) })?;
     Ok(text(&properties.0[ARCHITECTURE]))
 }
 
@@ -49,20 +49,20 @@ fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo,
     let own = &driver.own;
     let codes = [
         // SAFETY: the call writes at most what it is told there is room for, which lives until it returns.
-        unsafe { (own.device_name)(name.as_mut_ptr(), name.len() as i32, ordinal) },
+        unsafe { (own.device_get_name)(name.as_mut_ptr(), name.len() as i32, ordinal) },
         // SAFETY: the call writes 16 bytes that live until it returns.
-        unsafe { (own.device_uuid)(&mut uuid, ordinal) },
+        unsafe { (own.device_get_uuid)(&mut uuid, ordinal) },
         // SAFETY: the call writes one number that lives until it returns.
-        unsafe { (own.device_memory)(&mut bytes, ordinal) },
+        unsafe { (own.device_total_mem)(&mut bytes, ordinal) },
         // SAFETY: as for the name.
-        unsafe { (own.device_pci_address)(pci.as_mut_ptr(), pci.len() as i32, ordinal) },
+        unsafe { (own.device_get_pci_bus_id)(pci.as_mut_ptr(), pci.len() as i32, ordinal) },
     ];
     for code in codes {
         codes::HIP.check("open", code)?;
     }
     let mut info = DeviceInfo::new(ordinal.unsigned_abs(), text(&name), uuid, bytes as u64);
     info.architecture = architecture.to_owned();
-    highwater_driver::set_place(&mut info, &pci);
+    highwater_driver::set_pci_address(&mut info, &pci);
     Ok(info)
 }
 
@@ -114,7 +114,7 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     let calls = &rocm.driver.calls;
     let (mut least, mut greatest) = (0, 0);
     // SAFETY: the call writes two numbers that live until it returns.
-    let ranged = unsafe { (calls.priority_range)(&mut least, &mut greatest) } == 0;
+    let ranged = unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) } == 0;
     let mut can = Capabilities::none();
     (can.gemm_f16, can.gemm_bf16, can.gemm_f32, can.gemm_f64, can.gemm_mixed) = (true, true, true, true, true);
     // By the compute type of a product; others ignore it or have no kernel.

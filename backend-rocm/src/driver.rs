@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Calls, Captures, Found, Initialised, LibraryName, Search};
+use highwater_driver::{Calls, Captures, DriverCache, Found, LibraryName, Search};
 use highwater_hal::{Error, ErrorKind};
 
 use crate::calls::{self, HipCalls};
@@ -32,15 +32,15 @@ impl Driver {
         paths: &dyn Fn(&str) -> Option<PathBuf>,
         accepts: impl Fn(&LibraryName) -> bool,
     ) -> Result<&'static Self, Error> {
-        static OPEN: Initialised<Driver> = Initialised::new();
+        static OPEN: DriverCache<Driver> = DriverCache::new();
         // SAFETY: passed on from the caller; a library that goes by these names, or that a variable names as it, exports what the
         // runtime exports.
-        unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialise(found)) }
+        unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialize(found)) }
     }
 
     /// # Safety
     /// The library is AMD's runtime.
-    unsafe fn initialise(found: &Found) -> Result<Self, Error> {
+    unsafe fn initialize(found: &Found) -> Result<Self, Error> {
         // SAFETY: passed on from the caller.
         let tables = unsafe {
             (Calls::load(&found.library, calls::runtime_symbol), HipCalls::load(&found.library, calls::runtime_symbol))
@@ -48,7 +48,7 @@ impl Driver {
         let (calls, own) = found.both(tables.0, tables.1, "install the HIP runtime of ROCm 6 or 7")?;
         let (mut version, mut devices) = (0, 0);
         // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
-        codes::HIP.check("open", unsafe { (own.runtime_version)(&mut version) })?;
+        codes::HIP.check("open", unsafe { (own.runtime_get_version)(&mut version) })?;
         if major(version) < 6 {
             let message = format!("{} is HIP {}", found.library.name(), written(version));
             return Err(
@@ -59,7 +59,7 @@ impl Driver {
         is_there(unsafe { (own.init)(0) })?;
         highwater_hal::exit::watch();
         // SAFETY: as above.
-        is_there(unsafe { (own.device_count)(&mut devices) })?;
+        is_there(unsafe { (own.get_device_count)(&mut devices) })?;
         if devices < 1 {
             return Err(codes::HIP.error("open", quirks::NO_DEVICE));
         }
@@ -76,7 +76,7 @@ impl Driver {
     pub(crate) fn attribute(&self, device: i32, which: i32) -> i32 {
         let mut value = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        let code = unsafe { (self.own.device_attribute)(&mut value, which, device) };
+        let code = unsafe { (self.own.device_get_attribute)(&mut value, which, device) };
         if code == 0 { value } else { 0 }
     }
 }

@@ -5,6 +5,8 @@
 //! libraries, their calls, the meaning of their codes, and what only HIP has. Which calls stand behind which method is written
 //! down in `docs/driver-mapping.md` of the repository.
 
+#[cfg(test)]
+mod abi_check;
 mod calls;
 mod codes;
 mod devices;
@@ -13,13 +15,11 @@ mod kernels;
 mod libraries;
 mod platform;
 mod quirks;
-#[cfg(test)]
-mod witness;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use highwater_driver::{Blas, DriverBackend, Found, Opened, Search, environment_path};
+use highwater_driver::{Blas, BlasCalls, Found, Opened, Search, environment_path, open_backend};
 use highwater_hal::Unavailable;
 use highwater_hal::{Backend, BackendTag, Error, ErrorKind, Identity};
 
@@ -47,10 +47,8 @@ unsafe fn open_with(
     paths: &dyn Fn(&str) -> Option<PathBuf>,
     folders: Vec<PathBuf>,
 ) -> Result<Arc<dyn Backend>, Unavailable> {
-    let mut search = Search::new(folders);
     // SAFETY: passed on from the caller.
-    let found = unsafe { find(&mut search, paths) };
-    found.map(|opened| Arc::new(DriverBackend::new(opened)) as Arc<dyn Backend>).map_err(|error| search.fails(error))
+    open_backend(folders, |search| unsafe { find(search, paths) })
 }
 
 /// # Safety
@@ -65,17 +63,16 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     let hipblas =
         unsafe { search.open(&libraries::HIPBLAS, given.as_deref(), |name| name.major == Some(driver.major())) }?;
     goes_with(&hipblas, driver)?;
-    let products = quirks::products(driver.major());
+    let symbol = |name: &str| calls::blas_symbol(driver.major(), name);
     // SAFETY: the library goes by its name, or a variable names it so; it exports what hipBLAS of its version does.
-    let tables = unsafe { Blas::load(&hipblas.library, calls::blas_symbol, products.symbols, &codes::HIPBLAS) };
-    let mut blas =
-        tables.map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
+    let mut blas = unsafe { BlasCalls::load(&hipblas.library, symbol) }
+        .map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
     // It takes no mode but the default; the compute type of a product says the precision.
-    blas.calls.set_math_mode = None;
+    blas.set_math_mode = None;
     let mut identity = Identity::new("rocm", "AMD ROCm", BackendTag::next());
     let mut below = 0;
     // SAFETY: the call writes one number that lives until it returns.
-    codes::HIP.check("open", unsafe { (driver.own.driver_version)(&mut below) })?;
+    codes::HIP.check("open", unsafe { (driver.own.driver_get_version)(&mut below) })?;
     let versions = [
         ("highwater-rocm", env!("CARGO_PKG_VERSION").to_owned()),
         ("HIP", driver::written(driver.version)),
@@ -84,19 +81,20 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
         ("hipBLAS", (driver.major() - 4).to_string()),
     ];
     identity.versions = versions.into_iter().map(|(what, version)| (what.to_owned(), version)).collect();
-    identity.versions.extend(search.opened().iter().map(|file| ("library".to_owned(), file.clone())));
     identity.blas_workspace_variables = &["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"];
     let architectures =
         (0..driver.devices).map(|ordinal| devices::architecture(driver, ordinal)).collect::<Result<Vec<_>, Error>>()?;
     let kernels = Kernels::new(&hipblas.library);
-    let platform = Rocm { driver, blas, quirks: products.quirks, kernels, architectures };
+    let quirks = quirks::of_hip(driver.major());
+    let blas = Blas { calls: blas, codes: &codes::HIPBLAS };
+    let platform = Rocm { driver, blas, quirks, kernels, architectures };
     let devices = devices::describe(&platform)?;
     Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }
 
 /// Whether this hipBLAS is of the same release as HIP: by its file's name, or by a symbol that only hipBLAS 2 has.
 fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
-    let second = hipblas.library.has_symbol(quirks::products(6).symbols[0]);
+    let second = hipblas.library.has_symbol(&calls::blas_symbol(6, "GemmEx"));
     let major = hipblas.major.unwrap_or(if second { 6 } else { 7 });
     if major == driver.major() {
         return Ok(());
@@ -164,7 +162,7 @@ mod tests {
 
     #[test]
     fn every_symbol_that_is_asked_for_is_one_of_the_vendors() {
-        use highwater_driver::{BlasCalls, Calls};
+        use highwater_driver::Calls;
         let names = Calls::NAMES.iter().chain(calls::HipCalls::NAMES).map(|(_, name)| calls::runtime_symbol(name));
         let symbols: std::collections::HashSet<String> = names.collect();
         assert_eq!(symbols.len(), Calls::NAMES.len() + calls::HipCalls::NAMES.len());
@@ -179,7 +177,7 @@ mod tests {
         }
         // The symbol without a suffix fills an older layout, and the one without flags has other arguments.
         assert!(!symbols.contains("hipGetDeviceProperties") && !symbols.contains("hipEventCreate"));
-        let blas: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| calls::blas_symbol(name)).collect();
+        let blas: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| calls::blas_symbol(7, name)).collect();
         assert_eq!(blas[..4], ["hipblasCreate", "hipblasDestroy", "hipblasSetStream", "hipblasSetAtomicsMode"]);
     }
 }

@@ -22,12 +22,12 @@ impl Rocm {
     #[inline(always)]
     fn set_device(&self, device: i32) -> i32 {
         // SAFETY: the call takes a number, and refuses those that are no device.
-        unsafe { (self.driver.own.device_set)(device) }
+        unsafe { (self.driver.own.set_device)(device) }
     }
 }
 
 // SAFETY: the calls are those of AMD's runtime and of hipBLAS, looked up under their own symbols and declared with their own
-// arguments (`witness.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
+// arguments (`abi_check.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
 // answer and what copies move. That a wait for an event makes writes to host memory visible is asked for by the event's flag.
 unsafe impl Platform for Rocm {
     /// The device that was current.
@@ -54,7 +54,7 @@ unsafe impl Platform for Rocm {
         let mut before = -1;
         // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
         // code of the thread may change it.
-        match unsafe { (self.driver.own.device_get)(&mut before) } {
+        match unsafe { (self.driver.own.get_device)(&mut before) } {
             0 if before == device as i32 => Ok(None),
             0 => match self.set_device(device as i32) {
                 0 => Ok(Some(before)),
@@ -69,28 +69,34 @@ unsafe impl Platform for Rocm {
         self.set_device(previous);
     }
 
-    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), i32> {
+    fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32> {
         let own = &self.driver.own;
         let mut reaches = 0;
         // SAFETY: the call writes one number that lives until it returns.
-        let asked = unsafe { (own.device_reaches)(&mut reaches, device as i32, peer as i32) };
+        let asked = unsafe { (own.device_can_access_peer)(&mut reaches, device as i32, peer as i32) };
         if asked != 0 || reaches == 0 {
             return Err(if asked == 0 { quirks::PEER_ACCESS_UNSUPPORTED } else { asked });
         }
         // SAFETY: the call takes numbers.
-        let enabled = unsafe { (own.device_enable_peer)(peer as i32, 0) };
+        let enabled = unsafe { (own.device_enable_peer_access)(peer as i32, 0) };
         if enabled == 0 || enabled == quirks::PEER_ACCESS_ALREADY_ENABLED { Ok(()) } else { Err(enabled) }
     }
 
-    unsafe fn copy_peer(&self, dst: (u32, DevicePtr), src: (u32, DevicePtr), bytes: usize, stream: RawStream) -> i32 {
+    unsafe fn memcpy_peer_async(
+        &self,
+        dst: (u32, DevicePtr),
+        src: (u32, DevicePtr),
+        bytes: usize,
+        stream: RawStream,
+    ) -> i32 {
         // SAFETY: the caller vouches for both ranges and the stream.
-        unsafe { (self.driver.own.copy_peer)(dst.1, dst.0 as i32, src.1, src.0 as i32, bytes, stream) }
+        unsafe { (self.driver.own.memcpy_peer_async)(dst.1, dst.0 as i32, src.1, src.0 as i32, bytes, stream) }
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
         let mut own = -1;
         // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
-        let code = unsafe { (self.driver.own.stream_device)(stream, &mut own) };
+        let code = unsafe { (self.driver.own.stream_get_device)(stream, &mut own) };
         if code == 0 { Ok(own == device as i32) } else { Err(code) }
     }
 

@@ -1,6 +1,8 @@
-//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `witness.rs` holds them against bindings.
+//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `abi_check.rs` holds them against bindings.
 
-use highwater_driver::{Quirks, RawStream};
+use highwater_driver::{
+    AtomicsModes, ComputeCodes, EventFlags, HostFlags, Quirks, RawStream, TransposeCodes, TypeCodes,
+};
 
 /// "Not done yet".
 pub(crate) const NOT_READY: i32 = 600;
@@ -43,6 +45,8 @@ pub(crate) const R_16BF: i32 = 14;
 pub(crate) const COMPUTE_32F: i32 = 2;
 pub(crate) const COMPUTE_32F_FAST_TF32: i32 = 6;
 pub(crate) const COMPUTE_64F: i32 = 7;
+pub(crate) const ATOMICS_NOT_ALLOWED: u32 = 0;
+pub(crate) const ATOMICS_ALLOWED: u32 = 1;
 
 const COMMON: Quirks = Quirks {
     legacy_stream: RawStream::NULL,
@@ -51,22 +55,25 @@ const COMMON: Quirks = Quirks {
     out_of_memory: OUT_OF_MEMORY,
     no_elapsed_time: INVALID_HANDLE,
     stream_flags: STREAM_NON_BLOCKING,
-    event_flags: [
-        EVENT_NO_TIMING | EVENT_RELEASE_TO_SYSTEM,
-        EVENT_RELEASE_TO_SYSTEM,
-        EVENT_NO_TIMING | EVENT_INTERPROCESS | EVENT_RELEASE_TO_SYSTEM,
-    ],
-    host_flags: [HOST_PORTABLE | HOST_MAPPED | HOST_NON_COHERENT, HOST_PORTABLE | HOST_MAPPED | HOST_WRITE_COMBINED],
+    event_flags: EventFlags {
+        plain: EVENT_NO_TIMING | EVENT_RELEASE_TO_SYSTEM,
+        timing: EVENT_RELEASE_TO_SYSTEM,
+        interprocess: EVENT_NO_TIMING | EVENT_INTERPROCESS | EVENT_RELEASE_TO_SYSTEM,
+    },
+    host_flags: HostFlags {
+        default: HOST_PORTABLE | HOST_MAPPED | HOST_NON_COHERENT,
+        write_combined: HOST_PORTABLE | HOST_MAPPED | HOST_WRITE_COMBINED,
+    },
     register_flags: REGISTER_PORTABLE | REGISTER_MAPPED,
     ipc_open_flag: IPC_LAZY_PEER_ACCESS,
     pool_release_threshold: POOL_RELEASE_THRESHOLD,
-    transpose_codes: [OP_N, OP_T],
-    type_codes: [R_16F, R_16BF, R_32F, R_64F],
-    compute_codes: [COMPUTE_32F, COMPUTE_32F_FAST_TF32, COMPUTE_64F],
+    transpose_codes: TransposeCodes { no: OP_N, yes: OP_T },
+    type_codes: TypeCodes { f16: R_16F, bf16: R_16BF, f32: R_32F, f64: R_64F },
+    compute_codes: ComputeCodes { f32: COMPUTE_32F, tf32: COMPUTE_32F_FAST_TF32, f64: COMPUTE_64F },
     default_algorithm: GEMM_DEFAULT,
     // A handle takes mode 0 only: the compute type of a product says it.
     math_modes: None,
-    atomics_modes: [0, 1],
+    atomics_modes: AtomicsModes { not_allowed: ATOMICS_NOT_ALLOWED, allowed: ATOMICS_ALLOWED },
     atomics_allowed_at_first: false,
     set_stream_resets_workspace: false,
     capture_loss_kills_streams: Some(CAPTURE_INVALIDATED),
@@ -76,34 +83,26 @@ const COMMON: Quirks = Quirks {
 pub(crate) static HIPBLAS_2: Quirks = Quirks { atomics_allowed_at_first: true, ..COMMON };
 pub(crate) static HIPBLAS_3: Quirks = COMMON;
 
-/// How products are made with one of the two.
-#[derive(Debug)]
-pub(crate) struct Products {
-    pub(crate) quirks: &'static Quirks,
-    /// The symbols of one product and of a batch.
-    pub(crate) symbols: [&'static str; 2],
-}
-
-/// The choice between hipBLAS 2 and 3, which take other numbers for the same types under the same symbols: hipBLAS 2 has those that
-/// take the numbers of 3 under another name. `major` is that of the HIP that it goes with.
-pub(crate) const fn products(major: u32) -> Products {
-    match major {
-        ..=6 => Products { quirks: &HIPBLAS_2, symbols: ["hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2"] },
-        _ => Products { quirks: &HIPBLAS_3, symbols: ["hipblasGemmEx", "hipblasGemmStridedBatchedEx"] },
-    }
+/// Returns the quirks of the hipBLAS that goes with a major version of HIP.
+pub(crate) const fn of_hip(major: u32) -> &'static Quirks {
+    if major <= 6 { &HIPBLAS_2 } else { &HIPBLAS_3 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calls::blas_symbol;
 
     #[test]
     fn the_symbols_that_take_the_new_numbers_are_chosen_by_the_version() {
         let chosen = |major| {
-            let products = products(major);
-            (products.symbols[0], products.symbols[1], products.quirks.atomics_allowed_at_first)
+            let symbols =
+                ["GemmEx", "GemmStridedBatchedEx", "GemmEx_64", "SetStream"].map(|name| blas_symbol(major, name));
+            (symbols, of_hip(major).atomics_allowed_at_first)
         };
-        assert_eq!(chosen(7), ("hipblasGemmEx", "hipblasGemmStridedBatchedEx", false));
-        assert_eq!(chosen(6), ("hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2", true));
+        let seven = ["hipblasGemmEx", "hipblasGemmStridedBatchedEx", "hipblasGemmEx_64", "hipblasSetStream"];
+        let six = ["hipblasGemmEx_v2", "hipblasGemmStridedBatchedEx_v2", "hipblasGemmEx_v2_64", "hipblasSetStream"];
+        assert_eq!(chosen(7), (seven.map(str::to_owned), false));
+        assert_eq!(chosen(6), (six.map(str::to_owned), true));
     }
 }

@@ -61,7 +61,7 @@ fn a_stream_that_died_is_replaced_under_its_id_behind_its_earlier_work() {
         assert_eq!(raw(&fake, id), after);
         backend.destroy_stream(id).unwrap();
     }
-    assert!(!backend.room().may_capture());
+    assert!(!backend.state().may_capture());
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
 }
 
@@ -80,7 +80,7 @@ fn every_stream_that_had_joined_is_replaced_and_others_are_not() {
     backend.stream_wait_event(apart, event).unwrap();
     backend.destroy_event(event).unwrap();
     // Who joined cannot end it.
-    fake.answer("capture_end", INVALID);
+    fake.answer("stream_end_capture", INVALID);
     assert_eq!(end(&fake, joined).code(), Some(i64::from(INVALID)));
     assert_eq!(raw(&fake, joined), before[1]);
     fake.lose(before[0]);
@@ -210,7 +210,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
     let id = stream(&fake);
     let before = raw(&fake, id);
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-    let held = backend.room().stream("t", id).unwrap();
+    let held = backend.state().stream("t", id).unwrap();
     fake.lose(before);
     end(&fake, id);
     // This thread's own use puts it off.
@@ -227,7 +227,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
 fn a_stream_that_cannot_be_replaced_is_told_as_that_and_leaves_nothing() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
-    for failing in ["stream_create", "stream_wait_event"] {
+    for failing in ["stream_create_with_priority", "stream_wait_event"] {
         let id = stream(&fake);
         let before = raw(&fake, id);
         backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
@@ -247,7 +247,7 @@ fn a_capture_that_fails_to_begin_or_whose_stream_is_destroyed_leaves_nothing() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
     let (origin, joined) = (stream(&fake), stream(&fake));
-    for failing in ["event_create", "event_record", "capture_begin"] {
+    for failing in ["event_create", "event_record", "stream_begin_capture"] {
         fake.answer(failing, INVALID);
         assert!(backend.begin_capture(origin, CaptureMode::Global).is_err());
         backend.synchronize_device(0).unwrap();

@@ -5,19 +5,19 @@ use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 
-use super::vendor::{Found, LibraryName, Search, VendorLibrary};
+use super::search::{Found, LibraryName, Search, VendorLibrary};
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 
 /// The drivers of one vendor that were initialised.
 #[derive(Debug)]
-pub struct Initialised<D: 'static> {
+pub struct DriverCache<D: 'static> {
     /// The process that was the first to initialise one. A child of its has none, and cannot make one.
     first: OnceLock<Generation>,
     /// One for each file that was opened.
     open: Mutex<Vec<(String, &'static D)>>,
 }
 
-impl<D> Initialised<D> {
+impl<D> DriverCache<D> {
     /// None yet.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "one for each vendor, in a static")]
@@ -38,7 +38,7 @@ impl<D> Initialised<D> {
         library: &VendorLibrary,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
         accepts: impl Fn(&LibraryName) -> bool,
-        initialise: impl FnOnce(&Found) -> Result<D>,
+        initialize: impl FnOnce(&Found) -> Result<D>,
     ) -> Result<&'static D> {
         if self.first.get().is_some_and(|generation| !generation.is_current()) {
             return Err(Generation::error("open"));
@@ -51,7 +51,7 @@ impl<D> Initialised<D> {
         }
         // Before it is, so that a child of any time after is told.
         self.first.get_or_init(Generation::current);
-        let driver = initialise(&found)?;
+        let driver = initialize(&found)?;
         let mut open = self.open.lock();
         // Two threads may both have initialised it, which drivers allow.
         if let Some((_, driver)) = open.iter().find(|(opened, _)| opened == found.library.name()) {

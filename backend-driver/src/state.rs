@@ -7,10 +7,11 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::calls::{capture_mode, capture_status};
 use super::captures::Captures;
 use super::codes::Codes;
+use super::dead_streams::OpenCapture;
 use super::hazards::Asking;
-use super::lost::OpenCapture;
 use super::objects::{Held, Objects, Removed};
 use super::platform::{Opened, Platform, SharedBlock};
 use super::raw::{Raw, RawEvent, RawGraph, RawGraphExec, RawMemPool, RawStream};
@@ -79,7 +80,7 @@ pub(super) struct DeviceState {
 }
 
 /// What a driven backend and its handles share.
-pub struct Room<P: Platform> {
+pub struct DriverState<P: Platform> {
     pub(super) platform: P,
     pub(super) identity: Identity,
     pub(super) devices: Vec<DeviceState>,
@@ -105,9 +106,9 @@ pub struct Room<P: Platform> {
     peers: Vec<OnceLock<bool>>,
 }
 
-impl<P: Platform> fmt::Debug for Room<P> {
+impl<P: Platform> fmt::Debug for DriverState<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Room")
+        f.debug_struct("DriverState")
             .field("backend", &self.identity.name)
             .field("tag", &self.identity.tag)
             .finish_non_exhaustive()
@@ -118,7 +119,7 @@ impl<P: Platform> fmt::Debug for Room<P> {
 #[derive(Debug)]
 pub struct HeldStream<'r> {
     raw: RawStream,
-    held: Option<Held<'r, RawStream>>,
+    held: Option<Held<'r, StreamId>>,
 }
 
 impl HeldStream<'_> {
@@ -141,7 +142,7 @@ impl HeldStream<'_> {
     }
 
     /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
-    pub(super) fn set_captor(&self, thread: u64) {
+    pub(super) fn set_capturing_thread(&self, thread: u64) {
         if let Some(held) = &self.held {
             held.set_number(thread);
         }
@@ -192,9 +193,6 @@ pub struct Relaxed<'r, P: Platform> {
     previous: u32,
 }
 
-/// The number of the relaxed capture mode, in both vendors.
-const RELAXED: u32 = 2;
-
 impl<P: Platform> Drop for Relaxed<'_, P> {
     fn drop(&mut self) {
         if let Some((_, exchange)) = self.exchange {
@@ -206,7 +204,7 @@ impl<P: Platform> Drop for Relaxed<'_, P> {
 
 /// One handle that is alive; counted until it is dropped.
 #[derive(Debug)]
-pub struct HandleCount<P: Platform>(std::sync::Arc<Room<P>>);
+pub struct HandleCount<P: Platform>(std::sync::Arc<DriverState<P>>);
 
 impl<P: Platform> Drop for HandleCount<P> {
     fn drop(&mut self) {
@@ -214,7 +212,7 @@ impl<P: Platform> Drop for HandleCount<P> {
     }
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     pub(super) fn new(opened: Opened<P>) -> Self {
         let tag = opened.identity.tag;
         let devices: Vec<DeviceState> = opened
@@ -317,7 +315,7 @@ impl<P: Platform> Room<P> {
         let Ok(_current) = self.make_current(operation, device) else { return error };
         let _relaxed = self.relaxed();
         // SAFETY: the call writes two numbers that live until it returns.
-        let asked = self.check(operation, unsafe { (self.platform.calls().memory_info)(&mut free, &mut total) });
+        let asked = self.check(operation, unsafe { (self.platform.calls().mem_get_info)(&mut free, &mut total) });
         asked.err().filter(|error| error.kind() == ErrorKind::DeviceLost).unwrap_or(error)
     }
 
@@ -343,7 +341,10 @@ impl<P: Platform> Room<P> {
     }
 
     /// `Unsupported` where the device lacks an ability, which has this name.
-    pub(super) fn require(
+    ///
+    /// # Errors
+    /// `Unsupported`, and `InvalidArgument` for a device that does not exist.
+    pub fn require(
         &self,
         operation: &'static str,
         device: u32,
@@ -356,7 +357,7 @@ impl<P: Platform> Room<P> {
     /// The vendor's handle of a stream that a BLAS handle of `device` is to be bound to.
     ///
     /// # Errors
-    /// As [`Room::stream`]; `WrongDevice` for a stream of another device.
+    /// As [`DriverState::stream`]; `WrongDevice` for a stream of another device.
     #[inline]
     pub fn stream_for_handle(&self, operation: &'static str, id: StreamId, device: u32) -> Result<HeldStream<'_>> {
         let held = self.stream(operation, id)?;
@@ -395,7 +396,7 @@ impl<P: Platform> Room<P> {
         operation: &'static str,
         stream: StreamId,
         event: EventId,
-    ) -> Result<(HeldStream<'_>, Held<'_, RawEvent>)> {
+    ) -> Result<(HeldStream<'_>, Held<'_, EventId>)> {
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             return Ok((self.default_stream(operation, stream)?, self.events.hold(operation, event)?));
         }
@@ -435,8 +436,8 @@ impl<P: Platform> Room<P> {
     /// Lets this thread make calls that a capture forbids.
     #[inline(never)]
     pub fn relaxed(&self) -> Relaxed<'_, P> {
-        let mut relaxed = Relaxed { exchange: None, previous: RELAXED };
-        if let Some(exchange) = self.platform.calls().capture_mode {
+        let mut relaxed = Relaxed { exchange: None, previous: capture_mode::RELAXED };
+        if let Some(exchange) = self.platform.calls().thread_exchange_stream_capture_mode {
             // SAFETY: the call reads and writes one number that lives until it returns.
             if unsafe { exchange(&mut relaxed.previous) } == 0 {
                 relaxed.exchange = Some((&self.platform, exchange));
@@ -476,20 +477,20 @@ impl<P: Platform> Room<P> {
     /// Whether the stream takes part in a capture, where one may be open at all.
     #[inline(always)]
     pub(super) fn takes_part(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<bool> {
-        if !self.may_capture() || stream.is_default() { Ok(false) } else { self.capture_state(operation, stream.raw) }
+        if !self.may_capture() || stream.is_default() { Ok(false) } else { self.is_capturing(operation, stream.raw) }
     }
 
     /// Whether the stream takes part in a capture, lost ones included.
     #[cold]
-    pub(super) fn capture_state(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
-        Ok(self.capture_status(operation, raw)? != 0)
+    pub(super) fn is_capturing(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
+        Ok(self.capture_status(operation, raw)? != capture_status::NONE)
     }
 
     /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
     #[cold]
     pub(super) fn capture_status(&self, operation: &'static str, raw: RawStream) -> Result<u32> {
-        let Some(state) = self.platform.calls().capture_state else { return Ok(0) };
-        let mut value = 0;
+        let Some(state) = self.platform.calls().stream_is_capturing else { return Ok(capture_status::NONE) };
+        let mut value = capture_status::NONE;
         // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
         self.check(operation, unsafe { state(raw, &mut value) })?;
         Ok(value)
@@ -525,7 +526,7 @@ impl<P: Platform> Room<P> {
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
         // Two threads may both ask; the second answer is "already".
-        let enabled = match self.platform.enable_peer(device, peer) {
+        let enabled = match self.platform.enable_peer_access(device, peer) {
             Ok(()) => true,
             Err(code) => {
                 let error = self.platform.codes().error(operation, code);
@@ -552,7 +553,7 @@ impl<P: Platform> Room<P> {
     #[cold]
     fn set_up_pool(&self, device: u32) -> Option<RawMemPool> {
         let calls = self.platform.calls();
-        let (default_pool, set) = (calls.default_pool?, calls.pool_set?);
+        let (default_pool, set) = (calls.device_get_default_mem_pool?, calls.mem_pool_set_attribute?);
         let (mut pool, mut keep) = (RawMemPool::NULL, u64::MAX);
         // SAFETY: the calls read and write numbers that live until they return.
         let code = unsafe {
@@ -567,7 +568,7 @@ impl<P: Platform> Room<P> {
     /// Gives back what the pool keeps but nobody uses; whether there is a pool.
     pub(super) fn trim_pool(&self, device: u32) -> bool {
         let pool = self.devices.get(device as usize).and_then(|state| state.pool.get().copied().flatten());
-        let (Some(pool), Some(trim)) = (pool, self.platform.calls().pool_trim) else { return false };
+        let (Some(pool), Some(trim)) = (pool, self.platform.calls().mem_pool_trim_to) else { return false };
         // SAFETY: the pool is the device's own and never ends.
         unsafe { trim(pool, 0) == 0 }
     }
@@ -630,7 +631,7 @@ impl<P: Platform> Room<P> {
     }
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Destroys what was in use when it was removed and is used no more.
     pub(super) fn sweep(&self, operation: &'static str) {
         self.streams.sweep(|stream| self.destroy_raw_stream(operation, stream));
@@ -658,7 +659,7 @@ pub(super) fn nothing(operation: &'static str) -> Error {
         .with_hint("look for an error of the device before this call")
 }
 
-impl<P: Platform> Drop for Room<P> {
+impl<P: Platform> Drop for DriverState<P> {
     fn drop(&mut self) {
         // At exit and in a forked child the vendor is not called.
         if self.is_in_service() {
@@ -671,7 +672,7 @@ impl<P: Platform> Drop for Room<P> {
 }
 
 #[cfg(test)]
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Whether a lock of the room is held, which no vendor call may be made under.
     pub(super) fn is_locked(&self) -> bool {
         self.blocks.is_locked()

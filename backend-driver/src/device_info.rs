@@ -11,7 +11,7 @@ pub fn text(bytes: &[u8]) -> String {
 
 /// Sets the place where a device is plugged in: its PCI address as the vendor writes it, and the NUMA node that the system
 /// reports for that address. A machine without NUMA reports -1.
-pub fn set_place(info: &mut DeviceInfo, address: &[u8]) {
+pub fn set_pci_address(info: &mut DeviceInfo, address: &[u8]) {
     let address = text(address).to_lowercase();
     let node = std::fs::read_to_string(format!("/sys/bus/pci/devices/{address}/numa_node")).ok();
     info.numa_node = node.and_then(|node| node.trim().parse().ok());
@@ -30,7 +30,7 @@ mod tests {
     #[test]
     fn a_place_that_the_system_does_not_know_has_no_node() {
         let mut info = DeviceInfo::new(0, "device", [0; 16], 1);
-        set_place(&mut info, b"FFFF:FF:1F.7\0");
+        set_pci_address(&mut info, b"FFFF:FF:1F.7\0");
         assert_eq!((info.pci_address.as_deref(), info.numa_node), (Some("ffff:ff:1f.7"), None));
     }
 }

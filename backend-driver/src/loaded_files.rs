@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::vendor::{LibraryName, VendorLibrary};
+use super::search::{LibraryName, VendorLibrary};
 
 /// The files that are mapped into this process.
 fn mapped_files(maps: &str) -> Vec<PathBuf> {

@@ -98,7 +98,7 @@ pub type Pair = (&'static str, &'static str, Vec<Class>, Vec<Class>);
 /// Checks, when this is compiled, that a table's fields and the functions of a binding crate's module take and give what is as
 /// large. The functions are of the kind `rust` or `c`. None of them is linked to.
 #[macro_export]
-macro_rules! witness_sizes {
+macro_rules! abi_sizes {
     (@kind rust ($($argument:tt),*)) => { unsafe fn($($argument),*) -> _ };
     (@kind c ($($argument:tt),*)) => { unsafe extern "C" fn($($argument),*) -> _ };
     (
@@ -107,20 +107,20 @@ macro_rules! witness_sizes {
         optional { $($optional:ident = $optional_symbol:ident($($optional_argument:tt),*);)* }
     ) => {
         const _: () = {
-            use $crate::witness;
+            use $crate::abi_check;
             use $($sys)::+ as sys;
             $(assert!(
-                witness::alike(
-                    witness::sizes(|table: &$table| table.$field),
-                    witness::sizes_in_header(sys::$symbol as $crate::witness_sizes!(@kind $kind ($($argument),*))),
+                abi_check::alike(
+                    abi_check::sizes(|table: &$table| table.$field),
+                    abi_check::sizes_in_header(sys::$symbol as $crate::abi_sizes!(@kind $kind ($($argument),*))),
                 ),
                 stringify!($field),
             );)*
             $(assert!(
-                witness::alike(
-                    witness::sizes_optional(|table: &$table| table.$optional),
-                    witness::sizes_in_header(
-                        sys::$optional_symbol as $crate::witness_sizes!(@kind $kind ($($optional_argument),*))
+                abi_check::alike(
+                    abi_check::sizes_optional(|table: &$table| table.$optional),
+                    abi_check::sizes_in_header(
+                        sys::$optional_symbol as $crate::abi_sizes!(@kind $kind ($($optional_argument),*))
                     ),
                 ),
                 stringify!($optional),
@@ -131,31 +131,31 @@ macro_rules! witness_sizes {
 
 /// The same, and the pairs of fields and functions for [`check`].
 #[macro_export]
-macro_rules! witness_pairs {
+macro_rules! abi_pairs {
     (
         $table:ty, $kind:ident $($sys:ident)::+,
         required { $($field:ident = $symbol:ident($($argument:tt),*);)* }
         optional { $($optional:ident = $optional_symbol:ident($($optional_argument:tt),*);)* }
     ) => {{
-        use $crate::witness;
+        use $crate::abi_check;
         use $($sys)::+ as sys;
-        $crate::witness_sizes! { $table, $kind $($sys)::+,
+        $crate::abi_sizes! { $table, $kind $($sys)::+,
             required { $($field = $symbol($($argument),*);)* }
             optional { $($optional = $optional_symbol($($optional_argument),*);)* }
         }
-        let pairs: Vec<witness::Pair> = vec![
+        let pairs: Vec<abi_check::Pair> = vec![
             $((
                 stringify!($field),
                 stringify!($symbol),
-                witness::declared(|table: &$table| table.$field),
-                witness::in_header(sys::$symbol as $crate::witness_sizes!(@kind $kind ($($argument),*))),
+                abi_check::declared(|table: &$table| table.$field),
+                abi_check::in_header(sys::$symbol as $crate::abi_sizes!(@kind $kind ($($argument),*))),
             ),)*
             $((
                 stringify!($optional),
                 stringify!($optional_symbol),
-                witness::declared_optional(|table: &$table| table.$optional),
-                witness::in_header(
-                    sys::$optional_symbol as $crate::witness_sizes!(@kind $kind ($($optional_argument),*))
+                abi_check::declared_optional(|table: &$table| table.$optional),
+                abi_check::in_header(
+                    sys::$optional_symbol as $crate::abi_sizes!(@kind $kind ($($optional_argument),*))
                 ),
             ),)*
         ];

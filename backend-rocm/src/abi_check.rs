@@ -3,9 +3,9 @@
 //! backend calls: the one needs AMD's libraries when a program starts, the other asks for names that are not installed.
 
 use cubecl_hip_sys as new;
-use highwater_driver::witness::{Signature, check, sizes_in_header};
-use highwater_driver::{BlasCalls, Calls, GemmBatchCall, GemmCall, IpcHandle, witness};
-use highwater_driver::{witness_pairs, witness_sizes};
+use highwater_driver::abi_check::check;
+use highwater_driver::{BlasCalls, Calls, IpcHandle, POINTER_MODE_HOST, capture_mode, capture_status};
+use highwater_driver::{abi_pairs, abi_sizes};
 use hip_sys::{hipblas, hiprt as old};
 
 use crate::calls::{HipCalls, blas_symbol, runtime_symbol};
@@ -13,57 +13,57 @@ use crate::{codes, devices, quirks};
 
 /// Holds the calls that every vendor has against a header.
 macro_rules! calls {
-    ($witness:ident, $header:ident) => {
-        $witness! { Calls, c $header,
+    ($abi_check:ident, $header:ident) => {
+        $abi_check! { Calls, c $header,
             required {
                 stream_query = hipStreamQuery(_);
                 stream_synchronize = hipStreamSynchronize(_);
-                stream_create = hipStreamCreateWithPriority(_, _, _);
+                stream_create_with_priority = hipStreamCreateWithPriority(_, _, _);
                 stream_destroy = hipStreamDestroy(_);
                 stream_wait_event = hipStreamWaitEvent(_, _, _);
-                priority_range = hipDeviceGetStreamPriorityRange(_, _);
+                get_stream_priority_range = hipDeviceGetStreamPriorityRange(_, _);
                 event_create = hipEventCreateWithFlags(_, _);
                 event_destroy = hipEventDestroy(_);
                 event_record = hipEventRecord(_, _);
                 event_query = hipEventQuery(_);
                 event_synchronize = hipEventSynchronize(_);
-                event_elapsed = hipEventElapsedTime(_, _, _);
+                event_elapsed_time = hipEventElapsedTime(_, _, _);
                 device_synchronize = hipDeviceSynchronize();
-                allocate = hipMalloc(_, _);
-                free = hipFree(_);
-                memory_info = hipMemGetInfo(_, _);
-                copy_to_device = hipMemcpyHtoDAsync(_, _, _, _);
-                copy_to_host = hipMemcpyDtoHAsync(_, _, _, _);
-                copy_on_device = hipMemcpyDtoDAsync(_, _, _, _);
-                fill_8 = hipMemsetD8Async(_, _, _, _);
-                fill_16 = hipMemsetD16Async(_, _, _, _);
-                fill_32 = hipMemsetD32Async(_, _, _, _);
-                host_allocate = hipHostMalloc(_, _, _);
-                host_free = hipHostFree(_);
-                host_register = hipHostRegister(_, _, _);
-                host_unregister = hipHostUnregister(_);
-                host_device_address = hipHostGetDevicePointer(_, _, _);
+                mem_alloc = hipMalloc(_, _);
+                mem_free = hipFree(_);
+                mem_get_info = hipMemGetInfo(_, _);
+                memcpy_htod_async = hipMemcpyHtoDAsync(_, _, _, _);
+                memcpy_dtoh_async = hipMemcpyDtoHAsync(_, _, _, _);
+                memcpy_dtod_async = hipMemcpyDtoDAsync(_, _, _, _);
+                memset_d8_async = hipMemsetD8Async(_, _, _, _);
+                memset_d16_async = hipMemsetD16Async(_, _, _, _);
+                memset_d32_async = hipMemsetD32Async(_, _, _, _);
+                mem_host_alloc = hipHostMalloc(_, _, _);
+                mem_free_host = hipHostFree(_);
+                mem_host_register = hipHostRegister(_, _, _);
+                mem_host_unregister = hipHostUnregister(_);
+                mem_host_get_device_pointer = hipHostGetDevicePointer(_, _, _);
             }
             optional {
-                allocate_async = hipMallocAsync(_, _, _);
-                free_async = hipFreeAsync(_, _);
-                default_pool = hipDeviceGetDefaultMemPool(_, _);
-                pool_set = hipMemPoolSetAttribute(_, _, _);
-                pool_trim = hipMemPoolTrimTo(_, _);
-                capture_begin = hipStreamBeginCapture(_, _);
-                capture_end = hipStreamEndCapture(_, _);
-                capture_state = hipStreamIsCapturing(_, _);
-                capture_mode = hipThreadExchangeStreamCaptureMode(_);
-                graph_instantiate = hipGraphInstantiateWithFlags(_, _, _);
+                mem_alloc_async = hipMallocAsync(_, _, _);
+                mem_free_async = hipFreeAsync(_, _);
+                device_get_default_mem_pool = hipDeviceGetDefaultMemPool(_, _);
+                mem_pool_set_attribute = hipMemPoolSetAttribute(_, _, _);
+                mem_pool_trim_to = hipMemPoolTrimTo(_, _);
+                stream_begin_capture = hipStreamBeginCapture(_, _);
+                stream_end_capture = hipStreamEndCapture(_, _);
+                stream_is_capturing = hipStreamIsCapturing(_, _);
+                thread_exchange_stream_capture_mode = hipThreadExchangeStreamCaptureMode(_);
+                graph_instantiate_with_flags = hipGraphInstantiateWithFlags(_, _, _);
                 graph_launch = hipGraphLaunch(_, _);
                 graph_destroy = hipGraphDestroy(_);
                 graph_exec_destroy = hipGraphExecDestroy(_);
-                ipc_export = hipIpcGetMemHandle(_, _);
-                ipc_open = hipIpcOpenMemHandle(_, _, _);
-                ipc_close = hipIpcCloseMemHandle(_);
-                address_range = hipMemGetAddressRange(_, _, _);
-                ipc_export_event = hipIpcGetEventHandle(_, _);
-                ipc_open_event = hipIpcOpenEventHandle(_, _);
+                ipc_get_mem_handle = hipIpcGetMemHandle(_, _);
+                ipc_open_mem_handle = hipIpcOpenMemHandle(_, _, _);
+                ipc_close_mem_handle = hipIpcCloseMemHandle(_);
+                mem_get_address_range = hipMemGetAddressRange(_, _, _);
+                ipc_get_event_handle = hipIpcGetEventHandle(_, _);
+                ipc_open_event_handle = hipIpcOpenEventHandle(_, _);
             }
         }
     };
@@ -71,23 +71,23 @@ macro_rules! calls {
 
 /// Holds those that only HIP has against a header, and more that not every header has.
 macro_rules! hip_calls {
-    ($witness:ident, $header:ident $(, $($more:tt)*)?) => {
-        $witness! { HipCalls, c $header,
+    ($abi_check:ident, $header:ident $(, $($more:tt)*)?) => {
+        $abi_check! { HipCalls, c $header,
             required {
                 init = hipInit(_);
-                runtime_version = hipRuntimeGetVersion(_);
-                driver_version = hipDriverGetVersion(_);
-                device_count = hipGetDeviceCount(_);
-                device_set = hipSetDevice(_);
-                device_get = hipGetDevice(_);
-                device_name = hipDeviceGetName(_, _, _);
-                device_uuid = hipDeviceGetUuid(_, _);
-                device_memory = hipDeviceTotalMem(_, _);
-                device_pci_address = hipDeviceGetPCIBusId(_, _, _);
-                device_attribute = hipDeviceGetAttribute(_, _, _);
-                device_reaches = hipDeviceCanAccessPeer(_, _, _);
-                device_enable_peer = hipDeviceEnablePeerAccess(_, _);
-                copy_peer = hipMemcpyPeerAsync(_, _, _, _, _, _);
+                runtime_get_version = hipRuntimeGetVersion(_);
+                driver_get_version = hipDriverGetVersion(_);
+                get_device_count = hipGetDeviceCount(_);
+                set_device = hipSetDevice(_);
+                get_device = hipGetDevice(_);
+                device_get_name = hipDeviceGetName(_, _, _);
+                device_get_uuid = hipDeviceGetUuid(_, _);
+                device_total_mem = hipDeviceTotalMem(_, _);
+                device_get_pci_bus_id = hipDeviceGetPCIBusId(_, _, _);
+                device_get_attribute = hipDeviceGetAttribute(_, _, _);
+                device_can_access_peer = hipDeviceCanAccessPeer(_, _, _);
+                device_enable_peer_access = hipDeviceEnablePeerAccess(_, _);
+                memcpy_peer_async = hipMemcpyPeerAsync(_, _, _, _, _, _);
                 $($($more)*)?
             }
             optional {}
@@ -97,44 +97,32 @@ macro_rules! hip_calls {
 
 #[test]
 fn the_runtimes_calls_are_those_of_its_header() {
-    let pairs = calls! { witness_pairs, new };
+    let pairs = calls! { abi_pairs, new };
     check(Calls::NAMES, runtime_symbol, &pairs, &[]);
-    let pairs = hip_calls! { witness_pairs, new,
-        device_properties = hipGetDevicePropertiesR0600(_, _);
-        stream_device = hipStreamGetDevice(_, _);
+    let pairs = hip_calls! { abi_pairs, new,
+        get_device_properties = hipGetDevicePropertiesR0600(_, _);
+        stream_get_device = hipStreamGetDevice(_, _);
     };
     check(HipCalls::NAMES, runtime_symbol, &pairs, &[]);
 }
 
 // What has been the same since HIP 5.
-calls! { witness_sizes, old }
-hip_calls! { witness_sizes, old }
+calls! { abi_sizes, old }
+hip_calls! { abi_sizes, old }
 
-witness_sizes! { BlasCalls, c hipblas,
+abi_sizes! { BlasCalls, c hipblas,
     required {
         create = hipblasCreate(_);
         destroy = hipblasDestroy(_);
         set_stream = hipblasSetStream(_, _);
         set_atomics_mode = hipblasSetAtomicsMode(_, _);
         set_pointer_mode = hipblasSetPointerMode(_, _);
+        // Other types, as wide.
+        gemm_ex = hipblasGemmEx(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);
+        gemm_strided_batched_ex = hipblasGemmStridedBatchedEx(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);
     }
     optional {}
 }
-
-// Other types, as wide.
-const _: () = assert!(witness::alike(
-    GemmCall::<i32>::SIZES,
-    sizes_in_header(
-        hipblas::hipblasGemmEx as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
-    )
-));
-const _: () = assert!(witness::alike(
-    GemmBatchCall::<i32>::SIZES,
-    sizes_in_header(
-        hipblas::hipblasGemmStridedBatchedEx
-            as unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _) -> _
-    )
-));
 
 /// Numbers that are the same in both, or in the one that is named.
 macro_rules! numbers {
@@ -172,16 +160,18 @@ numbers! {
     pools = devices::MEMORY_POOLS,
         [new::hipDeviceAttribute_t_hipDeviceAttributeMemoryPoolsSupported,
          old::hipDeviceAttribute_t::hipDeviceAttributeMemoryPoolsSupported];
-    mode_none = 0, [new::hipStreamCaptureStatus_hipStreamCaptureStatusNone];
-    mode_lost = 2, [new::hipStreamCaptureStatus_hipStreamCaptureStatusInvalidated];
-    mode_global = 0, [new::hipStreamCaptureMode_hipStreamCaptureModeGlobal];
-    mode_thread = 1, [new::hipStreamCaptureMode_hipStreamCaptureModeThreadLocal];
-    mode_relaxed = 2, [new::hipStreamCaptureMode_hipStreamCaptureModeRelaxed];
+    mode_none = capture_status::NONE, [new::hipStreamCaptureStatus_hipStreamCaptureStatusNone];
+    mode_active = capture_status::ACTIVE, [new::hipStreamCaptureStatus_hipStreamCaptureStatusActive];
+    mode_lost = capture_status::INVALIDATED, [new::hipStreamCaptureStatus_hipStreamCaptureStatusInvalidated];
+    mode_global = capture_mode::GLOBAL, [new::hipStreamCaptureMode_hipStreamCaptureModeGlobal];
+    mode_thread = capture_mode::THREAD_LOCAL, [new::hipStreamCaptureMode_hipStreamCaptureModeThreadLocal];
+    mode_relaxed = capture_mode::RELAXED, [new::hipStreamCaptureMode_hipStreamCaptureModeRelaxed];
     plain = quirks::OP_N, [hipblas::hipblasOperation_t::HIPBLAS_OP_N];
     transposed = quirks::OP_T, [hipblas::hipblasOperation_t::HIPBLAS_OP_T];
     algorithm = quirks::GEMM_DEFAULT, [hipblas::hipblasGemmAlgo_t::HIPBLAS_GEMM_DEFAULT];
-    atomics_not = 0, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_NOT_ALLOWED];
-    atomics = 1, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
+    host_pointers = POINTER_MODE_HOST, [hipblas::hipblasPointerMode_t::HIPBLAS_POINTER_MODE_HOST];
+    atomics_not = quirks::ATOMICS_NOT_ALLOWED, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_NOT_ALLOWED];
+    atomics = quirks::ATOMICS_ALLOWED, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
 }
 
 // The layout that HIP 6 brought, of which one field is read, into room for more.
@@ -224,7 +214,7 @@ fn each_code_has_the_name_that_the_headers_give_it() {
 
 #[test]
 fn the_symbols_of_hipblas_are_the_vendors() {
-    let names: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| blas_symbol(name)).collect();
+    let names: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| blas_symbol(7, name)).collect();
     assert_eq!(names[..4], ["hipblasCreate", "hipblasDestroy", "hipblasSetStream", "hipblasSetAtomicsMode"]);
     assert!(names.contains(&"hipblasSetWorkspace".to_owned()));
 }
@@ -232,8 +222,9 @@ fn the_symbols_of_hipblas_are_the_vendors() {
 #[test]
 fn r2_5_transposes_and_the_default_algorithm_have_numbers_of_their_own() {
     for quirks in [&quirks::HIPBLAS_2, &quirks::HIPBLAS_3] {
-        assert_eq!((quirks.transpose_codes, quirks.default_algorithm), ([111, 112], 160));
-        assert_eq!(quirks.type_codes, [2, 14, 0, 1]);
-        assert_eq!(quirks.compute_codes, [2, 6, 7]);
+        let (transposes, types, computes) = (quirks.transpose_codes, quirks.type_codes, quirks.compute_codes);
+        assert_eq!((transposes.no, transposes.yes, quirks.default_algorithm), (111, 112, 160));
+        assert_eq!([types.f16, types.bf16, types.f32, types.f64], [2, 14, 0, 1]);
+        assert_eq!([computes.f32, computes.tf32, computes.f64], [2, 6, 7]);
     }
 }

@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 use highwater_driver::SharedBlock;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport};
 
-use crate::calls::{CudaCalls, RawAllocation};
+use crate::calls::{RawAllocation, VirtualMemoryCalls};
 use crate::codes;
 
 /// What memory is made for: the driver's own layout, with numbers in place of its enums.
@@ -56,37 +56,7 @@ const fn handle_type(transport: Transport) -> u32 {
     }
 }
 
-/// The calls of this file, all of which there are or none.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct MappedCalls {
-    create: unsafe extern "C" fn(*mut RawAllocation, usize, *const Properties, u64) -> i32,
-    release: unsafe extern "C" fn(RawAllocation) -> i32,
-    granularity: unsafe extern "C" fn(*mut usize, *const Properties, u32) -> i32,
-    reserve: unsafe extern "C" fn(*mut DevicePtr, usize, usize, DevicePtr, u64) -> i32,
-    unreserve: unsafe extern "C" fn(DevicePtr, usize) -> i32,
-    map: unsafe extern "C" fn(DevicePtr, usize, usize, RawAllocation, u64) -> i32,
-    unmap: unsafe extern "C" fn(DevicePtr, usize) -> i32,
-    access: unsafe extern "C" fn(DevicePtr, usize, *const Access, usize) -> i32,
-    export: unsafe extern "C" fn(*mut u8, RawAllocation, u32, u64) -> i32,
-    import: unsafe extern "C" fn(*mut RawAllocation, *const u8, u32) -> i32,
-}
-
-impl MappedCalls {
-    pub(crate) fn new(calls: &CudaCalls) -> Option<Self> {
-        Some(Self {
-            create: calls.memory_create?,
-            release: calls.memory_release?,
-            granularity: calls.memory_granularity?,
-            reserve: calls.address_reserve?,
-            unreserve: calls.address_free?,
-            map: calls.memory_map?,
-            unmap: calls.memory_unmap?,
-            access: calls.memory_access?,
-            export: calls.memory_export?,
-            import: calls.memory_import?,
-        })
-    }
-
+impl VirtualMemoryCalls {
     const fn location(device: i32) -> Location {
         Location { kind: ON_DEVICE, id: device }
     }
@@ -105,7 +75,7 @@ impl MappedCalls {
     fn round(&self, operation: &'static str, properties: &Properties, bytes: usize) -> Result<usize> {
         let mut granularity = 0;
         // SAFETY: the call reads the properties and writes one number, which live until it returns.
-        let code = unsafe { (self.granularity)(&mut granularity, properties, LEAST) };
+        let code = unsafe { (self.mem_get_allocation_granularity)(&mut granularity, properties, LEAST) };
         codes::CUDA.check(operation, code)?;
         bytes.checked_next_multiple_of(granularity.max(1)).ok_or_else(|| {
             Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes are more than the address space"))
@@ -118,7 +88,7 @@ impl MappedCalls {
         let Ok(bytes) = self.round("open", &properties, 1) else { return false };
         let mut memory = RawAllocation::NULL;
         // SAFETY: as above; what was made is given back.
-        unsafe { (self.create)(&mut memory, bytes, &properties, 0) == 0 && (self.release)(memory) == 0 }
+        unsafe { (self.mem_create)(&mut memory, bytes, &properties, 0) == 0 && (self.mem_release)(memory) == 0 }
     }
 
     /// Makes memory and maps it; the device is current.
@@ -128,7 +98,7 @@ impl MappedCalls {
         let bytes = self.round(OPERATION, &properties, bytes)?;
         let mut memory = RawAllocation::NULL;
         // SAFETY: the call reads the properties and writes one number, which live until it returns.
-        codes::CUDA.check(OPERATION, unsafe { (self.create)(&mut memory, bytes, &properties, 0) })?;
+        codes::CUDA.check(OPERATION, unsafe { (self.mem_create)(&mut memory, bytes, &properties, 0) })?;
         self.place(OPERATION, device, memory, bytes)
     }
 
@@ -139,18 +109,18 @@ impl MappedCalls {
         // SAFETY: the memory was just made or imported with at least these bytes, or mapping it fails; numbers and
         // descriptions live until the calls return, and what was reserved and mapped is given back on failure.
         let code = unsafe {
-            match (self.reserve)(&mut address, bytes, 0, DevicePtr::new(0), 0) {
-                0 => match (self.map)(address, bytes, 0, memory, 0) {
-                    0 => match (self.access)(address, bytes, &access, 1) {
+            match (self.mem_address_reserve)(&mut address, bytes, 0, DevicePtr::new(0), 0) {
+                0 => match (self.mem_map)(address, bytes, 0, memory, 0) {
+                    0 => match (self.mem_set_access)(address, bytes, &access, 1) {
                         0 => return Ok(SharedBlock { address, allocation: memory.0, bytes }),
                         code => {
-                            (self.unmap)(address, bytes);
-                            (self.unreserve)(address, bytes);
+                            (self.mem_unmap)(address, bytes);
+                            (self.mem_address_free)(address, bytes);
                             code
                         }
                     },
                     code => {
-                        (self.unreserve)(address, bytes);
+                        (self.mem_address_free)(address, bytes);
                         code
                     }
                 },
@@ -158,7 +128,7 @@ impl MappedCalls {
             }
         };
         // SAFETY: nothing maps the memory.
-        unsafe { (self.release)(memory) };
+        unsafe { (self.mem_release)(memory) };
         Err(codes::CUDA.error(operation, code))
     }
 
@@ -168,12 +138,13 @@ impl MappedCalls {
     /// Nothing uses it any more.
     pub(crate) unsafe fn free(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
         // SAFETY: the block is mapped, and nothing uses it.
-        codes::CUDA.check(operation, unsafe { (self.unmap)(block.address, block.bytes) })?;
+        codes::CUDA.check(operation, unsafe { (self.mem_unmap)(block.address, block.bytes) })?;
         // The mapping is gone: what fails from here on cannot be tried again as a whole.
         // SAFETY: the addresses are reserved and hold nothing; nothing maps the memory.
-        for code in
-            unsafe { [(self.unreserve)(block.address, block.bytes), (self.release)(RawAllocation(block.allocation))] }
-        {
+        let codes = unsafe {
+            [(self.mem_address_free)(block.address, block.bytes), (self.mem_release)(RawAllocation(block.allocation))]
+        };
+        for code in codes {
             if let Err(error) = codes::CUDA.check(operation, code) {
                 tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
             }
@@ -191,13 +162,26 @@ impl MappedCalls {
         let number = handle_type(transport);
         if transport == Transport::Fabric {
             // SAFETY: the call writes the 64 bytes of a fabric handle, which live until it returns.
-            let code =
-                unsafe { (self.export)(handle.payload.as_mut_ptr(), RawAllocation(block.allocation), number, 0) };
+            let code = unsafe {
+                (self.mem_export_to_shareable_handle)(
+                    handle.payload.as_mut_ptr(),
+                    RawAllocation(block.allocation),
+                    number,
+                    0,
+                )
+            };
             return codes::CUDA.check(OPERATION, code).map(|()| handle);
         }
         let mut descriptor: i32 = -1;
         // SAFETY: the call writes one descriptor, which lives until it returns.
-        let code = unsafe { (self.export)((&raw mut descriptor).cast(), RawAllocation(block.allocation), number, 0) };
+        let code = unsafe {
+            (self.mem_export_to_shareable_handle)(
+                (&raw mut descriptor).cast(),
+                RawAllocation(block.allocation),
+                number,
+                0,
+            )
+        };
         codes::CUDA.check(OPERATION, code)?;
         if descriptor < 0 {
             return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA answered with success and no descriptor"));
@@ -221,7 +205,7 @@ impl MappedCalls {
         };
         let mut memory = RawAllocation::NULL;
         // SAFETY: the descriptor is open, or the handle is 64 bytes, and the number lives until the call returns.
-        let code = unsafe { (self.import)(&mut memory, argument, number) };
+        let code = unsafe { (self.mem_import_from_shareable_handle)(&mut memory, argument, number) };
         let not_one = |error: Error| {
             // Of which error the driver makes of something that is no handle, nothing is written down.
             match error.kind() {
@@ -242,7 +226,7 @@ impl MappedCalls {
             Ok(bytes) => self.place(OPERATION, device, memory, bytes).map_err(not_one),
             Err(error) => {
                 // SAFETY: nothing maps the memory.
-                unsafe { (self.release)(memory) };
+                unsafe { (self.mem_release)(memory) };
                 Err(error)
             }
         }

@@ -6,10 +6,11 @@
 //! takes the place of each of them, under its id and behind its event. Handles notice that the vendor's handle is another and bind
 //! again. Nothing here runs for a vendor whose streams survive, and nothing but the waits while a capture is open for others.
 
+use super::calls::capture_status;
 use super::objects::Removed;
 use super::platform::Platform;
 use super::raw::{RawEvent, RawStream};
-use super::room::{self, CAPTURES, FOREIGN, HIGH, HeldStream, LOW, Room};
+use super::state::{self, CAPTURES, DriverState, FOREIGN, HIGH, HeldStream, LOW};
 use highwater_hal::{Error, ErrorKind, Result, StreamId, StreamPriority};
 
 /// A capture that this backend began.
@@ -32,7 +33,7 @@ struct Member {
     certain: bool,
 }
 
-impl<P: Platform> Room<P> {
+impl<P: Platform> DriverState<P> {
     /// Whether streams die with their capture.
     #[inline(always)]
     pub(super) fn streams_die(&self) -> bool {
@@ -51,36 +52,41 @@ impl<P: Platform> Room<P> {
         let _current = self.make_current(operation, device)?;
         let (mut least, mut greatest, mut raw) = (0, 0, RawStream::NULL);
         // SAFETY: the call writes two numbers that live until it returns.
-        self.check(operation, unsafe { (calls.priority_range)(&mut least, &mut greatest) })?;
+        self.check(operation, unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) })?;
         let priority = match priority {
             StreamPriority::Low => least,
             StreamPriority::Normal => 0,
             StreamPriority::High => greatest,
         };
         // SAFETY: as above.
-        self.check(operation, unsafe { (calls.stream_create)(&mut raw, flags, priority) })?;
+        self.check(operation, unsafe { (calls.stream_create_with_priority)(&mut raw, flags, priority) })?;
         self.made(operation, raw)
     }
 
     /// An event behind what was enqueued on a stream, which is held by the caller.
-    fn mark_before(&self, operation: &'static str, stream: &HeldStream<'_>, device: u32) -> Result<RawEvent> {
+    fn record_completion_event(
+        &self,
+        operation: &'static str,
+        stream: &HeldStream<'_>,
+        device: u32,
+    ) -> Result<RawEvent> {
         let calls = self.platform.calls();
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
         let mut event = RawEvent::NULL;
-        let [plain, ..] = self.platform.quirks().event_flags;
+        let plain = self.platform.quirks().event_flags.plain;
         // SAFETY: the call writes one number that lives until it returns.
         self.check(operation, unsafe { (calls.event_create)(&mut event, plain) })?;
         self.made(operation, event)?;
         // SAFETY: the event was just made, and the stream is held.
         let recorded = self.check(operation, unsafe { (calls.event_record)(event, stream.raw()) });
         if recorded.is_err() {
-            self.give_up_mark(event);
+            self.destroy_completion_event(event);
         }
         recorded.map(|()| event)
     }
 
-    fn give_up_mark(&self, event: RawEvent) {
+    fn destroy_completion_event(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
         // SAFETY: only the room knows the event, and forgets it here.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
@@ -98,15 +104,15 @@ impl<P: Platform> Room<P> {
         held: &HeldStream<'_>,
         begin: impl FnOnce() -> i32,
     ) -> Result<()> {
-        let before = self.mark_before(operation, held, stream.device())?;
+        let before = self.record_completion_event(operation, held, stream.device())?;
         if let Err(error) = self.check(operation, begin()) {
-            self.give_up_mark(before);
+            self.destroy_completion_event(before);
             return Err(error);
         }
         // One that other code has ended may still be known.
         self.forget_capture(held.raw());
         let members = vec![Member { stream, before, certain: true }];
-        let capture = OpenCapture { origin: held.raw(), thread: room::this_thread(), members };
+        let capture = OpenCapture { origin: held.raw(), thread: state::this_thread(), members };
         self.open_captures.lock().push(capture);
         Ok(())
     }
@@ -120,14 +126,14 @@ impl<P: Platform> Room<P> {
         held: &HeldStream<'_>,
         wait: impl FnOnce() -> i32,
     ) -> Result<()> {
-        if self.capture_state(operation, held.raw())? {
+        if self.is_capturing(operation, held.raw())? {
             return self.check(operation, wait());
         }
-        let before = self.mark_before(operation, held, stream.device())?;
+        let before = self.record_completion_event(operation, held, stream.device())?;
         let waits = self.check(operation, wait());
-        let joined = waits.is_ok() && self.capture_state(operation, held.raw()).unwrap_or(false);
+        let joined = waits.is_ok() && self.is_capturing(operation, held.raw()).unwrap_or(false);
         if !(joined && self.note_member(stream, before)) {
-            self.give_up_mark(before);
+            self.destroy_completion_event(before);
         }
         waits
     }
@@ -135,7 +141,7 @@ impl<P: Platform> Room<P> {
     /// Notes that the stream takes part. A vendor does not say in which capture: this thread's own is the one, if it has one.
     fn note_member(&self, stream: StreamId, before: RawEvent) -> bool {
         let mut open = self.open_captures.lock();
-        let (one, here) = (open.len() == 1, room::this_thread());
+        let (one, here) = (open.len() == 1, state::this_thread());
         let own = open.iter().rposition(|capture| capture.thread == here);
         let found = own.or_else(|| open.len().checked_sub(1)).and_then(|last| open.get_mut(last));
         let Some(capture) = found else { return false };
@@ -158,7 +164,7 @@ impl<P: Platform> Room<P> {
     /// Forgets a capture that has ended well.
     pub(super) fn forget_capture(&self, origin: RawStream) {
         for member in self.take_capture(origin).into_iter().flat_map(|capture| capture.members) {
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
     }
 
@@ -167,7 +173,7 @@ impl<P: Platform> Room<P> {
     pub(super) fn has_died(&self, stream: StreamId, code: i32, status: u32, began_here: bool) -> bool {
         let Some(lost) = self.platform.quirks().capture_loss_kills_streams else { return false };
         // One that was not joined is open still, and nobody can end it any more.
-        let dead = code == lost || (code != 0 && status != 0 && began_here);
+        let dead = code == lost || (code != 0 && status != capture_status::NONE && began_here);
         dead && !self.has_joined(stream)
     }
 
@@ -196,7 +202,7 @@ impl<P: Platform> Room<P> {
             } else {
                 self.replace_member(operation, &member)
             };
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
             match outcome {
                 Ok(()) => {}
                 Err(error) if member.stream == stream => answer = Err(error),
@@ -207,13 +213,11 @@ impl<P: Platform> Room<P> {
     }
 
     fn replace_member(&self, operation: &'static str, member: &Member) -> Result<()> {
-        /// A capture that is lost.
-        const LOST: u32 = 2;
         let status = {
             let held = self.stream(operation, member.stream)?;
             self.capture_status(operation, held.raw())?
         };
-        if status == LOST || (status != 0 && member.certain) {
+        if status == capture_status::INVALIDATED || (status != capture_status::NONE && member.certain) {
             self.replace_stream(operation, member.stream, Some(member.before))
         } else {
             Ok(())
@@ -279,7 +283,7 @@ impl<P: Platform> Room<P> {
             {
                 tracing::warn!("a stream that had joined a lost capture is lost: {error}");
             }
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
         destroy()
     }
@@ -288,7 +292,7 @@ impl<P: Platform> Room<P> {
     pub(super) fn forget_captures(&self) {
         let open = std::mem::take(&mut *self.open_captures.lock());
         for member in open.into_iter().flat_map(|capture| capture.members) {
-            self.give_up_mark(member.before);
+            self.destroy_completion_event(member.before);
         }
     }
 }
