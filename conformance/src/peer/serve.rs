@@ -39,7 +39,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
     let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
     let begun = match begin.code == Command::Begin.code() {
-        true => open().and_then(crate::saboteurs::as_in_the_first_process),
+        true => open().and_then(crate::mutants::as_in_the_first_process),
         false => Err(confused("it was not told to begin")),
     };
     let backend = match begun {

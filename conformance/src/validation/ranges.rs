@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     fn range(number: u64, bytes: u64, releasing: bool) -> Range {
-        let made = Made { operation: "host allocate", number, at: None };
+        let made = Made { operation: "host_allocate", number, at: None };
         Range { made, bytes, holding: Holding::HostAllocated, releasing, refused: false }
     }
 
