@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows in full that the suite notices what is wrong: every saboteur, the fault sweep and the race finder's mistakes, on the mock.
+# Shows in full that the suite notices what is wrong: every mutant, the fault sweep and the race finder's mistakes, on the mock.
 # Usage: scripts/conformance-full.sh [--write]
 #
 # Takes some minutes; CI runs a sample. --write puts the output into docs/conformance.md. Fails where one of the three does.

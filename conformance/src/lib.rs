@@ -52,25 +52,25 @@
 //!   for one that hangs. [`run_on`] takes an [`Executor`] for that; the program `highwater` has one.
 //!
 //! # Whether the suite notices
-//! [`saboteurs`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_saboteurs`] gives
+//! [`mutants`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_mutants`] gives
 //! them to the suite and says which were caught, by which case. Every clause has one at least.
 //!
 //! ```
-//! use highwater_conformance::{SaboteurOptions, run_saboteurs};
+//! use highwater_conformance::{MutantOptions, run_mutants};
 //! # use highwater_mock::{MockGpu, MockOptions};
 //!
 //! # fn open_my_backend() -> highwater_hal::Result<std::sync::Arc<dyn highwater_hal::Backend>> {
 //! #     Ok(MockGpu::open(MockOptions::new())?)
 //! # }
-//! let options = SaboteurOptions::new().with_filter("memory.zero");
-//! let score = run_saboteurs(open_my_backend, &options, &mut |_| {});
+//! let options = MutantOptions::new().with_filter("memory.zero");
+//! let score = run_mutants(open_my_backend, &options, &mut |_| {});
 //! assert!(score.is_success(), "{score}");
 //! ```
 //!
 //! # Adding a case
 //! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
 //! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
-//! each that it has. What a new case is good for shows where a saboteur gets away without it. Objects are made through
+//! each that it has. What a new case is good for shows where a mutant gets away without it. Objects are made through
 //! guards, so that a case that fails leaves nothing behind, and that release again what a fault of the sweep refused to
 //! release.
 
@@ -82,12 +82,12 @@ mod cases;
 mod clauses;
 mod device;
 mod matrix;
+mod mutants;
 mod options;
 mod peer;
 mod random;
 mod report;
 mod run;
-mod saboteurs;
 mod sweep;
 mod validation;
 
@@ -95,13 +95,11 @@ pub use case::{Case, Need};
 pub use cases::cases;
 pub use clauses::clauses_without_case;
 pub use highwater_hal::{Clause, clauses};
+pub use mutants::{Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, mutants, run_mutants};
 pub use options::{Expectation, Options};
 pub use peer::{Launcher, serve_peer};
 pub use report::{CaseReport, Progress, Report, Status};
 pub use run::{Executor, InProcess, run, run_observed, run_on};
-pub use saboteurs::{
-    Outcome, Saboteur, SaboteurOptions, SaboteurProgress, Score, Survivor, Verdict, run_saboteurs, saboteurs,
-};
 pub use sweep::{Calls, Fault, Faulted, Points, SweepFailure, SweepProgress, SweepReport, sweep, sweep_on};
 
 /// The example of the README, compiled with the other doc tests.

@@ -11,7 +11,7 @@ use crate::options::Options;
 use crate::peer::Launcher;
 use crate::report::{CaseReport, Progress, Report, Status};
 use crate::sweep::{Fault, Faulted, Gate, Points};
-use crate::validation::Watched;
+use crate::validation::Validated;
 
 /// Where cases run: in this process, as [`InProcess`] has it, or in another one that can be replaced when a case brings it
 /// down.
@@ -44,7 +44,11 @@ impl<'b> InProcess<'b> {
     }
 
     /// Runs a case through the validation layer: how it ended, and what the layer found.
-    fn watched(&self, case: &'static Case, gate: Option<Gate>) -> Result<(Status, Vec<String>, Watched<'b>), Status> {
+    fn validated(
+        &self,
+        case: &'static Case,
+        gate: Option<Gate>,
+    ) -> Result<(Status, Vec<String>, Validated<'b>), Status> {
         let backend = self.backend;
         let capabilities = match backend.capabilities(0) {
             Ok(capabilities) => capabilities,
@@ -62,15 +66,15 @@ impl<'b> InProcess<'b> {
             (Run::WithPeer(body), Some(launcher)) => Box::new(move |backend: &dyn Backend| body(backend, launcher)),
             (Run::WithPeer(_), None) => return Err(Status::Skipped(NO_LAUNCHER.to_owned())),
         };
-        let watched = Watched::new(backend, gate);
-        let status = match catch_unwind(AssertUnwindSafe(|| body(&watched))) {
+        let validated = Validated::new(backend, gate);
+        let status = match catch_unwind(AssertUnwindSafe(|| body(&validated))) {
             Ok(Ok(())) => Status::Passed,
             Ok(Err(failure)) => Status::Failed(failure.explained(backend).to_string()),
             Err(payload) => Status::Failed(panic_message(&*payload)),
         };
-        watched.release_refused();
-        let findings = watched.findings();
-        Ok((status, findings, watched))
+        validated.release_refused();
+        let findings = validated.findings();
+        Ok((status, findings, validated))
     }
 }
 
@@ -84,7 +88,7 @@ impl Executor for InProcess<'_> {
 
     fn run(&mut self, case: &'static Case) -> Status {
         // The backend's own panics outside of the case included.
-        let run = || match self.watched(case, None) {
+        let run = || match self.validated(case, None) {
             Ok((status, findings, _)) => with_findings(status, &findings),
             Err(status) => status,
         };
@@ -92,9 +96,9 @@ impl Executor for InProcess<'_> {
     }
 
     fn points(&mut self, case: &'static Case) -> Points {
-        let run = || match self.watched(case, Some(Gate::new(None))) {
-            Ok((status, findings, watched)) => match with_findings(status, &findings) {
-                Status::Passed => Points::Calls(watched.gate().map(Gate::calls).unwrap_or_default()),
+        let run = || match self.validated(case, Some(Gate::new(None))) {
+            Ok((status, findings, validated)) => match with_findings(status, &findings) {
+                Status::Passed => Points::Calls(validated.gate().map(Gate::calls).unwrap_or_default()),
                 status => Points::Not(status),
             },
             Err(status) => Points::Not(status),
@@ -104,12 +108,12 @@ impl Executor for InProcess<'_> {
     }
 
     fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted {
-        let run = || match self.watched(case, Some(Gate::new(Some(fault.clone())))) {
-            Ok((status, findings, watched)) => Faulted {
+        let run = || match self.validated(case, Some(Gate::new(Some(fault.clone())))) {
+            Ok((status, findings, validated)) => Faulted {
                 status,
                 findings,
-                reached: watched.gate().is_some_and(Gate::has_injected),
-                retried: watched.retried(),
+                reached: validated.gate().is_some_and(Gate::has_injected),
+                retried: validated.retried(),
             },
             Err(status) => Faulted::outside(status),
         };

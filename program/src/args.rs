@@ -137,8 +137,8 @@ pub(super) struct ConformanceArguments {
     #[arg(long, value_name = "TEXT")]
     pub(super) filter: Option<String>,
 
-    /// List the cases and the clauses that they prove, and run none
-    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "saboteurs", "races"])]
+    /// List the cases and the clauses that they prove, or with --saboteurs the mutants, and run none
+    #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "races"])]
     pub(super) list: bool,
 
     /// Run the cases so many times, one round after the other

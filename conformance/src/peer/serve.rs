@@ -16,7 +16,7 @@ use super::wire::{self, Message};
 use crate::busy::{Busy, Direction};
 use crate::bystander::Bystander;
 use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
-use crate::validation::Watched;
+use crate::validation::Validated;
 
 const OPERATION: &str = "serve_peer";
 
@@ -39,7 +39,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
     let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
     let begun = match begin.code == Command::Begin.code() {
-        true => open().and_then(crate::saboteurs::as_in_the_first_process),
+        true => open().and_then(crate::mutants::as_in_the_first_process),
         false => Err(confused("it was not told to begin")),
     };
     let backend = match begun {
@@ -49,11 +49,12 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
             return Err(error);
         }
     };
-    let watched = Watched::new(&*backend, None);
-    let mut server = match device_of(&watched, &begin.bytes).and_then(|device| Server::new(&watched, &socket, device)) {
-        Ok(server) => server,
-        Err(error) => return answer(&socket, &Message::refusal(&error)),
-    };
+    let validated = Validated::new(&*backend, None);
+    let mut server =
+        match device_of(&validated, &begin.bytes).and_then(|device| Server::new(&validated, &socket, device)) {
+            Ok(server) => server,
+            Err(error) => return answer(&socket, &Message::refusal(&error)),
+        };
     answer(&socket, &Message::new(wire::DONE))?;
     while let Some(message) = wire::receive(&socket).map_err(|error| broken(&error))? {
         let Some(command) = Command::from_code(message.code) else {
@@ -67,7 +68,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
         }
         if command == Command::End {
             drop(server);
-            let findings = watched.findings();
+            let findings = validated.findings();
             return if findings.is_empty() {
                 answer(&socket, &counts(&backend.live_objects()))
             } else {

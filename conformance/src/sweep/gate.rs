@@ -14,7 +14,7 @@ use highwater_hal::{Error, ErrorKind, Result};
 pub struct Fault {
     /// The thread that makes the call: 0 runs the case, others are numbered as they make their first call.
     pub thread: u32,
-    /// The operation: the method of the trait; `host allocate` and `host free` are those of the allocator.
+    /// The method of the trait. Methods of the allocator carry the prefix `host_`.
     pub operation: Cow<'static, str>,
     /// Which call of the operation by that thread, from 1.
     pub index: u32,

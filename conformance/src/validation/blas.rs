@@ -1,17 +1,16 @@
-//! The trait `BlasHandle`, handed through.
+//! The layer over a `BlasHandle`.
 
 use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DevicePtr, Gemm, GemmShape, MathMode, PlanArguments, PlanId, PlanOptions,
-    Result, StreamId, Workspace,
+    Answer, AnyId, BlasHandle, BlasKind, Call, DevicePtr, Gemm, GemmShape, HandleLayer, PlanArguments, PlanId,
+    PlanOptions, Result, StreamId, Workspace,
 };
 
-use super::Watch;
-use super::book::on;
-use super::ledger::AnyId;
+use super::Books;
+use super::ranges::on;
 
 /// A plan of a handle.
 #[derive(Debug)]
@@ -21,9 +20,9 @@ struct Plan {
 }
 
 #[derive(Debug)]
-pub(super) struct WatchedHandle {
+pub(super) struct ValidatedHandle {
     inner: Box<dyn BlasHandle>,
-    watch: Arc<Watch>,
+    books: Arc<Books>,
     /// Its number in the ledger.
     number: u64,
     device: u32,
@@ -32,16 +31,16 @@ pub(super) struct WatchedHandle {
     plans: HashMap<PlanId, Plan>,
 }
 
-impl WatchedHandle {
+impl ValidatedHandle {
     pub(super) fn new(
         inner: Box<dyn BlasHandle>,
-        watch: &Arc<Watch>,
+        books: &Arc<Books>,
         device: u32,
         kind: BlasKind,
         at: Option<&'static Location<'static>>,
     ) -> Self {
         let seen = (inner.device(), inner.kind());
-        let mut ledger = watch.ledger();
+        let mut ledger = books.ledger();
         let made = ledger.made("create_blas_handle", at);
         ledger.handles.insert(made.number, made);
         if seen != (device, kind) {
@@ -52,8 +51,8 @@ impl WatchedHandle {
             ));
         }
         drop(ledger);
-        let watch = Arc::clone(watch);
-        Self { inner, watch, number: made.number, device, destroyed: false, bound: None, plans: HashMap::new() }
+        let books = Arc::clone(books);
+        Self { inner, books, number: made.number, device, destroyed: false, bound: None, plans: HashMap::new() }
     }
 
     /// Makes a call of the handle, and judges the answer.
@@ -63,19 +62,19 @@ impl WatchedHandle {
         misuse: Option<String>,
         call: impl FnOnce(&mut dyn BlasHandle) -> Result<T>,
     ) -> Result<T> {
-        self.watch.enter(operation)?;
+        self.books.enter(operation)?;
         let answer = call(&mut *self.inner);
         if answer.is_ok() && self.destroyed {
-            self.watch.found(format!("use after destroy: `{operation}` accepted a handle that was destroyed"));
+            self.books.found(format!("use after destroy: `{operation}` accepted a handle that was destroyed"));
         }
-        self.watch.judge_use(operation, misuse, &answer);
+        self.books.judge_use(operation, misuse, &answer);
         answer
     }
 
     /// Why a product on the bound stream should not be accepted, if so.
     fn dead_stream(&self) -> Option<String> {
         let Some(bound) = self.bound else { return Some("the handle is bound to no stream".to_owned()) };
-        self.watch.unsound(&[AnyId::Stream(bound)]).map(|id| format!("the handle is bound to {id}"))
+        self.books.unsound(&[AnyId::Stream(bound)]).map(|id| format!("the handle is bound to {id}"))
     }
 
     /// What is wrong with the operands of a product, if so. Factors that do not matter are not looked at.
@@ -90,22 +89,22 @@ impl WatchedHandle {
             (b_name, on(self.device, b), extents.b as u64 * factors),
             (c_name, on(self.device, c), extents.c as u64 * result as u64),
         ];
-        self.watch.misuse(&ranges)
+        self.books.misuse(&ranges)
     }
 }
 
-impl BlasHandle for WatchedHandle {
-    fn kind(&self) -> BlasKind {
-        self.inner.kind()
+impl HandleLayer for ValidatedHandle {
+    fn below(&self) -> &dyn BlasHandle {
+        &*self.inner
     }
 
-    fn device(&self) -> u32 {
-        self.inner.device()
+    fn around<T: Answer>(&mut self, call: &Call, forward: impl FnOnce(&mut dyn BlasHandle) -> Result<T>) -> Result<T> {
+        self.calling(call.operation, None, forward)
     }
 
     fn set_stream(&mut self, stream: StreamId) -> Result<()> {
         const OPERATION: &str = "set_stream";
-        let unsound = self.watch.unsound(&[AnyId::Stream(stream)]);
+        let unsound = self.books.unsound(&[AnyId::Stream(stream)]);
         let wrong_device =
             (stream.device() != self.device).then(|| format!("{stream:?} for a handle of device {}", self.device));
         let misuse = unsound.map(|id| id.to_string()).or(wrong_device);
@@ -116,24 +115,16 @@ impl BlasHandle for WatchedHandle {
 
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()> {
         let misuse = workspace.and_then(|memory| {
-            self.watch.misuse(&[("the workspace", on(self.device, memory.ptr), memory.bytes as u64)])
+            self.books.misuse(&[("the workspace", on(self.device, memory.ptr), memory.bytes as u64)])
         });
-        // SAFETY: handed on as it came.
+        // SAFETY: the caller promises what the method asks for.
         self.calling("set_workspace", misuse, |handle| unsafe { handle.set_workspace(workspace) })
-    }
-
-    fn set_math_mode(&mut self, mode: MathMode) -> Result<()> {
-        self.calling("set_math_mode", None, |handle| handle.set_math_mode(mode))
-    }
-
-    fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()> {
-        self.calling("set_atomics_mode", None, |handle| handle.set_atomics_mode(mode))
     }
 
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()> {
         let operands = [("A", gemm.a), ("B", gemm.b), ("C", gemm.c)];
         let misuse = self.dead_stream().or_else(|| self.misused(&gemm.shape, gemm.alpha, operands));
-        // SAFETY: handed on as it came.
+        // SAFETY: the caller promises what the method asks for.
         self.calling("gemm", misuse, |handle| unsafe { handle.gemm(gemm) })
     }
 
@@ -142,7 +133,7 @@ impl BlasHandle for WatchedHandle {
         let plan = self.calling(OPERATION, None, |handle| handle.create_plan(options))?;
         let made = Plan { shape: options.shape, alive: true };
         if self.plans.insert(plan, made).is_some_and(|old| old.alive) {
-            self.watch.found(format!("`{OPERATION}` issued {plan:?}, which is alive"));
+            self.books.found(format!("`{OPERATION}` issued {plan:?}, which is alive"));
         }
         Ok(plan)
     }
@@ -157,7 +148,7 @@ impl BlasHandle for WatchedHandle {
             Some(_) => Some(format!("use after destroy: {plan:?} was destroyed")),
             None => Some(format!("{plan:?} was never issued by this handle")),
         };
-        // SAFETY: handed on as it came.
+        // SAFETY: the caller promises what the method asks for.
         self.calling("run_plan", misuse, |handle| unsafe { handle.run_plan(plan, arguments) })
     }
 
@@ -171,10 +162,6 @@ impl BlasHandle for WatchedHandle {
         Ok(())
     }
 
-    fn raw(&self) -> u64 {
-        self.inner.raw()
-    }
-
     fn reset(&mut self) -> Result<()> {
         self.calling("reset", None, |handle| handle.reset())?;
         self.bound = None;
@@ -184,14 +171,14 @@ impl BlasHandle for WatchedHandle {
     fn destroy(&mut self) -> Result<()> {
         self.calling("destroy", None, |handle| handle.destroy())?;
         self.destroyed = true;
-        self.watch.ledger().handles.remove(&self.number);
+        self.books.ledger().handles.remove(&self.number);
         Ok(())
     }
 }
 
-impl Drop for WatchedHandle {
+impl Drop for ValidatedHandle {
     fn drop(&mut self) {
         // The handle of the backend is dropped right after this, which destroys it.
-        self.watch.ledger().handles.remove(&self.number);
+        self.books.ledger().handles.remove(&self.number);
     }
 }

@@ -1,65 +1,61 @@
-//! The trait `HostAllocator`, handed through.
+//! The layer over a `HostAllocator`.
 
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, HostAllocator, HostOptions, HostPtr, Result};
+use highwater_hal::{Answer, Call, HostAllocator, HostLayer, HostOptions, HostPtr, Result};
 
-use super::book::{Holding, Space};
-use super::{Watch, origin};
+use super::ranges::{Holding, Space};
+use super::{Books, origin};
 
 #[derive(Debug)]
-pub(super) struct WatchedAllocator {
-    inner: Arc<dyn HostAllocator>,
-    watch: Arc<Watch>,
-}
-
-impl WatchedAllocator {
-    pub(super) fn new(inner: Arc<dyn HostAllocator>, watch: &Arc<Watch>) -> Self {
-        Self { inner, watch: Arc::clone(watch) }
-    }
+pub(super) struct ValidatedAllocator {
+    pub(super) inner: Arc<dyn HostAllocator>,
+    pub(super) books: Arc<Books>,
 }
 
 fn at(ptr: HostPtr) -> (Space, u64) {
     (Space::Host, ptr.address() as u64)
 }
 
-// SAFETY: every call goes to an allocator that keeps the clauses, with the arguments that came and the answer that it gives;
-// a call that the gate keeps back does nothing and gives an error.
-unsafe impl HostAllocator for WatchedAllocator {
+// SAFETY: every call goes to an allocator that keeps the clauses, with unchanged arguments, and its answer is returned
+// unchanged. A call that the gate refuses has no effect and returns an error.
+unsafe impl HostLayer for ValidatedAllocator {
+    fn below(&self) -> &dyn HostAllocator {
+        &*self.inner
+    }
+
+    fn around<T: Answer>(&self, call: &Call, forward: impl FnOnce(&dyn HostAllocator) -> Result<T>) -> Result<T> {
+        self.books.call(call, || forward(&*self.inner))
+    }
+
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
-        const OPERATION: &str = "host allocate";
+        const OPERATION: &str = "host_allocate";
         let place = origin::take();
-        self.watch.enter(OPERATION)?;
+        self.books.enter(OPERATION)?;
         let ptr = self.inner.allocate(bytes, options)?;
-        self.watch.given(OPERATION, at(ptr), bytes as u64, Holding::HostAllocated, place);
+        self.books.given(OPERATION, at(ptr), bytes as u64, Holding::HostAllocated, place);
         Ok(ptr)
     }
 
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        let misuse =
-            |holding| (holding != Holding::HostAllocated).then(|| "memory was freed that was registered".into());
-        // SAFETY: handed on as it came.
-        self.watch.releasing("host free", at(ptr), misuse, || unsafe { self.inner.free(ptr) })
+        let misuse = |holding| (holding != Holding::HostAllocated).then(|| "registered memory was freed".into());
+        // SAFETY: the caller promises what `free` asks for.
+        self.books.releasing("host_free", at(ptr), misuse, || unsafe { self.inner.free(ptr) })
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
-        const OPERATION: &str = "register";
+        const OPERATION: &str = "host_register";
         let place = origin::take();
-        self.watch.enter(OPERATION)?;
-        // SAFETY: handed on as it came.
+        self.books.enter(OPERATION)?;
+        // SAFETY: the caller promises what `register` asks for.
         unsafe { self.inner.register(ptr, bytes, options)? };
-        self.watch.given(OPERATION, at(ptr), bytes as u64, Holding::HostRegistered, place);
+        self.books.given(OPERATION, at(ptr), bytes as u64, Holding::HostRegistered, place);
         Ok(())
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        let misuse =
-            |holding| (holding != Holding::HostRegistered).then(|| "memory was unregistered that was allocated".into());
-        // SAFETY: handed on as it came.
-        self.watch.releasing("unregister", at(ptr), misuse, || unsafe { self.inner.unregister(ptr) })
-    }
-
-    fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        self.watch.on_device("device_address", device, || self.inner.device_address(ptr, device))
+        let misuse = |holding| (holding != Holding::HostRegistered).then(|| "allocated memory was unregistered".into());
+        // SAFETY: the caller promises what `unregister` asks for.
+        self.books.releasing("host_unregister", at(ptr), misuse, || unsafe { self.inner.unregister(ptr) })
     }
 }

@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::hash::Hash;
 use std::panic::Location;
 
-use highwater_hal::{BackendTag, EventId, GraphExecId, GraphId, LiveObjects, ObjectId, StreamId};
+use highwater_hal::{AnyId, BackendTag, LiveObjects, StreamId};
 
-use super::book::{Book, Holding, Space};
+use super::ranges::{Holding, Ranges, Space};
 
 /// The call that made an object.
 #[derive(Debug, Clone, Copy)]
@@ -39,57 +38,6 @@ pub(super) struct Entry {
     pub(super) refused: bool,
 }
 
-/// The ids of one kind of object.
-#[derive(Debug)]
-pub(super) struct Ids<I> {
-    pub(super) alive: HashMap<I, Entry>,
-    dead: HashMap<I, Made>,
-}
-
-impl<I> Default for Ids<I> {
-    fn default() -> Self {
-        Self { alive: HashMap::new(), dead: HashMap::new() }
-    }
-}
-
-impl<I: ObjectId + Hash + Eq> Ids<I> {
-    /// How many of them the backend has to count.
-    fn counted(&self) -> u64 {
-        self.alive.values().filter(|entry| !entry.foreign).count() as u64
-    }
-
-    /// Why this id should not be accepted, if so.
-    fn unsound(&self, id: I) -> Option<Unsound> {
-        if self.alive.contains_key(&id) {
-            return None;
-        }
-        let id_text = format!("{id:?}");
-        Some(match self.dead.get(&id) {
-            Some(made) => Unsound(format!("{id_text}, which was destroyed ({})", made.of(I::NAME))),
-            None => Unsound(format!("{id_text}, which was never issued")),
-        })
-    }
-
-    fn remove(&mut self, id: I) -> Option<Entry> {
-        let entry = self.alive.remove(&id)?;
-        self.dead.insert(id, entry.made);
-        Some(entry)
-    }
-
-    fn leaks(&self) -> impl Iterator<Item = (u64, String)> {
-        self.alive.values().map(|entry| (entry.made.number, entry.made.of(I::NAME)))
-    }
-}
-
-/// An id of any kind.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum AnyId {
-    Stream(StreamId),
-    Event(EventId),
-    Graph(GraphId),
-    Executable(GraphExecId),
-}
-
 /// An id that a backend must refuse, in words.
 #[derive(Debug)]
 pub(super) struct Unsound(pub(super) String);
@@ -109,13 +57,12 @@ pub(super) struct Ledger {
     tag: BackendTag,
     devices: u32,
     made: u64,
-    pub(super) streams: Ids<StreamId>,
-    pub(super) events: Ids<EventId>,
-    pub(super) graphs: Ids<GraphId>,
-    pub(super) executables: Ids<GraphExecId>,
+    /// The objects that have an id and are alive.
+    alive: HashMap<AnyId, Entry>,
+    dead: HashMap<AnyId, Made>,
     /// Handles by number.
     pub(super) handles: HashMap<u64, Made>,
-    pub(super) book: Book,
+    pub(super) ranges: Ranges,
     /// Calls that made a handle for other processes.
     exports: u64,
     /// Releases that a fault refused and that were made again.
@@ -129,12 +76,10 @@ impl Ledger {
             tag,
             devices,
             made: 0,
-            streams: Ids::default(),
-            events: Ids::default(),
-            graphs: Ids::default(),
-            executables: Ids::default(),
+            alive: HashMap::new(),
+            dead: HashMap::new(),
             handles: HashMap::new(),
-            book: Book::default(),
+            ranges: Ranges::default(),
             exports: 0,
             retried: 0,
             findings: Vec::new(),
@@ -167,15 +112,15 @@ impl Ledger {
         self.exports += 1;
     }
 
-    /// Why an id should be refused, if so. Default streams are nobody's to destroy and everybody's to use.
+    /// Returns why a backend must refuse the id, if so. Every case may use a default stream, and none may destroy it.
     pub(super) fn unsound(&self, id: AnyId) -> Option<Unsound> {
-        match id {
-            AnyId::Stream(id) if self.is_default(id) => None,
-            AnyId::Stream(id) => self.streams.unsound(id),
-            AnyId::Event(id) => self.events.unsound(id),
-            AnyId::Graph(id) => self.graphs.unsound(id),
-            AnyId::Executable(id) => self.executables.unsound(id),
+        if self.alive.contains_key(&id) || matches!(id, AnyId::Stream(stream) if self.is_default(stream)) {
+            return None;
         }
+        Some(Unsound(match self.dead.get(&id) {
+            Some(made) => format!("{id:?}, which was destroyed ({})", made.of(id.kind())),
+            None => format!("{id:?}, which was never issued"),
+        }))
     }
 
     fn is_default(&self, id: StreamId) -> bool {
@@ -187,67 +132,53 @@ impl Ledger {
     /// Takes in an id that the backend issued, and looks whether it may be one.
     pub(super) fn issued(&mut self, id: AnyId, device: u32, made: Made, foreign: bool) {
         let entry = Entry { made, foreign, refused: false };
-        let (old, parts, text) = match id {
-            AnyId::Stream(id) => (self.streams.alive.insert(id, entry), id.parts(), format!("{id:?}")),
-            AnyId::Event(id) => (self.events.alive.insert(id, entry), id.parts(), format!("{id:?}")),
-            AnyId::Graph(id) => (self.graphs.alive.insert(id, entry), id.parts(), format!("{id:?}")),
-            AnyId::Executable(id) => (self.executables.alive.insert(id, entry), id.parts(), format!("{id:?}")),
-        };
+        let (old, parts) = (self.alive.insert(id, entry), id.parts());
         let operation = made.operation;
         self.check_device(operation, device);
         if let Some(old) = old {
-            self.found(format!("`{operation}` issued {text}, which is alive ({})", old.made.of("object")));
+            self.found(format!("`{operation}` issued {id:?}, which is alive ({})", old.made.of("object")));
         }
         if parts.tag != self.tag {
-            self.found(format!("`{operation}` issued {text}, and the backend's tag is {}", self.tag.get()));
+            self.found(format!("`{operation}` issued {id:?}, and the backend's tag is {}", self.tag.get()));
         }
         if parts.device != device {
-            self.found(format!("wrong device: `{operation}` issued {text} for device {device}"));
+            self.found(format!("wrong device: `{operation}` issued {id:?} for device {device}"));
         }
     }
 
     /// Takes an id out; false if it was out already.
     pub(super) fn remove(&mut self, id: AnyId) -> bool {
-        let removed = match id {
-            AnyId::Stream(id) => self.streams.remove(id),
-            AnyId::Event(id) => self.events.remove(id),
-            AnyId::Graph(id) => self.graphs.remove(id),
-            AnyId::Executable(id) => self.executables.remove(id),
-        };
-        self.retried += u64::from(removed.is_some_and(|entry| entry.refused));
-        removed.is_some()
+        let Some(removed) = self.alive.remove(&id) else { return false };
+        self.dead.insert(id, removed.made);
+        self.retried += u64::from(removed.refused);
+        true
     }
 
     pub(super) fn entry_mut(&mut self, id: AnyId) -> Option<&mut Entry> {
-        match id {
-            AnyId::Stream(id) => self.streams.alive.get_mut(&id),
-            AnyId::Event(id) => self.events.alive.get_mut(&id),
-            AnyId::Graph(id) => self.graphs.alive.get_mut(&id),
-            AnyId::Executable(id) => self.executables.alive.get_mut(&id),
-        }
+        self.alive.get_mut(&id)
     }
 
-    /// What is left only because an injected fault refused its release.
+    /// Returns the objects that exist only because an injected fault refused their release. Executable graphs come first,
+    /// then graphs, events and streams.
     pub(super) fn refused(&self) -> (Vec<AnyId>, Vec<(Space, u64, Holding)>) {
-        fn of<I: Copy>(ids: &Ids<I>, any: fn(I) -> AnyId) -> impl Iterator<Item = AnyId> {
-            ids.alive.iter().filter(|(_, entry)| entry.refused).map(move |(id, _)| any(*id))
-        }
-        let ids = of(&self.executables, AnyId::Executable)
-            .chain(of(&self.graphs, AnyId::Graph))
-            .chain(of(&self.events, AnyId::Event))
-            .chain(of(&self.streams, AnyId::Stream));
-        let memory = self.book.alive.iter().filter(|(_, range)| range.refused);
-        (ids.collect(), memory.map(|((space, start), range)| (*space, *start, range.holding)).collect())
+        let ids = self.alive.iter().filter(|(_, entry)| entry.refused);
+        let mut ids: Vec<AnyId> = ids.map(|(id, _)| *id).collect();
+        ids.sort_unstable_by_key(|id| match id {
+            AnyId::Executable(_) => 0,
+            AnyId::Graph(_) => 1,
+            AnyId::Event(_) => 2,
+            AnyId::Stream(_) => 3,
+        });
+        let memory = self.ranges.alive.iter().filter(|(_, range)| range.refused);
+        (ids, memory.map(|((space, start), range)| (*space, *start, range.holding)).collect())
     }
 
     /// Ends the case: what was found, what is left over, and whether the backend's counts agree.
     pub(super) fn close(&mut self, before: &LiveObjects, after: &LiveObjects) -> Vec<String> {
-        let mut left: Vec<(u64, String)> = self.streams.leaks().collect();
-        left.extend(self.events.leaks());
-        left.extend(self.graphs.leaks());
-        left.extend(self.executables.leaks());
+        let objects = self.alive.iter().map(|(id, entry)| (entry.made.number, entry.made.of(id.kind())));
+        let mut left: Vec<(u64, String)> = objects.collect();
         left.extend(self.handles.values().map(|made| (made.number, made.of("handle"))));
-        left.extend(self.book.alive.values().map(|range| {
+        left.extend(self.ranges.alive.values().map(|range| {
             let text = range.made.of(range.holding.name());
             let text = match range.holding {
                 Holding::Mapped { opens } => format!("{text}, opened {opens} times more often than closed,"),
@@ -266,20 +197,28 @@ impl Ledger {
     /// Statistics: what the backend counts more than before the case is what the ledger has.
     fn agree(&mut self, before: &LiveObjects, after: &LiveObjects) {
         let (mut allocations, mut host, mut mappings) = (0, 0, 0);
-        for range in self.book.alive.values() {
+        for range in self.ranges.alive.values() {
             match range.holding {
                 Holding::Plain | Holding::Shareable(_) | Holding::StreamOrdered(_) => allocations += 1,
                 Holding::HostAllocated | Holding::HostRegistered => host += 1,
                 Holding::Mapped { .. } => mappings += 1,
             }
         }
+        let (mut streams, mut events, mut graphs) = (0, 0, 0);
+        for (id, _) in self.alive.iter().filter(|(_, entry)| !entry.foreign) {
+            match id {
+                AnyId::Stream(_) => streams += 1,
+                AnyId::Event(_) => events += 1,
+                AnyId::Graph(_) | AnyId::Executable(_) => graphs += 1,
+            }
+        }
         let counts = [
-            ("streams", before.streams, after.streams, self.streams.counted()),
-            ("events", before.events, after.events, self.events.counted()),
+            ("streams", before.streams, after.streams, streams),
+            ("events", before.events, after.events, events),
             ("handles", before.handles, after.handles, self.handles.len() as u64),
             ("allocations", before.allocations, after.allocations, allocations),
             ("host_allocations", before.host_allocations, after.host_allocations, host),
-            ("graphs", before.graphs, after.graphs, self.graphs.counted() + self.executables.counted()),
+            ("graphs", before.graphs, after.graphs, graphs),
             ("mappings", before.mappings, after.mappings, mappings),
         ];
         for (name, before, after, held) in counts {

@@ -18,10 +18,10 @@
 
 mod backend;
 mod blas;
-mod book;
 mod host;
 mod ledger;
 mod origin;
+mod ranges;
 mod retry;
 mod sharing;
 #[cfg(test)]
@@ -30,55 +30,55 @@ mod tests;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use highwater_hal::{Backend, ErrorKind, LiveObjects, Result};
+use highwater_hal::{Answer, AnyId, Backend, Call, ErrorKind, LiveObjects, Result};
 
 pub(crate) use self::origin::made_here;
 
-use self::book::{Holding, Range, Space};
-use self::ledger::{AnyId, Ledger, Unsound};
+use self::ledger::{Ledger, Unsound};
+use self::ranges::{Holding, Range, Space};
 use crate::sweep::Gate;
 
 /// A backend as one case sees it.
 #[derive(Debug)]
-pub(crate) struct Watched<'b> {
+pub(crate) struct Validated<'b> {
     inner: &'b dyn Backend,
-    watch: Arc<Watch>,
+    books: Arc<Books>,
     before: LiveObjects,
 }
 
-impl<'b> Watched<'b> {
-    /// Begins to watch, for one case.
+impl<'b> Validated<'b> {
+    /// Begins to books, for one case.
     pub(crate) fn new(inner: &'b dyn Backend, gate: Option<Gate>) -> Self {
         let ledger = Ledger::new(inner.identity().tag, inner.device_count());
-        let watch = Arc::new(Watch { ledger: Mutex::new(ledger), gate });
-        Self { inner, watch, before: inner.live_objects() }
+        let books = Arc::new(Books { ledger: Mutex::new(ledger), gate });
+        Self { inner, books, before: inner.live_objects() }
     }
 
     /// What was wrong, when the case has ended.
     pub(crate) fn findings(&self) -> Vec<String> {
         let after = self.inner.live_objects();
-        self.watch.ledger().close(&self.before, &after)
+        self.books.ledger().close(&self.before, &after)
     }
 
     /// Releases that a fault refused and that were made again.
     pub(crate) fn retried(&self) -> u64 {
-        self.watch.ledger().retried
+        self.books.ledger().retried
     }
 
     /// The gate that every fallible call passes.
     pub(crate) fn gate(&self) -> Option<&Gate> {
-        self.watch.gate.as_ref()
+        self.books.gate.as_ref()
     }
 }
 
 /// What the four traits of one case share.
 #[derive(Debug)]
-struct Watch {
+struct Books {
     ledger: Mutex<Ledger>,
     gate: Option<Gate>,
 }
 
-impl Watch {
+impl Books {
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         // Each change is whole at any point where a thread can panic.
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
@@ -89,14 +89,21 @@ impl Watch {
         self.gate.as_ref().map_or(Ok(()), |gate| gate.enter(operation))
     }
 
-    /// Makes a call about a device, which has to be one.
-    fn on_device<T>(&self, operation: &'static str, device: u32, call: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.enter(operation)?;
-        let answer = call();
-        if answer.is_ok() {
-            self.ledger().check_device(operation, device);
+    /// Forwards a call, and judges its answer by the device and the ids that it names.
+    fn call<T: Answer>(&self, call: &Call, forward: impl FnOnce() -> Result<T>) -> Result<T> {
+        let (operation, ids) = (call.operation, call.ids().collect::<Vec<_>>());
+        if let (true, [id]) = (operation.starts_with("destroy_"), &*ids) {
+            return self.destroying(operation, *id, forward);
         }
-        answer
+        let at = if T::ISSUES { origin::take() } else { None };
+        let answer = self.with_ids(operation, &ids, forward)?;
+        let device = call.device.or_else(|| ids.first().map(|id| id.parts().device));
+        match (answer.issued(), device) {
+            (Some(id), Some(device)) => self.issued(operation, id, device, at),
+            (None, Some(device)) if ids.is_empty() => self.ledger().check_device(operation, device),
+            _ => {}
+        }
+        Ok(answer)
     }
 
     fn found(&self, text: String) {
@@ -132,7 +139,7 @@ impl Watch {
     }
 
     /// Makes a call that destroys the object of an id.
-    fn destroying(&self, operation: &'static str, id: AnyId, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn destroying<T>(&self, operation: &'static str, id: AnyId, call: impl FnOnce() -> Result<T>) -> Result<T> {
         if let Err(fault) = self.enter(operation) {
             if let Some(entry) = self.ledger().entry_mut(id) {
                 entry.refused = true;
@@ -153,18 +160,11 @@ impl Watch {
         answer
     }
 
-    /// Takes in an id that a call gave.
-    fn issued(
-        &self,
-        operation: &'static str,
-        id: AnyId,
-        device: u32,
-        at: Option<&'static Location<'static>>,
-        foreign: bool,
-    ) {
+    /// Enters an id that a call issued.
+    fn issued(&self, operation: &'static str, id: AnyId, device: u32, at: Option<&'static Location<'static>>) {
         let mut ledger = self.ledger();
         let made = ledger.made(operation, at);
-        ledger.issued(id, device, made, foreign);
+        ledger.issued(id, device, made, operation.ends_with("_from_raw"));
     }
 
     /// Takes in memory that a call gave.
@@ -180,7 +180,7 @@ impl Watch {
         if let Space::Device(device) = space {
             ledger.check_device(operation, device);
         }
-        if let (Holding::Mapped { .. }, Some(range)) = (holding, ledger.book.get_mut(space, start))
+        if let (Holding::Mapped { .. }, Some(range)) = (holding, ledger.ranges.get_mut(space, start))
             && let Holding::Mapped { opens } = &mut range.holding
         {
             *opens += 1;
@@ -188,7 +188,7 @@ impl Watch {
         }
         let made = ledger.made(operation, at);
         let range = Range { made, bytes, holding, releasing: false, refused: false };
-        if let Some(text) = ledger.book.insert(space, start, range) {
+        if let Some(text) = ledger.ranges.insert(space, start, range) {
             ledger.found(text);
         }
     }
@@ -212,7 +212,7 @@ impl Watch {
             ledger.found(text);
         }
         // Where it is another range by now, the address was given out again before this call returned.
-        let range = ledger.book.get_mut(space, start);
+        let range = ledger.ranges.get_mut(space, start);
         let Some(range) = range.filter(|range| Some(range.made.number) == number) else { return answer };
         range.releasing = false;
         let retried = range.refused && answer.is_ok();
@@ -220,7 +220,7 @@ impl Watch {
         if answer.is_ok() {
             match &mut range.holding {
                 Holding::Mapped { opens } if *opens > 1 => *opens -= 1,
-                _ => ledger.book.remove(space, start),
+                _ => ledger.ranges.remove(space, start),
             }
         }
         ledger.retried += u64::from(retried);
@@ -236,8 +236,8 @@ impl Watch {
         misuse: impl FnOnce(Holding) -> Option<String>,
     ) -> (Option<u64>, Option<String>) {
         let mut ledger = self.ledger();
-        let book = &mut ledger.book;
-        if let Some(range) = book.get_mut(space, start).filter(|range| !range.releasing) {
+        let ranges = &mut ledger.ranges;
+        if let Some(range) = ranges.get_mut(space, start).filter(|range| !range.releasing) {
             range.releasing = true;
             let name = range.holding.name();
             let made = range.made;
@@ -245,7 +245,7 @@ impl Watch {
             let text = complaint.map(|what| format!("{what}: `{operation}` accepted a {}", made.of(name)));
             return (Some(made.number), text);
         }
-        let text = match (book.gone(space, start), book.elsewhere(space, start)) {
+        let text = match (ranges.gone(space, start), ranges.elsewhere(space, start)) {
             (_, Some(range)) => {
                 format!("wrong device: `{operation}` accepted a {}", range.made.of(range.holding.name()))
             }
@@ -263,7 +263,7 @@ impl Watch {
     /// What is wrong with the use of these ranges, if so; each is named in words.
     fn misuse(&self, ranges: &[(&str, (Space, u64), u64)]) -> Option<String> {
         let ledger = self.ledger();
-        ranges.iter().find_map(|&(what, (space, start), bytes)| ledger.book.misuse(what, space, start, bytes))
+        ranges.iter().find_map(|&(what, (space, start), bytes)| ledger.ranges.misuse(what, space, start, bytes))
     }
 
     /// Notes what was wrong with a call, where the backend accepted it.

@@ -3,16 +3,15 @@
 
 use std::ptr::NonNull;
 
-use highwater_hal::{Backend as _, DevicePtr, HostPtr};
+use highwater_hal::{AnyId, Backend as _, DevicePtr, HostPtr};
 
-use super::Watched;
-use super::book::{Holding, Space};
-use super::ledger::AnyId;
+use super::Validated;
+use super::ranges::{Holding, Space};
 
-impl Watched<'_> {
+impl Validated<'_> {
     /// Makes the releases that an injected fault refused. Where that goes wrong, what is left shows as a leak.
     pub(crate) fn release_refused(&self) {
-        let (ids, memory) = self.watch.ledger().refused();
+        let (ids, memory) = self.books.ledger().refused();
         if ids.is_empty() && memory.is_empty() {
             return;
         }

@@ -44,16 +44,16 @@ fn credulous(addresses: &[u64]) -> MockBackend {
 
 /// Runs a case on a backend, and gives the one thing that the layer found.
 #[track_caller]
-fn finding(backend: &MockBackend, case: impl FnOnce(&Watched<'_>)) -> String {
+fn finding(backend: &MockBackend, case: impl FnOnce(&Validated<'_>)) -> String {
     let found = findings(backend, case);
     assert_eq!(found.len(), 1, "{found:?}");
     found.into_iter().next().unwrap()
 }
 
-fn findings(backend: &MockBackend, case: impl FnOnce(&Watched<'_>)) -> Vec<String> {
-    let watched = Watched::new(backend, None);
-    case(&watched);
-    watched.findings()
+fn findings(backend: &MockBackend, case: impl FnOnce(&Validated<'_>)) -> Vec<String> {
+    let validated = Validated::new(backend, None);
+    case(&validated);
+    validated.findings()
 }
 
 #[track_caller]
@@ -67,17 +67,17 @@ fn at(device: u32, address: u64) -> Location {
     Location::Device { device, ptr: DevicePtr::new(address) }
 }
 
-fn copy(backend: &Watched<'_>, dst: Location, src: Location, stream: StreamId) {
+fn copy(backend: &Validated<'_>, dst: Location, src: Location, stream: StreamId) {
     // SAFETY: the backend is scripted, and copies nothing.
     unsafe { backend.copy(&MemoryCopy::new(dst, src, 64), stream).unwrap() };
 }
 
-fn free(backend: &Watched<'_>, device: u32, address: u64, stream: Option<StreamId>) {
+fn free(backend: &Validated<'_>, device: u32, address: u64, stream: Option<StreamId>) {
     // SAFETY: the backend is scripted, and frees nothing.
     unsafe { backend.free(device, DevicePtr::new(address), stream).unwrap() };
 }
 
-fn block(backend: &Watched<'_>, device: u32, kind: DeviceMemoryKind) -> u64 {
+fn block(backend: &Validated<'_>, device: u32, kind: DeviceMemoryKind) -> u64 {
     backend.allocate(device, &AllocateOptions::new(256).with_kind(kind)).unwrap().get()
 }
 
@@ -230,7 +230,7 @@ fn what_is_left_over_is_named_with_its_place() {
 }
 
 /// The leak; that a backend which counts nothing does not count it either is another finding.
-fn finding_of_leak(backend: &MockBackend, case: impl FnOnce(&Watched<'_>)) -> String {
+fn finding_of_leak(backend: &MockBackend, case: impl FnOnce(&Validated<'_>)) -> String {
     let found = findings(backend, case);
     assert_eq!(found.len(), 2, "{found:?}");
     assert_says(&found[1], &["live objects differ"]);
@@ -284,11 +284,11 @@ fn exports_and_mappings_that_are_not_balanced() {
         free(backend, 0, x, None);
     });
     assert_says(&said, &["`export_memory` was accepted", "not shareable by Legacy"]);
-    let close = |backend: &Watched<'_>| {
+    let close = |backend: &Validated<'_>| {
         // SAFETY: the backend is scripted.
         unsafe { backend.ipc_sharing().unwrap().close_memory(0, DevicePtr::new(0x9000)).unwrap() };
     };
-    let open = |backend: &Watched<'_>| {
+    let open = |backend: &Validated<'_>| {
         backend.ipc_sharing().unwrap().open_memory(0, &handle()).unwrap();
     };
     let said = finding(&sharing(&[0x1000]), |backend| {
@@ -317,7 +317,7 @@ fn handles_and_plans_that_are_gone() {
         handle.expect_destroy_plan().returning(|_| Ok(()));
         Ok(Box::new(handle))
     });
-    let blas = |backend: &Watched<'_>| backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
+    let blas = |backend: &Validated<'_>| backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     let said = finding(&backend, |backend| {
         let mut handle = blas(backend);
         handle.destroy().unwrap();
@@ -349,32 +349,33 @@ fn a_release_that_a_fault_refused_is_made_again_by_its_guard() {
     let backend = credulous(&[0x1000]);
     for operation in ["destroy_stream", "synchronize_stream", "free", "synchronize_device"] {
         let fault = Fault { thread: 0, operation: operation.into(), index: 1 };
-        let watched = Watched::new(&backend, Some(Gate::new(Some(fault))));
+        let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
         {
-            let (stream, block) = (Stream::new(&watched).unwrap(), Block::new(&watched, 64).unwrap());
+            let (stream, block) = (Stream::new(&validated).unwrap(), Block::new(&validated, 64).unwrap());
             // Noted as a user of the block, which waits for it.
             let used = stream.copy(block.span(0..8), block.span(8..16));
             assert!(used.is_ok());
         }
-        assert!(watched.gate().unwrap().has_injected(), "{operation}");
-        assert_eq!(watched.findings(), Vec::<String>::new(), "{operation}");
-        assert_eq!(watched.retried(), u64::from(matches!(operation, "destroy_stream" | "free")), "{operation}");
+        assert!(validated.gate().unwrap().has_injected(), "{operation}");
+        assert_eq!(validated.findings(), Vec::<String>::new(), "{operation}");
+        assert_eq!(validated.retried(), u64::from(matches!(operation, "destroy_stream" | "free")), "{operation}");
     }
     // What the case gives back by a call of its own is given back by the layer.
     let fault = Fault { thread: 0, operation: "destroy_event".into(), index: 1 };
-    let watched = Watched::new(&backend, Some(Gate::new(Some(fault))));
-    let event = watched.create_event(0, &EventOptions::new()).unwrap();
-    assert!(is_injected(&watched.destroy_event(event).unwrap_err()));
-    watched.release_refused();
-    assert_eq!((watched.findings(), watched.retried()), (Vec::new(), 1));
+    let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
+    let event = validated.create_event(0, &EventOptions::new()).unwrap();
+    assert!(is_injected(&validated.destroy_event(event).unwrap_err()));
+    validated.release_refused();
+    assert_eq!((validated.findings(), validated.retried()), (Vec::new(), 1));
     // What the case never gave back is not.
     let fault = Fault { thread: 0, operation: "free".into(), index: 1 };
-    let watched = Watched::new(&backend, Some(Gate::new(Some(fault))));
-    let (_, x) = (watched.create_event(0, &EventOptions::new()).unwrap(), block(&watched, 0, DeviceMemoryKind::Plain));
+    let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
+    let (_, x) =
+        (validated.create_event(0, &EventOptions::new()).unwrap(), block(&validated, 0, DeviceMemoryKind::Plain));
     // SAFETY: the backend is scripted.
-    assert!(is_injected(&unsafe { watched.free(0, DevicePtr::new(x), None) }.unwrap_err()));
-    watched.release_refused();
-    let found = watched.findings();
+    assert!(is_injected(&unsafe { validated.free(0, DevicePtr::new(x), None) }.unwrap_err()));
+    validated.release_refused();
+    let found = validated.findings();
     assert_says(&found[0], &["leak: event"]);
     assert!(found.len() == 2 && found[1].starts_with("live objects differ"), "{found:?}");
 }

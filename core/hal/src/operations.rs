@@ -16,7 +16,7 @@ use crate::blas::{BlasHandle, BlasKind, PlanId};
 use crate::capability::Capabilities;
 use crate::error::Result;
 use crate::host::HostAllocator;
-use crate::id::{EventId, GraphExecId, GraphId, StreamId};
+use crate::id::{EventId, GraphExecId, GraphId, IdParts, ObjectId, StreamId};
 use crate::ipc::{EventHandle, IpcSharing, MemoryHandle};
 use crate::memory::{DevicePtr, HostPtr, MemoryInfo};
 
@@ -94,16 +94,51 @@ macro_rules! for_each_operation {
 }
 
 /// An id of any kind of object.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AnyId {
-    /// A stream.
-    Stream(StreamId),
-    /// An event.
-    Event(EventId),
-    /// A graph.
-    Graph(GraphId),
     /// An executable graph.
     Executable(GraphExecId),
+    /// A graph.
+    Graph(GraphId),
+    /// An event.
+    Event(EventId),
+    /// A stream.
+    Stream(StreamId),
+}
+
+impl AnyId {
+    /// Returns the parts of the id.
+    #[must_use]
+    pub fn parts(self) -> IdParts {
+        match self {
+            Self::Executable(id) => id.parts(),
+            Self::Graph(id) => id.parts(),
+            Self::Event(id) => id.parts(),
+            Self::Stream(id) => id.parts(),
+        }
+    }
+
+    /// Returns the name of the kind of object, such as `stream`.
+    #[must_use]
+    pub const fn kind(self) -> &'static str {
+        match self {
+            Self::Executable(_) => GraphExecId::NAME,
+            Self::Graph(_) => GraphId::NAME,
+            Self::Event(_) => EventId::NAME,
+            Self::Stream(_) => StreamId::NAME,
+        }
+    }
+}
+
+impl fmt::Debug for AnyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Executable(id) => id.fmt(f),
+            Self::Graph(id) => id.fmt(f),
+            Self::Event(id) => id.fmt(f),
+            Self::Stream(id) => id.fmt(f),
+        }
+    }
 }
 
 /// One call of an operation, as a layer sees it.

@@ -237,7 +237,7 @@ mod tests {
             versions: vec![("mock".into(), "1".into())],
             devices: json!([{ "ordinal": 0 }]),
         };
-        let calls = vec![Calls { thread: 0, operation: "host free".into(), count: 7 }];
+        let calls = vec![Calls { thread: 0, operation: "host_free".into(), count: 7 }];
         let failed = Status::Failed("it \"was\" wrong".into());
         let faulted = Faulted {
             status: failed.clone(),

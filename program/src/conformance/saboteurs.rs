@@ -1,4 +1,4 @@
-//! `highwater conformance --saboteurs`: backends that break one promise each, given to the suite, which has to notice.
+//! `highwater conformance --saboteurs`: mutants, which are backends that break one promise each. The suite must catch them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,7 +7,7 @@ use anyhow::Result;
 use highwater::Backend;
 use highwater::mock::{ENVIRONMENT_VARIABLE as MOCK, MockGpu, MockOptions};
 use highwater_conformance::{
-    Outcome, SaboteurOptions, SaboteurProgress as Step, Score, Survivor, Verdict as Judged, run_saboteurs, saboteurs,
+    Mutant, MutantOptions, MutantProgress as Step, Outcome, Score, Survivor, Verdict as Judged, mutants, run_mutants,
 };
 use serde_json::{Value, json};
 
@@ -19,29 +19,33 @@ use super::super::{Verdict, output};
 use super::choice::Choice;
 
 pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: bool) -> Result<Verdict> {
+    if arguments.list {
+        list(arguments.filter.as_deref(), json)?;
+        return Ok(Verdict::Good);
+    }
     // So that a plugin is probed, and a backend that does not open is told, once.
     drop(choice.open(Prober::ThisProgram)?);
-    // Some saboteurs do nothing wrong where there is one device. The mock has two where nobody has described it.
+    // Some mutants do nothing wrong where there is one device. The mock has two where nobody has described it.
     let two_devices = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
     let open = || -> highwater::Result<Arc<dyn Backend>> {
         if two_devices { Ok(MockGpu::open(MockOptions::new().with_devices(2))?) } else { choice.open(Prober::Nobody) }
     };
     let launcher = choice.launcher()?;
     let launcher = if two_devices { launcher.with_environment(MOCK, "devices=2") } else { launcher };
-    let mut options = SaboteurOptions::new().with_every(arguments.sample as usize).with_launcher(launcher);
+    let mut options = MutantOptions::new().with_every(arguments.sample as usize).with_launcher(launcher);
     if let Some(filter) = &arguments.filter {
         options = options.with_filter(filter);
     }
     let begun = Instant::now();
     let mut progress = None;
-    let score = run_saboteurs(open, &options, &mut |step| match step {
-        Step::Started { saboteur, total, .. } => {
-            progress.get_or_insert_with(|| Progress::new("saboteurs", total as u64, json)).now(saboteur.name);
+    let score = run_mutants(open, &options, &mut |step| match step {
+        Step::Started { mutant, total, .. } => {
+            progress.get_or_insert_with(|| Progress::new("mutants", total as u64, json)).now(mutant.name);
         }
         Step::Finished { verdict, .. } => {
             let Some(progress) = &progress else { return };
-            if let (Outcome::Survived, None) = (&verdict.outcome, verdict.saboteur.survives) {
-                progress.say(&format!("survived: {} [{}]", verdict.saboteur.name, verdict.saboteur.clause));
+            if let (Outcome::Survived, None) = (&verdict.outcome, verdict.mutant.survives) {
+                progress.say(&format!("survived: {} [{}]", verdict.mutant.name, verdict.mutant.clause));
             }
             progress.advance(1);
         }
@@ -50,8 +54,8 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     drop(progress);
     if score.verdicts().is_empty() {
         let filter = arguments.filter.as_deref().unwrap_or_default();
-        let hint = format!("name a part of a saboteur, such as `{}`", saboteurs().next().map_or("", |one| one.name));
-        let message = format!("no saboteur matches `{filter}`");
+        let hint = format!("name a part of a mutant's name, such as `{}`", mutants().next().map_or("", |one| one.name));
+        let message = format!("no mutant matches `{filter}`");
         return Err(Failure::new(highwater::ErrorKind::InvalidArgument, message, hint).into());
     }
     if json {
@@ -62,9 +66,27 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
     Ok(if score.is_success() { Verdict::Good } else { Verdict::Bad })
 }
 
+/// Prints the mutants that the filter selects, with their clauses.
+fn list(filter: Option<&str>, json: bool) -> Result<()> {
+    let mut options = MutantOptions::new();
+    options.filter = filter.map(str::to_owned);
+    let listed = options.mutants();
+    if json {
+        let entry = |one: &&Mutant| json!({ "name": one.name, "clause": one.clause, "what": one.what, "survives": one.survives });
+        output::result(json!({ "saboteurs": listed.iter().map(entry).collect::<Vec<_>>() }))?;
+        return Ok(());
+    }
+    for Mutant { name, clause, what, survives, .. } in &listed {
+        let survives = survives.map_or(String::new(), |why| format!(" Survives: {why}."));
+        output::result(format_args!("{name} [{clause}] {what}{survives}"))?;
+    }
+    output::result(format_args!("\n{} mutants", listed.len()))?;
+    Ok(())
+}
+
 fn to_json(score: &Score, sample: u32, seconds: f64) -> Value {
     let entry = |verdict: &Judged| {
-        let one = verdict.saboteur;
+        let one = verdict.mutant;
         let (outcome, case, said) = match &verdict.outcome {
             Outcome::Caught { case, failure, .. } => ("caught", Some(case.name), Some(failure.as_str())),
             Outcome::Skipped(why) => ("skipped", None, Some(why.as_str())),
@@ -73,11 +95,11 @@ fn to_json(score: &Score, sample: u32, seconds: f64) -> Value {
         json!({ "name": one.name, "clause": one.clause, "outcome": outcome, "case": case, "text": said })
     };
     let survivor = |survivor: Survivor| {
-        let one = survivor.saboteur;
+        let one = survivor.mutant;
         json!({ "name": one.name, "clause": one.clause, "what": one.what, "reason": survivor.reason })
     };
     json!({
-        "saboteurs": score.saboteurs(),
+        "saboteurs": score.mutants(),
         "caught": score.caught(),
         "caught_by_their_clause": score.caught_by_their_clause(),
         "survivors": score.survivors().into_iter().map(survivor).collect::<Vec<_>>(),

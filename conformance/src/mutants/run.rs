@@ -1,4 +1,4 @@
-//! Gives saboteurs to the suite and says which were caught.
+//! Gives mutants to the suite and says which were caught.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, Result};
 
-use super::{Saboteur, VARIABLE, saboteurs};
+use super::{Mutant, VARIABLE, mutants};
 use crate::case::Case;
 use crate::cases::cases;
 use crate::options::Options;
@@ -16,48 +16,48 @@ use crate::peer::Launcher;
 use crate::report::Status;
 use crate::run::run;
 
-/// Which saboteurs to run, and how.
+/// Which mutants to run, and how.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct SaboteurOptions {
-    /// Runs the saboteurs whose name contains this text, or that break the clause of this id; `None` runs all.
+pub struct MutantOptions {
+    /// Runs the mutants whose name contains this text, or that break the clause of this id; `None` runs all.
     pub filter: Option<String>,
     /// Runs one of so many, beginning with the first; 1 runs all.
     pub every: usize,
-    /// How a second process with the same backend is started, for the cases and saboteurs that need one.
+    /// How a second process with the same backend is started, for the cases and mutants that need one.
     pub launcher: Option<Launcher>,
-    /// How long a case may take. One that takes longer has noticed that something is wrong: the saboteur is caught.
+    /// How long a case may take. One that takes longer has noticed that something is wrong: the mutant is caught.
     pub case_limit: Duration,
 }
 
-impl Default for SaboteurOptions {
+impl Default for MutantOptions {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl SaboteurOptions {
-    /// Every saboteur, without a second process; a case may take 20 seconds.
+impl MutantOptions {
+    /// Every mutant, without a second process; a case may take 20 seconds.
     #[must_use]
     pub fn new() -> Self {
         Self { filter: None, every: 1, launcher: None, case_limit: Duration::from_secs(20) }
     }
 
-    /// The same with a filter: a part of a saboteur's name, or the id of a clause.
+    /// The same with a filter: a part of a mutant's name, or the id of a clause.
     #[must_use]
     pub fn with_filter(mut self, filter: impl Into<String>) -> Self {
         self.filter = Some(filter.into());
         self
     }
 
-    /// The same with a sample: one of `every` saboteurs; 0 means 1.
+    /// The same with a sample: one of `every` mutants; 0 means 1.
     #[must_use]
     pub fn with_every(mut self, every: usize) -> Self {
         self.every = every;
         self
     }
 
-    /// The same with a launcher of second processes. They are told which saboteur they have by an environment variable
+    /// The same with a launcher of second processes. They are told which mutant they have by an environment variable
     /// that [`serve_peer`](crate::serve_peer) reads.
     #[must_use]
     pub fn with_launcher(mut self, launcher: Launcher) -> Self {
@@ -72,16 +72,18 @@ impl SaboteurOptions {
         self
     }
 
-    fn selected(&self) -> Vec<&'static Saboteur> {
-        let chosen = |saboteur: &&Saboteur| match self.filter.as_deref() {
+    /// Returns the mutants that these options select, in the order of a run.
+    #[must_use]
+    pub fn mutants(&self) -> Vec<&'static Mutant> {
+        let chosen = |mutant: &&Mutant| match self.filter.as_deref() {
             None => true,
-            Some(text) => saboteur.name.contains(text) || saboteur.clause == text,
+            Some(text) => mutant.name.contains(text) || mutant.clause == text,
         };
-        saboteurs().filter(chosen).step_by(self.every.max(1)).collect()
+        mutants().filter(chosen).step_by(self.every.max(1)).collect()
     }
 }
 
-/// What became of a saboteur.
+/// What became of a mutant.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Outcome {
@@ -89,7 +91,7 @@ pub enum Outcome {
     Caught {
         /// The first that did.
         case: &'static Case,
-        /// Whether it names the clause that the saboteur breaks.
+        /// Whether it names the clause that the mutant breaks.
         by_its_clause: bool,
         /// What the case said.
         failure: String,
@@ -100,24 +102,24 @@ pub enum Outcome {
     Skipped(String),
 }
 
-/// One saboteur of a [`Score`].
+/// One mutant of a [`Score`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// Which saboteur.
-    pub saboteur: &'static Saboteur,
+    /// Which mutant.
+    pub mutant: &'static Mutant,
     /// What became of it.
     pub outcome: Outcome,
     /// How long that took.
     pub duration: Duration,
 }
 
-/// A saboteur that no case noticed.
+/// A mutant that no case noticed.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Survivor {
-    /// Which saboteur.
-    pub saboteur: &'static Saboteur,
+    /// Which mutant.
+    pub mutant: &'static Mutant,
     /// Why that is known to be so; `None` where the suite is too weak and nobody knew.
     pub reason: Option<&'static str>,
 }
@@ -125,11 +127,11 @@ pub struct Survivor {
 /// Tells an observer how far a run is.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub enum SaboteurProgress<'a> {
-    /// A saboteur is given to the suite.
+pub enum MutantProgress<'a> {
+    /// A mutant is given to the suite.
     Started {
         /// Which.
-        saboteur: &'static Saboteur,
+        mutant: &'static Mutant,
         /// Its number in this run, from 0.
         index: usize,
         /// How many the run has.
@@ -146,25 +148,25 @@ pub enum SaboteurProgress<'a> {
     },
 }
 
-/// What a run of saboteurs came to.
+/// What a run of mutants came to.
 #[derive(Debug, Clone, Default)]
 pub struct Score {
     verdicts: Vec<Verdict>,
 }
 
 impl Score {
-    /// The least part of the saboteurs that has to be caught, in percent.
+    /// The least part of the mutants that has to be caught, in percent.
     pub const LEAST_PERCENT: f64 = 95.0;
 
-    /// Every saboteur of the run, in order.
+    /// Every mutant of the run, in order.
     #[must_use]
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
     }
 
-    /// How many saboteurs were given to the suite, without those that were skipped.
+    /// How many mutants were given to the suite, without those that were skipped.
     #[must_use]
-    pub fn saboteurs(&self) -> usize {
+    pub fn mutants(&self) -> usize {
         self.count(|outcome| !matches!(outcome, Outcome::Skipped(_)))
     }
 
@@ -190,20 +192,20 @@ impl Score {
     #[must_use]
     pub fn survivors(&self) -> Vec<Survivor> {
         let survived = self.verdicts.iter().filter(|verdict| matches!(verdict.outcome, Outcome::Survived));
-        survived.map(|&Verdict { saboteur, .. }| Survivor { saboteur, reason: saboteur.survives }).collect()
+        survived.map(|&Verdict { mutant, .. }| Survivor { mutant, reason: mutant.survives }).collect()
     }
 
-    /// Caught saboteurs that the list says cannot be caught: the list has grown old.
+    /// Caught mutants that the list says cannot be caught: the list has grown old.
     #[must_use]
-    pub fn caught_unexpectedly(&self) -> Vec<&'static Saboteur> {
+    pub fn caught_unexpectedly(&self) -> Vec<&'static Mutant> {
         let caught = self.verdicts.iter().filter(|verdict| matches!(verdict.outcome, Outcome::Caught { .. }));
-        caught.map(|verdict| verdict.saboteur).filter(|saboteur| saboteur.survives.is_some()).collect()
+        caught.map(|verdict| verdict.mutant).filter(|mutant| mutant.survives.is_some()).collect()
     }
 
     /// How many of a hundred were caught; 0 where none was tried.
     #[must_use]
     pub fn percent(&self) -> f64 {
-        match self.saboteurs() {
+        match self.mutants() {
             0 => 0.0,
             tried => 100.0 * self.caught() as f64 / tried as f64,
         }
@@ -221,20 +223,20 @@ impl Score {
     }
 }
 
-/// The counts, then a line for each saboteur that needs a word.
+/// The counts, then a line for each mutant that needs a word.
 impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} of {} saboteurs caught ({:.1} %), {} of them by a case of their clause; {} skipped",
+            "{} of {} mutants caught ({:.1} %), {} of them by a case of their clause; {} skipped",
             self.caught(),
-            self.saboteurs(),
+            self.mutants(),
             self.percent(),
             self.caught_by_their_clause(),
             self.skipped()
         )?;
-        for Verdict { saboteur, outcome, .. } in &self.verdicts {
-            let Saboteur { name, clause, what, survives, .. } = saboteur;
+        for Verdict { mutant, outcome, .. } in &self.verdicts {
+            let Mutant { name, clause, what, survives, .. } = mutant;
             match (outcome, survives) {
                 (Outcome::Survived, Some(reason)) => write!(f, "\n{name} [{clause}] survives as it may: {reason}")?,
                 (Outcome::Survived, None) => write!(f, "\n{name} [{clause}] survives, and no case notices: {what}")?,
@@ -251,64 +253,63 @@ impl fmt::Display for Score {
     }
 }
 
-/// Why saboteurs are kept from hardware.
-const REAL_DEVICE: &str =
-    "a real device does not check every range that a saboteur may hand to it; use a simulated one";
+/// Why mutants are kept from hardware.
+const REAL_DEVICE: &str = "a real device does not check every range that a mutant may hand to it; use a simulated one";
 
-/// Gives the saboteurs that `options` selects to the suite, one after the other, each around a backend that `open` makes,
+/// Gives the mutants that `options` selects to the suite, one after the other, each around a backend that `open` makes,
 /// and tells `observer` how far it is.
 ///
-/// Cases that need a second process run where a launcher is given; saboteurs that need one are skipped elsewhere, and so
+/// Cases that need a second process run where a launcher is given; mutants that need one are skipped elsewhere, and so
 /// are those whose clause says nothing about this backend. All are where the device is real
-/// ([`Identity::real_device`](highwater_hal::Identity)): it does not check what a saboteur may hand to it. A case runs in a thread of its own. Where it takes longer
+/// ([`Identity::real_device`](highwater_hal::Identity)): it does not check what a mutant may hand to it. A case runs in a thread of its own. Where it takes longer
 /// than the limit, the wrapper is stopped, so that the case ends with its next call; a thread that waits for something
 /// which never comes stays, with its backend, until the process ends.
 #[must_use]
-pub fn run_saboteurs(
+pub fn run_mutants(
     open: impl Fn() -> Result<Arc<dyn Backend>>,
-    options: &SaboteurOptions,
-    observer: &mut dyn FnMut(SaboteurProgress<'_>),
+    options: &MutantOptions,
+    observer: &mut dyn FnMut(MutantProgress<'_>),
 ) -> Score {
-    let selected = options.selected();
+    let selected = options.mutants();
     let total = selected.len();
     let mut score = Score::default();
-    for (index, saboteur) in selected.into_iter().enumerate() {
-        observer(SaboteurProgress::Started { saboteur, index, total });
+    for (index, mutant) in selected.into_iter().enumerate() {
+        observer(MutantProgress::Started { mutant, index, total });
         let begun = Instant::now();
         let outcome = match open() {
             Ok(backend) if backend.identity().real_device => Outcome::Skipped(REAL_DEVICE.to_owned()),
-            Ok(backend) => Trial::new(saboteur, backend, options).run(),
+            Ok(backend) => Trial::new(mutant, backend, options).run(),
             Err(error) => Outcome::Skipped(format!("the backend does not open: {error}")),
         };
-        let verdict = Verdict { saboteur, outcome, duration: begun.elapsed() };
-        observer(SaboteurProgress::Finished { verdict: &verdict, index, total });
+        let verdict = Verdict { mutant, outcome, duration: begun.elapsed() };
+        observer(MutantProgress::Finished { verdict: &verdict, index, total });
         score.verdicts.push(verdict);
     }
     score
 }
 
-/// One saboteur before the suite.
+/// One mutant before the suite.
 pub(super) struct Trial<'o> {
-    saboteur: &'static Saboteur,
+    mutant: &'static Mutant,
     backend: Arc<dyn Backend>,
     stopped: Arc<AtomicBool>,
     launcher: Option<Launcher>,
-    options: &'o SaboteurOptions,
+    options: &'o MutantOptions,
 }
 
 impl<'o> Trial<'o> {
-    pub(super) fn new(saboteur: &'static Saboteur, backend: Arc<dyn Backend>, options: &'o SaboteurOptions) -> Self {
+    pub(super) fn new(mutant: &'static Mutant, backend: Arc<dyn Backend>, options: &'o MutantOptions) -> Self {
         let stopped = Arc::<AtomicBool>::default();
-        let backend = saboteur.wrap_until(backend, Arc::clone(&stopped));
-        let launcher = options.launcher.clone().map(|launcher| launcher.with_environment(VARIABLE, saboteur.name));
-        Self { saboteur, backend, stopped, launcher, options }
+        let backend = mutant.wrap_until(backend, Arc::clone(&stopped));
+        let launcher = options.launcher.clone().map(|launcher| launcher.with_environment(VARIABLE, mutant.name));
+        Self { mutant, backend, stopped, launcher, options }
     }
 
     fn run(&self) -> Outcome {
-        if self.saboteur.needs_launcher && self.launcher.is_none() {
+        if self.mutant.needs_launcher && self.launcher.is_none() {
             return Outcome::Skipped("no launcher for a second process was given".to_owned());
         }
-        let names_it = |case: &&Case| case.clauses.contains(&self.saboteur.clause);
+        let names_it = |case: &&Case| case.clauses.contains(&self.mutant.clause);
         let mut reason = None;
         for case in cases().filter(names_it) {
             match self.run_case(case) {

@@ -1,4 +1,4 @@
-//! The list, the wrapper and the run. Whether the suite catches what is in the list is for `tests/saboteurs.rs`.
+//! The list, the wrapper and the run. Whether the suite catches what is in the list is for `tests/mutants.rs`.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 use highwater_hal::{BlasKind, BlasOptions, Capabilities, EventId, EventOptions, StreamId, StreamOptions};
 use highwater_mock::{MockGpu, MockOptions};
 
-use super::note::Note;
 use super::run::Trial;
+use super::state::Shared;
 use super::*;
 use crate::case::Case;
 use crate::cases::cases;
@@ -24,11 +24,11 @@ fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
     Wrapper::new(mock(options), hooks, Arc::default())
 }
 
-/// The mock with the saboteur of this name before it.
+/// The mock with the mutant of this name before it.
 fn sabotaged(name: &str) -> Arc<dyn Backend> {
-    let saboteur = saboteurs().find(|saboteur| saboteur.name == name).unwrap();
+    let mutant = mutants().find(|mutant| mutant.name == name).unwrap();
     // SAFETY: these tests give it to the suite; the mock checks ids and ranges.
-    unsafe { saboteur.wrap(mock(MockOptions::new())) }
+    unsafe { mutant.wrap(mock(MockOptions::new())) }
 }
 
 #[test]
@@ -43,9 +43,9 @@ fn peer() {
 #[test]
 fn names_are_unique_and_sentences_are_whole() {
     let (mut names, mut sentences) = (BTreeSet::new(), BTreeSet::new());
-    for Saboteur { name, what, clause, .. } in saboteurs() {
-        assert!(names.insert(name), "two saboteurs are called {name}");
-        assert!(sentences.insert((clause, what)), "two saboteurs do this: {what}");
+    for Mutant { name, what, clause, .. } in mutants() {
+        assert!(names.insert(name), "two mutants are called {name}");
+        assert!(sentences.insert((clause, what)), "two mutants do this: {what}");
         assert!(what.ends_with('.') && what.starts_with(char::is_uppercase), "{what}");
         let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         assert!(name.chars().all(plain), "{name}");
@@ -54,18 +54,18 @@ fn names_are_unique_and_sentences_are_whole() {
 }
 
 #[test]
-fn every_clause_has_a_saboteur_and_every_saboteur_a_clause() {
-    let broken: BTreeSet<&str> = saboteurs().map(|saboteur| saboteur.clause).collect();
+fn every_clause_has_a_mutant_and_every_mutant_a_clause() {
+    let broken: BTreeSet<&str> = mutants().map(|mutant| mutant.clause).collect();
     let named: BTreeSet<&str> = cases().flat_map(|case: &Case| case.clauses.iter().copied()).collect();
-    assert_eq!(named.difference(&broken).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no saboteur breaks");
+    assert_eq!(named.difference(&broken).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no mutant breaks");
     assert_eq!(broken.difference(&named).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no case names");
 }
 
-/// What saboteurs are caught by is their own mistake, then.
+/// What mutants are caught by is their own mistake, then.
 #[test]
 fn a_wrapper_that_breaks_nothing_passes() {
     let launcher = Launcher::current_executable().unwrap();
-    let launcher = launcher.with_arguments(["saboteurs::tests::peer", "--exact", "--ignored", "--nocapture"]);
+    let launcher = launcher.with_arguments(["mutants::tests::peer", "--exact", "--ignored", "--nocapture"]);
     let backend = wrapped(MockOptions::new().with_devices(2), |_| {});
     let report = run(&backend, &Options::new().with_launcher(launcher));
     assert!(report.is_success() && report.skipped() < 40, "{report}");
@@ -75,9 +75,9 @@ fn a_wrapper_that_breaks_nothing_passes() {
 #[test]
 fn a_backend_whose_calls_execute_the_work_is_told_so() {
     let backend = wrapped(MockOptions::new(), |h| {
-        h.backend.copy(|honest, copy, stream| {
-            honest.copy(copy, stream)?;
-            honest.wait_for(stream)
+        h.backend.copy(|reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            reference.wait_for(stream)
         });
     });
     for case in ["streams.query_follows_the_work", "streams.copies_return_at_once"] {
@@ -93,9 +93,9 @@ fn a_backend_whose_calls_execute_the_work_is_told_so() {
 #[test]
 fn a_backend_whose_queries_lie_is_not_told_that_its_calls_execute_the_work() {
     let backend = wrapped(MockOptions::new(), |h| {
-        h.backend.query_stream(|honest, stream| {
-            honest.wait_for(stream)?;
-            honest.query_stream(stream)
+        h.backend.query_stream(|reference, stream| {
+            reference.wait_for(stream)?;
+            reference.query_stream(stream)
         });
     });
     let report = run(&backend, &Options::new().with_filter("streams.query_follows_the_work"));
@@ -111,22 +111,22 @@ fn a_backend_that_queues_few_copies_passes() {
     // Long copies, so that few of them are a good deal of work.
     let options = MockOptions::new().with_latency(Duration::from_millis(1));
     let backend = wrapped(options, |h| {
-        let queued = Note::<HashMap<StreamId, VecDeque<EventId>>>::default();
+        let queued = Shared::<HashMap<StreamId, VecDeque<EventId>>>::default();
         let waited = queued.clone();
-        h.backend.copy(move |honest, copy, stream| {
-            honest.copy(copy, stream)?;
-            let after = honest.create_event(stream.device(), &EventOptions::new())?;
-            honest.record_event(after, stream)?;
+        h.backend.copy(move |reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            let after = reference.create_event(stream.device(), &EventOptions::new())?;
+            reference.record_event(after, stream)?;
             let first = queued.with(|queued| {
                 let queue = queued.entry(stream).or_default();
                 queue.push_back(after);
                 if queue.len() > MOST { queue.pop_front() } else { None }
             });
             let Some(first) = first else { return Ok(()) };
-            honest.synchronize_event(first)?;
-            honest.destroy_event(first)
+            reference.synchronize_event(first)?;
+            reference.destroy_event(first)
         });
-        h.before(move |honest, method, stream| {
+        h.before(move |reference, method, stream| {
             if !matches!(method, "synchronize_stream" | "synchronize_device" | "destroy_stream") {
                 return Ok(());
             }
@@ -136,7 +136,7 @@ fn a_backend_that_queues_few_copies_passes() {
                     .flat_map(|(_, queue)| queue)
                     .collect()
             });
-            over.into_iter().try_for_each(|event| honest.destroy_event(event))
+            over.into_iter().try_for_each(|event| reference.destroy_event(event))
         });
     });
     let report = run(&backend, &Options::new().with_filter("events."));
@@ -166,13 +166,13 @@ fn a_failure_says_what_was_seen_and_what_was_expected() {
 }
 
 /// Never comes back from a wait for an event, and says for ever that streams are pending.
-static ENDLESS: Saboteur = Saboteur::new("endless", "event.query", "Is never done.", |h| {
+static ENDLESS: Mutant = Mutant::new("endless", "event.query", "Is never done.", |h| {
     h.backend.query_event(|_, _| Ok(highwater_hal::Completion::Pending));
 });
 
 #[test]
 fn a_case_that_does_not_end_is_left_alone_and_its_thread_ends() {
-    let options = SaboteurOptions::new().with_case_limit(Duration::from_millis(300));
+    let options = MutantOptions::new().with_case_limit(Duration::from_millis(300));
     let backend = mock(MockOptions::new());
     let trial = Trial::new(&ENDLESS, Arc::clone(&backend), &options);
     let case = cases().find(|case| case.name == "events.query_follows_the_record").unwrap();
@@ -210,12 +210,12 @@ fn a_wrapper_that_was_stopped_gives_back_and_does_nothing_else() {
 fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
     let nothing = |capabilities: &mut Capabilities| *capabilities = Capabilities::none();
     let open = || Ok(mock(MockOptions::new().with_capabilities(nothing)));
-    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("plan.stale"), &mut |_| {});
-    assert_eq!((score.saboteurs(), score.caught(), score.skipped() > 1), (0, 0, true), "{score}");
+    let score = run_mutants(open, &MutantOptions::new().with_filter("plan.stale"), &mut |_| {});
+    assert_eq!((score.mutants(), score.caught(), score.skipped() > 1), (0, 0, true), "{score}");
     assert!(!score.is_success() && score.percent() == 0.0, "a run of nothing proves nothing");
     // Without a launcher those who need two processes are skipped.
     let open = || Ok(mock(MockOptions::new()));
-    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
+    let score = run_mutants(open, &MutantOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
     assert!(score.verdicts().iter().all(|verdict| matches!(verdict.outcome, Outcome::Skipped(_))), "{score}");
     // Real devices are spared.
     let real = || -> Result<Arc<dyn Backend>> {
@@ -230,24 +230,24 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
         backend.create_stream(0, &StreamOptions::new())?;
         Ok(Arc::new(backend))
     };
-    let score = run_saboteurs(real, &SaboteurOptions::new().with_filter("fill.exact"), &mut |_| {});
-    assert_eq!((score.saboteurs(), score.skipped()), (0, score.verdicts().len()), "{score}");
+    let score = run_mutants(real, &MutantOptions::new().with_filter("fill.exact"), &mut |_| {});
+    assert_eq!((score.mutants(), score.skipped()), (0, score.verdicts().len()), "{score}");
     // Nor is one caught whose backend does not open.
     let open = || Err(Error::new(ErrorKind::DeviceMissing, "open", "none"));
-    let score = run_saboteurs(open, &SaboteurOptions::new().with_filter("memory.zero"), &mut |_| {});
-    assert_eq!((score.saboteurs(), score.skipped()), (0, 1), "{score}");
+    let score = run_mutants(open, &MutantOptions::new().with_filter("memory.zero"), &mut |_| {});
+    assert_eq!((score.mutants(), score.skipped()), (0, 1), "{score}");
 }
 
 #[test]
 fn a_sample_is_one_of_so_many_and_an_observer_sees_each() {
     let mut seen = Vec::new();
-    let options = SaboteurOptions::new().with_filter("fill.exact").with_every(2);
+    let options = MutantOptions::new().with_filter("fill.exact").with_every(2);
     let open = || Ok(mock(MockOptions::new()));
-    let score = run_saboteurs(open, &options, &mut |progress| match progress {
-        SaboteurProgress::Started { saboteur, index, total } => seen.push((saboteur.name, index, total, false)),
-        SaboteurProgress::Finished { verdict, index, total } => seen.push((verdict.saboteur.name, index, total, true)),
+    let score = run_mutants(open, &options, &mut |progress| match progress {
+        MutantProgress::Started { mutant, index, total } => seen.push((mutant.name, index, total, false)),
+        MutantProgress::Finished { verdict, index, total } => seen.push((verdict.mutant.name, index, total, true)),
     });
-    let all: Vec<_> = saboteurs().filter(|saboteur| saboteur.clause == "fill.exact").collect();
+    let all: Vec<_> = mutants().filter(|mutant| mutant.clause == "fill.exact").collect();
     assert_eq!(score.verdicts().len(), all.len().div_ceil(2));
     let total = score.verdicts().len();
     let expected: Vec<_> =

@@ -60,12 +60,12 @@ pub(super) struct Range {
 
 /// The ranges that are alive, and the last one of each address that was.
 #[derive(Debug, Default)]
-pub(super) struct Book {
+pub(super) struct Ranges {
     pub(super) alive: BTreeMap<(Space, u64), Range>,
     gone: BTreeMap<(Space, u64), Range>,
 }
 
-impl Book {
+impl Ranges {
     /// Takes in a range; what is wrong with it, if so.
     pub(super) fn insert(&mut self, space: Space, start: u64, range: Range) -> Option<String> {
         let overlapped = self.overlapping(space, start, range.bytes).map(|(start, other)| {
@@ -153,7 +153,7 @@ impl Book {
 }
 
 /// A side of a copy as the book has it.
-pub(super) fn place(location: Location) -> (Space, u64) {
+pub(super) fn side(location: Location) -> (Space, u64) {
     match location {
         Location::Host(ptr) => (Space::Host, ptr.address() as u64),
         Location::Device { device, ptr } => (Space::Device(device), ptr.get()),
@@ -169,23 +169,23 @@ mod tests {
     use super::*;
 
     fn range(number: u64, bytes: u64, releasing: bool) -> Range {
-        let made = Made { operation: "host allocate", number, at: None };
+        let made = Made { operation: "host_allocate", number, at: None };
         Range { made, bytes, holding: Holding::HostAllocated, releasing, refused: false }
     }
 
     #[test]
     fn bytes_that_were_given_out_again_are_used_while_their_release_is_not_noted_yet() {
-        let mut book = Book::default();
+        let mut ranges = Ranges::default();
         // Another thread gives back 0x81a0; this one has the same bytes already, in a larger block.
-        assert_eq!(book.insert(Space::Host, 0x81a0, range(1, 0x100, true)), None);
-        assert_eq!(book.insert(Space::Host, 0x8000, range(2, 0x2000, false)), None);
-        assert_eq!(book.misuse("the source", Space::Host, 0x8200, 0x1000), None);
-        assert_eq!(book.misuse("the source", Space::Host, 0x81b0, 0x10), None);
-        let past = book.misuse("the source", Space::Host, 0x8200, 0x2000).unwrap();
+        assert_eq!(ranges.insert(Space::Host, 0x81a0, range(1, 0x100, true)), None);
+        assert_eq!(ranges.insert(Space::Host, 0x8000, range(2, 0x2000, false)), None);
+        assert_eq!(ranges.misuse("the source", Space::Host, 0x8200, 0x1000), None);
+        assert_eq!(ranges.misuse("the source", Space::Host, 0x81b0, 0x10), None);
+        let past = ranges.misuse("the source", Space::Host, 0x8200, 0x2000).unwrap();
         assert!(past.contains("does not lie in one living range"), "{past}");
         // Where nothing lies behind it, a block that is being given back still counts.
-        assert_eq!(book.misuse("the source", Space::Host, 0x81a0, 0x100), None);
-        book.remove(Space::Host, 0x8000);
-        assert!(book.misuse("the source", Space::Host, 0x8200, 0x1000).unwrap().contains("use after free"));
+        assert_eq!(ranges.misuse("the source", Space::Host, 0x81a0, 0x100), None);
+        ranges.remove(Space::Host, 0x8000);
+        assert!(ranges.misuse("the source", Space::Host, 0x8200, 0x1000).unwrap().contains("use after free"));
     }
 }

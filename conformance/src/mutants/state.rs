@@ -1,4 +1,4 @@
-//! What saboteurs remember from call to call.
+//! What mutants remember from call to call.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use highwater_hal::{Result, StreamId};
 
-use super::honest::Honest;
+use super::reference::Reference;
 
-/// A value that the hooks of one saboteur share.
-pub(super) struct Note<T>(Arc<Mutex<T>>);
+/// A value that the hooks of one mutant share.
+pub(super) struct Shared<T>(Arc<Mutex<T>>);
 
-impl<T> Note<T> {
+impl<T> Shared<T> {
     /// A value to begin with.
     pub(super) fn new(value: T) -> Self {
         Self(Arc::new(Mutex::new(value)))
@@ -23,7 +23,7 @@ impl<T> Note<T> {
     }
 }
 
-impl<T: Copy> Note<T> {
+impl<T: Copy> Shared<T> {
     pub(super) fn get(&self) -> T {
         self.with(|value| *value)
     }
@@ -33,28 +33,28 @@ impl<T: Copy> Note<T> {
     }
 }
 
-impl<T: Default> Default for Note<T> {
+impl<T: Default> Default for Shared<T> {
     fn default() -> Self {
         Self::new(T::default())
     }
 }
 
-impl<T> Clone for Note<T> {
+impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
 /// Something that was asked of a backend and was not handed on yet.
-type Operation = Box<dyn FnOnce(&Honest) -> Result<()> + Send>;
+type Operation = Box<dyn FnOnce(&Reference) -> Result<()> + Send>;
 
 /// Operations that are handed on later than they were asked for, in order, by stream.
 #[derive(Clone, Default)]
-pub(super) struct Held(Note<HashMap<StreamId, Vec<Operation>>>);
+pub(super) struct Deferred(Shared<HashMap<StreamId, Vec<Operation>>>);
 
-impl Held {
+impl Deferred {
     /// Keeps an operation back.
-    pub(super) fn hold(&self, stream: StreamId, operation: impl FnOnce(&Honest) -> Result<()> + Send + 'static) {
+    pub(super) fn defer(&self, stream: StreamId, operation: impl FnOnce(&Reference) -> Result<()> + Send + 'static) {
         self.0.with(|held| held.entry(stream).or_default().push(Box::new(operation)));
     }
 
@@ -64,12 +64,12 @@ impl Held {
     }
 
     /// Hands on what is kept back of this stream, or of every stream.
-    pub(super) fn let_go(&self, honest: &Honest, stream: Option<StreamId>) -> Result<()> {
+    pub(super) fn release(&self, reference: &Reference, stream: Option<StreamId>) -> Result<()> {
         let taken: Vec<Operation> = self.0.with(|held| match stream {
             Some(stream) => held.remove(&stream).unwrap_or_default(),
             None => held.drain().flat_map(|(_, operations)| operations).collect(),
         });
-        taken.into_iter().try_for_each(|operation| operation(honest))
+        taken.into_iter().try_for_each(|operation| operation(reference))
     }
 
     /// Forgets what is kept back of the stream.
@@ -78,8 +78,8 @@ impl Held {
     }
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for Deferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Held").finish_non_exhaustive()
+        f.debug_struct("Deferred").finish_non_exhaustive()
     }
 }

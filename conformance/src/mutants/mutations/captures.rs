@@ -1,0 +1,279 @@
+//! Captures: what is recorded, what takes part, and what must not disturb.
+
+use std::collections::HashSet;
+
+use highwater_hal::{BlasKind, Completion, ErrorKind, EventId, StreamId};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{Reference, forgiven, is, renamed, wrong};
+use super::super::state::Shared;
+
+mutants! {
+    in "capture.not-executed":
+    "recorded-fills-executed": "Records fills, and executes them as well." => |h| h.backend.fill(|reference, fill, stream| {
+        reference.fill(fill, stream)?;
+        if reference.is_recording(stream) {
+            reference.on_own_stream(fill.device, |own| reference.fill(fill, own))
+        } else {
+            Ok(())
+        }
+    });
+    "recorded-copies-executed": "Executes copies during a capture, and records them as well." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            if reference.is_recording(stream) {
+                reference.on_own_stream(stream.device(), |own| reference.copy(copy, own))
+            } else {
+                Ok(())
+            }
+        });
+    "recorded-products-executed": "Records products, and executes them as well." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        let records = handle.stream.is_some_and(|stream| handle.backend.is_recording(stream));
+        if records && handle.kind() == BlasKind::Blas { handle.gemm_on_own_stream(gemm) } else { Ok(()) }
+    });
+    "executed-when-instantiated": "Executes a graph when it is made executable." =>
+        |h| h.backend.instantiate_graph(|reference, graph| {
+            let executable = reference.instantiate_graph(graph)?;
+            reference.on_own_stream(graph.device(), |own| reference.launch_graph(executable, own))?;
+            Ok(executable)
+        });
+    "every-stream-captures": "Says of every stream that it takes part while a capture is open." => |h| {
+        let open = captures(h);
+        h.backend.is_capturing(move |reference, stream| {
+            Ok(reference.is_capturing(stream)? || open.with(|open| !open.is_empty()))
+        });
+    };
+
+    in "capture.begin-again":
+    "begun-twice": "Lets a capture begin again, and goes on with it." => |h| {
+        let open = captures(h);
+        let begun = open.clone();
+        h.backend.begin_capture(move |reference, stream, mode| {
+            let again = begun.with(|begun| begun.contains(&stream));
+            let result = reference.begin_capture(stream, mode);
+            if result.is_ok() {
+                begun.with(|begun| begun.insert(stream));
+            }
+            if again && is(&result, ErrorKind::Capture) { Ok(()) } else { result }
+        });
+    };
+    "begun-on-a-joined-stream": "Lets a capture begin on a stream that has joined one." => |h| {
+        let open = captures(h);
+        let begun = open.clone();
+        h.backend.begin_capture(move |reference, stream, mode| {
+            let first = begun.with(|begun| begun.contains(&stream));
+            let result = reference.begin_capture(stream, mode);
+            if result.is_ok() {
+                begun.with(|begun| begun.insert(stream));
+            }
+            if !first && is(&result, ErrorKind::Capture) { Ok(()) } else { result }
+        });
+    };
+    "begun-again-as-state": "Calls a second beginning an invalid state." => |h| {
+        h.backend.begin_capture(|reference, stream, mode| {
+            renamed(ErrorKind::Capture, ErrorKind::InvalidState, "begin_capture", reference.begin_capture(stream, mode))
+        });
+    };
+
+    in "capture.joins":
+    "nobody-joins": "Lets a stream that waits for an event of a capture go on outside." => |h| {
+        let recorded = marks(h);
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            let mark = recorded.with(|recorded| recorded.contains(&event));
+            if mark && !reference.is_recording(stream) {
+                Ok(())
+            } else {
+                reference.stream_wait_event(stream, event)
+            }
+        });
+    };
+    "joined-in-secret": "Says of a stream that joined a capture that it takes part in none." => |h| {
+        let open = captures(h);
+        h.backend.is_capturing(move |reference, stream| {
+            Ok(reference.is_capturing(stream)? && open.with(|open| open.contains(&stream)))
+        });
+    };
+    "all-join": "Lets every stream join that waits for anything during a capture." => |h| {
+        let open = captures(h);
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            // Who waits for this event later is told of the capture too.
+            let first = open.with(|open| open.iter().copied().next());
+            match first {
+                Some(first) if first.device() == stream.device() && !reference.is_recording(stream) => {
+                    reference.record_event(event, first)
+                }
+                _ => Ok(()),
+            }
+        });
+    };
+
+    in "capture.undisturbed":
+    "disturbed-by-allocation": "Loses captures when device memory is allocated." => |h| disturbed_by(h, "allocate");
+    "disturbed-by-frees": "Loses captures when device memory is freed." => |h| disturbed_by(h, "free");
+    "disturbed-by-host-memory": "Refuses page-locked memory while a capture is open." => |h| {
+        let open = captures(h);
+        h.host.allocate(move |host, bytes, options| match open.with(|open| open.is_empty()) {
+            true => host.allocate(bytes, options),
+            false => Err(wrong(ErrorKind::Capture, "allocate")),
+        });
+    };
+    "disturbed-by-registration": "Loses captures when memory is registered." => |h| disturbed_by(h, "host_register");
+    "disturbed-by-new-events": "Loses captures of other threads when an event is made." => |h| {
+        let open = captures(h);
+        let threads = Shared::<HashSet<std::thread::ThreadId>>::default();
+        let capturing = threads.clone();
+        h.backend.is_capturing(move |reference, stream| {
+            capturing.with(|threads| threads.insert(std::thread::current().id()));
+            reference.is_capturing(stream)
+        });
+        h.backend.create_event(move |reference, device, options| {
+            // A thread that has asked for a stream is the one that captures.
+            if !threads.with(|threads| threads.contains(&std::thread::current().id())) {
+                lose(reference, &open);
+            }
+            reference.create_event(device, options)
+        });
+    };
+    "disturbed-by-questions": "Loses captures when an event is asked for that was recorded outside." =>
+        |h| disturbed_by(h, "query_event");
+    "disturbed-by-waits": "Loses captures when an event is waited for that was recorded outside." =>
+        |h| disturbed_by(h, "synchronize_event");
+    "disturbed-by-other-streams": "Refuses to wait for streams that take no part while a capture is open." => |h| {
+        let open = captures(h);
+        h.backend.synchronize_stream(move |reference, stream| match open.with(|open| open.is_empty()) {
+            true => reference.synchronize_stream(stream),
+            false => Err(wrong(ErrorKind::Capture, "synchronize_stream")),
+        });
+    };
+    "disturbed-by-handles": "Loses captures when a handle is made." => |h| disturbed_by(h, "create_blas_handle");
+    "disturbed-by-exports": "Loses captures when memory is exported." => |h| disturbed_by(h, "export_memory");
+    "disturbed-by-openings" [by_two_processes]: "Loses captures when memory of another process is opened." =>
+        |h| disturbed_by(h, "open_memory");
+
+    in "capture.no-answer":
+    "capturing-streams-complete": "Says of streams that take part in a capture that all is done." =>
+        |h| h.backend.query_stream(|reference, stream| match reference.is_recording(stream) {
+            true => Ok(Completion::Complete),
+            false => reference.query_stream(stream),
+        });
+    "capturing-streams-waited-for": "Has waited for streams that take part in a capture." =>
+        |h| h.backend.synchronize_stream(|reference, stream| match reference.is_recording(stream) {
+            true => Ok(()),
+            false => reference.synchronize_stream(stream),
+        });
+    "captured-events-complete": "Says of events recorded in a capture that they are reached." =>
+        |h| h.backend.query_event(|reference, event| {
+            forgiven(ErrorKind::Capture, reference.query_event(event), Completion::Complete)
+        });
+    "captured-events-waited-for": "Has waited for events recorded in a capture." =>
+        |h| h.backend.synchronize_event(|reference, event| {
+            forgiven(ErrorKind::Capture, reference.synchronize_event(event), ())
+        });
+
+    in "capture.lost":
+    "broken-by-a-loss": "Takes no fills on a stream whose capture was lost." => |h| {
+        let broken = Shared::<HashSet<StreamId>>::default();
+        let lost = broken.clone();
+        h.backend.end_capture(move |reference, stream| {
+            let ended = reference.end_capture(stream);
+            if is(&ended, ErrorKind::Capture) {
+                lost.with(|lost| lost.insert(stream));
+            }
+            ended
+        });
+        h.backend.fill(move |reference, fill, stream| match broken.with(|broken| broken.contains(&stream)) {
+            true => Err(wrong(ErrorKind::Capture, "fill")),
+            false => reference.fill(fill, stream),
+        });
+    };
+    "loss-as-state": "Calls the loss of a capture an invalid state." =>
+        |h| h.backend.end_capture(|reference, stream| match reference.is_recording(stream) {
+            true => renamed(ErrorKind::Capture, ErrorKind::InvalidState, "end_capture", reference.end_capture(stream)),
+            false => reference.end_capture(stream),
+        });
+    "lost-captures-leak": "Counts a graph that a lost capture did not become." => |h| {
+        let leaked = Shared::new(0_u64);
+        let lost = leaked.clone();
+        h.backend.end_capture(move |reference, stream| {
+            let ended = reference.end_capture(stream);
+            lost.set(lost.get() + u64::from(is(&ended, ErrorKind::Capture)));
+            ended
+        });
+        h.count(move |live| live.graphs += leaked.get());
+    };
+
+    in "capture.unjoined":
+    "unjoined-forgotten": "Gives a graph of nothing where a stream was not waited for." =>
+        |h| h.backend.end_capture(|reference, stream| {
+            let recorded = reference.is_recording(stream);
+            let ended = reference.end_capture(stream);
+            if recorded && is(&ended, ErrorKind::Capture) { reference.empty_graph(stream.device()) } else { ended }
+        });
+
+    in "capture.end-without":
+    "ended-without": "Gives a graph of nothing for a stream without a capture." =>
+        |h| h.backend.end_capture(|reference, stream| {
+            let recorded = reference.is_capturing(stream)?;
+            let ended = reference.end_capture(stream);
+            if !recorded && is(&ended, ErrorKind::Capture) { reference.empty_graph(stream.device()) } else { ended }
+        });
+    "ended-without-waits": "Waits for a stream whose capture cannot be ended." =>
+        |h| h.backend.end_capture(|reference, stream| {
+            reference.wait_for(stream)?;
+            reference.end_capture(stream)
+        });
+    "ended-without-as-state": "Calls the end of no capture an invalid state." =>
+        |h| h.backend.end_capture(|reference, stream| match reference.is_recording(stream) {
+            true => reference.end_capture(stream),
+            false => renamed(ErrorKind::Capture, ErrorKind::InvalidState, "end_capture", reference.end_capture(stream)),
+        });
+}
+
+/// The streams on which captures began that are open still.
+fn captures(h: &mut Hooks) -> Shared<HashSet<StreamId>> {
+    let open = Shared::<HashSet<StreamId>>::default();
+    let (begun, ended) = (open.clone(), open.clone());
+    h.backend.begin_capture(move |reference, stream, mode| {
+        reference.begin_capture(stream, mode)?;
+        begun.with(|begun| begun.insert(stream));
+        Ok(())
+    });
+    h.backend.end_capture(move |reference, stream| {
+        ended.with(|ended| ended.remove(&stream));
+        reference.end_capture(stream)
+    });
+    open
+}
+
+/// The events whose latest record is in a capture.
+fn marks(h: &mut Hooks) -> Shared<HashSet<EventId>> {
+    let recorded = Shared::<HashSet<EventId>>::default();
+    let noted = recorded.clone();
+    h.backend.record_event(move |reference, event, stream| {
+        let records = reference.is_recording(stream);
+        reference.record_event(event, stream)?;
+        noted.with(|noted| if records { noted.insert(event) } else { noted.remove(&event) });
+        Ok(())
+    });
+    recorded
+}
+
+/// Loses the captures that are open when this operation is called.
+fn disturbed_by(h: &mut Hooks, disturbing: &'static str) {
+    let open = captures(h);
+    h.before(move |reference, operation, _| {
+        if operation == disturbing {
+            lose(reference, &open);
+        }
+        Ok(())
+    });
+}
+
+/// Loses the captures that are open, by a question that has no answer.
+fn lose(reference: &Reference, open: &Shared<HashSet<StreamId>>) {
+    for stream in open.with(|open| open.clone()) {
+        let _ = reference.query_stream(stream);
+    }
+}

@@ -1,0 +1,318 @@
+//! Events: what a record marks, what a wait orders, and what is told about them.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use highwater_hal::{Completion, ErrorKind, EventId, MemoryCopy, Result, StreamId};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{Reference, Way, forgiven, is, wrong};
+use super::super::state::{Deferred, Shared};
+
+mutants! {
+    in "event.wait-orders":
+    "waits-forgotten": "Takes a wait for an event and forgets it." =>
+        |h| h.backend.stream_wait_event(|reference, stream, event| match reference.is_recording(stream) {
+            true => reference.stream_wait_event(stream, event),
+            false => looked_at(reference, stream, event),
+        });
+    "waits-across-devices-forgotten": "Forgets waits for events of another device." =>
+        |h| h.backend.stream_wait_event(|reference, stream, event| match stream.device() == event.device() {
+            true => reference.stream_wait_event(stream, event),
+            false => looked_at(reference, stream, event),
+        });
+    "last-wait-counts": "Makes the last of several waits in a row, and none of the others." => |h| {
+        let held = Deferred::default();
+        let waits = held.clone();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            if reference.is_recording(stream) {
+                return reference.stream_wait_event(stream, event);
+            }
+            looked_at(reference, stream, event)?;
+            waits.forget(stream);
+            waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
+            Ok(())
+        });
+        h.before(move |reference, method, stream| match method {
+            "stream_wait_event" => Ok(()),
+            _ => held.release(reference, stream),
+        });
+    };
+    "waits-of-default-streams-forgotten": "Forgets the waits of a thread's default stream." =>
+        |h| h.backend.stream_wait_event(|reference, stream, event| match stream.is_per_thread_default() {
+            true => looked_at(reference, stream, event),
+            false => reference.stream_wait_event(stream, event),
+        });
+
+    in "event.wait-snapshot":
+    "waits-look-when-there": "Looks at an event when the stream gets to its wait, and not when the wait is called." =>
+        look_when_there;
+    "later-records-waited-for": "Lets streams that wait for an event wait for its later records too." => |h| {
+        let waiting = Shared::<HashMap<EventId, HashSet<StreamId>>>::default();
+        let waits = waiting.clone();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            reference.stream_wait_event(stream, event)?;
+            if !reference.is_recording(stream) {
+                waits.with(|waits| waits.entry(event).or_default().insert(stream));
+            }
+            Ok(())
+        });
+        h.backend.record_event(move |reference, event, stream| {
+            reference.record_event(event, stream)?;
+            let again = waiting.with(|waiting| waiting.get(&event).cloned()).unwrap_or_default();
+            for other in again {
+                // A stream that has gone waits for nothing.
+                let _ = reference.stream_wait_event(other, event);
+            }
+            Ok(())
+        });
+    };
+
+    in "event.never-recorded":
+    "waits-for-nothing-refused": "Refuses to wait for an event that was never recorded." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            looked_at(reference, stream, event)?;
+            match recorded.with(|recorded| recorded.contains_key(&event)) {
+                true => reference.stream_wait_event(stream, event),
+                false => Err(wrong(ErrorKind::InvalidState, "stream_wait_event")),
+            }
+        });
+    };
+
+    in "event.query-never-recorded":
+    "fresh-events-pending": "Says that an event is pending before it is recorded." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            let known = recorded.with(|recorded| recorded.contains_key(&event));
+            Ok(if known { completion } else { Completion::Pending })
+        });
+    };
+
+    in "event.query":
+    "events-always-complete": "Says that an event is complete without looking." =>
+        |h| h.backend.query_event(|reference, event| reference.query_event(event).map(|_| Completion::Complete));
+    "events-pending-anew": "Says that an event is pending every second time, once it is reached." => |h| {
+        let recorded = recorded_events(h);
+        let asked = Shared::<HashSet<EventId>>::default();
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            if completion == Completion::Pending || !recorded.with(|recorded| recorded.contains_key(&event)) {
+                return Ok(completion);
+            }
+            let again = asked.with(|asked| !asked.remove(&event) && asked.insert(event));
+            Ok(if again { Completion::Complete } else { Completion::Pending })
+        });
+    };
+    "events-of-whole-streams": "Says that an event is pending while its stream is." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.query_event(move |reference, event| {
+            let completion = reference.query_event(event)?;
+            let on = recorded.with(|recorded| recorded.get(&event).copied());
+            Ok(if on.is_some_and(|stream| reference.is_pending(stream)) { Completion::Pending } else { completion })
+        });
+    };
+
+    in "event.record-moves":
+    "first-record-counts": "Records an event once, and not again." => |h| {
+        let recorded = Shared::<HashSet<EventId>>::default();
+        h.backend.record_event(move |reference, event, stream| {
+            let first = recorded.with(|recorded| recorded.insert(event));
+            if first || reference.is_recording(stream) {
+                reference.record_event(event, stream)
+            } else {
+                looked_at(reference, stream, event)
+            }
+        });
+    };
+    "records-add-up": "Counts an event as reached when all of its records are." =>
+        |h| h.backend.record_event(|reference, event, stream| {
+            // The point that is recorded comes after the one that was recorded before.
+            if !reference.is_recording(stream) && event.device() == stream.device() {
+                reference.stream_wait_event(stream, event)?;
+            }
+            reference.record_event(event, stream)
+        });
+
+    in "event.record-device":
+    "records-on-other-devices": "Takes the record of an event on a stream of another device, and makes none." =>
+        |h| h.backend.record_event(|reference, event, stream| {
+            forgiven(ErrorKind::WrongDevice, reference.record_event(event, stream), ())
+        });
+
+    in "event.destroy-pending":
+    "events-take-waits-along": "Destroys an event together with the waits for it." => |h| {
+        let held = Deferred::default();
+        let waits = held.clone();
+        let by_event = Shared::<HashMap<EventId, StreamId>>::default();
+        let waiting = by_event.clone();
+        let gone = held.clone();
+        h.backend.stream_wait_event(move |reference, stream, event| {
+            if reference.is_recording(stream) {
+                return reference.stream_wait_event(stream, event);
+            }
+            looked_at(reference, stream, event)?;
+            waiting.with(|waiting| waiting.insert(event, stream));
+            waits.defer(stream, move |reference| reference.stream_wait_event(stream, event));
+            Ok(())
+        });
+        h.backend.destroy_event(move |reference, event| {
+            if let Some(stream) = by_event.with(|by_event| by_event.remove(&event)) {
+                gone.forget(stream);
+            }
+            reference.destroy_event(event)
+        });
+        h.before(move |reference, method, stream| match method {
+            "stream_wait_event" | "destroy_event" => Ok(()),
+            _ => held.release(reference, stream),
+        });
+    };
+
+    in "event.synchronize":
+    "events-not-waited-for": "Returns at once where an event is to be waited for." => |h| {
+        h.settles = true;
+        h.backend.synchronize_event(|reference, event| reference.query_event(event).map(drop));
+    };
+    "records-early": "Records an event before the last copy to the host." => |h| {
+        let held = Deferred::default();
+        let copies = held.clone();
+        h.backend.copy(move |reference, copy, stream| {
+            if Way::of(copy) != Way::ToHost || reference.is_recording(stream) {
+                return reference.copy(copy, stream);
+            }
+            // Refused here if at all.
+            reference.query_stream(stream)?;
+            let copy = *copy;
+            copies.defer(stream, move |reference| reference.copy(&copy, stream));
+            Ok(())
+        });
+        h.before(move |reference, method, stream| match method {
+            "record_event" | "query_event" | "synchronize_event" => Ok(()),
+            _ => held.release(reference, stream),
+        });
+    };
+    "whole-streams-waited-for": "Waits for the whole stream where an event on it is to be waited for." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.synchronize_event(move |reference, event| {
+            reference.synchronize_event(event)?;
+            match recorded.with(|recorded| recorded.get(&event).copied()) {
+                Some(stream) if reference.is_pending(stream) => reference.wait_for(stream),
+                _ => Ok(()),
+            }
+        });
+    };
+
+    in "event.elapsed":
+    "times-halved": "Tells half the time between two events." =>
+        |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? / 2));
+    "times-in-microseconds": "Tells times in microseconds." =>
+        |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? / 1000));
+    "times-with-the-call": "Adds the time that a call may take to every time." =>
+        |h| h.backend.event_elapsed_ns(|reference, start, end| Ok(reference.event_elapsed_ns(start, end)? + 30_000_000));
+
+    in "event.elapsed-invalid":
+    "untimed-events-timed": "Tells no time between events without timing, as 0." => |h| {
+        let untimed = Shared::<HashSet<EventId>>::default();
+        let made = untimed.clone();
+        h.backend.create_event(move |reference, device, options| {
+            let event = reference.create_event(device, options)?;
+            if !options.timing {
+                made.with(|untimed| untimed.insert(event));
+            }
+            Ok(event)
+        });
+        h.backend.event_elapsed_ns(move |reference, start, end| {
+            let elapsed = reference.event_elapsed_ns(start, end);
+            let without = untimed.with(|untimed| untimed.contains(&start) || untimed.contains(&end));
+            if without && is(&elapsed, ErrorKind::InvalidArgument) { Ok(0) } else { elapsed }
+        });
+    };
+    "unrecorded-events-timed": "Says of events that were never recorded that they are not reached yet." => |h| {
+        let recorded = recorded_events(h);
+        h.backend.event_elapsed_ns(move |reference, start, end| {
+            let elapsed = reference.event_elapsed_ns(start, end);
+            let unknown = [start, end].iter().any(|event| !recorded.with(|known| known.contains_key(event)));
+            match elapsed {
+                Err(error) if unknown && error.kind() == ErrorKind::InvalidArgument => {
+                    Err(wrong(ErrorKind::InvalidState, "event_elapsed_ns"))
+                }
+                elapsed => elapsed,
+            }
+        });
+    };
+    "times-before-the-end": "Tells no time, as 0, where the second event is not reached yet." =>
+        |h| h.backend.event_elapsed_ns(|reference, start, end| {
+            forgiven(ErrorKind::InvalidState, reference.event_elapsed_ns(start, end), 0)
+        });
+}
+
+/// Looks at the ids only.
+fn looked_at(reference: &Reference, stream: StreamId, event: EventId) -> Result<()> {
+    reference.query_stream(stream)?;
+    reference.query_event(event).map(drop)
+}
+
+/// Where each event was recorded last.
+fn recorded_events(h: &mut Hooks) -> Shared<HashMap<EventId, StreamId>> {
+    let recorded = Shared::<HashMap<EventId, StreamId>>::default();
+    let noted = recorded.clone();
+    h.backend.record_event(move |reference, event, stream| {
+        reference.record_event(event, stream)?;
+        noted.with(|noted| noted.insert(event, stream));
+        Ok(())
+    });
+    recorded
+}
+
+/// What a stream does later than it was told to.
+#[derive(Default)]
+struct Late {
+    /// Events that the next copy waits for.
+    waits: Vec<EventId>,
+    /// Copies that wait.
+    copies: Vec<JoinHandle<Result<()>>>,
+}
+
+/// Waits and copies are made by threads, when the stream gets there.
+fn look_when_there(h: &mut Hooks) {
+    type Lates = Shared<HashMap<StreamId, Late>>;
+    let lates = Lates::default();
+    let (waited, copied, joined) = (lates.clone(), lates.clone(), lates);
+    h.backend.stream_wait_event(move |reference, stream, event| {
+        looked_at(reference, stream, event)?;
+        waited.with(|lates| lates.entry(stream).or_default().waits.push(event));
+        Ok(())
+    });
+    let late_copy = move |reference: &Reference, copy: MemoryCopy, stream: StreamId| {
+        let waits = copied.with(|lates| lates.get_mut(&stream).map(|late| std::mem::take(&mut late.waits)));
+        let waits = waits.unwrap_or_default();
+        if waits.is_empty() {
+            return reference.copy(&copy, stream);
+        }
+        let reference = reference.clone();
+        // Who waits for the stream or the device waits for this thread.
+        let thread = std::thread::spawn(move || {
+            reference.synchronize_stream(stream)?;
+            waits.into_iter().try_for_each(|event| reference.synchronize_event(event))?;
+            reference.copy(&copy, stream)
+        });
+        copied.with(|lates| lates.entry(stream).or_default().copies.push(thread));
+        Ok(())
+    };
+    let late_copy = Arc::new(late_copy);
+    h.backend.copy(move |reference, copy, stream| late_copy(reference, *copy, stream));
+    h.before(move |_, method, stream| {
+        if !matches!(method, "synchronize_stream" | "synchronize_device" | "destroy_stream") {
+            return Ok(());
+        }
+        let taken: Vec<Late> = joined.with(|lates| {
+            lates.extract_if(|on, _| stream.is_none_or(|stream| stream == *on)).map(|(_, late)| late).collect()
+        });
+        taken
+            .into_iter()
+            .flat_map(|late| late.copies)
+            .try_for_each(|copy| copy.join().unwrap_or_else(|_| Err(wrong(ErrorKind::InvalidState, "copy"))))
+    });
+}

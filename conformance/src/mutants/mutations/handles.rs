@@ -1,0 +1,175 @@
+//! BLAS handles: what they are bound to, how they are made and destroyed, and repeatable results.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use highwater_hal::{AtomicsMode, BlasKind, DevicePtr, ErrorKind, MathMode, PlanId, Workspace};
+
+use super::super::reference::{forgiven, is};
+use super::super::state::Shared;
+
+mutants! {
+    in "blas.create-concurrent":
+    "handles-made-under-a-lock": "Makes handles under a lock that every fill takes." => |h| {
+        let lock = Arc::new(RwLock::new(()));
+        let shared = Arc::clone(&lock);
+        h.backend.create_blas_handle(move |reference, device, options| {
+            let _alone = lock.write().unwrap_or_else(PoisonError::into_inner);
+            std::thread::sleep(Duration::from_millis(40));
+            reference.create_blas_handle(device, options)
+        });
+        h.backend.fill(move |reference, fill, stream| {
+            let _beside = shared.read().unwrap_or_else(PoisonError::into_inner);
+            reference.fill(fill, stream)
+        });
+    };
+
+    in "blas.kind":
+    "products-of-plan-handles": "Takes products for a handle of kind Lt, and does nothing." =>
+        |h| h.handle.gemm(|handle, gemm| {
+            let done = handle.gemm(gemm);
+            if handle.kind() == BlasKind::Lt && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
+        });
+    "plans-of-product-handles": "Makes plans of handles of kind Blas that cannot be run." =>
+        |h| h.handle.create_plan(|handle, options| {
+            let made = handle.create_plan(options);
+            let other = handle.kind() == BlasKind::Blas && is(&made, ErrorKind::Unsupported);
+            if other { Ok(PlanId::new(1)) } else { made }
+        });
+    "one-kind-of-handle": "Says of every handle that it was made as Blas." => |h| h.kind = Some(|_| BlasKind::Blas);
+
+    in "blas.stream-bound":
+    "bound-for-good": "Keeps a handle on the stream that was bound first." =>
+        |h| h.handle.set_stream(|handle, stream| match handle.stream {
+            None => handle.set_stream(stream),
+            Some(bound) => {
+                handle.backend.query_stream(stream)?;
+                handle.set_stream(bound)
+            }
+        });
+    "products-overtake": "Multiplies before what the bound stream has to do already." =>
+        |h| h.handle.gemm(|handle, gemm| match handle.stream {
+            Some(stream) if handle.kind() == BlasKind::Blas && handle.backend.is_pending(stream) => {
+                handle.gemm_on_own_stream(gemm)
+            }
+            _ => handle.gemm(gemm),
+        });
+
+    in "blas.unbound":
+    "multiplies-unbound": "Multiplies at once if no stream is bound." => |h| h.handle.gemm(|handle, gemm| match handle.stream {
+        None if handle.kind() == BlasKind::Blas => handle.gemm_on_own_stream(gemm),
+        _ => handle.gemm(gemm),
+    });
+    "unbound-runs-vanish": "Accepts a run of a plan if no stream is bound, and does nothing." =>
+        |h| h.handle.run_plan(|handle, plan, arguments| match handle.stream {
+            None => handle.run_plan(plan, arguments).or(Ok(())),
+            Some(_) => handle.run_plan(plan, arguments),
+        });
+
+    in "blas.stream-device":
+    "streams-of-other-devices": "Stays with its stream where the new one is of another device." =>
+        |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::WrongDevice, handle.set_stream(stream), ()));
+
+    in "blas.stream-resets-workspace":
+    "workspace-survives-a-stream": "Keeps its workspace when a stream is bound, and says that it does not." =>
+        |h| h.handle.set_stream(|handle, stream| {
+            handle.set_stream(stream)?;
+            let workspace = handle.workspace;
+            handle.set_workspace(workspace)
+        });
+    "precision-lost-with-a-stream": "Turns TF32 on when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
+        let again = handle.stream.is_some();
+        handle.set_stream(stream)?;
+        if again { handle.set_math_mode(MathMode::Tf32) } else { Ok(()) }
+    });
+    "atomics-allowed-by-a-stream": "Allows atomics when a stream is bound." => |h| h.handle.set_stream(|handle, stream| {
+        let again = handle.stream.is_some();
+        handle.set_stream(stream)?;
+        if again { handle.set_atomics_mode(AtomicsMode::Allowed) } else { Ok(()) }
+    });
+
+    in "blas.workspace-used":
+    "workspace-ignored" survives "a vendor's product need not touch the workspace that is bound, so its bytes prove nothing; \
+        that a product writes to no other memory that the suite can see is checked":
+        "Takes a workspace, and keeps its intermediate results elsewhere." =>
+        |h| h.handle.set_workspace(|handle, workspace| {
+            handle.set_workspace(workspace)?;
+            handle.set_workspace(None)
+        });
+    "first-workspace-stays": "Stays with the workspace that was bound first." =>
+        |h| h.handle.set_workspace(|handle, workspace| match handle.workspace {
+            Some(_) if workspace.is_some() => Ok(()),
+            _ => handle.set_workspace(workspace),
+        });
+    "workspace-not-given-up": "Stays with the workspace where its own is to be bound." =>
+        |h| h.handle.set_workspace(|handle, workspace| match workspace {
+            None => Ok(()),
+            workspace => handle.set_workspace(workspace),
+        });
+    "beside-the-workspace": "Writes a few bytes behind the workspace." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        if let (Some(workspace), Some(stream)) = (handle.workspace, handle.stream) {
+            handle.backend.overwrite(handle.device(), workspace.ptr.offset(workspace.bytes), 16, stream);
+        }
+        Ok(())
+    });
+    "one-workspace-for-all": "Multiplies with the workspace that any handle was given last." => |h| {
+        let last = Shared::<Option<Workspace>>::default();
+        let bound = last.clone();
+        h.handle.set_workspace(move |handle, workspace| {
+            bound.set(workspace);
+            handle.set_workspace(workspace)
+        });
+        h.handle.gemm(move |handle, gemm| {
+            if let (Some(workspace), Some(_)) = (last.get(), handle.workspace) {
+                // Memory that has gone is refused, and the handle stays with its own.
+                let _ = handle.set_workspace(Some(workspace));
+            }
+            handle.gemm(gemm)
+        });
+    };
+
+    in "blas.workspace-alignment":
+    "misaligned-workspaces": "Takes a workspace that is not aligned, from the next address that is." =>
+        |h| h.handle.set_workspace(|handle, workspace| {
+            let bound = handle.set_workspace(workspace);
+            match workspace {
+                Some(workspace) if is(&bound, ErrorKind::InvalidArgument) && workspace.bytes >= 4096 => {
+                    let alignment = handle.backend.capabilities(handle.device())?.workspace_alignment as u64;
+                    let ptr = DevicePtr::new(workspace.ptr.get().next_multiple_of(alignment));
+                    let bytes = workspace.bytes - (ptr.get() - workspace.ptr.get()) as usize;
+                    handle.set_workspace(Some(Workspace { ptr, bytes }))
+                }
+                _ => bound,
+            }
+        });
+
+    in "blas.deterministic":
+    "atomics-stay": "Keeps to atomics once they were allowed." => |h| h.handle.set_atomics_mode(|handle, mode| match mode {
+        AtomicsMode::Allowed => handle.set_atomics_mode(mode),
+        _ => Ok(()),
+    });
+    "atomics-always": "Adds with atomics whatever is asked for." =>
+        |h| h.handle.set_atomics_mode(|handle, _| handle.set_atomics_mode(AtomicsMode::Allowed));
+    "plans-with-atomics": "Makes plans that add with atomics." =>
+        |h| h.handle.create_plan(|handle, options| handle.create_plan(&options.with_atomics_mode(AtomicsMode::Allowed)));
+
+    in "blas.reset":
+    "settings-stay": "Resets nothing of a handle, and reports success." => |h| h.handle.reset(|_| Ok(()));
+    "reset-forgets-the-precision": "Resets every setting of a handle but TF32." => |h| h.handle.reset(|handle| {
+        handle.reset()?;
+        handle.set_math_mode(MathMode::Tf32)
+    });
+
+    in "blas.destroyed":
+    "handles-not-counted": "Leaves handles out of its counts." => |h| h.count(|live| live.handles = 0);
+    "dropped-handles-stay": "Forgets handles that are dropped, and destroys them never." =>
+        |h| h.forgets_dropped_handles = true;
+    "handles-destroyed-twice": "Destroys handles as often as asked." =>
+        |h| h.handle.destroy(|handle| forgiven(ErrorKind::InvalidHandle, handle.destroy(), ()));
+    "destroyed-handles-bound": "Takes a stream for a handle that was destroyed." => |h| h.handle.set_stream(|handle, stream| {
+        let bound = handle.set_stream(stream);
+        let stale = handle.backend.query_stream(stream).is_err();
+        if is(&bound, ErrorKind::InvalidHandle) && !stale { Ok(()) } else { bound }
+    });
+}

@@ -1,0 +1,111 @@
+//! Page-locked host memory.
+
+use std::collections::HashSet;
+use std::ptr::NonNull;
+
+use highwater_hal::{ErrorKind, HostMemoryKind, HostPtr};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{Way, forgiven, is, renamed};
+use super::super::state::Shared;
+
+mutants! {
+    in "host.usable":
+    "host-blocks-short": "Page-locks one byte less than it was asked for." => |h| h.host.allocate(|host, bytes, options| {
+        // On the same pages, so that the byte is there for the CPU.
+        host.allocate(if bytes % 4096 > 1 { bytes - 1 } else { bytes }, options)
+    });
+    "host-memory-of-one-device": "Copies page-locked memory to the first device only." =>
+        |h| h.backend.copy(|reference, copy, stream| match Way::of(copy) == Way::ToDevice && stream.device() > 0 {
+            true => reference.query_stream(stream).map(drop),
+            false => reference.copy(copy, stream),
+        });
+
+    in "host.aligned":
+    "host-addresses-off": "Gives addresses that are no multiple of 64." => |h| shift(h, 32, HostMemoryKind::Default);
+    "write-combined-off": "Gives write-combined memory at addresses that are no multiple of 64." =>
+        |h| shift(h, 16, HostMemoryKind::WriteCombined);
+
+    in "host.zero":
+    "no-host-bytes-allocated": "Allocates 0 bytes of page-locked memory." =>
+        |h| h.host.allocate(|host, bytes, options| host.allocate(bytes.max(1), options));
+
+    in "host.exhausted":
+    "host-exhausted-as-invalid": "Calls more page-locked bytes than there are an invalid argument." =>
+        |h| h.host.allocate(|host, bytes, options| {
+            renamed(ErrorKind::OutOfMemory, ErrorKind::InvalidArgument, "allocate", host.allocate(bytes, options))
+        });
+    "refused-host-blocks-counted": "Counts page-locked blocks that it could not give." => |h| {
+        let refused = Shared::new(0_u64);
+        let seen = refused.clone();
+        h.host.allocate(move |host, bytes, options| {
+            let allocated = host.allocate(bytes, options);
+            seen.set(seen.get() + u64::from(is(&allocated, ErrorKind::OutOfMemory)));
+            allocated
+        });
+        h.count(move |live| live.host_allocations += refused.get());
+    };
+
+    in "host.free-counts":
+    "host-blocks-kept": "Keeps page-locked memory that is freed." => |h| h.host.free(|_, _| Ok(()));
+
+    in "host.register-copies":
+    "one-page-registered": "Registers the first page of memory and none of the rest." =>
+        |h| h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes.min(4096), options));
+    "registered-short": "Leaves the last byte out of a registration." =>
+        |h| h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes - usize::from(bytes > 1), options));
+
+    in "host.register-overlap":
+    "registered-twice": "Takes what is registered already." => |h| {
+        let starts = Shared::<HashSet<HostPtr>>::default();
+        h.host.register(move |host, ptr, bytes, options| {
+            let registered = host.register(ptr, bytes, options);
+            let again = !starts.with(|starts| starts.insert(ptr));
+            if again && is(&registered, ErrorKind::InvalidArgument) { Ok(()) } else { registered }
+        });
+    };
+    "registered-inside": "Takes a range that begins inside one that is registered." => |h| {
+        let starts = Shared::<HashSet<HostPtr>>::default();
+        h.host.register(move |host, ptr, bytes, options| {
+            let registered = host.register(ptr, bytes, options);
+            let inside = starts.with(|starts| starts.insert(ptr));
+            if inside && is(&registered, ErrorKind::InvalidArgument) { Ok(()) } else { registered }
+        });
+    };
+
+    in "host.unregister-unknown":
+    "anything-unregistered": "Unregisters what was never registered." =>
+        |h| h.host.unregister(|host, ptr| forgiven(ErrorKind::InvalidPointer, host.unregister(ptr), ()));
+    "unregistered-as-invalid": "Calls what was never registered an invalid argument." =>
+        |h| h.host.unregister(|host, ptr| {
+            renamed(ErrorKind::InvalidPointer, ErrorKind::InvalidArgument, "unregister", host.unregister(ptr))
+        });
+
+    in "host.device-address":
+    "device-addresses-off": "Gives the address of the next byte to devices." =>
+        |h| h.host.device_address(|host, ptr, device| Ok(host.device_address(ptr, device)?.offset(1)));
+    "device-addresses-in-a-window": "Shows page-locked memory to the second device at another address." =>
+        |h| h.host.device_address(|host, ptr, device| {
+            let address = host.device_address(ptr, device)?;
+            Ok(if device > 0 { address.offset(1 << 40) } else { address })
+        });
+}
+
+/// Gives memory of a kind so many bytes after the beginning of its block.
+fn shift(h: &mut Hooks, by: usize, kind: HostMemoryKind) {
+    let moved = Shared::<HashSet<HostPtr>>::default();
+    let given = moved.clone();
+    h.host.allocate(move |host, bytes, options| {
+        if bytes == 0 || options.kind != kind {
+            return host.allocate(bytes, options);
+        }
+        let ptr = host.allocate(bytes.saturating_add(by), options)?.offset(by);
+        given.with(|given| given.insert(ptr));
+        Ok(ptr)
+    });
+    h.host.free(move |host, ptr| {
+        let off = moved.with(|moved| moved.remove(&ptr));
+        let start = NonNull::new(ptr.as_ptr().wrapping_sub(if off { by } else { 0 }));
+        host.free(start.map_or(ptr, HostPtr::new))
+    });
+}

@@ -1,0 +1,238 @@
+//! Who the backend is, and what its devices are.
+
+use std::collections::HashMap;
+
+use highwater_hal::{
+    BackendTag, DevicePtr, ErrorKind, EventId, GraphId, HostPtr, IdParts, ObjectId, StreamId, Transports,
+};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{forgiven, renamed, wrong};
+use super::super::state::Shared;
+use crate::cases::forge;
+
+mutants! {
+    in "identity.stable":
+    "identity-changes": "Has one version more while a stream is alive." => |h| h.identity = Some(|identity| {
+        let mut other = identity.clone();
+        other.versions.push(("mutant".to_owned(), "2".to_owned()));
+        other
+    });
+    "device-count-changes": "Counts one device less every second time." => |h| {
+        let asked = Shared::new(0_u32);
+        h.device_count(move |reference| {
+            asked.set(asked.get() ^ 1);
+            reference.device_count() - asked.get()
+        });
+    };
+    "allocators-differ": "Gives an allocator of page-locked memory each time that knows none of the blocks of the others." =>
+    |h| {
+        let owners = Shared::<HashMap<HostPtr, u64>>::default();
+        let known = owners.clone();
+        h.host.allocate(move |host, bytes, options| {
+            let ptr = host.allocate(bytes, options)?;
+            owners.with(|owners| owners.insert(ptr, host.serial));
+            Ok(ptr)
+        });
+        h.host.free(move |host, ptr| {
+            let own = known.with(|owners| owners.get(&ptr).is_none_or(|owner| *owner == host.serial));
+            if own { host.free(ptr) } else { Err(wrong(ErrorKind::InvalidPointer, "free")) }
+        });
+    };
+
+    in "identity.tagged":
+    "events-with-another-tag": "Issues ids of events with another tag." => |h| {
+        let tags = Tags::new();
+        let made = tags.clone();
+        h.backend.create_event(move |reference, device, options| {
+            Ok(made.disguise(reference.create_event(device, options)?))
+        });
+        h.event_in(move |event: EventId| tags.reveal(event));
+    };
+    "streams-on-the-first-device": "Issues ids of streams that name device 0." => |h| {
+        let true_ids = Shared::<HashMap<StreamId, StreamId>>::default();
+        let issued = true_ids.clone();
+        h.backend.create_stream(move |reference, device, options| {
+            let stream = reference.create_stream(device, options)?;
+            let id = forge::<StreamId>(IdParts { device: 0, ..stream.parts() });
+            issued.with(|ids| ids.insert(id, stream));
+            Ok(id)
+        });
+        h.stream_in(move |stream| true_ids.with(|ids| ids.get(&stream).copied().unwrap_or(stream)));
+    };
+    "graphs-with-another-tag": "Issues ids of graphs with another tag." => |h| {
+        let tags = Tags::new();
+        let (made, used) = (tags.clone(), tags.clone());
+        h.backend.end_capture(move |reference, stream| Ok(made.disguise(reference.end_capture(stream)?)));
+        h.backend.instantiate_graph(move |reference, graph| reference.instantiate_graph(used.reveal(graph)));
+        h.backend.destroy_graph(move |reference, graph: GraphId| reference.destroy_graph(tags.reveal(graph)));
+    };
+
+    in "devices.some":
+    "no-device": "Opens with no device." => |h| h.device_count(|_| 0);
+    "ordinal-from-one": "Counts the devices from 1 in their descriptions." => |h| h.backend.device_info(|reference, device| {
+        let mut info = reference.device_info(device)?;
+        info.ordinal += 1;
+        Ok(info)
+    });
+
+    in "devices.uuid":
+    "one-uuid-for-all": "Gives every device the UUID of the first." => |h| h.backend.device_info(|reference, device| {
+        let mut info = reference.device_info(device)?;
+        info.uuid = reference.device_info(0)?.uuid;
+        Ok(info)
+    });
+    "uuid-counts": "Gives a device another UUID each time." => |h| {
+        let asked = Shared::new(0_u8);
+        h.backend.device_info(move |reference, device| {
+            asked.with(|asked| *asked = asked.wrapping_add(1));
+            let mut info = reference.device_info(device)?;
+            info.uuid[15] ^= asked.get();
+            Ok(info)
+        });
+    };
+    "uuid-of-the-process" [by_two_processes]: "Gives a device another UUID in each process." =>
+        |h| h.backend.device_info(|reference, device| {
+            let mut info = reference.device_info(device)?;
+            let process = std::process::id().to_le_bytes();
+            info.uuid.iter_mut().zip(process).for_each(|(byte, of)| *byte ^= of);
+            Ok(info)
+        });
+
+    in "devices.capabilities-stable":
+    "capabilities-change": "Wants a workspace of another size while a stream is alive." =>
+        |h| h.backend.capabilities(|reference, device| {
+            let mut capabilities = reference.capabilities(device)?;
+            capabilities.blas_workspace_bytes += usize::from(reference.live_objects().streams > 0) * 4096;
+            Ok(capabilities)
+        });
+
+    in "memory.info":
+    "more-free-than-total": "Has more bytes free than there are." => |h| h.backend.memory_info(|reference, device| {
+        let mut info = reference.memory_info(device)?;
+        info.free = info.total + 1;
+        Ok(info)
+    });
+    "total-in-kilobytes": "Gives the total memory in units of 1000 bytes." => |h| h.backend.memory_info(|reference, device| {
+        let mut info = reference.memory_info(device)?;
+        info.total /= 1000;
+        info.free /= 1000;
+        Ok(info)
+    });
+
+    in "ipc.offered":
+    "sharing-hidden": "Has a transport, and offers no sharing." => |h| h.hides_sharing = true;
+    "sharing-without-transport": "Offers sharing, and has no transport." =>
+        |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
+
+    in "backend.device-checked":
+    "streams-on-unknown-devices": "Makes streams for devices that are not there, on the first." =>
+        |h| h.backend.create_stream(|reference, device, options| {
+            reference.create_stream(if device < reference.device_count() { device } else { 0 }, options)
+        });
+    "waits-for-unknown-devices": "Has waited for devices that are not there." =>
+        |h| h.backend.synchronize_device(|reference, device| {
+            forgiven(ErrorKind::InvalidArgument, reference.synchronize_device(device), ())
+        });
+    "memory-of-unknown-devices": "Refuses to describe the memory of devices that are not there, but as an unknown handle." =>
+        |h| h.backend.memory_info(|reference, device| {
+            renamed(ErrorKind::InvalidArgument, ErrorKind::InvalidHandle, "memory_info", reference.memory_info(device))
+        });
+    "addresses-on-unknown-devices": "Knows the addresses of page-locked memory on devices that are not there." =>
+        |h| h.host.device_address(|host, ptr, _| host.device_address(ptr, 0));
+    "handles-of-unknown-devices": "Makes handles for devices that are not there, on the first." =>
+        |h| h.backend.create_blas_handle(|reference, device, options| {
+            reference.create_blas_handle(if device < reference.device_count() { device } else { 0 }, options)
+        });
+
+    in "backend.live-objects":
+    "events-not-counted": "Leaves events out of its counts." => |h| h.count(|live| live.events = 0);
+    "blocks-counted-twice": "Counts each block of device memory twice." => |h| h.count(|live| live.allocations *= 2);
+    "executables-not-counted": "Leaves executable graphs out of its counts." => |h| {
+        let alive = not_counted(h);
+        h.count(move |live| live.graphs -= alive.get());
+    };
+    "registrations-not-counted": "Leaves registered memory out of its counts." => |h| {
+        let alive = Shared::new(0_u64);
+        let (more, less) = (alive.clone(), alive.clone());
+        h.host.register(move |host, ptr, bytes, options| {
+            host.register(ptr, bytes, options)?;
+            more.set(more.get() + 1);
+            Ok(())
+        });
+        h.host.unregister(move |host, ptr| {
+            host.unregister(ptr)?;
+            less.set(less.get() - 1);
+            Ok(())
+        });
+        h.count(move |live| live.host_allocations -= alive.get());
+    };
+    "mappings-not-counted" [by_two_processes]: "Leaves opened memory out of its counts." => |h| h.count(|live| live.mappings = 0);
+    "mappings-leaked" [by_two_processes]: "Keeps memory mapped that was closed." => |h| {
+        let opened = Shared::<HashMap<DevicePtr, u64>>::default();
+        let known = opened.clone();
+        h.sharing.open_memory(move |sharing, device, handle| {
+            let ptr = sharing.open_memory(device, handle)?;
+            opened.with(|opened| *opened.entry(ptr).or_default() += 1);
+            Ok(ptr)
+        });
+        h.sharing.close_memory(move |sharing, device, ptr| {
+            let open = known.with(|known| known.get_mut(&ptr).filter(|count| **count > 0).map(|count| *count -= 1));
+            if open.is_some() { Ok(()) } else { sharing.close_memory(device, ptr) }
+        });
+    };
+    "destroyed-events-counted": "Counts events that were destroyed." => |h| {
+        let destroyed = Shared::new(0_u64);
+        let gone = destroyed.clone();
+        h.backend.destroy_event(move |reference, event| {
+            reference.destroy_event(event)?;
+            gone.set(gone.get() + 1);
+            Ok(())
+        });
+        h.count(move |live| live.events += destroyed.get());
+    };
+    "descriptors-not-counted" [by_two_processes]: "Leaves descriptors out of its counts." =>
+        |h| h.count(|live| live.descriptors = 0);
+}
+
+/// How many executable graphs are alive.
+fn not_counted(h: &mut Hooks) -> Shared<u64> {
+    let alive = Shared::new(0_u64);
+    let (more, less) = (alive.clone(), alive.clone());
+    h.backend.instantiate_graph(move |reference, graph| {
+        let executable = reference.instantiate_graph(graph)?;
+        more.set(more.get() + 1);
+        Ok(executable)
+    });
+    h.backend.destroy_graph_exec(move |reference, executable| {
+        reference.destroy_graph_exec(executable)?;
+        less.set(less.get() - 1);
+        Ok(())
+    });
+    alive
+}
+
+/// A wrong tag for ids, and the right one back.
+#[derive(Clone)]
+struct Tags {
+    wrong: BackendTag,
+    right: Shared<Option<BackendTag>>,
+}
+
+impl Tags {
+    fn new() -> Self {
+        Self { wrong: BackendTag::next(), right: Shared::default() }
+    }
+
+    fn disguise<I: ObjectId>(&self, id: I) -> I {
+        self.right.set(Some(id.parts().tag));
+        forge(IdParts { tag: self.wrong, ..id.parts() })
+    }
+
+    fn reveal<I: ObjectId>(&self, id: I) -> I {
+        match self.right.get() {
+            Some(tag) if id.parts().tag == self.wrong => forge(IdParts { tag, ..id.parts() }),
+            _ => id,
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Ids that should be refused, and calls in a forked child.
+
+use std::collections::HashMap;
+
+use highwater_hal::{AllocateOptions, Completion, DeviceMemoryKind, ErrorKind, EventId, IdParts, ObjectId, StreamId};
+
+use super::super::reference::{forgiven, is};
+use super::super::state::Shared;
+use super::living_streams;
+use crate::cases::forge;
+
+mutants! {
+    in "backend.ids-checked":
+    "generations-of-streams-ignored": "Takes the id of a destroyed stream for the one that has its slot now." => |h| {
+        let newest = Shared::<HashMap<u32, StreamId>>::default();
+        let slots = newest.clone();
+        h.backend.create_stream(move |reference, device, options| {
+            let stream = reference.create_stream(device, options)?;
+            slots.with(|slots| slots.insert(stream.parts().slot, stream));
+            Ok(stream)
+        });
+        h.stream_in(move |stream| {
+            let known = newest.with(|newest| newest.get(&stream.parts().slot).copied());
+            known.filter(|known| known.tag() == stream.tag()).unwrap_or(stream)
+        });
+    };
+    "tags-of-streams-ignored": "Takes ids of streams that another backend issued." => |h| {
+        let streams = living_streams(h);
+        h.stream_in(move |stream| {
+            let own = streams.with(|streams| streams.first().copied());
+            own.map_or(stream, |own| forge(IdParts { tag: own.tag(), ..stream.parts() }))
+        });
+    };
+    "devices-of-events-ignored": "Takes ids of events that name no device." => |h| {
+        let devices = Shared::<HashMap<u32, u32>>::default();
+        let made = devices.clone();
+        h.backend.create_event(move |reference, device, options| {
+            let event = reference.create_event(device, options)?;
+            made.with(|devices| devices.insert(event.parts().slot, device));
+            Ok(event)
+        });
+        h.event_in(move |event: EventId| {
+            let device = devices.with(|devices| devices.get(&event.parts().slot).copied());
+            forge(IdParts { device: device.unwrap_or(event.device()), ..event.parts() })
+        });
+    };
+    "is-capturing-of-anything": "Says of streams that are not there that they record nothing." =>
+        |h| h.backend.is_capturing(|reference, stream| {
+            forgiven(ErrorKind::InvalidHandle, reference.is_capturing(stream), false)
+        });
+    "raw-of-anything": "Has a vendor's handle for streams that are not there." =>
+        |h| h.backend.raw_stream(|reference, stream| forgiven(ErrorKind::InvalidHandle, reference.raw_stream(stream), 0));
+    "memory-on-stale-streams": "Allocates plain memory where the stream to be ordered on is not there." =>
+        |h| h.backend.allocate(|reference, device, options| match reference.allocate(device, options) {
+            Err(error) if error.kind() == ErrorKind::InvalidHandle => {
+                reference.allocate(device, &AllocateOptions::new(options.bytes).with_kind(DeviceMemoryKind::Plain))
+            }
+            allocated => allocated,
+        });
+    "refused-fills-done": "Refuses a fill on a stale stream, and executes it elsewhere." =>
+        |h| h.backend.fill(|reference, fill, stream| {
+            let done = reference.fill(fill, stream);
+            if is(&done, ErrorKind::InvalidHandle) {
+                reference.on_own_stream(fill.device, |own| reference.fill(fill, own))?;
+            }
+            done
+        });
+    "refused-copies-done": "Refuses a copy on a stale stream, and executes it elsewhere." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            let done = reference.copy(copy, stream);
+            if is(&done, ErrorKind::InvalidHandle) {
+                reference.on_own_stream(0, |own| reference.copy(copy, own))?;
+            }
+            done
+        });
+    "handles-take-any-stream": "Lets a handle stay with its stream where the new one is not there." =>
+        |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::InvalidHandle, handle.set_stream(stream), ()));
+    "launches-of-nothing": "Launches executable graphs that are not there as graphs of nothing." =>
+        |h| h.backend.launch_graph(|reference, graph, stream| {
+            forgiven(ErrorKind::InvalidHandle, reference.launch_graph(graph, stream), ())
+        });
+    "graphs-destroyed-twice": "Destroys graphs as often as asked." =>
+        |h| h.backend.destroy_graph(|reference, graph| forgiven(ErrorKind::InvalidHandle, reference.destroy_graph(graph), ()));
+
+    in "stream.destroy-stale":
+    "streams-destroyed-twice": "Destroys streams as often as asked." =>
+        |h| h.backend.destroy_stream(|reference, stream| {
+            forgiven(ErrorKind::InvalidHandle, reference.destroy_stream(stream), ())
+        });
+    "destroyed-streams-complete": "Says of destroyed streams that all is done." =>
+        |h| h.backend.query_stream(|reference, stream| {
+            forgiven(ErrorKind::InvalidHandle, reference.query_stream(stream), Completion::Complete)
+        });
+
+    in "event.destroy-stale":
+    "events-destroyed-twice": "Destroys events as often as asked." =>
+        |h| h.backend.destroy_event(|reference, event| forgiven(ErrorKind::InvalidHandle, reference.destroy_event(event), ()));
+    "waits-for-destroyed-events": "Takes waits for destroyed events, and makes none." =>
+        |h| h.backend.stream_wait_event(|reference, stream, event| {
+            reference.is_capturing(stream)?;
+            forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
+        });
+
+    in "backend.forked":
+    "child-is-complete": "Says in a forked child that a stream is done." =>
+        |h| h.backend.query_stream(|reference, stream| {
+            forgiven(ErrorKind::Forked, reference.query_stream(stream), Completion::Complete)
+        });
+    "child-has-modes": "Lets a forked child set the mode of a handle." =>
+        |h| h.handle.set_math_mode(|handle, mode| forgiven(ErrorKind::Forked, handle.set_math_mode(mode), ()));
+    "child-captures": "Lets a forked child begin a capture." =>
+        |h| h.backend.begin_capture(|reference, stream, mode| {
+            forgiven(ErrorKind::Forked, reference.begin_capture(stream, mode), ())
+        });
+    "child-closes": "Lets a forked child close memory." =>
+        |h| h.sharing.close_memory(|sharing, device, ptr| forgiven(ErrorKind::Forked, sharing.close_memory(device, ptr), ()));
+    "child-waits": "Makes a forked child wait for a while before it is refused." =>
+        |h| h.backend.synchronize_event(|reference, event| {
+            let waited = reference.synchronize_event(event);
+            if is(&waited, ErrorKind::Forked) {
+                std::thread::sleep(std::time::Duration::from_secs(6));
+            }
+            waited
+        });
+}

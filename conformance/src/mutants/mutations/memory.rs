@@ -1,0 +1,175 @@
+//! Device memory.
+
+use std::collections::{HashMap, HashSet};
+
+use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, ErrorKind, StreamId};
+
+use super::super::reference::{is, renamed};
+use super::super::state::Shared;
+
+mutants! {
+    in "memory.aligned":
+    "addresses-off": "Gives addresses that are no multiple of 256." => |h| {
+        const OFF: usize = 128;
+        let moved = Shared::<HashSet<(u32, DevicePtr)>>::default();
+        let given = moved.clone();
+        h.backend.allocate(move |reference, device, options| {
+            if options.kind != DeviceMemoryKind::Plain || options.bytes == 0 {
+                return reference.allocate(device, options);
+            }
+            let ptr = reference.allocate(device, &AllocateOptions::new(options.bytes.saturating_add(OFF)))?.offset(OFF);
+            given.with(|given| given.insert((device, ptr)));
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            let off = moved.with(|moved| moved.remove(&(device, ptr)));
+            reference.free(device, if off { DevicePtr::new(ptr.get() - OFF as u64) } else { ptr }, stream)
+        });
+    };
+
+    in "memory.disjoint":
+    "one-block-for-two": "Gives one block to all who ask for so many bytes." => |h| {
+        let shared = Shared::<HashMap<(u32, usize), (DevicePtr, u64)>>::default();
+        let (given, freed) = (shared.clone(), shared.clone());
+        h.backend.allocate(move |reference, device, options| {
+            if options.kind != DeviceMemoryKind::Plain {
+                return reference.allocate(device, options);
+            }
+            let key = (device, options.bytes);
+            let again = given.with(|given| {
+                given.get_mut(&key).map(|(ptr, users)| {
+                    *users += 1;
+                    *ptr
+                })
+            });
+            if let Some(ptr) = again {
+                return Ok(ptr);
+            }
+            let ptr = reference.allocate(device, options)?;
+            given.with(|given| given.insert(key, (ptr, 1)));
+            Ok(ptr)
+        });
+        h.backend.free(move |reference, device, ptr, stream| {
+            let last = freed.with(|freed| {
+                let Some((&key, (_, users))) =
+                    freed.iter_mut().find(|((on, _), (other, _))| *on == device && *other == ptr)
+                else {
+                    return true;
+                };
+                *users -= 1;
+                let last = *users == 0;
+                if last {
+                    freed.remove(&key);
+                }
+                last
+            });
+            if last { reference.free(device, ptr, stream) } else { Ok(()) }
+        });
+        h.count(move |live| {
+            live.allocations += shared.with(|shared| shared.values().map(|(_, users)| users - 1).sum::<u64>())
+        });
+    };
+    "stream-ordered-freed-early": "Frees stream-ordered memory at once." =>
+        |h| h.backend.free(|reference, device, ptr, stream| match stream {
+            None => reference.free(device, ptr, None),
+            Some(stream) => {
+                // Freed on a stream that has nothing to do, so that it is free now. The suite alone uses the memory.
+                reference.query_stream(stream)?;
+                reference.on_own_stream(device, |own| reference.free(device, ptr, Some(own)))
+            }
+        });
+
+    in "memory.zero":
+    "nothing-allocated": "Allocates 0 bytes." => |h| h.backend.allocate(|reference, device, options| {
+        reference.allocate(device, &AllocateOptions::new(options.bytes.max(1)).with_kind(options.kind))
+    });
+
+    in "memory.exhausted":
+    "exhausted-as-invalid": "Calls more bytes than there are an invalid argument." =>
+        |h| h.backend.allocate(|reference, device, options| {
+            renamed(ErrorKind::OutOfMemory, ErrorKind::InvalidArgument, "allocate", reference.allocate(device, options))
+        });
+    "less-than-asked-for": "Gives what there is where more is asked for." =>
+        |h| h.backend.allocate(|reference, device, options| match reference.allocate(device, options) {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                reference.allocate(device, &AllocateOptions::new(1 << 20).with_kind(options.kind))
+            }
+            allocated => allocated,
+        });
+    "refused-blocks-counted": "Counts blocks that it could not give." => |h| {
+        let refused = Shared::new(0_u64);
+        let seen = refused.clone();
+        h.backend.allocate(move |reference, device, options| {
+            let allocated = reference.allocate(device, options);
+            seen.set(seen.get() + u64::from(is(&allocated, ErrorKind::OutOfMemory)));
+            allocated
+        });
+        h.count(move |live| live.allocations += refused.get());
+    };
+
+    in "memory.stream-ordered":
+    "in-the-order-of-another": "Returns memory that another stream has not freed yet." => |h| {
+        // Freed blocks of each device and size, with the stream that frees them.
+        let freed = Shared::<HashMap<(u32, DevicePtr), (usize, StreamId)>>::default();
+        let blocks = Shared::<HashMap<(u32, DevicePtr), usize>>::default();
+        let (given, given_out) = (freed.clone(), blocks.clone());
+        h.backend.allocate(move |reference, device, options| {
+            let DeviceMemoryKind::StreamOrdered(stream) = options.kind else {
+                return reference.allocate(device, options);
+            };
+            reference.query_stream(stream)?;
+            let other = given.with(|freed| {
+                let fits = |(key, (bytes, of)): (&(u32, DevicePtr), &(usize, StreamId))| {
+                    (key.0 == device && *bytes == options.bytes && *of != stream).then_some(*key)
+                };
+                let key = freed.iter().find_map(fits)?;
+                freed.remove(&key).map(|_| key.1)
+            });
+            let ptr = other.map_or_else(|| reference.allocate(device, options), Ok)?;
+            given_out.with(|blocks| blocks.insert((device, ptr), options.bytes));
+            Ok(ptr)
+        });
+        let kept = freed.clone();
+        h.backend.free(move |reference, device, ptr, stream| {
+            let Some(stream) = stream else { return reference.free(device, ptr, None) };
+            match blocks.with(|blocks| blocks.remove(&(device, ptr))) {
+                Some(bytes) if reference.is_pending(stream) => {
+                    kept.with(|freed| freed.insert((device, ptr), (bytes, stream)));
+                    Ok(())
+                }
+                _ => reference.free(device, ptr, Some(stream)),
+            }
+        });
+        h.count(move |live| live.allocations -= freed.with(|freed| freed.len() as u64));
+    };
+
+    in "memory.free-returns":
+    "blocks-kept": "Keeps plain memory that is freed." => |h| {
+        let kept = Shared::new(0_u64);
+        let freed = kept.clone();
+        h.backend.free(move |reference, device, ptr, stream| {
+            if stream.is_some() {
+                return reference.free(device, ptr, stream);
+            }
+            freed.set(freed.get() + 1);
+            Ok(())
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
+    "stream-ordered-blocks-kept": "Keeps stream-ordered memory that is freed." => |h| {
+        let kept = Shared::new(0_u64);
+        let freed = kept.clone();
+        h.backend.free(move |reference, device, ptr, stream| {
+            let Some(stream) = stream else { return reference.free(device, ptr, None) };
+            reference.query_stream(stream)?;
+            freed.set(freed.get() + 1);
+            Ok(())
+        });
+        h.count(move |live| live.allocations -= kept.get());
+    };
+    "stream-ordered-frees-wait": "Waits for the stream that memory is freed on." =>
+        |h| h.backend.free(|reference, device, ptr, stream| {
+            stream.map_or(Ok(()), |stream| reference.wait_for(stream))?;
+            reference.free(device, ptr, stream)
+        });
+}

@@ -1,0 +1,69 @@
+//! The mutants themselves, one file for each part of the traits.
+
+use highwater_hal::StreamId;
+
+use super::Mutant;
+use super::hooks::Hooks;
+use super::state::Shared;
+
+/// Makes the table of a file: the mutants of each clause, each with its name, its description and its hooks.
+macro_rules! mutants {
+    ($(in $clause:literal: $(
+        $name:literal $([$two_processes:ident])? $(survives $why:literal)?: $what:literal => $hooks:expr;
+    )*)*) => {
+        pub(super) const MUTANTS: &[crate::mutants::Mutant] = &[$($(
+            crate::mutants::Mutant::new($name, $clause, $what, $hooks)$(.$two_processes())?$(.survives($why))?
+        ),*),*];
+    };
+}
+
+mod captures;
+mod copies;
+mod events;
+mod graphs;
+mod handles;
+mod host;
+mod identity;
+mod ids;
+mod lacking;
+mod memory;
+mod plans;
+mod products;
+mod sharing;
+mod streams;
+mod threads;
+
+/// The lists in the order of a run.
+pub(super) const LISTS: &[&[Mutant]] = &[
+    identity::MUTANTS,
+    ids::MUTANTS,
+    lacking::MUTANTS,
+    streams::MUTANTS,
+    events::MUTANTS,
+    memory::MUTANTS,
+    copies::MUTANTS,
+    host::MUTANTS,
+    products::MUTANTS,
+    handles::MUTANTS,
+    plans::MUTANTS,
+    captures::MUTANTS,
+    graphs::MUTANTS,
+    threads::MUTANTS,
+    sharing::MUTANTS,
+];
+
+/// The streams that are alive, the oldest first.
+fn living_streams(hooks: &mut Hooks) -> Shared<Vec<StreamId>> {
+    let streams = Shared::<Vec<StreamId>>::default();
+    let (made, gone) = (streams.clone(), streams.clone());
+    hooks.backend.create_stream(move |reference, device, options| {
+        let stream = reference.create_stream(device, options)?;
+        made.with(|streams| streams.push(stream));
+        Ok(stream)
+    });
+    hooks.backend.destroy_stream(move |reference, stream| {
+        gone.with(|streams| streams.retain(|other| *other != stream));
+        reference.destroy_stream(stream)
+    });
+    streams
+}

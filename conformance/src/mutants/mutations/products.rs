@@ -1,0 +1,184 @@
+//! Matrix products.
+
+use highwater_hal::{DataType, ErrorKind, Gemm, Transpose};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{is, wrong};
+
+mutants! {
+    in "gemm.value":
+    "alpha-ignored": "Multiplies with alpha 1." =>
+        |h| altered(h, |gemm| gemm.alpha = if gemm.alpha == 0.0 { 0.0 } else { 1.0 });
+    "alpha-in-single-precision": "Rounds alpha of 64-bit products to 32 bits." =>
+        |h| altered(h, |gemm| gemm.alpha = f64::from(gemm.alpha as f32));
+    "sums-cut": "Adds up 4096 terms of a sum, and no more." => |h| altered(h, |gemm| gemm.shape.k = gemm.shape.k.min(4096));
+    "tiles-only": "Leaves out the rows after the last whole tile of 16." => |h| altered(h, |gemm| {
+        if gemm.shape.m > 16 {
+            gemm.shape.m -= gemm.shape.m % 16;
+        }
+    });
+    "one-block-of-columns": "Multiplies the first 64 columns, and no more." =>
+        |h| altered(h, |gemm| gemm.shape.n = gemm.shape.n.min(64));
+    "tf32-stays": "Keeps to TF32 once it was chosen." => |h| h.handle.set_math_mode(|handle, mode| match mode {
+        highwater_hal::MathMode::Tf32 => handle.set_math_mode(mode),
+        _ => Ok(()),
+    });
+    "nan-as-zero": "Stores 0 in results of 32 bits that are no number." => |h| {
+        edited(h, |element| if f32::from_le_bytes(element).is_nan() { [0; 4] } else { element });
+    };
+    "infinity-as-the-largest": "Stores the largest number in results of 32 bits that are infinite." =>
+        |h| edited(h, |element| {
+            let value = f32::from_le_bytes(element);
+            if value.is_infinite() { f32::MAX.copysign(value).to_le_bytes() } else { element }
+        });
+
+    in "gemm.transpose":
+    "square-a-as-it-is": "Does not transpose A where it is square." => |h| altered(h, |gemm| {
+        if gemm.shape.m == gemm.shape.k {
+            gemm.shape.transpose_a = Transpose::No;
+        }
+    });
+    "square-b-as-it-is": "Does not transpose B where it is square and A is transposed too." => |h| altered(h, |gemm| {
+        if gemm.shape.n == gemm.shape.k && gemm.shape.transpose_a == Transpose::Yes {
+            gemm.shape.transpose_b = Transpose::No;
+        }
+    });
+
+    in "gemm.leading-dimension":
+    "gaps-overwritten": "Writes to the gap below the first column of C." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        if let (Some(stream), false) = (handle.stream, gemm.shape.is_empty()) {
+            let (m, bytes) = (gemm.shape.m, gemm.shape.output.bytes());
+            let gap = (gemm.shape.ldc - m) * bytes;
+            if gap > 0 && gemm.shape.n > 1 {
+                handle.backend.overwrite(handle.device(), gemm.c.offset(m * bytes), gap, stream);
+            }
+        }
+        Ok(())
+    });
+    "c-packed": "Writes C without gaps." => |h| altered(h, |gemm| {
+        if gemm.shape.batch.is_none() {
+            gemm.shape.ldc = gemm.shape.m.max(1);
+        }
+    });
+    "b-packed": "Reads B as if it had no gaps." => |h| altered(h, |gemm| gemm.shape.ldb = gemm.shape.rows_b().max(1));
+
+    in "gemm.beta":
+    "beta-ignored": "Multiplies with beta 0." => |h| altered(h, |gemm| gemm.beta = 0.0);
+    "beta-twice": "Applies beta twice." => |h| altered(h, |gemm| gemm.beta *= gemm.beta);
+    "beta-by-its-sign": "Adds the old C, or takes it off, and does not scale it." =>
+        |h| altered(h, |gemm| gemm.beta = if gemm.beta == 0.0 { 0.0 } else { gemm.beta.signum() });
+
+    in "gemm.beta-zero":
+    "old-c-read": "Reads the old C with beta 0, and multiplies it with next to nothing." => |h| altered(h, |gemm| {
+        if gemm.beta == 0.0 {
+            gemm.beta = f64::MIN_POSITIVE;
+        }
+    });
+
+    in "gemm.alpha-zero":
+    "factors-read": "Reads A and B with alpha 0, and multiplies them with next to nothing." => |h| altered(h, |gemm| {
+        if gemm.alpha == 0.0 {
+            gemm.alpha = f64::MIN_POSITIVE;
+        }
+    });
+    "nothing-without-k": "Leaves C as it is where k is 0." =>
+        |h| h.handle.gemm(|handle, gemm| if gemm.shape.k == 0 { Ok(()) } else { handle.gemm(gemm) });
+
+    in "gemm.empty":
+    "empty-products-refused": "Refuses products with m or n 0." =>
+        |h| h.handle.gemm(|handle, gemm| match gemm.shape.m.min(gemm.shape.n) {
+            0 => Err(wrong(ErrorKind::InvalidArgument, "gemm")),
+            _ => handle.gemm(gemm),
+        });
+    "empty-products-write": "Writes an element of C where m is 0." => |h| h.handle.gemm(|handle, gemm| {
+        if let (0, Some(stream)) = (gemm.shape.m, handle.stream) {
+            handle.backend.overwrite(handle.device(), gemm.c, gemm.shape.output.bytes(), stream);
+        }
+        handle.gemm(gemm)
+    });
+    "empty-batches-of-one": "Takes a batch of no product for one of one." => |h| altered(h, |gemm| {
+        if let Some(batch) = &mut gemm.shape.batch {
+            batch.count = batch.count.max(1);
+        }
+    });
+
+    in "gemm.strided-batch":
+    "first-of-a-batch": "Multiplies the first of a batch." => |h| altered(h, |gemm| {
+        if let Some(batch) = &mut gemm.shape.batch {
+            batch.count = batch.count.min(1);
+        }
+    });
+    "batches-packed": "Reads the As of a batch as if they followed one another." => |h| altered(h, |gemm| {
+        let one = gemm.shape.lda * gemm.shape.columns_a().saturating_sub(1) + gemm.shape.rows_a();
+        if let Some(batch) = &mut gemm.shape.batch {
+            batch.stride_a = batch.stride_a.min(one);
+        }
+    });
+    "shared-factors-alone": "Multiplies the first of a batch whose products share B." => |h| altered(h, |gemm| {
+        if let Some(batch) = &mut gemm.shape.batch
+            && batch.stride_b == 0
+        {
+            batch.count = batch.count.min(1);
+        }
+    });
+
+    in "gemm.mixed":
+    "output-ignored": "Writes results of the factors' type whatever is asked for." =>
+        |h| altered(h, |gemm| gemm.shape.output = gemm.shape.data_type);
+
+    in "gemm.mixed-pairs":
+    "other-pairs-taken": "Takes products of pairs of types that nobody has, and does nothing." =>
+        |h| h.handle.gemm(|handle, gemm| {
+            let done = handle.gemm(gemm);
+            if gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
+        });
+    "other-pairs-written": "Refuses products of pairs of types that nobody has, and writes to C." =>
+        |h| h.handle.gemm(|handle, gemm| {
+            let done = handle.gemm(gemm);
+            if let (true, Some(stream)) =
+                (gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported), handle.stream)
+            {
+                handle.backend.overwrite(handle.device(), gemm.c, gemm.shape.output.bytes(), stream);
+            }
+            done
+        });
+
+    in "gemm.asynchronous":
+    "products-wait": "Returns from a product when it is done." => |h| h.handle.gemm(|handle, gemm| {
+        handle.gemm(gemm)?;
+        handle.wait()
+    });
+    "products-wait-before": "Waits for the stream before a product." => |h| h.handle.gemm(|handle, gemm| {
+        handle.wait()?;
+        handle.gemm(gemm)
+    });
+}
+
+fn altered(h: &mut Hooks, change: fn(&mut Gemm)) {
+    h.handle.gemm(move |handle, gemm| {
+        let mut gemm = *gemm;
+        change(&mut gemm);
+        handle.gemm(&gemm)
+    });
+}
+
+/// Changes elements of results of 32 bits that are small and not captured.
+fn edited(h: &mut Hooks, change: fn([u8; 4]) -> [u8; 4]) {
+    h.handle.gemm(move |handle, gemm| {
+        handle.gemm(gemm)?;
+        let Some(stream) = handle.stream.filter(|&stream| !handle.backend.is_recording(stream)) else { return Ok(()) };
+        let elements = gemm.shape.ldc * gemm.shape.n.saturating_sub(1) + gemm.shape.m;
+        if gemm.shape.output != DataType::F32 || gemm.shape.batch.is_some() || !(1..4096).contains(&elements) {
+            return Ok(());
+        }
+        handle.backend.wait_for(stream)?;
+        let (m, ldc) = (gemm.shape.m, gemm.shape.ldc);
+        handle.backend.edit(handle.device(), gemm.c, elements * 4, |bytes| {
+            // The gaps between the columns stay as they are.
+            let columns = bytes.as_chunks_mut::<4>().0.chunks_mut(ldc);
+            let elements = columns.flat_map(|column| column.iter_mut().take(m));
+            elements.for_each(|element| *element = change(*element));
+        })
+    });
+}

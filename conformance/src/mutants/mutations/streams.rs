@@ -1,0 +1,254 @@
+//! Streams: order, asynchrony, independence, and waiting.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use highwater_hal::{Completion, StreamId, StreamPriority};
+
+use super::super::hooks::Hooks;
+use super::super::reference::{Reference, Way};
+use super::super::state::{Deferred, Shared};
+use super::living_streams;
+
+mutants! {
+    in "stream.order":
+    "copies-overtake-fills": "Executes a fill after the copy that follows it." => |h| swap(h, |_| true);
+    "urgent-streams-reorder": "Executes a fill after the copy that follows it, on streams that are not of normal priority." =>
+    |h| {
+        let urgent = Shared::<HashSet<StreamId>>::default();
+        let made = urgent.clone();
+        h.backend.create_stream(move |reference, device, options| {
+            let stream = reference.create_stream(device, options)?;
+            if options.priority != StreamPriority::Normal {
+                made.with(|urgent| urgent.insert(stream));
+            }
+            Ok(stream)
+        });
+        swap(h, move |stream| urgent.with(|urgent| urgent.contains(&stream)));
+    };
+    "long-queues-lose": "Loses the thousandth fill of a stream that is not waited for." => |h| {
+        let filled = Shared::new(0_usize);
+        let fresh = filled.clone();
+        h.backend.synchronize_stream(move |reference, stream| {
+            fresh.set(0);
+            reference.synchronize_stream(stream)
+        });
+        h.backend.fill(move |reference, fill, stream| {
+            filled.set(filled.get() + 1);
+            if filled.get().is_multiple_of(1000) {
+                reference.is_capturing(stream).map(drop)
+            } else {
+                reference.fill(fill, stream)
+            }
+        });
+    };
+
+    in "stream.asynchronous":
+    "copies-to-the-host-wait": "Returns from a copy to the host when it is done." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            if Way::of(copy) == Way::ToHost { reference.wait_for(stream) } else { Ok(()) }
+        });
+    "copies-on-the-device-wait": "Waits for the stream before a copy within a device." =>
+        |h| h.backend.copy(|reference, copy, stream| {
+            if Way::of(copy) == Way::OnDevice {
+                reference.wait_for(stream)?;
+            }
+            reference.copy(copy, stream)
+        });
+    "fills-wait": "Returns from a fill when it is done." => |h| h.backend.fill(|reference, fill, stream| {
+        reference.fill(fill, stream)?;
+        reference.wait_for(stream)
+    });
+    "records-wait": "Waits for the stream before it records an event." =>
+        |h| h.backend.record_event(|reference, event, stream| {
+            reference.wait_for(stream)?;
+            reference.record_event(event, stream)
+        });
+    "waits-wait": "Waits for the event in the call that tells a stream to." =>
+        |h| h.backend.stream_wait_event(|reference, stream, event| {
+            reference.stream_wait_event(stream, event)?;
+            // An event of a capture is waited for by nobody.
+            if !reference.is_recording(stream) { reference.synchronize_event(event) } else { Ok(()) }
+        });
+    "launches-wait": "Returns from a launch when the graph was executed." =>
+        |h| h.backend.launch_graph(|reference, graph, stream| {
+            reference.launch_graph(graph, stream)?;
+            reference.wait_for(stream)
+        });
+    "plans-wait": "Returns from the run of a plan when it is done." => |h| h.handle.run_plan(|handle, plan, arguments| {
+        handle.run_plan(plan, arguments)?;
+        handle.wait()
+    });
+
+    in "stream.independent":
+    "fills-wait-for-other-streams": "Lets each fill wait for every other stream." => |h| {
+        let streams = living_streams(h);
+        h.backend.fill(move |reference, fill, stream| {
+            let others: Vec<StreamId> = streams.with(|streams| {
+                streams
+                    .iter()
+                    .copied()
+                    .filter(|&other| other != stream && other.device() == stream.device())
+                    .collect()
+            });
+            for other in others {
+                if !reference.is_recording(stream) && reference.is_pending(other) {
+                    reference.let_wait(stream, other)?;
+                }
+            }
+            reference.fill(fill, stream)
+        });
+    };
+    "waits-for-the-whole-device": "Waits for every stream of the device where one is to be waited for." =>
+        |h| h.backend.synchronize_stream(|reference, stream| {
+            reference.synchronize_stream(stream)?;
+            reference.synchronize_device(stream.device())
+        });
+    "one-default-stream": "Has one default stream for all threads where each has its own." =>
+        |h| h.stream_in(|stream| match stream.is_per_thread_default() {
+            true => StreamId::legacy_default(stream.tag(), stream.device()),
+            false => stream,
+        });
+
+    in "stream.destroy-pending":
+    "streams-take-their-work-along": "Destroys pending work with its stream." => |h| {
+        let held = Deferred::default();
+        let (filled, recorded, gone, going) = (held.clone(), held.clone(), held.clone(), held.clone());
+        h.backend.fill(move |reference, fill, stream| {
+            if !filled.has(stream) && !reference.is_pending(stream) {
+                return reference.fill(fill, stream);
+            }
+            let fill = *fill;
+            filled.defer(stream, move |reference| reference.fill(&fill, stream));
+            Ok(())
+        });
+        h.backend.record_event(move |reference, event, stream| {
+            if !recorded.has(stream) {
+                return reference.record_event(event, stream);
+            }
+            recorded.defer(stream, move |reference| reference.record_event(event, stream));
+            Ok(())
+        });
+        h.backend.destroy_stream(move |reference, stream| {
+            gone.forget(stream);
+            reference.destroy_stream(stream)
+        });
+        h.before(move |reference, method, _| match method {
+            "fill" | "record_event" | "destroy_stream" => Ok(()),
+            "query_stream" => Ok(()),
+            _ => going.release(reference, None),
+        });
+        h.backend.query_stream(move |reference, stream| match held.has(stream) {
+            true => Ok(Completion::Pending),
+            false => reference.query_stream(stream),
+        });
+    };
+
+    in "stream.query":
+    "always-complete": "Says that a stream is complete without looking." =>
+        |h| h.backend.query_stream(|reference, stream| reference.query_stream(stream).map(|_| Completion::Complete));
+    "fresh-streams-pending": "Says that a stream is pending before it was ever used." => |h| {
+        let used = Shared::<HashSet<StreamId>>::default();
+        let seen = used.clone();
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| method != "query_stream") {
+                used.with(|used| used.insert(stream));
+            }
+            Ok(())
+        });
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            Ok(if seen.with(|seen| seen.contains(&stream)) { completion } else { Completion::Pending })
+        });
+    };
+    "pending-for-others": "Says that a stream is pending while any other is." => |h| {
+        let streams = living_streams(h);
+        h.backend.query_stream(move |reference, stream| {
+            let completion = reference.query_stream(stream)?;
+            let others = streams.with(|streams| streams.clone());
+            let busy = others.into_iter().any(|other| other != stream && reference.is_pending(other));
+            Ok(if busy { Completion::Pending } else { completion })
+        });
+    };
+
+    in "stream.synchronize":
+    "short-copies-not-waited-for": "Returns at once where the last that a stream was given is a copy to the host of less than a mebibyte." =>
+    |h| {
+        h.settles = true;
+        let short = Shared::<HashSet<StreamId>>::default();
+        let (given, last) = (short.clone(), short.clone());
+        h.before(move |_, method, stream| {
+            if let Some(stream) = stream.filter(|_| !matches!(method, "query_stream" | "synchronize_stream")) {
+                given.with(|given| given.remove(&stream));
+            }
+            Ok(())
+        });
+        h.backend.copy(move |reference, copy, stream| {
+            reference.copy(copy, stream)?;
+            if Way::of(copy) == Way::ToHost && copy.bytes < 1 << 20 {
+                last.with(|last| last.insert(stream));
+            }
+            Ok(())
+        });
+        h.backend.synchronize_stream(move |reference, stream| match short.with(|short| short.contains(&stream)) {
+            true => reference.query_stream(stream).map(drop),
+            false => reference.synchronize_stream(stream),
+        });
+    };
+    "streams-waited-for-briefly": "Waits for a stream for 3 milliseconds at most." => |h| {
+        h.settles = true;
+        h.backend.synchronize_stream(|reference, stream| {
+            let begun = Instant::now();
+            while reference.query_stream(stream)? == Completion::Pending
+                && begun.elapsed() < Duration::from_millis(3)
+            {
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+    };
+
+    in "devices.synchronize":
+    "devices-not-waited-for": "Returns at once where a device is to be waited for." => |h| {
+        h.settles = true;
+        h.backend.synchronize_device(|reference, device| reference.device_info(device).map(drop));
+    };
+    "one-stream-of-the-device": "Waits for the oldest stream of a device." => |h| {
+        h.settles = true;
+        let streams = living_streams(h);
+        h.backend.synchronize_device(move |reference, device| {
+            reference.device_info(device)?;
+            let oldest = streams.with(|streams| streams.iter().copied().find(|stream| stream.device() == device));
+            oldest.map_or(Ok(()), |stream| reference.wait_for(stream))
+        });
+    };
+    "the-other-device": "Waits for the first device whichever is meant." => |h| {
+        h.settles = true;
+        h.backend.synchronize_device(|reference, device| {
+            reference.device_info(device)?;
+            reference.synchronize_device(0)
+        });
+    };
+}
+
+/// Holds a fill back until the copy after it, on streams that are chosen.
+fn swap(h: &mut Hooks, chosen: impl Fn(StreamId) -> bool + Send + Sync + 'static) {
+    let held = Deferred::default();
+    let (filled, copied) = (held.clone(), held.clone());
+    h.backend.fill(move |reference, fill, stream| {
+        if !chosen(stream) || reference.is_recording(stream) {
+            return reference.fill(fill, stream);
+        }
+        // Refused here if at all.
+        reference.query_stream(stream)?;
+        let fill = *fill;
+        filled.defer(stream, move |reference: &Reference| reference.fill(&fill, stream));
+        Ok(())
+    });
+    h.backend.copy(move |reference, copy, stream| {
+        reference.copy(copy, stream)?;
+        copied.release(reference, Some(stream))
+    });
+    h.before(move |reference, method, stream| if method == "copy" { Ok(()) } else { held.release(reference, stream) });
+}

@@ -1,0 +1,276 @@
+//! The backend that forwards every call, except where a hook steps in.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use highwater_hal::{
+    AtomicsMode, Backend, BlasHandle, BlasKind, Call, CaptureMode, DevicePtr, ErrorKind, EventId, GraphExecId, GraphId,
+    HostAllocator, HostPtr, Identity, IpcSharing, LiveObjects, MathMode, PlanId, Result, StreamId, Transport,
+    Workspace, for_each_operation,
+};
+
+use super::hooks::Hooks;
+use super::reference::{Reference, ReferenceHandle, ReferenceHost, ReferenceSharing, wrong};
+
+/// The state that a wrapper shares with the objects that it gave out.
+struct Core {
+    below: Reference,
+    hooks: Hooks,
+    /// The identity that the backend reports while streams are alive, if a hook changes it.
+    other_identity: Option<Identity>,
+    /// Set when the run has stopped waiting for the case that uses the backend.
+    stopped: Arc<AtomicBool>,
+    allocators: AtomicU64,
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("below", &self.below).finish_non_exhaustive()
+    }
+}
+
+/// The calls by which a case gives back its objects. They reach the backend even after the wrapper was stopped.
+const GIVE_BACK: [&str; 12] = [
+    "synchronize_stream",
+    "synchronize_device",
+    "destroy_stream",
+    "destroy_event",
+    "free",
+    "host_free",
+    "host_unregister",
+    "end_capture",
+    "destroy_graph",
+    "destroy_graph_exec",
+    "destroy",
+    "close_memory",
+];
+
+impl Core {
+    fn is_stopped(&self) -> bool {
+        // Relaxed: nothing else is read by it.
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Returns the hook of an operation, unless the wrapper was stopped.
+    fn hook<'a, H: ?Sized>(&self, hook: &'a Option<Box<H>>) -> Option<&'a H> {
+        if self.is_stopped() { None } else { hook.as_deref() }
+    }
+
+    /// Begins a call.
+    fn enter(&self, operation: &'static str, stream: Option<StreamId>) -> Result<()> {
+        let stopped = self.is_stopped();
+        if stopped && !GIVE_BACK.contains(&operation) {
+            return Err(wrong(ErrorKind::DeviceLost, operation));
+        }
+        if (stopped || self.hooks.settles)
+            && matches!(operation, "free" | "host_free" | "host_unregister" | "close_memory")
+        {
+            self.below.settle();
+        }
+        self.hook(&self.hooks.before).map_or(Ok(()), |before| before(&self.below, operation, stream))
+    }
+}
+
+/// An argument of a call. A hook may translate ids.
+trait Translate: Copy {
+    fn translated(self, _: &Hooks) -> Self {
+        self
+    }
+}
+
+macro_rules! untranslated {
+    ($($type:ty),*) => { $(impl Translate for $type {})* };
+}
+
+untranslated!(u32, u64, usize, DevicePtr, HostPtr, CaptureMode, GraphId, GraphExecId, Transport, Option<Workspace>);
+untranslated!(MathMode, AtomicsMode, PlanId);
+
+impl<T> Translate for &T {}
+
+impl Translate for StreamId {
+    fn translated(self, hooks: &Hooks) -> Self {
+        hooks.stream_in.as_ref().map_or(self, |translate| translate(self))
+    }
+}
+
+impl Translate for EventId {
+    fn translated(self, hooks: &Hooks) -> Self {
+        hooks.event_in.as_ref().map_or(self, |translate| translate(self))
+    }
+}
+
+impl Translate for Option<StreamId> {
+    fn translated(self, hooks: &Hooks) -> Self {
+        self.map(|stream| stream.translated(hooks))
+    }
+}
+
+/// Implements the four traits: an operation runs its hook, or is forwarded.
+macro_rules! wrappers {
+    (self shared) => { &Self };
+    (self unique) => { &mut Self };
+    (borrow shared $below:expr) => { &$below };
+    (borrow unique $below:expr) => { &mut $below };
+    (finish create_blas_handle $core:ident $below:expr, $answer:expr) => {{
+        let below = ReferenceHandle::new($below.clone(), $answer?);
+        Ok(Box::new(WrappedHandle { core: $core, below: ManuallyDrop::new(below) }))
+    }};
+    (finish $method:ident $core:ident $below:expr, $answer:expr) => { $answer };
+    (operations $hooks:ident $access:tt $prefix:literal {
+        $($variant:ident: [$($fn:tt)+] $method:ident($($arg:ident: $type:ty),*) -> $answer:ty;)*
+    }) => {
+        $($($fn)+ $method(self: wrappers!(self $access) $(, $arg: $type)*) -> Result<$answer> {
+            let core = Arc::clone(&self.core);
+            $(let $arg = $arg.translated(&core.hooks);)*
+            let call = Call::new(concat!($prefix, stringify!($method)), &[$(&$arg),*]);
+            core.enter(call.operation, self.bound().or(call.stream()))?;
+            let answer = match core.hook(&core.hooks.$hooks.$method) {
+                Some(hook) => hook(wrappers!(borrow $access self.below) $(, $arg)*),
+                None => self.below.$method($($arg),*),
+            };
+            wrappers!(finish $method core self.below, answer)
+        })*
+    };
+    (Backend $backend:tt BlasHandle $handle:tt HostAllocator $host:tt IpcSharing $sharing:tt) => {
+        // SAFETY: every call is forwarded to a backend that keeps its promises, except where a mutant breaks one on purpose.
+        // A mutant is given to the suite alone, never to core. The suite reads page-locked memory after it has waited for
+        // streams or devices. If a mutant breaks these waits, the suite may read bytes that a device writes meanwhile; any
+        // value is then valid. Memory is given back only after all devices were waited for (`Hooks::settles`).
+        unsafe impl Backend for Wrapper {
+            fn identity(&self) -> &Identity {
+                match &self.core.other_identity {
+                    Some(other) if self.below.live_objects().streams > 0 => other,
+                    _ => self.below.identity(),
+                }
+            }
+
+            fn device_count(&self) -> u32 {
+                let hook = self.core.hook(&self.core.hooks.device_count);
+                hook.map_or_else(|| self.below.device_count(), |hook| hook(&self.below))
+            }
+
+            fn live_objects(&self) -> LiveObjects {
+                let hook = self.core.hook(&self.core.hooks.live_objects);
+                hook.map_or_else(|| self.below.live_objects(), |hook| hook(&self.below))
+            }
+
+            fn is_exiting(&self) -> bool {
+                self.below.is_exiting()
+            }
+
+            fn host_allocator(&self) -> Arc<dyn HostAllocator> {
+                // Relaxed: only the uniqueness of the number matters.
+                let serial = self.core.allocators.fetch_add(1, Ordering::Relaxed);
+                let below = ReferenceHost::new(&self.below, serial);
+                Arc::new(WrappedHost { core: Arc::clone(&self.core), below })
+            }
+
+            fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
+                let sharing = self.below.ipc_sharing().filter(|_| !self.core.hooks.hides_sharing)?;
+                let below = ReferenceSharing::new(self.below.clone(), sharing);
+                Some(Arc::new(WrappedSharing { core: Arc::clone(&self.core), below }))
+            }
+
+            wrappers!(operations backend shared "" $backend);
+        }
+
+        impl BlasHandle for WrappedHandle {
+            fn kind(&self) -> BlasKind {
+                let kind = self.below.kind();
+                self.core.hooks.kind.map_or(kind, |reported| reported(kind))
+            }
+
+            fn device(&self) -> u32 {
+                self.below.device()
+            }
+
+            fn raw(&self) -> u64 {
+                self.below.raw()
+            }
+
+            wrappers!(operations handle unique "" $handle);
+        }
+
+        // SAFETY: as for the backend. No mutant returns less memory than it was asked for.
+        unsafe impl HostAllocator for WrappedHost {
+            wrappers!(operations host shared "host_" $host);
+        }
+
+        impl IpcSharing for WrappedSharing {
+            wrappers!(operations sharing shared "" $sharing);
+        }
+    };
+}
+
+for_each_operation!(wrappers);
+
+/// The backend of a mutant.
+#[derive(Debug)]
+pub(super) struct Wrapper {
+    core: Arc<Core>,
+    below: Reference,
+}
+
+impl Wrapper {
+    /// Wraps a backend. Once `stopped` is set, calls fail, except those that give something back.
+    pub(super) fn new(backend: Arc<dyn Backend>, hooks: Hooks, stopped: Arc<AtomicBool>) -> Self {
+        let other_identity = hooks.identity.map(|change| change(backend.identity()));
+        let below = Reference::new(backend);
+        let core = Core { below: below.clone(), hooks, other_identity, stopped, allocators: AtomicU64::new(0) };
+        Self { core: Arc::new(core), below }
+    }
+
+    fn bound(&self) -> Option<StreamId> {
+        None
+    }
+}
+
+/// A handle of a mutant.
+#[derive(Debug)]
+struct WrappedHandle {
+    core: Arc<Core>,
+    below: ManuallyDrop<ReferenceHandle>,
+}
+
+impl WrappedHandle {
+    fn bound(&self) -> Option<StreamId> {
+        self.below.stream
+    }
+}
+
+impl Drop for WrappedHandle {
+    fn drop(&mut self) {
+        if !self.core.hooks.forgets_dropped_handles {
+            // SAFETY: this is the only place that drops it, and it runs once.
+            unsafe { ManuallyDrop::drop(&mut self.below) };
+        }
+    }
+}
+
+/// The allocator of a mutant.
+#[derive(Debug)]
+struct WrappedHost {
+    core: Arc<Core>,
+    below: ReferenceHost,
+}
+
+impl WrappedHost {
+    fn bound(&self) -> Option<StreamId> {
+        None
+    }
+}
+
+/// The sharing of a mutant.
+#[derive(Debug)]
+struct WrappedSharing {
+    core: Arc<Core>,
+    below: ReferenceSharing,
+}
+
+impl WrappedSharing {
+    fn bound(&self) -> Option<StreamId> {
+        None
+    }
+}
