@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char, c_void};
 use highwater_simulated_blas::border;
 pub use highwater_simulated_blas::export;
 
-use crate::memory::{self, Attribute};
+use crate::pools::{self, Attribute};
 use crate::{Answer, Code, process};
 
 /// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic becomes a code, because none
@@ -152,7 +152,7 @@ pub unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
 /// # Safety
 /// `place` is null or valid for a read of the attribute.
 pub unsafe fn get_pool_attribute(attribute: u32, place: *const c_void) -> Answer<Attribute> {
-    let is_wide = memory::pool_attribute_is_wide(attribute)?;
+    let is_wide = pools::attribute_is_wide(attribute)?;
     // SAFETY: the caller gives the attribute, which has 64 or 32 bits, or null.
     unsafe { if is_wide { get(place.cast()).map(Attribute::Wide) } else { get(place.cast()).map(Attribute::Narrow) } }
 }

@@ -18,7 +18,9 @@ use highwater_simulated_engine::border::{
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
-use highwater_simulated_engine::{Answer, Code, captures, devices, events, ipc, memory, process, streams};
+use highwater_simulated_engine::{
+    Answer, Code, captures, devices, events, graphs, ipc, memory, pools, process, streams,
+};
 
 pub(crate) mod layout;
 mod symbols;
@@ -305,7 +307,7 @@ export! {
 
     fn hipLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
         // SAFETY: function and argument are what the caller promised the vendor they are.
-        unsafe { captures::launch_host_function(number(stream), function, argument) }
+        unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
     fn hipStreamBeginCapture(stream: Handle, mode: u32) {
@@ -350,7 +352,7 @@ export! {
 
     fn hipGraphInstantiate(executable: *mut Handle, graph: Handle, node: *mut Handle, log: *mut c_char, room: usize) {
         expect_place(executable)?;
-        let answer = handle(captures::instantiate(number(graph), 0)?);
+        let answer = handle(graphs::instantiate(number(graph), 0)?);
         // SAFETY: the caller gives a place for the answer, and for what failed where it wants to know: nothing did.
         unsafe {
             put_if_wanted(node, handle(0));
@@ -363,29 +365,29 @@ export! {
 
     fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
         // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
+        unsafe { put_new(executable, || graphs::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn hipGraphLaunch(executable: Handle, stream: Handle) {
-        captures::launch(number(executable), number(stream))
+        graphs::launch(number(executable), number(stream))
     }
 
     fn hipGraphDestroy(graph: Handle) {
-        captures::destroy_graph(number(graph))
+        graphs::destroy_graph(number(graph))
     }
 
     fn hipGraphExecDestroy(executable: Handle) {
-        captures::destroy_executable(number(executable))
+        graphs::destroy_executable(number(executable))
     }
 
     fn hipGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
-        let found = captures::nodes(number(graph))?;
+        let found = graphs::nodes(number(graph))?;
         // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
         unsafe { border::put_handles(nodes, count, &found) }
     }
 
     fn hipGraphNodeGetType(node: Handle, kind: *mut u32) {
-        let answer = captures::node_kind(number(node))?;
+        let answer = graphs::node_kind(number(node))?;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(kind, answer) }
     }
@@ -527,23 +529,23 @@ export! {
 
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
         // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(pool, || memory::default_pool(devices::get(device)?).map(handle)) }
+        unsafe { put_new(pool, || pools::default(devices::get(device)?).map(handle)) }
     }
 
     fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
         // SAFETY: the caller gives a value as wide as the attribute is, or null.
         let value = unsafe { border::get_pool_attribute(attribute, value) }?;
-        memory::set_pool_attribute(number(pool), attribute, value)
+        pools::set_attribute(number(pool), attribute, value)
     }
 
     fn hipMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
-        let answer = memory::pool_attribute(number(pool), attribute)?;
+        let answer = pools::attribute(number(pool), attribute)?;
         // SAFETY: the caller gives a place that is as wide as the attribute, or null.
         unsafe { put_attribute(value, answer) }
     }
 
     fn hipMemPoolTrimTo(pool: Handle, keep: usize) {
-        memory::trim_pool(number(pool), keep)
+        pools::trim(number(pool), keep)
     }
 
     fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
