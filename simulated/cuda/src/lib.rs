@@ -40,6 +40,8 @@ pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
 export! {
     /// Handles may be any numbers.
     call -> u32;
+    listed in FUNCTIONS;
+    checked in signatures against cudarc::driver::sys, [unsafe fn];
 
     fn cuInit(flags: u32) {
         if flags != 0 {
@@ -302,12 +304,6 @@ export! {
 
     fn cuEventSynchronize(event: Handle) {
         events::synchronize(number(event))
-    }
-
-    fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
-        let answer = events::elapsed(number(start), number(end))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(milliseconds, answer) }
     }
 
     fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: Handle, end: Handle) {
@@ -588,5 +584,17 @@ export! {
     fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, _version: i32, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
         unsafe { border::put_function(symbol, function, status, symbols::find) }
+    }
+}
+
+export! {
+    /// Handles may be any numbers.
+    call -> u32;
+    listed in OLD_FUNCTIONS;
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
+        let answer = events::elapsed(number(start), number(end))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(milliseconds, answer) }
     }
 }

@@ -5,6 +5,7 @@
 use std::ffi::{CStr, c_char, c_void};
 
 use highwater_simulated_blas::border;
+pub use highwater_simulated_blas::border::Function;
 pub use highwater_simulated_blas::export;
 
 use crate::pools::{self, Attribute};
@@ -190,44 +191,6 @@ pub struct Uuid(pub [u8; 16]);
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct IpcHandle(pub [u8; 64]);
-
-/// An exported function, by its symbol.
-#[derive(Debug)]
-pub struct Function {
-    symbol: &'static str,
-    address: *mut c_void,
-}
-
-// SAFETY: the address of a function, which nobody writes to.
-unsafe impl Sync for Function {}
-
-impl Function {
-    /// A function and its symbol.
-    #[must_use]
-    pub const fn new(symbol: &'static str, address: *mut c_void) -> Self {
-        Self { symbol, address }
-    }
-
-    /// Its symbol.
-    #[must_use]
-    pub const fn symbol(&self) -> &'static str {
-        self.symbol
-    }
-
-    /// Its address.
-    #[must_use]
-    pub const fn address(&self) -> *mut c_void {
-        self.address
-    }
-}
-
-/// A list of [`Function`]s of the module above, by their names.
-#[macro_export]
-macro_rules! functions {
-    ($($name:ident)*) => {
-        &[$($crate::border::Function::new(stringify!($name), super::$name as *mut ::std::ffi::c_void)),*]
-    };
-}
 
 /// Answers a caller that asks for a function by its name: its address, or null; and for the status, which may have no place, 0
 /// where it was found, else 1.

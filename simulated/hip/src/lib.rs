@@ -73,49 +73,43 @@ pub unsafe extern "C" fn highwater_simulated_hipblas(
     })
 }
 
-/// The vendor's `hipInit`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hipInit(flags: u32) -> i32 {
-    noted(|| hip::init(flags))
+/// Runs a call that needs no device.
+fn deviceless(_function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
+    noted(body)
 }
 
-/// The vendor's `hipRuntimeGetVersion`, which needs no device.
-///
-/// # Safety
-/// `version` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipRuntimeGetVersion(version: *mut i32) -> i32 {
-    // SAFETY: the caller gives a place for the answer, or null.
-    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
-}
+export! {
+    /// No handles are passed.
+    deviceless -> i32;
+    listed in DEVICELESS_FUNCTIONS;
+    checked in deviceless_signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
-/// The vendor's `hipDriverGetVersion`, which needs no device.
-///
-/// # Safety
-/// `version` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipDriverGetVersion(version: *mut i32) -> i32 {
-    // SAFETY: the caller gives a place for the answer, or null.
-    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
-}
+    fn hipInit(flags: u32) {
+        hip::init(flags)
+    }
 
-/// The vendor's `hipGetDeviceCount`, which gives 0 where it answers 100.
-///
-/// # Safety
-/// `count` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipGetDeviceCount(count: *mut i32) -> i32 {
-    noted(|| {
+    fn hipRuntimeGetVersion(version: *mut i32) {
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(version, hip::settings()?.runtime_version()) }
+    }
+
+    fn hipDriverGetVersion(version: *mut i32) {
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(version, hip::settings()?.runtime_version()) }
+    }
+
+    /// Writes 0 where it returns 100.
+    fn hipGetDeviceCount(count: *mut i32) {
         let answer = hip::enter().and_then(|()| border::unless_injected("hipGetDeviceCount", devices::count));
         let found = match answer {
             Ok(devices) => devices,
             Err(Code::NO_DEVICE) => 0,
             Err(code) => return Err(code),
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller gives a place for the number, or null.
         unsafe { put(count, found as i32) }?;
         answer.map(drop)
-    })
+    }
 }
 
 /// The vendor's `hipGetLastError`.
@@ -157,6 +151,8 @@ unsafe fn put_properties(properties: *mut c_void, layout: PropertiesLayout, devi
 export! {
     /// Handles may be any numbers.
     call -> i32;
+    listed in FUNCTIONS;
+    checked in signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
     fn hipSetDevice(device: i32) {
         hip::set_device(device)
@@ -205,17 +201,6 @@ export! {
         let answer = hip::attribute(attribute, device)?;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(value, answer) }
-    }
-
-    /// Fills the layout of HIP 5, which is what programs got that were built against it.
-    fn hipGetDeviceProperties(properties: *mut c_void, device: i32) {
-        // SAFETY: the caller gives room for the layout of HIP 5, or null.
-        unsafe { put_properties(properties, layout::R0000, device) }
-    }
-
-    fn hipGetDevicePropertiesR0000(properties: *mut c_void, device: i32) {
-        // SAFETY: the caller gives room for this layout, or null.
-        unsafe { put_properties(properties, layout::R0000, device) }
     }
 
     fn hipGetDevicePropertiesR0600(properties: *mut c_void, device: i32) {
@@ -610,5 +595,22 @@ export! {
     fn hipGetDriverEntryPoint(name: *const c_char, function: *mut Handle, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
         unsafe { border::put_function(name, function, status, symbols::find) }
+    }
+}
+
+export! {
+    /// Handles may be any numbers.
+    call -> i32;
+    listed in OLD_FUNCTIONS;
+
+    /// Fills the layout of HIP 5, which is what programs got that were built against it.
+    fn hipGetDeviceProperties(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for the layout of HIP 5, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
+    }
+
+    fn hipGetDevicePropertiesR0000(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for this layout, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
     }
 }
