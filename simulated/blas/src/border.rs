@@ -1,6 +1,7 @@
 //! The border between foreign code and a look-alike: exported functions, and what they write for their callers. The drivers'
 //! look-alikes have the same.
 
+use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic does not cross into foreign
@@ -41,13 +42,49 @@ pub fn set_switch<E>(switch: &mut u32, value: u32, no_mode: E) -> Result<(), E> 
     Ok(())
 }
 
-/// Functions that a look-alike exports. `call` runs their bodies: it is given the name and the body, and gives the code. Before
-/// it stands what callers promise about handles.
+/// An exported function, by its symbol.
+#[derive(Debug)]
+pub struct Function {
+    symbol: &'static str,
+    address: *mut c_void,
+}
+
+// SAFETY: nothing writes through the address of a function.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// A function and its symbol.
+    #[must_use]
+    pub const fn new(symbol: &'static str, address: *mut c_void) -> Self {
+        Self { symbol, address }
+    }
+
+    /// Returns the symbol.
+    #[must_use]
+    pub const fn symbol(&self) -> &'static str {
+        self.symbol
+    }
+
+    /// Returns the address.
+    #[must_use]
+    pub const fn address(&self) -> *mut c_void {
+        self.address
+    }
+}
+
+/// Exports functions of a simulated library. `call` receives the name and the body of a function, runs the body, and
+/// returns the code. The doc line before it states the callers' promise about handles.
+///
+/// `listed in NAME` makes a list of the functions. `checked in NAME against PATH` makes a test's function, which returns
+/// each function's type beside that of the function of the same name in bindings of the vendor's header. The brackets
+/// hold the kind of function that the bindings declare.
 ///
 /// ```text
 /// export! {
-///     /// Handles are null or were given by `cublasCreate_v2`.
+///     /// The caller must pass null or a handle from `cublasCreate_v2`.
 ///     call -> u32;
+///     listed in FUNCTIONS;
+///     checked in signatures against cudarc::cublas::sys, [unsafe fn];
 ///
 ///     /// Waits for the device.
 ///     fn cublasDestroy_v2(handle: *mut c_void) { ... }
@@ -55,9 +92,32 @@ pub fn set_switch<E>(switch: &mut u32, value: u32, no_mode: E) -> Result<(), E> 
 /// ```
 #[macro_export]
 macro_rules! export {
+    (@listed [] $($rest:tt)*) => {};
+    (@listed [$list:ident] $($name:ident)*) => {
+        pub(crate) static $list: &[$crate::border::Function] = &[
+            $($crate::border::Function::new(stringify!($name), $name as *mut ::std::ffi::c_void)),*
+        ];
+    };
+    (@checked [] $($rest:tt)*) => {};
+    (@checked [$check:ident, $vendor:path, $kind:tt] $($name:ident $arguments:tt)*) => {
+        #[cfg(test)]
+        pub(crate) fn $check() -> $crate::signature::Pairs {
+            use $vendor as vendor;
+            Vec::from([$($crate::export!(@pair $kind vendor $name $arguments)),*])
+        }
+    };
+    (@pair [$($kind:tt)*] $vendor:ident $name:ident ($($argument:ident)*)) => {{
+        use $crate::signature::Signature;
+        let ours = $name as unsafe extern "C" fn($($crate::export!(@any $argument)),*) -> _;
+        let theirs = $vendor::$name as $($kind)*($($crate::export!(@any $argument)),*) -> _;
+        (stringify!($name), [ours.classes(), theirs.classes()])
+    }};
+    (@any $argument:ident) => { _ };
     (
         #[$promise:meta]
         $call:ident -> $code:ty;
+        $(listed in $list:ident;)?
+        $(checked in $check:ident against $vendor:path, $kind:tt;)?
         $($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*
     ) => {
         $(
@@ -65,13 +125,15 @@ macro_rules! export {
             $(#[$doc])*
             ///
             /// # Safety
-            /// Pointers are null or valid for what the vendor's function of this name reads and writes.
+            /// The caller must pass pointers that are null or valid for what the vendor's function reads and writes.
             #[$promise]
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> $code {
                 $call(stringify!($name), move || $body)
             }
         )*
+        $crate::export!(@listed [$($list)?] $($name)*);
+        $crate::export!(@checked [$($check, $vendor, $kind)?] $($name ($($argument)*))*);
     };
 }
 

@@ -192,7 +192,7 @@ impl Shape {
 /// export_gemm! {
 ///     /// Handles are null or were given by `cublasCreate_v2`.
 ///     call -> u32;
-///     run, algorithms are i32;
+///     by run, algorithms are i32;
 ///     cublasGemmEx, cublasGemmStridedBatchedEx: i32;
 /// }
 /// ```
@@ -201,12 +201,14 @@ macro_rules! export_gemm {
     (
         #[$promise:meta]
         $call:ident -> $code:ty;
-        $run:ident, algorithms are $algorithm:ty;
+        $(checked in $check:ident against $vendor:path, $kind:tt;)?
+        by $run:ident, algorithms are $algorithm:ty;
         $($one:ident, $batched:ident: $size:ty $(, $besides:expr)?;)*
     ) => {
         $crate::export! {
             #[$promise]
             $call -> $code;
+            $(checked in $check against $vendor, $kind;)?
 
             $(
                 fn $one(

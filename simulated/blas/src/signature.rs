@@ -1,8 +1,36 @@
 //! What of a function's type the ABI sees: sizes and classes of its result and arguments. The libraries' tests compare
 //! theirs with those of bindings that were generated from the vendor's headers.
 
-/// Size, and `*`, `f` or `i` for a pointer, a floating-point number, or anything else.
-pub type Class = (usize, char);
+/// Size, alignment, and `*`, `f` or `i` for a pointer, a floating-point number, or another type.
+pub type Class = (usize, usize, char);
+
+/// Functions by name, each with the classes of the simulated library and those of the vendor's header.
+pub type Pairs = Vec<(&'static str, [Vec<Class>; 2])>;
+
+/// Compares the functions of simulated libraries with those of the vendor's header.
+///
+/// # Panics
+/// For a function that differs.
+pub fn check(functions: &[Pairs]) {
+    for (name, [ours, theirs]) in functions.iter().flatten() {
+        assert_eq!(ours, theirs, "{name}");
+    }
+}
+
+/// Pairs functions in scope that `export!` does not pair: those with other results or other names than the vendor's.
+#[macro_export]
+macro_rules! pairs {
+    (@one [$($kind:tt)*] $vendor:ident $name:ident $theirs:ident ($($argument:tt),*)) => {{
+        use $crate::signature::Signature;
+        let ours = $name as unsafe extern "C" fn($($argument),*) -> _;
+        let theirs = $vendor::$theirs as $($kind)*($($argument),*) -> _;
+        (stringify!($name), [ours.classes(), theirs.classes()])
+    }};
+    ($vendor:path, $kind:tt: $($name:ident = $theirs:ident $arguments:tt;)*) => {{
+        use $vendor as vendor;
+        Vec::from([$($crate::pairs!(@one $kind vendor $name $theirs $arguments)),*])
+    }};
+}
 
 fn class<T>() -> Class {
     let class = match std::any::type_name::<T>() {
@@ -10,7 +38,7 @@ fn class<T>() -> Class {
         "f32" | "f64" => 'f',
         _ => 'i',
     };
-    (size_of::<T>(), class)
+    (size_of::<T>(), align_of::<T>(), class)
 }
 
 /// A function pointer.

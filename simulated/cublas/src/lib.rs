@@ -17,10 +17,10 @@
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
 #![allow(clippy::too_many_arguments, reason = "the argument lists of the vendor's functions")]
 
+#[cfg(test)]
+mod abi;
 mod gemm;
 mod handle;
-#[cfg(test)]
-mod witness;
 
 use std::ffi::{c_char, c_void};
 
@@ -45,6 +45,7 @@ unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R
 export! {
     /// Handles are null or were given by `cublasCreate_v2`.
     call -> u32;
+    checked in signatures against cudarc::cublas::sys, [unsafe fn];
 
     fn cublasCreate_v2(handle: *mut *mut c_void) {
         if handle.is_null() {
@@ -182,7 +183,8 @@ export! {
 export_gemm! {
     /// Handles are null or were given by `cublasCreate_v2`.
     call -> u32;
-    run, algorithms are i32;
+    checked in gemm_signatures against cudarc::cublas::sys, [unsafe fn];
+    by run, algorithms are i32;
     cublasGemmEx, cublasGemmStridedBatchedEx: i32;
     cublasGemmEx_64, cublasGemmStridedBatchedEx_64: i64;
 }

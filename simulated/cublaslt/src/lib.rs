@@ -11,11 +11,11 @@
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
 #![allow(clippy::too_many_arguments, reason = "the argument lists of the vendor's functions")]
 
+#[cfg(test)]
+mod abi;
 mod algorithm;
 mod attributes;
 mod problem;
-#[cfg(test)]
-mod witness;
 
 use std::ffi::{c_char, c_void};
 
@@ -58,6 +58,7 @@ unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> R
 export! {
     /// Handles and descriptors are null or were given by the function that makes them.
     call -> u32;
+    checked in signatures against cudarc::cublaslt::sys, [unsafe fn];
 
     fn cublasLtCreate(handle: *mut *mut c_void) {
         if handle.is_null() {

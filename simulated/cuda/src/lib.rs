@@ -17,7 +17,8 @@ use highwater_simulated_engine::border::{
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::vmm::{self, Properties};
 use highwater_simulated_engine::{
-    Answer, Code, captures, contexts, current, devices, events, host, ipc, memory, process, streams,
+    Answer, Code, captures, contexts, current, devices, events, graphs, host, ipc, memory, pools, process, streams,
+    variants,
 };
 
 pub(crate) mod layout;
@@ -39,6 +40,8 @@ pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
 export! {
     /// Handles may be any numbers.
     call -> u32;
+    listed in FUNCTIONS;
+    checked in signatures against cudarc::driver::sys, [unsafe fn];
 
     fn cuInit(flags: u32) {
         if flags != 0 {
@@ -48,7 +51,7 @@ export! {
     }
 
     fn cuDriverGetVersion(version: *mut i32) {
-        let answer = process::variants()?.driver_version;
+        let answer = variants::variants()?.driver_version;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(version, answer) }
     }
@@ -162,7 +165,7 @@ export! {
     }
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        process::with_context()?;
+        current::with_context()?;
         // SAFETY: the caller gives places for the answers, or null.
         unsafe {
             put_if_wanted(least, streams::PRIORITIES.0);
@@ -250,36 +253,36 @@ export! {
 
     fn cuGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
         // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
+        unsafe { put_new(executable, || graphs::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn cuGraphLaunch(executable: Handle, stream: Handle) {
-        captures::launch(number(executable), number(stream))
+        graphs::launch(number(executable), number(stream))
     }
 
     fn cuGraphDestroy(graph: Handle) {
-        captures::destroy_graph(number(graph))
+        graphs::destroy_graph(number(graph))
     }
 
     fn cuGraphExecDestroy(executable: Handle) {
-        captures::destroy_executable(number(executable))
+        graphs::destroy_executable(number(executable))
     }
 
     fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
-        let found = captures::nodes(number(graph))?;
+        let found = graphs::nodes(number(graph))?;
         // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
         unsafe { border::put_handles(nodes, count, &found) }
     }
 
     fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
-        let answer = captures::node_kind(number(node))?;
+        let answer = graphs::node_kind(number(node))?;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(kind, answer) }
     }
 
     fn cuLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
         // SAFETY: function and argument are what the caller promised the vendor they are.
-        unsafe { captures::launch_host_function(number(stream), function, argument) }
+        unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
     fn cuEventCreate(event: *mut Handle, flags: u32) {
@@ -301,12 +304,6 @@ export! {
 
     fn cuEventSynchronize(event: Handle) {
         events::synchronize(number(event))
-    }
-
-    fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
-        let answer = events::elapsed(number(start), number(end))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(milliseconds, answer) }
     }
 
     fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: Handle, end: Handle) {
@@ -353,7 +350,7 @@ export! {
     }
 
     fn cuDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
-        let answer = handle(memory::default_pool(devices::get(device)?)?);
+        let answer = handle(pools::default(devices::get(device)?)?);
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(pool, answer) }
     }
@@ -361,17 +358,17 @@ export! {
     fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
         // SAFETY: the caller gives a value as wide as the attribute is, or null.
         let value = unsafe { border::get_pool_attribute(attribute, value) }?;
-        memory::set_pool_attribute(number(pool), attribute, value)
+        pools::set_attribute(number(pool), attribute, value)
     }
 
     fn cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
-        let answer = memory::pool_attribute(number(pool), attribute)?;
+        let answer = pools::attribute(number(pool), attribute)?;
         // SAFETY: the caller gives a place for this attribute, or null.
         unsafe { put_attribute(value, answer) }
     }
 
     fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
-        memory::trim_pool(number(pool), keep)
+        pools::trim(number(pool), keep)
     }
 
     fn cuMemPoolSetAccess(pool: Handle, descriptions: *const AccessDescription, count: usize) {
@@ -381,7 +378,7 @@ export! {
             if description.location_kind != 1 {
                 return Err(Code::INVALID_VALUE);
             }
-            memory::set_pool_access(number(pool), description.location, description.flags)?;
+            pools::set_access(number(pool), description.location, description.flags)?;
         }
         Ok(())
     }
@@ -587,5 +584,17 @@ export! {
     fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, _version: i32, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
         unsafe { border::put_function(symbol, function, status, symbols::find) }
+    }
+}
+
+export! {
+    /// Handles may be any numbers.
+    call -> u32;
+    listed in OLD_FUNCTIONS;
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
+        let answer = events::elapsed(number(start), number(end))?;
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(milliseconds, answer) }
     }
 }

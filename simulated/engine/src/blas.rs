@@ -19,10 +19,10 @@ use highwater_hal::{
 use highwater_mock::{RawProduct, Scale};
 use highwater_simulated_blas::table::{self, Product, Table};
 
-use crate::captures::node;
+use crate::blocks::Place;
+use crate::capture_state::node;
 use crate::code::{Answer, Code};
-use crate::current;
-use crate::memory::Place;
+use crate::contexts;
 use crate::process::{Simulation, simulation};
 
 /// What the driver's library offers to the BLAS libraries' ones.
@@ -43,7 +43,7 @@ fn guarded(call: impl FnOnce() -> Answer<()>) -> u32 {
 
 unsafe extern "C" fn current_device(device: *mut u32) -> u32 {
     guarded(|| {
-        let current = current::or_runtime_default()?;
+        let current = contexts::or_runtime_default()?;
         // SAFETY: the caller gives a place for the number, or null.
         *unsafe { device.as_mut() }.ok_or(Code::INVALID_VALUE)? = current;
         Ok(())

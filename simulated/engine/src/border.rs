@@ -5,9 +5,10 @@
 use std::ffi::{CStr, c_char, c_void};
 
 use highwater_simulated_blas::border;
+pub use highwater_simulated_blas::border::Function;
 pub use highwater_simulated_blas::export;
 
-use crate::memory::{self, Attribute};
+use crate::pools::{self, Attribute};
 use crate::{Answer, Code, process};
 
 /// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic becomes a code, because none
@@ -152,7 +153,7 @@ pub unsafe fn get<T: Copy>(place: *const T) -> Answer<T> {
 /// # Safety
 /// `place` is null or valid for a read of the attribute.
 pub unsafe fn get_pool_attribute(attribute: u32, place: *const c_void) -> Answer<Attribute> {
-    let is_wide = memory::pool_attribute_is_wide(attribute)?;
+    let is_wide = pools::attribute_is_wide(attribute)?;
     // SAFETY: the caller gives the attribute, which has 64 or 32 bits, or null.
     unsafe { if is_wide { get(place.cast()).map(Attribute::Wide) } else { get(place.cast()).map(Attribute::Narrow) } }
 }
@@ -190,44 +191,6 @@ pub struct Uuid(pub [u8; 16]);
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct IpcHandle(pub [u8; 64]);
-
-/// An exported function, by its symbol.
-#[derive(Debug)]
-pub struct Function {
-    symbol: &'static str,
-    address: *mut c_void,
-}
-
-// SAFETY: the address of a function, which nobody writes to.
-unsafe impl Sync for Function {}
-
-impl Function {
-    /// A function and its symbol.
-    #[must_use]
-    pub const fn new(symbol: &'static str, address: *mut c_void) -> Self {
-        Self { symbol, address }
-    }
-
-    /// Its symbol.
-    #[must_use]
-    pub const fn symbol(&self) -> &'static str {
-        self.symbol
-    }
-
-    /// Its address.
-    #[must_use]
-    pub const fn address(&self) -> *mut c_void {
-        self.address
-    }
-}
-
-/// A list of [`Function`]s of the module above, by their names.
-#[macro_export]
-macro_rules! functions {
-    ($($name:ident)*) => {
-        &[$($crate::border::Function::new(stringify!($name), super::$name as *mut ::std::ffi::c_void)),*]
-    };
-}
 
 /// Answers a caller that asks for a function by its name: its address, or null; and for the status, which may have no place, 0
 /// where it was found, else 1.

@@ -74,3 +74,19 @@ pub fn release(device: u32) -> Answer<()> {
 pub fn state(device: u32) -> Answer<(u32, bool)> {
     Ok((0, simulation()?.state(device)?.retains.load(Ordering::Acquire) > 0))
 }
+
+/// Makes the device's context current if none is, and makes that context first if need be, as the vendor's runtime does
+/// for a thread that calls one of its libraries. Gives the device whose context is current then.
+///
+/// # Errors
+/// 3, 4, and the code by which the context was lost.
+pub fn or_runtime_default() -> Answer<u32> {
+    let simulation = simulation()?;
+    if let Some(device) = current::device() {
+        simulation.check_context(device)?;
+        return Ok(device);
+    }
+    simulation.retain_for_runtime(0)?;
+    current::set(current::handle_of(0))?;
+    Ok(0)
+}

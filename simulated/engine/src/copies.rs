@@ -8,11 +8,12 @@ use std::ptr::NonNull;
 use highwater_hal::{Backend, DevicePtr, HostPtr, Location};
 use highwater_mock::simulated::Call;
 
-use crate::captures::node;
+use crate::blocks::Place;
+use crate::capture_state::node;
 use crate::code::{Answer, Code};
-use crate::memory::Place;
+use crate::handles::Stream;
 use crate::process::{Simulation, simulation};
-use crate::streams::{LEGACY, Stream};
+use crate::streams::LEGACY;
 
 /// Copies from pageable memory up to this length are taken along.
 const TAKEN_ALONG: usize = 64 << 10;

@@ -107,18 +107,14 @@ pub fn pop() -> Answer<u64> {
     Ok(handle_of(device))
 }
 
-/// Makes the device's context current if none is, and makes that context first if need be, as the vendor's runtime does
-/// for a thread that calls one of its libraries. Gives the device whose context is current then.
+/// The simulation and the device of the context that is current in the thread.
 ///
 /// # Errors
-/// 3, 4, and the code by which the context was lost.
-pub fn or_runtime_default() -> Answer<u32> {
+/// As [`simulation`], 201 when none is current, and the code of a lost context.
+#[inline]
+pub fn with_context() -> Answer<(&'static Simulation, u32)> {
     let simulation = simulation()?;
-    if let Some(device) = device() {
-        simulation.check_context(device)?;
-        return Ok(device);
-    }
-    simulation.retain_for_runtime(0)?;
-    set(handle_of(0))?;
-    Ok(0)
+    let device = device().ok_or(Code::INVALID_CONTEXT)?;
+    simulation.check_context(device)?;
+    Ok((simulation, device))
 }

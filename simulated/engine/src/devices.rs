@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use highwater_hal::{Backend, Capabilities};
 
 use crate::code::{Answer, Code};
-use crate::current;
-use crate::process::{Simulation, simulation, vendor, with_context};
-use crate::variants::Vendor;
+use crate::current::{self, with_context};
+use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, vendor};
 
 impl Simulation {
     /// What the mock can.

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use highwater_hal::{Backend, Completion, EventHandle, EventId, EventOptions};
 use parking_lot::{Mutex, RwLock};
 
-use crate::captures::Capture;
+use crate::capture_state::{CAPTURES, Capture};
 use crate::code::{Answer, Code};
-use crate::hip;
-use crate::process::{Simulation, simulation, vendor, with_context};
-use crate::streams::new_handles;
-use crate::variants::Vendor;
+use crate::current::with_context;
+use crate::handles::new_handles;
+use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, vendor};
 
 /// Flags of `cuEventCreate`.
 pub mod flags {
@@ -21,6 +21,8 @@ pub mod flags {
     pub const DISABLE_TIMING: u32 = 2;
     /// `CU_EVENT_INTERPROCESS`.
     pub const INTERPROCESS: u32 = 4;
+    /// Flags of `hipEventCreateWithFlags` that say up to where a record makes writes visible.
+    pub const HIP_RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 }
 
 #[derive(Debug)]
@@ -37,8 +39,7 @@ pub(crate) struct Event {
 }
 
 /// The events that were created and not destroyed.
-#[derive(Debug, Default)]
-pub(crate) struct Events(RwLock<BTreeMap<u64, Arc<Event>>>);
+static EVENTS: RwLock<BTreeMap<u64, Arc<Event>>> = RwLock::new(BTreeMap::new());
 
 impl Simulation {
     /// The event of a raw handle.
@@ -46,7 +47,7 @@ impl Simulation {
     /// # Errors
     /// 400 for what is no event, the code of a lost context.
     pub(crate) fn event(&self, raw: u64) -> Answer<Arc<Event>> {
-        let event = self.events.0.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
+        let event = EVENTS.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
         self.check_context(event.device)?;
         Ok(event)
     }
@@ -55,13 +56,13 @@ impl Simulation {
         let raw = new_handles(1);
         let (captured, exported) = (Mutex::new(None), Mutex::new(None));
         let event = Arc::new(Event { id, device, flags, is_import, captured, exported });
-        self.events.0.write().insert(raw, event);
+        EVENTS.write().insert(raw, event);
         raw
     }
 
     /// Destroys the events of a context that ends.
     pub(crate) fn end_events(&self, device: u32) {
-        let ended: Vec<_> = self.events.0.write().extract_if(.., |_, event| event.device == device).collect();
+        let ended: Vec<_> = EVENTS.write().extract_if(.., |_, event| event.device == device).collect();
         for (_, event) in ended {
             // It is in the mock's table as long as in this one.
             let _ = self.gpu.destroy_event(event.id);
@@ -88,7 +89,7 @@ impl Simulation {
 pub fn create(wanted: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     let known = flags::BLOCKING_SYNC | flags::DISABLE_TIMING | flags::INTERPROCESS;
-    let releases = if vendor() == Vendor::Hip { wanted & hip::RELEASES } else { 0 };
+    let releases = if vendor() == Vendor::Hip { wanted & flags::HIP_RELEASES } else { 0 };
     // HIP: one kind of release at most.
     if wanted & !(known | releases) != 0 || releases.count_ones() > 1 {
         return Err(Code::INVALID_VALUE);
@@ -113,7 +114,7 @@ pub fn create(wanted: u32) -> Answer<u64> {
 /// 400 for what is no event, the code of a lost context.
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
-    let mut events = simulation.events.0.write();
+    let mut events = EVENTS.write();
     simulation.check_context(events.get(&raw).ok_or(Code::INVALID_HANDLE)?.device)?;
     let event = events.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
     drop(events);
@@ -133,7 +134,7 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
         return Err(Code::INVALID_HANDLE);
     }
     simulation.before_enqueue(&stream)?;
-    let capture = simulation.captures.of(stream.id);
+    let capture = CAPTURES.of(stream.id);
     // Before the record, so that nobody finds it recorded in a capture and takes it for an ordinary one.
     let mut captured = event.captured.lock();
     simulation.gpu.record_event(event.id, stream.id).map_err(|error| simulation.code_of(error))?;
@@ -220,7 +221,7 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
         return Err(if wait_flags == 1 { Code::NOT_SUPPORTED } else { Code::INVALID_VALUE });
     }
     let recorded_in = event.captured.lock().clone();
-    let part = simulation.captures.of(stream.id);
+    let part = CAPTURES.of(stream.id);
     if part.as_ref().is_some_and(|part| part.is_lost()) {
         return Err(Code::STREAM_CAPTURE_INVALIDATED);
     }
@@ -251,7 +252,7 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
         }
         (Some(capture), None) => {
             wait()?;
-            simulation.captures.join(stream, capture);
+            CAPTURES.join(stream, capture);
             Ok(())
         }
     }

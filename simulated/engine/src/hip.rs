@@ -12,24 +12,21 @@
 //! - All there is of cached and uncached memory is the flag that `hipHostGetFlags` tells.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
+use parking_lot::Mutex;
+
+use crate::blocks::{MEMORY, MOVED};
 use crate::code::{Answer, Code};
-use crate::host::HostBlock;
-use crate::memory::around;
-use crate::process::{self, Simulation, simulation, variants, with_context};
-use crate::variants::HipVariants;
+use crate::current::with_context;
+use crate::process::{self, die, simulation};
+use crate::variants::{HipVariants, follow_hip, hip_major, variants};
 use crate::{copies, current, devices, events, host, ipc, memory, streams};
 
 /// `hipErrorInvalidConfiguration`.
 pub const INVALID_CONFIGURATION: Code = Code(9);
 /// `hipErrorInvalidMemcpyDirection`.
 pub const INVALID_COPY_DIRECTION: Code = Code(21);
-
-/// How far apart a registered address of the host and that of the devices are. No memory of the host lies there.
-pub const MOVED: u64 = 1 << 50;
-
-/// Flags of `hipEventCreateWithFlags` that say up to where a record makes writes visible.
-pub const RELEASES: u32 = 0x2000_0000 | 0x4000_0000 | 0x8000_0000;
 
 /// Flags of host memory.
 pub mod host_flags {
@@ -56,26 +53,8 @@ pub mod memory_type {
 /// # Errors
 /// 1, with a message on standard error, when it cannot be read.
 pub fn settings() -> Answer<&'static HipVariants> {
-    process::follow_hip();
+    follow_hip();
     variants().map(|variants| &variants.hip)
-}
-
-fn major() -> i32 {
-    variants().map_or(7, |variants| variants.hip.version.0)
-}
-
-/// Ends the process as the runtime does where it checks what it takes for granted.
-fn die(message: &str) -> ! {
-    eprintln!("{message}");
-    std::process::abort()
-}
-
-/// A handle that is no stream's: HIP 6 takes the stream for destroyed, HIP 7 reads what was there.
-pub(crate) fn unknown_stream() -> Code {
-    if major() >= 7 {
-        die("the simulated HIP runtime: a stream was used after its end, which is a segmentation fault in HIP 7");
-    }
-    Code::CONTEXT_IS_DESTROYED
 }
 
 // ---------------------------------------------------------------------- the thread's state
@@ -89,7 +68,7 @@ thread_local! {
 /// # Errors
 /// 100 without a device (HIP 5: 101, from `hipInit`), 3 in a forked child, 4 at exit, 1 when a variable cannot be read.
 pub fn enter() -> Answer<()> {
-    process::follow_hip();
+    follow_hip();
     process::initialize()?;
     if current::device().is_none() {
         let simulation = simulation()?;
@@ -105,7 +84,7 @@ pub fn enter() -> Answer<()> {
 /// As [`enter`], and 1 for flags.
 pub fn init(flags: u32) -> Answer<()> {
     let entered = enter();
-    if major() == 5 && entered == Err(Code::NO_DEVICE) {
+    if hip_major() == 5 && entered == Err(Code::NO_DEVICE) {
         return Err(Code::INVALID_DEVICE);
     }
     entered?;
@@ -116,7 +95,7 @@ pub fn init(flags: u32) -> Answer<()> {
 /// done yet is a failure to the former only.
 pub fn note(code: u32) {
     let is_failure = code != 0 && code != Code::NOT_READY.0;
-    if major() < 7 || is_failure {
+    if hip_major() < 7 || is_failure {
         LAST.set(code);
     }
 }
@@ -272,7 +251,7 @@ pub fn disable_peer_access(peer: i32) -> Answer<()> {
 /// `hipStreamDestroy`.
 ///
 /// # Errors
-/// 400 for a default stream; as [`Simulation::stream`] for a destroyed one.
+/// 400 for a default stream; as [`crate::process::Simulation::stream`] for a destroyed one.
 pub fn destroy_stream(raw: u64) -> Answer<()> {
     if raw <= streams::PER_THREAD {
         return Err(Code::INVALID_HANDLE);
@@ -283,30 +262,12 @@ pub fn destroy_stream(raw: u64) -> Answer<()> {
 /// `hipStreamGetDevice`.
 ///
 /// # Errors
-/// As [`Simulation::stream`].
+/// As [`crate::process::Simulation::stream`].
 pub fn stream_device(raw: u64) -> Answer<i32> {
     devices::ordinal(simulation()?.stream(raw)?.device)
 }
 
 // ---------------------------------------------------------------------- memory
-
-impl Simulation {
-    /// The address of the host of what devices know at another one; every other address as it is.
-    pub(crate) fn on_host(&self, address: u64) -> u64 {
-        let host = address & !MOVED;
-        if host != address && self.registered(host).is_some_and(|(_, block)| block.is_moved) { host } else { address }
-    }
-
-    /// Whether a device reaches page-locked memory by this address.
-    pub(crate) fn is_of_devices(&self, address: u64) -> bool {
-        address & MOVED != 0 || !self.registered(address).is_some_and(|(_, block)| block.is_moved)
-    }
-
-    fn registered(&self, address: u64) -> Option<(u64, HostBlock)> {
-        let hosts = self.memory.hosts.read();
-        around(&hosts, address, |block| block.bytes).map(|(start, block)| (start, *block))
-    }
-}
 
 /// `hipMalloc`; of no bytes, it gives null.
 ///
@@ -327,7 +288,7 @@ pub fn free(address: u64) -> Answer<()> {
     if address == 0 {
         return Ok(());
     }
-    if let Some((start, block)) = simulation.memory.around(address) {
+    if let Some((start, block)) = MEMORY.around(address) {
         simulation.check_context(block.device)?;
         return simulation.free_block(start);
     }
@@ -342,7 +303,7 @@ pub fn free(address: u64) -> Answer<()> {
 /// # Errors
 /// As [`memory::free_ordered`]; 1 for null with HIP 6.
 pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
-    if address == 0 && major() >= 7 {
+    if address == 0 && hip_major() >= 7 {
         return simulation()?.stream(raw_stream).map(drop);
     }
     memory::free_ordered(address, raw_stream)
@@ -368,11 +329,11 @@ pub struct Pointer {
 /// # Errors
 /// 1 for null with HIP 6.
 pub fn pointer(address: u64) -> Answer<Pointer> {
-    if address == 0 && major() < 7 {
+    if address == 0 && hip_major() < 7 {
         return Err(Code::INVALID_VALUE);
     }
     let simulation = simulation()?;
-    if let Some((_, block)) = simulation.memory.around(address) {
+    if let Some((_, block)) = MEMORY.around(address) {
         let device = devices::ordinal(block.device)?;
         return Ok(Pointer { memory_type: memory_type::DEVICE, device, on_device: address, on_host: 0, flags: 0 });
     }
@@ -410,6 +371,9 @@ pub fn host_flags(address: u64) -> Answer<u32> {
     simulation()?.registered(address).map(|(_, block)| block.flags).ok_or(Code::INVALID_VALUE)
 }
 
+/// First address and bytes of what was registered over a part of other registrations.
+static OVERLAPS: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
+
 /// `hipHostRegister`. What is registered already succeeds again, which means nothing more where it begins at the same
 /// address.
 ///
@@ -423,13 +387,13 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
         return Err(Code::INVALID_VALUE);
     }
     let before = {
-        let hosts = simulation.memory.hosts.read();
+        let hosts = MEMORY.hosts.read();
         hosts.range(..end).next_back().map(|(&start, &block)| (start, block))
     };
     match before.filter(|(start, block)| start + block.bytes > address) {
         Some((start, block)) if block.is_registered => {
             if start != address {
-                simulation.memory.overlaps.lock().insert(address, bytes as u64);
+                OVERLAPS.lock().insert(address, bytes as u64);
             }
             Ok(())
         }
@@ -444,7 +408,7 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
-    if simulation.memory.overlaps.lock().remove(&address).is_some() {
+    if OVERLAPS.lock().remove(&address).is_some() {
         return Ok(());
     }
     match simulation.registered(address) {

@@ -4,24 +4,12 @@ use std::ptr::NonNull;
 
 use highwater_hal::{Backend, HostMemoryKind, HostOptions, HostPtr};
 
+use crate::blocks::{HostBlock, MEMORY, around};
 use crate::code::{Answer, Code};
-use crate::memory::{around, new_number};
-use crate::process::{Simulation, simulation, variants, vendor, with_context};
-use crate::variants::Vendor;
-
-/// One allocation or registration.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct HostBlock {
-    pub(crate) bytes: u64,
-    /// The device whose context was current.
-    pub(crate) device: u32,
-    pub(crate) is_registered: bool,
-    /// Whether devices know it at another address: at [`crate::hip::MOVED`] more.
-    pub(crate) is_moved: bool,
-    /// What it was made with.
-    pub(crate) flags: u32,
-    pub(crate) number: u64,
-}
+use crate::current::with_context;
+use crate::handles::new_number;
+use crate::process::{Simulation, simulation};
+use crate::variants::{Vendor, variants, vendor};
 
 /// Flags of `cuMemHostAlloc`.
 mod allocate_flags {
@@ -72,7 +60,7 @@ pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     let address = allocated.map_err(|error| simulation.code_of(error))?.as_ptr().expose_provenance() as u64;
     let (is_registered, is_moved, number) = (false, false, new_number());
     let block = HostBlock { bytes: bytes as u64, device, is_registered, is_moved, flags, number };
-    simulation.memory.hosts.write().insert(address, block);
+    MEMORY.hosts.write().insert(address, block);
     Ok(address)
 }
 
@@ -86,7 +74,7 @@ pub fn free(address: u64) -> Answer<()> {
     if address == 0 {
         return Ok(());
     }
-    let mut hosts = simulation.memory.hosts.write();
+    let mut hosts = MEMORY.hosts.write();
     match hosts.get(&address) {
         Some(block) if !block.is_registered => simulation.check_context(block.device)?,
         _ => return Err(Code::INVALID_VALUE),
@@ -122,12 +110,12 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
             Some(_) => Err(Code::INVALID_VALUE),
         }
     };
-    check_overlap(&simulation.memory.hosts.read())?;
+    check_overlap(&MEMORY.hosts.read())?;
     touch(address, bytes, flags & register_flags::READ_ONLY != 0)?;
     let is_moved = vendor() == Vendor::Hip && variants()?.hip.moves_registered;
     let (is_registered, number) = (true, new_number());
     let block = HostBlock { bytes: bytes as u64, device, is_registered, is_moved, flags, number };
-    let mut hosts = simulation.memory.hosts.write();
+    let mut hosts = MEMORY.hosts.write();
     check_overlap(&hosts)?;
     // SAFETY: the memory was found mapped; that it stays so until it is unregistered is the promise of every user of the
     // vendor's function.
@@ -184,7 +172,7 @@ fn may_touch(start: u64, length: u64, read_only: bool) -> bool {
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
-    let mut hosts = simulation.memory.hosts.write();
+    let mut hosts = MEMORY.hosts.write();
     match around(&hosts, address, |block| block.bytes) {
         Some((start, block)) if start == address && block.is_registered => simulation.check_context(block.device)?,
         Some(_) => return Err(Code::INVALID_VALUE),
@@ -202,7 +190,7 @@ pub fn unregister(address: u64) -> Answer<()> {
 /// # Errors
 /// 1 for memory that is not page-locked.
 pub fn device_address(address: u64, flags: u32) -> Answer<u64> {
-    let simulation = simulation()?;
-    let found = around(&simulation.memory.hosts.read(), address, |block| block.bytes).is_some();
+    simulation()?;
+    let found = around(&MEMORY.hosts.read(), address, |block| block.bytes).is_some();
     if found && flags == 0 { Ok(address) } else { Err(Code::INVALID_VALUE) }
 }

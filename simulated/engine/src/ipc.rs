@@ -21,17 +21,18 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use highwater_hal::{Backend, DevicePtr, EventHandle};
 use highwater_mock::simulated as mock;
 
+use crate::blocks::{Kind, MEMORY};
 use crate::code::{Answer, Code};
+use crate::current::with_context;
 use crate::events::flags;
-use crate::memory::Kind;
-use crate::process::{simulation, vendor, with_context};
-use crate::variants::Vendor;
+use crate::process::simulation;
+use crate::variants::{Vendor, vendor};
 
 /// A handle as it travels.
 pub type Handle = [u8; 64];
 
-const MEMORY: u64 = u64::from_le_bytes(*b"HWSIMMEM");
-const EVENT: u64 = u64::from_le_bytes(*b"HWSIMEVT");
+const OF_MEMORY: u64 = u64::from_le_bytes(*b"HWSIMMEM");
+const OF_EVENT: u64 = u64::from_le_bytes(*b"HWSIMEVT");
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
@@ -133,7 +134,7 @@ fn place_and_serial(offset: u64, serial: u64) -> Answer<u64> {
 /// 1 for memory that `cuMemAlloc` did not give; 801 where nothing is shared.
 pub fn export_memory(address: u64) -> Answer<Handle> {
     let simulation = simulation()?;
-    let (start, block) = simulation.memory.around(address).ok_or(Code::INVALID_VALUE)?;
+    let (start, block) = MEMORY.around(address).ok_or(Code::INVALID_VALUE)?;
     if block.kind != Kind::Plain {
         return Err(Code::INVALID_VALUE);
     }
@@ -145,7 +146,7 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
         simulation.hooks.shareable(block.device, DevicePtr::new(start)).map_err(|error| simulation.code_of(error))?;
     let file = simulation.hooks.memory_file(block.device).map_err(|error| simulation.code_of(error))?;
     let inside = if vendor() == Vendor::Hip { address - start } else { 0 };
-    Ok(Words::own(MEMORY, file, block.device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
+    Ok(Words::own(OF_MEMORY, file, block.device, [place_and_serial(offset, serial)?, bytes, inside])?.seal())
 }
 
 /// `cuIpcOpenMemHandle_v2`, for the current context's device. The same memory again gives the same address, and counts.
@@ -159,12 +160,12 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     if open_flags != LAZY_ENABLE_PEER_ACCESS {
         return Err(Code::INVALID_VALUE);
     }
-    let words = Words::open(handle).filter(|words| words.what == MEMORY).ok_or(Code::INVALID_VALUE)?;
+    let words = Words::open(handle).filter(|words| words.what == OF_MEMORY).ok_or(Code::INVALID_VALUE)?;
     let file = words.file()?;
     let [place, bytes, inside] = words.rest;
     let (offset, serial) = ((place & ((1 << PAGE_BITS) - 1)) * PAGE, place >> PAGE_BITS);
     let ptr = simulation.hooks.open(device, &file, offset, bytes, serial).map_err(|error| simulation.code_of(error))?;
-    let mut blocks = simulation.memory.blocks.write();
+    let mut blocks = MEMORY.blocks.write();
     if let Some(block) = blocks.get_mut(&ptr.get())
         && let Kind::Imported { opens } = &mut block.kind
     {
@@ -172,7 +173,7 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
         return Ok(ptr.get() + inside);
     }
     drop(blocks);
-    simulation.memory.insert(ptr.get(), bytes, device, Kind::Imported { opens: 1 });
+    MEMORY.insert(ptr.get(), bytes, device, Kind::Imported { opens: 1 });
     Ok(ptr.get() + inside)
 }
 
@@ -183,11 +184,11 @@ pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
 pub fn close_memory(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
-    let address = match simulation.memory.around(address) {
+    let address = match MEMORY.around(address) {
         Some((start, _)) if vendor() == Vendor::Hip => start,
         _ => address,
     };
-    let mut blocks = simulation.memory.blocks.write();
+    let mut blocks = MEMORY.blocks.write();
     let block = blocks.get_mut(&address).ok_or(Code::INVALID_VALUE)?;
     let device = block.device;
     simulation.check_context(device)?;
@@ -222,7 +223,7 @@ pub fn export_event(raw: u64) -> Answer<Handle> {
     let handle = exported.as_ref().ok_or(Code::UNKNOWN)?;
     let descriptor = handle.descriptor.as_ref().ok_or(Code::UNKNOWN)?;
     let word = |at: usize| handle.payload[at..at + 8].try_into().map(u64::from_le_bytes).map_err(|_| Code::UNKNOWN);
-    Ok(Words::own(EVENT, descriptor.as_ref(), event.device, [word(0)?, word(56)?, 0])?.seal())
+    Ok(Words::own(OF_EVENT, descriptor.as_ref(), event.device, [word(0)?, word(56)?, 0])?.seal())
 }
 
 /// `cuIpcOpenEventHandle`, for the current context's device.
@@ -232,7 +233,7 @@ pub fn export_event(raw: u64) -> Answer<Handle> {
 /// device, 400 when the exporter has ended.
 pub fn open_event(handle: &Handle) -> Answer<u64> {
     let (simulation, device) = with_context()?;
-    let words = Words::open(handle).filter(|words| words.what == EVENT).ok_or(Code::INVALID_VALUE)?;
+    let words = Words::open(handle).filter(|words| words.what == OF_EVENT).ok_or(Code::INVALID_VALUE)?;
     let file = words.file()?;
     let mut payload = [0; 64];
     payload[..8].copy_from_slice(&words.rest[0].to_le_bytes());
@@ -260,7 +261,7 @@ mod tests {
     #[test]
     fn a_handle_is_opened_as_it_was_sealed_or_not_at_all() {
         let words =
-            Words { what: MEMORY, process: 7, start: 8, descriptor: 9, device: 1, inode: 10, rest: [11, 12, 13] };
+            Words { what: OF_MEMORY, process: 7, start: 8, descriptor: 9, device: 1, inode: 10, rest: [11, 12, 13] };
         let handle = words.seal();
         assert_eq!(Words::open(&handle), Some(words));
         for index in 0..64 {

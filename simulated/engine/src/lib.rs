@@ -1,44 +1,55 @@
-//! What simulated vendor libraries are made of: one mock for the whole process, behind raw handles and the vendor's own
-//! rules.
+//! The engine of the simulated vendor libraries: one mock per process, behind raw handles and the vendor's own rules.
 //!
-//! The libraries themselves (`backend-mock/simulated/cuda`, `backend-mock/simulated/hip`) only have the exported symbols.
-//! Each calls a function of this crate, which answers with a value or with a [`Code`]. The rules are CUDA's: those that a
-//! real device was seen to have (an NVIDIA H200, driver 580.159, CUDA 13.0), or that the vendor's manual states; where neither
-//! says, the functions' words do. Once the library has called [`process::follow_hip`] they are AMD's; where those differ, the
-//! functions' words say so, or they stand in [`hip`].
+//! # Why a simulated driver
+//! Highwater's backends talk to a vendor's library through its C symbols. A test double of that table would repeat the
+//! backend's own beliefs about the vendor. A library that the loader finds under the vendor's name checks them: programs
+//! that know nothing of the simulation run over it, and the same rules run over the real library.
 //!
-//! # Where what is
-//! - [`border`]: what the libraries' exported functions take and give
-//! - [`process`]: the one simulation of the process, from `cuInit` to exit; [`variants`]: what can be set from outside;
-//!   `visible`: which devices there are
-//! - [`current`], [`contexts`]: which context is current in a thread, and primary contexts
-//! - [`devices`]: what devices are like
-//! - [`streams`], [`events`], [`captures`]: streams and what the default ones wait for, events, captures and graphs
-//! - [`memory`], [`host`], [`copies`]: device memory and pools, page-locked memory, copies and fills
-//! - [`vmm`], [`ipc`]: memory that is mapped, and what other processes open
-//! - [`blas`]: what the BLAS libraries' look-alikes call
-//! - [`hip`]: what only AMD's runtime does
+//! `simulated/cuda` and `simulated/hip` export the symbols. Each exported function calls one function of this crate,
+//! which returns a value or a [`Code`]. The mock (`highwater-mock`) executes the work: it has the queues, the memory and
+//! the arithmetic. This crate decides whether a call is allowed, which code it returns, and what the call waits for.
 //!
-//! # How it differs from the vendor's
-//! - A stale handle answers 400; a real driver crashes. Handles are never used again.
-//! - Every process has devices of its own: what another one allocates leaves its free memory as it is.
-//! - Memory that was freed in stream order goes back to the device at once, whatever the pool's threshold. Pools other than
-//!   the default one, managed memory, memory of the host by `cuMemCreate` and fabric handles do not exist.
-//! - Copies reach every device without peer access, as with the vendor; kernels reach no other device with it.
-//! - A graph cannot be launched into a capture (801), and a capture cannot wait for an event outside of it by flag (801).
+//! # Sources of the rules
+//! The rules are CUDA's: each was observed on an NVIDIA H200 (driver 580.159, CUDA 13.0) or is stated in NVIDIA's manual.
+//! The doc comments of the functions name the exceptions. After [`variants::follow_hip`] the rules are AMD's. A difference
+//! between the two is stated at the function, or the function is in [`hip`].
+//!
+//! Five rules were not observed on a device:
+//! - 400 for the legacy handle of a process that has ended
+//! - null for a stream-ordered or page-locked allocation of 0 bytes, which succeeds
+//! - an unknown capture mode of a thread, which is accepted and means the global mode here
+//! - 1 for an event of a capture that ended well (observed only for a lost capture)
+//! - 13 for a product of cuBLASLt that reads unallocated memory (observed only for the first product of cuBLAS)
+//!
+//! # Layers
+//! No module imports a module of a later layer.
+//! 1. [`code`], [`variants`]: result codes; the settings of the environment
+//! 2. [`process`], `visible`: the one simulation of the process, from `cuInit` to exit; the visible devices
+//! 3. [`current`], [`devices`], `handles`, `blocks`: the current context, device attributes, handle numbers, the address
+//!    space
+//! 4. `capture_state`, [`pools`], [`graphs`]: which streams are captured and what that forbids; memory pools; graphs
+//! 5. [`streams`], [`events`], [`host`], [`memory`], [`vmm`]: the objects of a device
+//! 6. [`captures`], [`copies`], [`ipc`]: operations on several of those objects
+//! 7. [`contexts`], [`blas`], [`hip`]: the end of a context, the table for the BLAS libraries, rules of AMD alone
+//! 8. [`border`]: arguments and results at the C boundary
+//!
+//! # What is not modeled
+//! - A stale handle returns 400; a real driver crashes. Handle numbers are never reused.
+//! - Every process has its own devices. Allocations of another process do not reduce their free memory.
+//! - Memory that was freed in stream order returns to the device at once, whatever the pool's threshold.
+//! - Pools other than the default one, managed memory, host memory from `cuMemCreate`, and fabric handles do not exist.
+//! - Copies reach every device without peer access, as with the vendor. Kernels reach no other device, even with it.
+//! - A graph cannot be launched into a capture (801), and a capture cannot wait for an external event by flag (801).
 //! - The legacy default stream waits for the per-thread default stream of the calling thread only.
-//! - Every product on a given workspace goes through it, in two kernels or more, so that misuse of a workspace shows at small
-//!   sizes too; with the vendor only large products do.
-//! - That the exporter has freed what a legacy handle names is not noticed. An event of another process is opened for the
-//!   same device only.
-//!
-//! What was not seen on a device: 400 for the legacy handle of a process that has ended; that stream-ordered and page-locked
-//! allocations of no bytes, which succeed, give null; what an unknown capture mode of a thread, which is taken, means (here it
-//! is the global one); 1 for an event of a capture that ended well (seen where it was lost); 13 for products of cuBLASLt that
-//! touch memory of nobody (seen with cuBLAS, of the first product of a process).
+//! - Every product on a bound workspace writes to it, in two kernels or more, so that misuse of a workspace shows at small
+//!   sizes too. The vendor's libraries do so for large products only.
+//! - An importer does not notice that the exporter freed the memory behind a legacy handle.
+//! - An event of another process can be opened for the same device only.
 
 pub mod blas;
+mod blocks;
 pub mod border;
+mod capture_state;
 pub mod captures;
 pub mod code;
 pub mod contexts;
@@ -46,10 +57,13 @@ pub mod copies;
 pub mod current;
 pub mod devices;
 pub mod events;
+pub mod graphs;
+mod handles;
 pub mod hip;
 pub mod host;
 pub mod ipc;
 pub mod memory;
+pub mod pools;
 pub mod process;
 pub mod streams;
 pub mod variants;

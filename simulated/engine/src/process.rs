@@ -1,6 +1,7 @@
 //! The one simulation of the process: it begins with `cuInit`, is nobody's in a forked child, and is over once the
 //! handler of `cuInit` has run at exit.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -10,13 +11,8 @@ use highwater_mock::simulated::Hooks;
 use highwater_mock::{ENVIRONMENT_VARIABLE, MockGpu, MockOptions};
 use parking_lot::Mutex;
 
-use crate::captures::{self, Captures, Graphs};
 use crate::code::{Answer, Code};
-use crate::current;
-use crate::events::Events;
-use crate::memory::{Memory, Pool};
-use crate::streams::Streams;
-use crate::variants::{Variants, Vendor};
+use crate::variants::{Vendor, variants, vendor};
 use crate::visible;
 
 /// What the process simulates.
@@ -30,11 +26,6 @@ pub struct Simulation {
     pub(crate) devices: Vec<DeviceState>,
     /// The mock's devices by the ordinals that the process knows them by.
     pub(crate) visible: Vec<u32>,
-    pub(crate) streams: Streams,
-    pub(crate) events: Events,
-    pub(crate) captures: Captures,
-    pub(crate) graphs: Graphs,
-    pub(crate) memory: Memory,
 }
 
 /// One device and its primary context.
@@ -48,8 +39,6 @@ pub(crate) struct DeviceState {
     sticky: AtomicU32,
     /// The devices whose memory it may use, by bit.
     pub(crate) peers: AtomicU64,
-    /// Its default pool.
-    pub(crate) pool: Pool,
     /// Serialises the making and the end of the context.
     pub(crate) changing: Mutex<()>,
 }
@@ -61,43 +50,16 @@ impl DeviceState {
     }
 }
 
-static IS_HIP: AtomicBool = AtomicBool::new(false);
-static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
 static SIMULATION: OnceLock<Simulation> = OnceLock::new();
 static OVER: AtomicBool = AtomicBool::new(false);
 
+thread_local! {
+    /// Whether the thread runs a function that `cuLaunchHostFunc` was given; such a function may not call the driver.
+    pub(crate) static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
 extern "C" fn end() {
     OVER.store(true, Ordering::Release);
-}
-
-/// Has the engine follow AMD's rules. To be called before anything else.
-#[inline]
-pub fn follow_hip() {
-    // Relaxed: it is set before a thread's first call and never taken back.
-    if !IS_HIP.load(Ordering::Relaxed) {
-        IS_HIP.store(true, Ordering::Relaxed);
-    }
-}
-
-/// Whose rules the engine follows.
-#[inline]
-#[must_use]
-pub fn vendor() -> Vendor {
-    if IS_HIP.load(Ordering::Relaxed) { Vendor::Hip } else { Vendor::Cuda }
-}
-
-/// What the environment says the library is like.
-///
-/// # Errors
-/// 1, with a message on standard error, when it cannot be read.
-pub fn variants() -> Answer<&'static Variants> {
-    let variants = VARIANTS.get_or_init(|| {
-        let vendor = vendor();
-        let (library, variable) = (vendor.library(), vendor.variable());
-        let text = std::env::var(variable).unwrap_or_default();
-        Variants::parse(vendor, &text).inspect_err(|error| eprintln!("{library}: in {variable}, {error}"))
-    });
-    variants.as_ref().map_err(|_| Code::INVALID_VALUE)
 }
 
 /// Begins the simulation; again, it does nothing.
@@ -147,18 +109,7 @@ pub fn initialize() -> Answer<()> {
         devices.iter().for_each(DeviceState::retain_for_good);
     }
     let (hooks, tag) = (Hooks::new(&gpu), gpu.identity().tag);
-    let _ = SIMULATION.set(Simulation {
-        gpu,
-        hooks,
-        tag,
-        devices,
-        visible,
-        streams: Streams::default(),
-        events: Events::default(),
-        captures: Captures::default(),
-        graphs: Graphs::default(),
-        memory: Memory::default(),
-    });
+    let _ = SIMULATION.set(Simulation { gpu, hooks, tag, devices, visible });
     Ok(())
 }
 
@@ -173,22 +124,10 @@ pub fn simulation() -> Answer<&'static Simulation> {
     if OVER.load(Ordering::Acquire) {
         return Err(Code::DEINITIALIZED);
     }
-    if captures::is_in_host_function() {
+    if IN_HOST_FUNCTION.get() {
         return Err(Code::NOT_PERMITTED);
     }
     Ok(simulation)
-}
-
-/// The simulation and the device of the context that is current in the thread.
-///
-/// # Errors
-/// As [`simulation`], 201 when none is current, and the code of a lost context.
-#[inline]
-pub fn with_context() -> Answer<(&'static Simulation, u32)> {
-    let simulation = simulation()?;
-    let device = current::device().ok_or(Code::INVALID_CONTEXT)?;
-    simulation.check_context(device)?;
-    Ok((simulation, device))
 }
 
 impl Simulation {
@@ -260,4 +199,10 @@ pub fn injected(function: &str) -> Option<Code> {
         simulation.lose_contexts(code);
     }
     Some(code)
+}
+
+/// Ends the process as AMD's runtime does where it checks what it takes for granted.
+pub(crate) fn die(message: &str) -> ! {
+    eprintln!("{message}");
+    std::process::abort()
 }

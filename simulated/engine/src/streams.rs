@@ -4,17 +4,18 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use highwater_hal::{Backend, Completion, StreamId, StreamOptions};
+use highwater_hal::{Backend, Completion, StreamOptions};
+use highwater_mock::simulated::Call;
 use parking_lot::RwLock;
 
+use crate::capture_state::node;
 use crate::code::{Answer, Code};
-use crate::current;
-use crate::hip;
-use crate::process::{Simulation, simulation, vendor, with_context};
-use crate::variants::Vendor;
+use crate::current::{self, with_context};
+use crate::handles::new_handles;
+pub use crate::handles::{NON_BLOCKING, Stream};
+use crate::process::{IN_HOST_FUNCTION, Simulation, die, simulation};
+use crate::variants::{Vendor, hip_major, vendor};
 
-/// `CU_STREAM_NON_BLOCKING`.
-pub const NON_BLOCKING: u32 = 1;
 /// `CU_STREAM_LEGACY`; 0 means the same.
 pub const LEGACY: u64 = 1;
 /// `CU_STREAM_PER_THREAD`.
@@ -24,48 +25,18 @@ pub const PRIORITIES: (i32, i32) = (0, -5);
 /// Those of HIP.
 pub const HIP_PRIORITIES: (i32, i32) = (1, -1);
 
-/// A stream as a call names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stream {
-    /// The mock's stream.
-    pub id: StreamId,
-    /// Whose context it belongs to.
-    pub device: u32,
-    /// `CU_STREAM_NON_BLOCKING` or 0.
-    pub flags: u32,
-    /// As it was asked for, within the vendor's range.
-    pub priority: i32,
-    /// A number that no other stream of the process has.
-    pub number: u64,
-}
-
-impl Stream {
-    /// Whether it is the legacy default stream of its device.
-    #[must_use]
-    pub fn is_legacy(&self) -> bool {
-        self.id.is_legacy_default()
-    }
-}
-
 /// The streams that were created and not destroyed.
-#[derive(Debug, Default)]
-pub(crate) struct Streams(RwLock<BTreeMap<u64, Arc<Stream>>>);
-
-/// Between the handles that [`new_handles`] gives at once.
-pub(crate) const STEP: u64 = 64;
-
-/// Numbers that look like addresses and are never used again, so that a stale one is found out; the first of `count`.
-pub(crate) fn new_handles(count: u64) -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(0x5000_0000_0000);
-    // Relaxed: only the number counts.
-    NEXT.fetch_add(count * STEP, Ordering::Relaxed)
-}
+static STREAMS: RwLock<BTreeMap<u64, Arc<Stream>>> = RwLock::new(BTreeMap::new());
 
 /// The answer to a handle that is no stream's.
 fn unknown_stream() -> Code {
     match vendor() {
         Vendor::Cuda => Code::INVALID_HANDLE,
-        Vendor::Hip => hip::unknown_stream(),
+        // HIP 6 takes the stream for destroyed, HIP 7 reads what was there.
+        Vendor::Hip if hip_major() < 7 => Code::CONTEXT_IS_DESTROYED,
+        Vendor::Hip => {
+            die("the simulated HIP runtime: a stream was used after its end, which is a segmentation fault in HIP 7")
+        }
     }
 }
 
@@ -77,7 +48,7 @@ impl Simulation {
     /// process), the code of a lost context.
     pub fn stream(&self, raw: u64) -> Answer<Stream> {
         if raw > PER_THREAD {
-            let found = self.streams.0.read().get(&raw).map(|stream| **stream);
+            let found = STREAMS.read().get(&raw).map(|stream| **stream);
             let stream = found.ok_or_else(unknown_stream)?;
             self.check_context(stream.device)?;
             return Ok(stream);
@@ -108,7 +79,7 @@ impl Simulation {
             self.check_legacy_use(stream.device)?;
             let mut before = vec![self.thread_stream(stream.device)];
             let blocking = |other: &&Arc<Stream>| other.device == stream.device && other.flags & NON_BLOCKING == 0;
-            before.extend(self.streams.0.read().values().filter(blocking).map(|other| other.id));
+            before.extend(STREAMS.read().values().filter(blocking).map(|other| other.id));
             for other in before {
                 self.hooks.order(stream.id, other).map_err(|error| self.code_of(error))?;
             }
@@ -123,7 +94,7 @@ impl Simulation {
 impl Simulation {
     /// Destroys the streams of a context that ends.
     pub(crate) fn end_streams(&self, device: u32) {
-        let ended: Vec<_> = self.streams.0.write().extract_if(.., |_, stream| stream.device == device).collect();
+        let ended: Vec<_> = STREAMS.write().extract_if(.., |_, stream| stream.device == device).collect();
         for (_, stream) in ended {
             // It is in the mock's table as long as in this one.
             let _ = self.gpu.destroy_stream(stream.id);
@@ -149,7 +120,7 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     };
     let priority = priority.clamp(greatest, least);
     let raw = new_handles(1);
-    simulation.streams.0.write().insert(raw, Arc::new(Stream { id, device, flags, priority, number }));
+    STREAMS.write().insert(raw, Arc::new(Stream { id, device, flags, priority, number }));
     Ok(raw)
 }
 
@@ -159,7 +130,7 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
 /// 400 for what is no stream that was created, the code of a lost context.
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
-    let mut streams = simulation.streams.0.write();
+    let mut streams = STREAMS.write();
     simulation.check_context(streams.get(&raw).ok_or_else(unknown_stream)?.device)?;
     let stream = streams.remove(&raw).ok_or_else(unknown_stream)?;
     drop(streams);
@@ -215,4 +186,49 @@ pub fn synchronize_context() -> Answer<()> {
     simulation.check_no_capture_on(device)?;
     simulation.hooks.wait_for_device(device);
     simulation.check_context(device)
+}
+
+/// A function of the host and its argument.
+#[derive(Debug, Clone, Copy)]
+struct HostFunction {
+    function: unsafe extern "C" fn(*mut std::ffi::c_void),
+    argument: *mut std::ffi::c_void,
+}
+
+// SAFETY: who enqueues it promises that it can be called on any thread, as the vendor asks.
+unsafe impl Send for HostFunction {}
+// SAFETY: as above; it is called by one thread at a time.
+unsafe impl Sync for HostFunction {}
+
+impl HostFunction {
+    fn call(&self) {
+        IN_HOST_FUNCTION.set(true);
+        // SAFETY: the caller of `launch_host_function` promised that function and argument stay good until the work has
+        // been executed for the last time.
+        unsafe { (self.function)(self.argument) };
+        IN_HOST_FUNCTION.set(false);
+    }
+}
+
+/// `cuLaunchHostFunc`.
+///
+/// # Errors
+/// 1 for a null function, 901 in a lost capture.
+///
+/// # Safety
+/// Function and argument stay good until the work has been executed, in a graph until its last launch has.
+pub unsafe fn launch_host_function(
+    raw: u64,
+    function: Option<unsafe extern "C" fn(*mut std::ffi::c_void)>,
+    argument: *mut std::ffi::c_void,
+) -> Answer<()> {
+    let simulation = simulation()?;
+    let function = function.ok_or(Code::INVALID_VALUE)?;
+    let stream = simulation.stream(raw)?;
+    simulation.before_enqueue(&stream)?;
+    let function = HostFunction { function, argument };
+    let call = Call::new(move || function.call());
+    simulation.hooks.enqueue_call(stream.id, call).map_err(|error| simulation.code_of(error))?;
+    simulation.note_nodes(&stream, node::HOST, 1);
+    Ok(())
 }

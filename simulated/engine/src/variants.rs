@@ -26,7 +26,10 @@
 //! How many devices there are, how much memory they have, how slow they are and which calls of the mock fail is the
 //! mock's own variable, `HIGHWATER_MOCK`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::code::{Answer, Code};
 
 /// Whose library it is, and so whose rules it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -219,6 +222,44 @@ impl Variants {
         let left = injection.calls_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         (left == Ok(1)).then_some(injection.code)
     }
+}
+
+static IS_HIP: AtomicBool = AtomicBool::new(false);
+static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
+
+/// Has the engine follow AMD's rules. To be called before anything else.
+#[inline]
+pub fn follow_hip() {
+    // Relaxed: it is set before a thread's first call and never taken back.
+    if !IS_HIP.load(Ordering::Relaxed) {
+        IS_HIP.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whose rules the engine follows.
+#[inline]
+#[must_use]
+pub fn vendor() -> Vendor {
+    if IS_HIP.load(Ordering::Relaxed) { Vendor::Hip } else { Vendor::Cuda }
+}
+
+/// What the environment says the library is like.
+///
+/// # Errors
+/// 1, with a message on standard error, when it cannot be read.
+pub fn variants() -> Answer<&'static Variants> {
+    let variants = VARIANTS.get_or_init(|| {
+        let vendor = vendor();
+        let (library, variable) = (vendor.library(), vendor.variable());
+        let text = std::env::var(variable).unwrap_or_default();
+        Variants::parse(vendor, &text).inspect_err(|error| eprintln!("{library}: in {variable}, {error}"))
+    });
+    variants.as_ref().map_err(|_| Code::INVALID_VALUE)
+}
+
+/// The major version of HIP whose rules hold.
+pub(crate) fn hip_major() -> i32 {
+    variants().map_or(7, |variants| variants.hip.version.0)
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@ use highwater_hal::Backend;
 use highwater_mock::MockGpu;
 
 use crate::code::{Answer, Code};
-use crate::process::vendor;
-use crate::variants::Vendor;
+use crate::variants::{Vendor, vendor};
 
 fn variable() -> &'static str {
     match vendor() {

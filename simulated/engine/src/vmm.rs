@@ -12,12 +12,13 @@ use std::sync::Arc;
 
 use highwater_hal::DevicePtr;
 use highwater_mock::simulated as mock;
+use parking_lot::Mutex;
 
+use crate::blocks::{Block, Kind, MEMORY, around};
 use crate::code::{Answer, Code};
 use crate::devices;
-use crate::memory::{Block, Kind, new_number};
+use crate::handles::{new_handles, new_number};
 use crate::process::{Simulation, simulation};
-use crate::streams::new_handles;
 
 /// Sizes and addresses are multiples of this.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -75,12 +76,15 @@ struct Mapping {
 }
 
 /// Handles, reserved addresses and mappings.
-#[derive(Debug, Default)]
-pub(crate) struct Virtual {
+#[derive(Debug)]
+struct Virtual {
     handles: BTreeMap<u64, Handle>,
     reserved: BTreeMap<u64, u64>,
     mappings: BTreeMap<u64, Mapping>,
 }
+
+static VIRTUAL: Mutex<Virtual> =
+    Mutex::new(Virtual { handles: BTreeMap::new(), reserved: BTreeMap::new(), mappings: BTreeMap::new() });
 
 impl Virtual {
     /// Begin and length of the mappings that make up a range exactly; `None` when it cuts one or has a gap.
@@ -149,14 +153,14 @@ pub fn create(bytes: usize, properties: &Properties, flags: u64) -> Answer<u64> 
 impl Simulation {
     fn add(&self, allocation: Allocation) -> u64 {
         let raw = new_handles(1);
-        self.memory.virtuals.lock().handles.insert(raw, Handle { allocation: Arc::new(allocation), uses: 1 });
+        VIRTUAL.lock().handles.insert(raw, Handle { allocation: Arc::new(allocation), uses: 1 });
         raw
     }
 
     /// Gives or takes a device's access to a mapping.
     fn change_access(&self, address: u64, mapping: &Mapping, device: u32, may: bool) -> Answer<()> {
         let has = |block: &Block| matches!(block.kind, Kind::Mapped { access } if access >> device & 1 == 1);
-        let before = self.memory.blocks.read().get(&address).is_some_and(has);
+        let before = MEMORY.blocks.read().get(&address).is_some_and(has);
         if before == may {
             return Ok(());
         }
@@ -169,7 +173,7 @@ impl Simulation {
             self.hooks.wait_for_device(device);
             self.hooks.close(device, DevicePtr::new(address)).map_err(|error| self.code_of(error))?;
         }
-        if let Some(Block { kind: Kind::Mapped { access }, .. }) = self.memory.blocks.write().get_mut(&address) {
+        if let Some(Block { kind: Kind::Mapped { access }, .. }) = MEMORY.blocks.write().get_mut(&address) {
             *access ^= 1 << device;
         }
         Ok(())
@@ -181,8 +185,8 @@ impl Simulation {
 /// # Errors
 /// 1 for what is no handle.
 pub fn release(raw: u64) -> Answer<()> {
-    let simulation = simulation()?;
-    let mut table = simulation.memory.virtuals.lock();
+    simulation()?;
+    let mut table = VIRTUAL.lock();
     let handle = table.handles.get_mut(&raw).ok_or(Code::INVALID_VALUE)?;
     handle.uses -= 1;
     if handle.uses > 0 {
@@ -199,9 +203,9 @@ pub fn release(raw: u64) -> Answer<()> {
 /// # Errors
 /// 1 where nothing is.
 pub fn retain(address: u64) -> Answer<u64> {
-    let simulation = simulation()?;
-    let mut table = simulation.memory.virtuals.lock();
-    let found = crate::memory::around(&table.mappings, address, |mapping| mapping.bytes);
+    simulation()?;
+    let mut table = VIRTUAL.lock();
+    let found = around(&table.mappings, address, |mapping| mapping.bytes);
     let (raw, allocation) =
         found.map(|(_, mapping)| (mapping.handle, Arc::clone(&mapping.allocation))).ok_or(Code::INVALID_VALUE)?;
     table.handles.entry(raw).or_insert(Handle { allocation, uses: 0 }).uses += 1;
@@ -221,7 +225,7 @@ pub fn reserve(bytes: usize, alignment: usize, flags: u64) -> Answer<u64> {
     }
     let alignment = GRANULARITY.max(alignment as u64);
     let address = simulation.hooks.reserve(0, bytes, alignment).map_err(|error| simulation.code_of(error))?;
-    simulation.memory.virtuals.lock().reserved.insert(address, bytes);
+    VIRTUAL.lock().reserved.insert(address, bytes);
     Ok(address)
 }
 
@@ -230,8 +234,8 @@ pub fn reserve(bytes: usize, alignment: usize, flags: u64) -> Answer<u64> {
 /// # Errors
 /// 1 for what was not reserved so, and while something is mapped there.
 pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
-    let simulation = simulation()?;
-    let mut table = simulation.memory.virtuals.lock();
+    simulation()?;
+    let mut table = VIRTUAL.lock();
     let is_mapped = table.mappings.range(address..address.saturating_add(bytes as u64)).next().is_some();
     if table.reserved.get(&address) != Some(&(bytes as u64)) || is_mapped {
         return Err(Code::INVALID_VALUE);
@@ -246,9 +250,9 @@ pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
 /// 1 for what is no handle, for ranges that are not multiples of [`GRANULARITY`], not reserved, mapped already or longer
 /// than the memory, and for flags.
 pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> Answer<()> {
-    let simulation = simulation()?;
+    simulation()?;
     let (bytes, offset) = (bytes as u64, offset as u64);
-    let mut table = simulation.memory.virtuals.lock();
+    let mut table = VIRTUAL.lock();
     let allocation = table.handles.get(&raw).map(|handle| Arc::clone(&handle.allocation));
     let allocation = allocation.ok_or(Code::INVALID_VALUE)?;
     let aligned = [address, bytes, offset].iter().all(|number| number.is_multiple_of(GRANULARITY));
@@ -265,7 +269,7 @@ pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> A
     }
     let device = allocation.device;
     table.mappings.insert(address, Mapping { handle: raw, allocation, offset, bytes });
-    simulation.memory.insert(address, bytes, device, Kind::Mapped { access: 0 });
+    MEMORY.insert(address, bytes, device, Kind::Mapped { access: 0 });
     Ok(())
 }
 
@@ -275,7 +279,7 @@ pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> A
 /// 1 for a range that is not made up of whole mappings.
 pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
     let simulation = simulation()?;
-    let mut table = simulation.memory.virtuals.lock();
+    let mut table = VIRTUAL.lock();
     let mappings = table.whole(address, bytes as u64).ok_or(Code::INVALID_VALUE)?;
     let mut ended = Vec::new();
     for start in mappings {
@@ -284,7 +288,7 @@ pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
                 simulation.change_access(start, mapping, device, false)?;
             }
         }
-        simulation.memory.remove_if(start, |kind| matches!(kind, Kind::Mapped { .. }));
+        MEMORY.remove_if(start, |kind| matches!(kind, Kind::Mapped { .. }));
         ended.extend(table.mappings.remove(&start));
     }
     drop(table);
@@ -310,7 +314,7 @@ pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32,
         1 | 3 => true,
         _ => return Err(Code::INVALID_VALUE),
     };
-    let table = simulation.memory.virtuals.lock();
+    let table = VIRTUAL.lock();
     for start in table.whole(address, bytes as u64).ok_or(Code::INVALID_VALUE)? {
         let mapping = table.mappings.get(&start).ok_or(Code::INVALID_VALUE)?;
         if mapping.allocation.device != device && !simulation.capabilities(device)?.peer_copy {
@@ -327,8 +331,8 @@ pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32,
 /// 1 for what is no handle, for flags, and for a type that the memory was not created with; 304 when the process has no
 /// descriptor left.
 pub fn export(raw: u64, handle_type: u32, flags: u64) -> Answer<RawFd> {
-    let simulation = simulation()?;
-    let table = simulation.memory.virtuals.lock();
+    simulation()?;
+    let table = VIRTUAL.lock();
     let allocation = &table.handles.get(&raw).ok_or(Code::INVALID_VALUE)?.allocation;
     if flags != 0 || handle_type != DESCRIPTOR || allocation.handle_types & DESCRIPTOR == 0 {
         return Err(Code::INVALID_VALUE);

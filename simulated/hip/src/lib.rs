@@ -18,7 +18,9 @@ use highwater_simulated_engine::border::{
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
-use highwater_simulated_engine::{Answer, Code, captures, devices, events, ipc, memory, process, streams};
+use highwater_simulated_engine::{
+    Answer, Code, captures, devices, events, graphs, ipc, memory, pools, process, streams,
+};
 
 pub(crate) mod layout;
 mod symbols;
@@ -71,49 +73,43 @@ pub unsafe extern "C" fn highwater_simulated_hipblas(
     })
 }
 
-/// The vendor's `hipInit`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hipInit(flags: u32) -> i32 {
-    noted(|| hip::init(flags))
+/// Runs a call that needs no device.
+fn deviceless(_function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
+    noted(body)
 }
 
-/// The vendor's `hipRuntimeGetVersion`, which needs no device.
-///
-/// # Safety
-/// `version` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipRuntimeGetVersion(version: *mut i32) -> i32 {
-    // SAFETY: the caller gives a place for the answer, or null.
-    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
-}
+export! {
+    /// No handles are passed.
+    deviceless -> i32;
+    listed in DEVICELESS_FUNCTIONS;
+    checked in deviceless_signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
-/// The vendor's `hipDriverGetVersion`, which needs no device.
-///
-/// # Safety
-/// `version` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipDriverGetVersion(version: *mut i32) -> i32 {
-    // SAFETY: the caller gives a place for the answer, or null.
-    noted(|| unsafe { put(version, hip::settings()?.runtime_version()) })
-}
+    fn hipInit(flags: u32) {
+        hip::init(flags)
+    }
 
-/// The vendor's `hipGetDeviceCount`, which gives 0 where it answers 100.
-///
-/// # Safety
-/// `count` is null or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hipGetDeviceCount(count: *mut i32) -> i32 {
-    noted(|| {
+    fn hipRuntimeGetVersion(version: *mut i32) {
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(version, hip::settings()?.runtime_version()) }
+    }
+
+    fn hipDriverGetVersion(version: *mut i32) {
+        // SAFETY: the caller gives a place for the answer, or null.
+        unsafe { put(version, hip::settings()?.runtime_version()) }
+    }
+
+    /// Writes 0 where it returns 100.
+    fn hipGetDeviceCount(count: *mut i32) {
         let answer = hip::enter().and_then(|()| border::unless_injected("hipGetDeviceCount", devices::count));
         let found = match answer {
             Ok(devices) => devices,
             Err(Code::NO_DEVICE) => 0,
             Err(code) => return Err(code),
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller gives a place for the number, or null.
         unsafe { put(count, found as i32) }?;
         answer.map(drop)
-    })
+    }
 }
 
 /// The vendor's `hipGetLastError`.
@@ -155,6 +151,8 @@ unsafe fn put_properties(properties: *mut c_void, layout: PropertiesLayout, devi
 export! {
     /// Handles may be any numbers.
     call -> i32;
+    listed in FUNCTIONS;
+    checked in signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
     fn hipSetDevice(device: i32) {
         hip::set_device(device)
@@ -203,17 +201,6 @@ export! {
         let answer = hip::attribute(attribute, device)?;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(value, answer) }
-    }
-
-    /// Fills the layout of HIP 5, which is what programs got that were built against it.
-    fn hipGetDeviceProperties(properties: *mut c_void, device: i32) {
-        // SAFETY: the caller gives room for the layout of HIP 5, or null.
-        unsafe { put_properties(properties, layout::R0000, device) }
-    }
-
-    fn hipGetDevicePropertiesR0000(properties: *mut c_void, device: i32) {
-        // SAFETY: the caller gives room for this layout, or null.
-        unsafe { put_properties(properties, layout::R0000, device) }
     }
 
     fn hipGetDevicePropertiesR0600(properties: *mut c_void, device: i32) {
@@ -305,7 +292,7 @@ export! {
 
     fn hipLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
         // SAFETY: function and argument are what the caller promised the vendor they are.
-        unsafe { captures::launch_host_function(number(stream), function, argument) }
+        unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
     fn hipStreamBeginCapture(stream: Handle, mode: u32) {
@@ -350,7 +337,7 @@ export! {
 
     fn hipGraphInstantiate(executable: *mut Handle, graph: Handle, node: *mut Handle, log: *mut c_char, room: usize) {
         expect_place(executable)?;
-        let answer = handle(captures::instantiate(number(graph), 0)?);
+        let answer = handle(graphs::instantiate(number(graph), 0)?);
         // SAFETY: the caller gives a place for the answer, and for what failed where it wants to know: nothing did.
         unsafe {
             put_if_wanted(node, handle(0));
@@ -363,29 +350,29 @@ export! {
 
     fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
         // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(executable, || captures::instantiate(number(graph), flags).map(handle)) }
+        unsafe { put_new(executable, || graphs::instantiate(number(graph), flags).map(handle)) }
     }
 
     fn hipGraphLaunch(executable: Handle, stream: Handle) {
-        captures::launch(number(executable), number(stream))
+        graphs::launch(number(executable), number(stream))
     }
 
     fn hipGraphDestroy(graph: Handle) {
-        captures::destroy_graph(number(graph))
+        graphs::destroy_graph(number(graph))
     }
 
     fn hipGraphExecDestroy(executable: Handle) {
-        captures::destroy_executable(number(executable))
+        graphs::destroy_executable(number(executable))
     }
 
     fn hipGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
-        let found = captures::nodes(number(graph))?;
+        let found = graphs::nodes(number(graph))?;
         // SAFETY: the caller gives a place for the count and room for so many nodes, or null.
         unsafe { border::put_handles(nodes, count, &found) }
     }
 
     fn hipGraphNodeGetType(node: Handle, kind: *mut u32) {
-        let answer = captures::node_kind(number(node))?;
+        let answer = graphs::node_kind(number(node))?;
         // SAFETY: the caller gives a place for the answer, or null.
         unsafe { put(kind, answer) }
     }
@@ -527,23 +514,23 @@ export! {
 
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
         // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(pool, || memory::default_pool(devices::get(device)?).map(handle)) }
+        unsafe { put_new(pool, || pools::default(devices::get(device)?).map(handle)) }
     }
 
     fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
         // SAFETY: the caller gives a value as wide as the attribute is, or null.
         let value = unsafe { border::get_pool_attribute(attribute, value) }?;
-        memory::set_pool_attribute(number(pool), attribute, value)
+        pools::set_attribute(number(pool), attribute, value)
     }
 
     fn hipMemPoolGetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
-        let answer = memory::pool_attribute(number(pool), attribute)?;
+        let answer = pools::attribute(number(pool), attribute)?;
         // SAFETY: the caller gives a place that is as wide as the attribute, or null.
         unsafe { put_attribute(value, answer) }
     }
 
     fn hipMemPoolTrimTo(pool: Handle, keep: usize) {
-        memory::trim_pool(number(pool), keep)
+        pools::trim(number(pool), keep)
     }
 
     fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
@@ -608,5 +595,22 @@ export! {
     fn hipGetDriverEntryPoint(name: *const c_char, function: *mut Handle, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.
         unsafe { border::put_function(name, function, status, symbols::find) }
+    }
+}
+
+export! {
+    /// Handles may be any numbers.
+    call -> i32;
+    listed in OLD_FUNCTIONS;
+
+    /// Fills the layout of HIP 5, which is what programs got that were built against it.
+    fn hipGetDeviceProperties(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for the layout of HIP 5, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
+    }
+
+    fn hipGetDevicePropertiesR0000(properties: *mut c_void, device: i32) {
+        // SAFETY: the caller gives room for this layout, or null.
+        unsafe { put_properties(properties, layout::R0000, device) }
     }
 }

@@ -18,12 +18,12 @@
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
 #![allow(clippy::too_many_arguments, reason = "the argument lists of the vendor's functions")]
 
+#[cfg(test)]
+mod abi;
 mod gemm;
 mod handle;
 mod runtime;
 mod status;
-#[cfg(test)]
-mod witness;
 
 use std::ffi::{c_char, c_void};
 
@@ -119,7 +119,7 @@ export! {
 export_gemm! {
     /// Handles are null or were given by `hipblasCreate`.
     call -> u32;
-    run, algorithms are u32;
+    by run, algorithms are u32;
     hipblasGemmEx, hipblasGemmStridedBatchedEx: i32, Symbol::Plain;
     hipblasGemmEx_64, hipblasGemmStridedBatchedEx_64: i64, Symbol::Plain;
     hipblasGemmEx_v2, hipblasGemmStridedBatchedEx_v2: i32, Symbol::V2;

@@ -44,6 +44,7 @@ macro_rules! ok {
 #[path = "../../src/lib.rs"]
 mod library;
 
+mod abi;
 mod built;
 mod capture;
 mod lives;
@@ -51,7 +52,6 @@ mod memory;
 mod process;
 mod sharing;
 mod streams;
-mod witness;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};

@@ -1,22 +1,15 @@
-//! The exported functions against bindings that were generated from the vendor's headers. Those are of hipBLAS 0.53, whose
-//! functions have the same arguments, as far as their sizes go; the ones that came later have those of the ones they replace.
+//! The ABI check: the exported functions against bindings that were generated from the vendor's headers. The bindings are of
+//! hipBLAS 0.53, whose functions take arguments of the same sizes. Later functions take those of the ones they replace.
 
-use highwater_simulated_blas::signature::Signature;
-use hip_sys::hipblas as vendor;
+use highwater_simulated_blas::pairs;
+use highwater_simulated_blas::signature::check;
 
-macro_rules! same {
-    ($($name:ident = $theirs:ident($($argument:tt),*);)*) => {
-        [$((
-            stringify!($name),
-            (super::$name as unsafe extern "C" fn($($argument),*) -> _).classes(),
-            (vendor::$theirs as unsafe extern "C" fn($($argument),*) -> _).classes(),
-        )),*]
-    };
-}
+use super::*;
 
 #[test]
 fn every_exported_function_has_the_types_of_the_vendors_header() {
-    let functions = same! {
+    let functions = pairs! {
+        hip_sys::hipblas, [unsafe extern "C" fn]:
         hipblasCreate = hipblasCreate(_);
         hipblasDestroy = hipblasDestroy(_);
         hipblasSetStream = hipblasSetStream(_, _);
@@ -33,7 +26,5 @@ fn every_exported_function_has_the_types_of_the_vendors_header() {
         hipblasGemmStridedBatchedEx_v2 =
             hipblasGemmStridedBatchedEx(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);
     };
-    for (name, ours, theirs) in functions {
-        assert_eq!(ours, theirs, "{name}");
-    }
+    check(&[functions]);
 }

@@ -1,4 +1,4 @@
-//! The exported functions and structures against bindings that were generated from AMD's headers: HIP 7, and HIP 5 for the
+//! The ABI check: the exported functions and structures against bindings that were generated from AMD's headers: HIP 7, and HIP 5 for the
 //! properties of old.
 
 #![allow(missing_docs, reason = "tests are documented by their names")]
@@ -7,116 +7,24 @@ use std::ffi::CStr;
 use std::mem::offset_of;
 
 use cubecl_hip_sys as vendor;
-use highwater_simulated_blas::signature::Signature;
+use highwater_simulated_blas::pairs;
+use highwater_simulated_blas::signature::check;
 
 #[path = "../../src/lib.rs"]
 mod library;
 
-macro_rules! same {
-    ($($name:ident($($argument:tt),*);)*) => {
-        [$((
-            stringify!($name),
-            (library::$name as unsafe extern "C" fn($($argument),*) -> _).classes(),
-            (vendor::$name as unsafe extern "C" fn($($argument),*) -> _).classes(),
-        )),*]
-    };
-}
+use library::*;
 
 #[test]
 fn every_exported_function_has_the_types_of_the_vendors_header() {
-    let functions = same! {
-        hipInit(_);
-        hipRuntimeGetVersion(_);
-        hipDriverGetVersion(_);
-        hipGetDeviceCount(_);
-        hipGetLastError();
-        hipPeekAtLastError();
-        hipGetErrorName(_);
-        hipGetErrorString(_);
-        hipSetDevice(_);
-        hipGetDevice(_);
-        hipDeviceGet(_, _);
-        hipDeviceGetName(_, _, _);
-        hipDeviceGetUuid(_, _);
-        hipDeviceTotalMem(_, _);
-        hipDeviceGetPCIBusId(_, _, _);
-        hipDeviceGetAttribute(_, _, _);
-        hipGetDevicePropertiesR0600(_, _);
-        hipDeviceSynchronize();
-        hipDeviceCanAccessPeer(_, _, _);
-        hipDeviceEnablePeerAccess(_, _);
-        hipDeviceDisablePeerAccess(_);
-        hipDeviceGetStreamPriorityRange(_, _);
-        hipStreamCreate(_);
-        hipStreamCreateWithFlags(_, _);
-        hipStreamCreateWithPriority(_, _, _);
-        hipStreamDestroy(_);
-        hipStreamQuery(_);
-        hipStreamSynchronize(_);
-        hipStreamWaitEvent(_, _, _);
-        hipStreamGetFlags(_, _);
-        hipStreamGetPriority(_, _);
-        hipStreamGetDevice(_, _);
-        hipStreamGetId(_, _);
-        hipLaunchHostFunc(_, _, _);
-        hipStreamBeginCapture(_, _);
-        hipStreamEndCapture(_, _);
-        hipStreamIsCapturing(_, _);
-        hipStreamGetCaptureInfo(_, _, _);
-        hipThreadExchangeStreamCaptureMode(_);
-        hipGraphInstantiate(_, _, _, _, _);
-        hipGraphInstantiateWithFlags(_, _, _);
-        hipGraphLaunch(_, _);
-        hipGraphDestroy(_);
-        hipGraphExecDestroy(_);
-        hipGraphGetNodes(_, _, _);
-        hipGraphNodeGetType(_, _);
-        hipEventCreate(_);
-        hipEventCreateWithFlags(_, _);
-        hipEventDestroy(_);
-        hipEventRecord(_, _);
-        hipEventRecordWithFlags(_, _, _);
-        hipEventQuery(_);
-        hipEventSynchronize(_);
-        hipEventElapsedTime(_, _, _);
-        hipMalloc(_, _);
-        hipFree(_);
-        hipMallocAsync(_, _, _);
-        hipFreeAsync(_, _);
-        hipMemcpy(_, _, _, _);
-        hipMemcpyAsync(_, _, _, _, _);
-        hipMemcpyHtoDAsync(_, _, _, _);
-        hipMemcpyDtoHAsync(_, _, _, _);
-        hipMemcpyDtoDAsync(_, _, _, _);
-        hipMemcpyPeerAsync(_, _, _, _, _, _);
-        hipMemsetAsync(_, _, _, _);
-        hipMemsetD8Async(_, _, _, _);
-        hipMemsetD16Async(_, _, _, _);
-        hipMemsetD32Async(_, _, _, _);
-        hipMemGetInfo(_, _);
-        hipPointerGetAttributes(_, _);
-        hipMemGetAddressRange(_, _, _);
-        hipDeviceGetDefaultMemPool(_, _);
-        hipMemPoolSetAttribute(_, _, _);
-        hipMemPoolGetAttribute(_, _, _);
-        hipMemPoolTrimTo(_, _);
-        hipHostMalloc(_, _, _);
-        hipHostFree(_);
-        hipHostGetFlags(_, _);
-        hipHostRegister(_, _, _);
-        hipHostUnregister(_);
-        hipHostGetDevicePointer(_, _, _);
-        hipIpcGetMemHandle(_, _);
-        hipIpcOpenMemHandle(_, _, _);
-        hipIpcCloseMemHandle(_);
-        hipIpcGetEventHandle(_, _);
-        hipIpcOpenEventHandle(_, _);
-        hipGetProcAddress(_, _, _, _, _);
-        hipGetDriverEntryPoint(_, _, _, _);
+    let others = pairs! {
+        cubecl_hip_sys, [unsafe extern "C" fn]:
+        hipGetLastError = hipGetLastError();
+        hipPeekAtLastError = hipPeekAtLastError();
+        hipGetErrorName = hipGetErrorName(_);
+        hipGetErrorString = hipGetErrorString(_);
     };
-    for (name, ours, theirs) in functions {
-        assert_eq!(ours, theirs, "{name}");
-    }
+    check(&[signatures(), deviceless_signatures(), others]);
 }
 
 fn attribute(which: vendor::hipDeviceAttribute_t) -> i32 {

@@ -1,0 +1,209 @@
+//! The address space: what lies where, and whose an address is.
+//!
+//! All addresses are of one space, as with the vendor: an address says whether it is a device's, of page-locked host
+//! memory, or of ordinary (pageable) host memory. The device's own memory is mapped into the process, so an address in
+//! it that nobody has allocated would pass for ordinary memory; it is told apart by where it lies.
+
+use std::collections::BTreeMap;
+
+use highwater_hal::{Backend, DevicePtr};
+use parking_lot::{Mutex, RwLock};
+
+use crate::code::{Answer, Code};
+use crate::handles::new_number;
+use crate::process::{Simulation, simulation};
+
+/// How far apart a registered address of the host and that of the devices are. No memory of the host lies there.
+pub(crate) const MOVED: u64 = 1 << 50;
+
+/// Addresses from here on are never the host's.
+const BEYOND_HOST: u64 = 1 << 48;
+
+/// How a block came to be, and so how it goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// `cuMemAlloc`.
+    Plain,
+    /// `cuMemAllocAsync`.
+    Ordered,
+    /// `cuMemAllocAsync` in a capture.
+    Graph,
+    /// `cuIpcOpenMemHandle`, so often.
+    Imported { opens: u64 },
+    /// `cuMemMap`, with one bit for each device that has access.
+    Mapped { access: u64 },
+}
+
+/// Memory that begins at an address of the table.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Block {
+    pub(crate) bytes: u64,
+    pub(crate) device: u32,
+    pub(crate) kind: Kind,
+    /// No other block of the process has it.
+    pub(crate) number: u64,
+}
+
+/// One allocation or registration.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HostBlock {
+    pub(crate) bytes: u64,
+    /// The device whose context was current.
+    pub(crate) device: u32,
+    pub(crate) is_registered: bool,
+    /// Whether devices know it at another address: at [`crate::hip::MOVED`] more.
+    pub(crate) is_moved: bool,
+    /// What it was made with.
+    pub(crate) flags: u32,
+    pub(crate) number: u64,
+}
+
+/// Device memory and page-locked memory of the process, by first address.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) blocks: RwLock<BTreeMap<u64, Block>>,
+    pub(crate) hosts: RwLock<BTreeMap<u64, HostBlock>>,
+}
+
+pub(crate) static MEMORY: Memory = Memory { blocks: RwLock::new(BTreeMap::new()), hosts: RwLock::new(BTreeMap::new()) };
+
+/// Whose an address is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A device's that can reach it.
+    Device(u32),
+    /// Page-locked memory.
+    Pinned,
+    /// Other memory of the host.
+    Pageable,
+}
+
+/// What lies at or before an address, if the address is inside of it.
+pub(crate) fn around<B>(blocks: &BTreeMap<u64, B>, address: u64, bytes: impl Fn(&B) -> u64) -> Option<(u64, &B)> {
+    let (&start, block) = blocks.range(..=address).next_back()?;
+    (address - start < bytes(block)).then_some((start, block))
+}
+
+impl Memory {
+    /// The block that an address lies in.
+    pub(crate) fn around(&self, address: u64) -> Option<(u64, Block)> {
+        around(&self.blocks.read(), address, |block| block.bytes).map(|(start, block)| (start, *block))
+    }
+
+    pub(crate) fn insert(&self, address: u64, bytes: u64, device: u32, kind: Kind) {
+        self.blocks.write().insert(address, Block { bytes, device, kind, number: new_number() });
+    }
+
+    /// Takes a block out of the table where `wanted` holds of it.
+    pub(crate) fn remove_if(&self, address: u64, wanted: impl FnOnce(Kind) -> bool) -> Option<Block> {
+        let mut blocks = self.blocks.write();
+        let block = blocks.get(&address).copied().filter(|block| wanted(block.kind))?;
+        blocks.remove(&address);
+        Some(block)
+    }
+
+    /// Bytes that were allocated in stream order on a device.
+    pub(crate) fn ordered_bytes(&self, device: u32) -> u64 {
+        let blocks = self.blocks.read();
+        let ordered = blocks.values().filter(|block| block.device == device && block.kind == Kind::Ordered);
+        ordered.map(|block| block.bytes).sum()
+    }
+}
+
+impl Simulation {
+    /// Whose an address is, and how many bytes from there on lie in one piece.
+    ///
+    /// # Errors
+    /// 1 for addresses of a device at which nothing lies, or nothing that a device has access to.
+    pub(crate) fn piece(&self, address: u64) -> Answer<(Place, u64)> {
+        if address == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let address = self.on_host(address);
+        if let Some((start, block)) = MEMORY.around(address) {
+            let device = match block.kind {
+                Kind::Mapped { access: 0 } => return Err(Code::INVALID_VALUE),
+                Kind::Mapped { access } if access >> block.device & 1 == 0 => access.trailing_zeros(),
+                _ => block.device,
+            };
+            return Ok((Place::Device(device), block.bytes - (address - start)));
+        }
+        if let Some((start, block)) = around(&MEMORY.hosts.read(), address, |block| block.bytes) {
+            return Ok((Place::Pinned, block.bytes - (address - start)));
+        }
+        let is_own = |device: u32| {
+            self.hooks.own_memory(device).is_ok_and(|(base, bytes)| address >= base && address - base < bytes)
+        };
+        if address >= BEYOND_HOST || (0..self.devices.len() as u32).any(is_own) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let next = MEMORY.hosts.read().range(address..).next().map(|(&start, _)| start);
+        Ok((Place::Pageable, next.map_or(u64::MAX, |next| next - address)))
+    }
+
+    /// Whose a range is.
+    ///
+    /// # Errors
+    /// 1 where it leaves the block or the registration that it begins in; mapped blocks that touch are one.
+    pub(crate) fn place(&self, address: u64, bytes: u64) -> Answer<Place> {
+        let (place, mut reached) = self.piece(address)?;
+        while reached < bytes {
+            let next = address.checked_add(reached).ok_or(Code::INVALID_VALUE)?;
+            let mapped = |at: u64| MEMORY.around(at).is_some_and(|(_, b)| matches!(b.kind, Kind::Mapped { .. }));
+            if !mapped(next) || !mapped(next - 1) {
+                return Err(Code::INVALID_VALUE);
+            }
+            reached += self.piece(next)?.1;
+        }
+        Ok(place)
+    }
+}
+
+impl Simulation {
+    /// The address of the host of what devices know at another one; every other address as it is.
+    pub(crate) fn on_host(&self, address: u64) -> u64 {
+        let host = address & !MOVED;
+        if host != address && self.registered(host).is_some_and(|(_, block)| block.is_moved) { host } else { address }
+    }
+
+    /// Whether a device reaches page-locked memory by this address.
+    pub(crate) fn is_of_devices(&self, address: u64) -> bool {
+        address & MOVED != 0 || !self.registered(address).is_some_and(|(_, block)| block.is_moved)
+    }
+
+    /// The page-locked memory that an address lies in.
+    pub(crate) fn registered(&self, address: u64) -> Option<(u64, HostBlock)> {
+        let hosts = MEMORY.hosts.read();
+        around(&hosts, address, |block| block.bytes).map(|(start, block)| (start, *block))
+    }
+}
+
+/// Memory that captures allocated for their graph; freed with the last graph.
+#[derive(Debug)]
+pub(crate) struct GraphMemory {
+    device: u32,
+    pub(crate) addresses: Mutex<Vec<u64>>,
+}
+
+impl GraphMemory {
+    pub(crate) fn new(device: u32) -> Self {
+        Self { device, addresses: Mutex::new(Vec::new()) }
+    }
+}
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        let addresses = std::mem::take(self.addresses.get_mut());
+        // At exit and in a forked child it is left alone.
+        let Ok(simulation) = simulation() else { return };
+        if !addresses.is_empty() {
+            simulation.hooks.wait_for_device(self.device);
+        }
+        for address in addresses {
+            if MEMORY.remove_if(address, |kind| kind == Kind::Graph).is_some() {
+                // SAFETY: the address came from `allocate`, was taken out of the table, and no launch is outstanding.
+                let _ = unsafe { simulation.gpu.free(self.device, DevicePtr::new(address), None) };
+            }
+        }
+    }
+}

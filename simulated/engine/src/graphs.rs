@@ -1,0 +1,154 @@
+//! Graphs by their raw handles.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use highwater_hal::{Backend, GraphExecId, GraphId};
+use parking_lot::RwLock;
+
+use crate::blocks::GraphMemory;
+use crate::code::{Answer, Code};
+use crate::handles::{STEP, new_handles};
+use crate::process::{Simulation, simulation};
+
+/// What a capture recorded.
+#[derive(Debug)]
+struct Recorded {
+    device: u32,
+    nodes: Vec<u32>,
+    /// The handle of the first node; those of the others follow it.
+    first_node: u64,
+    /// Alive as long as a graph or an executable one is.
+    #[expect(dead_code, reason = "its destructor frees the memory")]
+    memory: Arc<GraphMemory>,
+}
+
+#[derive(Debug)]
+struct Executable {
+    id: GraphExecId,
+    recorded: Arc<Recorded>,
+}
+
+static GRAPHS: RwLock<BTreeMap<u64, (GraphId, Arc<Recorded>)>> = RwLock::new(BTreeMap::new());
+static EXECUTABLES: RwLock<BTreeMap<u64, Arc<Executable>>> = RwLock::new(BTreeMap::new());
+
+/// Keeps what a capture recorded, with the kinds of its nodes; gives the graph's handle.
+pub(crate) fn insert(id: GraphId, device: u32, nodes: Vec<u32>, memory: Arc<GraphMemory>) -> u64 {
+    let first_node = new_handles(nodes.len() as u64);
+    let graph = new_handles(1);
+    GRAPHS.write().insert(graph, (id, Arc::new(Recorded { device, nodes, first_node, memory })));
+    graph
+}
+
+impl Simulation {
+    /// Destroys the graphs of a context that ends.
+    pub(crate) fn end_graphs(&self, device: u32) {
+        let graphs: Vec<_> = GRAPHS.write().extract_if(.., |_, (_, recorded)| recorded.device == device).collect();
+        let executables: Vec<_> =
+            EXECUTABLES.write().extract_if(.., |_, graph| graph.recorded.device == device).collect();
+        for (_, (id, _)) in graphs {
+            // They are in the mock's table as long as in this one.
+            let _ = self.gpu.destroy_graph(id);
+        }
+        for (_, executable) in executables {
+            let _ = self.gpu.destroy_graph_exec(executable.id);
+        }
+    }
+}
+
+/// `cuGraphInstantiateWithFlags`.
+///
+/// # Errors
+/// 1 for unknown flags, 400 for what is no graph, 801 for graphs that the device launches.
+pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
+    const DEVICE_LAUNCH: u64 = 4;
+    const KNOWN: u64 = 15;
+    let simulation = simulation()?;
+    if flags & !KNOWN != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    if flags & DEVICE_LAUNCH != 0 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    let graphs = GRAPHS.read();
+    let (graph, recorded) = graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?;
+    simulation.check_context(recorded.device)?;
+    let id = simulation.gpu.instantiate_graph(*graph).map_err(|error| simulation.code_of(error))?;
+    let executable = Arc::new(Executable { id, recorded: Arc::clone(recorded) });
+    drop(graphs);
+    let raw = new_handles(1);
+    EXECUTABLES.write().insert(raw, executable);
+    Ok(raw)
+}
+
+/// `cuGraphLaunch`.
+///
+/// # Errors
+/// 400 for what is no executable graph and for a stream of another device, 801 in a capture, the code of a lost context.
+pub fn launch(raw: u64, raw_stream: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let executable = EXECUTABLES.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
+    let stream = simulation.stream(raw_stream)?;
+    if simulation.is_recording(&stream)? {
+        // The vendor records a child graph; the mock has none.
+        return Err(Code::NOT_SUPPORTED);
+    }
+    if stream.device != executable.recorded.device {
+        return Err(Code::INVALID_HANDLE);
+    }
+    simulation.before_enqueue(&stream)?;
+    // SAFETY: what the commands use stays until the launch is done; every user of the vendor's function promises it.
+    unsafe { simulation.gpu.launch_graph(executable.id, stream.id) }.map_err(|error| simulation.code_of(error))
+}
+
+/// `cuGraphDestroy`. Executable graphs that were made of it live on.
+///
+/// # Errors
+/// 400 for what is no graph, the code of a lost context.
+pub fn destroy_graph(raw: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let mut graphs = GRAPHS.write();
+    simulation.check_context(graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?.1.device)?;
+    let (id, recorded) = graphs.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
+    drop(graphs);
+    drop(recorded);
+    simulation.gpu.destroy_graph(id).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuGraphExecDestroy`. Launches that were made are still executed.
+///
+/// # Errors
+/// 400 for what is no executable graph, the code of a lost context.
+pub fn destroy_executable(raw: u64) -> Answer<()> {
+    let simulation = simulation()?;
+    let mut executables = EXECUTABLES.write();
+    simulation.check_context(executables.get(&raw).ok_or(Code::INVALID_HANDLE)?.recorded.device)?;
+    let executable = executables.remove(&raw).ok_or(Code::INVALID_HANDLE)?;
+    drop(executables);
+    simulation.gpu.destroy_graph_exec(executable.id).map_err(|error| simulation.code_of(error))
+}
+
+/// `cuGraphGetNodes`: the handles of a graph's nodes.
+///
+/// # Errors
+/// 400 for what is no graph.
+pub fn nodes(raw: u64) -> Answer<Vec<u64>> {
+    simulation()?;
+    let graphs = GRAPHS.read();
+    let (_, recorded) = graphs.get(&raw).ok_or(Code::INVALID_HANDLE)?;
+    Ok((0..recorded.nodes.len() as u64).map(|index| recorded.first_node + index * STEP).collect())
+}
+
+/// `cuGraphNodeGetType`: one of [`node`].
+///
+/// # Errors
+/// 400 for what is no node of a graph.
+pub fn node_kind(raw: u64) -> Answer<u32> {
+    simulation()?;
+    let graphs = GRAPHS.read();
+    let found = graphs.values().find_map(|(_, recorded)| {
+        let offset = raw.checked_sub(recorded.first_node)?;
+        recorded.nodes.get(usize::try_from(offset / STEP).ok()?).copied()
+    });
+    found.ok_or(Code::INVALID_HANDLE)
+}
