@@ -123,7 +123,7 @@ impl Calls {
 
     /// Fork check, count, schedule and fault of one call; to be called before any lock is taken.
     #[inline]
-    pub(crate) fn enter(&self, operation: Operation) -> Result<()> {
+    pub(crate) fn enter(&self, operation: Operation) -> Result<Operation> {
         if !self.generation.is_current() {
             return Err(Generation::error(operation.name()));
         }
@@ -137,7 +137,7 @@ impl Calls {
 
     /// As [`Calls::enter`], with the counters of a handle, which no other thread writes at the same time.
     #[inline]
-    pub(crate) fn enter_handle(&self, tally: &Tally, operation: Operation) -> Result<()> {
+    pub(crate) fn enter_handle(&self, tally: &Tally, operation: Operation) -> Result<Operation> {
         if !self.generation.is_current() {
             return Err(Generation::error(operation.name()));
         }
@@ -150,14 +150,18 @@ impl Calls {
     }
 
     #[inline]
-    fn fail_if_told(&self, operation: Operation) -> Result<()> {
+    fn fail_if_told(&self, operation: Operation) -> Result<Operation> {
         // Relaxed: whoever armed the fault before this call, as far as the program can tell, is seen; the list itself
         // lies under its lock.
-        if self.armed.load(Ordering::Relaxed) & operation.bit() == 0 { Ok(()) } else { self.count_down(operation) }
+        if self.armed.load(Ordering::Relaxed) & operation.bit() == 0 {
+            Ok(operation)
+        } else {
+            self.count_down(operation)
+        }
     }
 
     #[cold]
-    fn count_down(&self, operation: Operation) -> Result<()> {
+    fn count_down(&self, operation: Operation) -> Result<Operation> {
         let mut faults = self.faults.lock();
         let (mut due, mut by_chance) = (None, None);
         for fault in faults.iter_mut().filter(|fault| fault.operation == operation) {
@@ -168,7 +172,7 @@ impl Calls {
         }
         faults.retain(|fault| !fault.is_over());
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
-        let Some(kind) = due.or(by_chance) else { return Ok(()) };
+        let Some(kind) = due.or(by_chance) else { return Ok(operation) };
         self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
         Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
             "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",

@@ -315,8 +315,8 @@ unsafe impl Backend for MockGpu {
     }
 
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.shared.calls.enter(Operation::DeviceInfo)?;
-        let memory_bytes = self.shared.device(Operation::DeviceInfo, device)?.memory.bytes();
+        let operation = self.shared.calls.enter(Operation::DeviceInfo)?;
+        let memory_bytes = self.shared.device(operation, device)?.memory.bytes();
         let name = format!("Highwater mock device {device}");
         let mut info = DeviceInfo::new(device, name, device_uuid(device), memory_bytes);
         info.architecture = "mock".to_owned();
@@ -324,14 +324,14 @@ unsafe impl Backend for MockGpu {
     }
 
     fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.shared.calls.enter(Operation::Capabilities)?;
-        self.shared.device(Operation::Capabilities, device)?;
+        let operation = self.shared.calls.enter(Operation::Capabilities)?;
+        self.shared.device(operation, device)?;
         Ok(self.shared.capabilities)
     }
 
     fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.shared.calls.enter(Operation::MemoryInfo)?;
-        Ok(self.shared.device(Operation::MemoryInfo, device)?.memory_info())
+        let operation = self.shared.calls.enter(Operation::MemoryInfo)?;
+        Ok(self.shared.device(operation, device)?.memory_info())
     }
 
     fn live_objects(&self) -> LiveObjects {
@@ -360,8 +360,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ streams
 
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
-        let (shared, operation) = (&*self.shared, Operation::CreateStream);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateStream)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         if options.priority != StreamPriority::Normal && !shared.capabilities.stream_priority {
             return Err(operation.lacks("stream_priority"));
@@ -374,8 +374,8 @@ unsafe impl Backend for MockGpu {
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::DestroyStream);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::DestroyStream)?;
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             shared.check_default_stream(operation, stream)?;
             return Err(operation
@@ -392,18 +392,17 @@ unsafe impl Backend for MockGpu {
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.shared.calls.enter(Operation::QueryStream)?;
-        self.shared.stream(Operation::QueryStream, stream)?.query(Operation::QueryStream)
+        let operation = self.shared.calls.enter(Operation::QueryStream)?;
+        self.shared.stream(operation, stream)?.query(operation)
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.shared.calls.enter(Operation::SynchronizeStream)?;
-        self.shared.stream(Operation::SynchronizeStream, stream)?.synchronize(Operation::SynchronizeStream)
+        let operation = self.shared.calls.enter(Operation::SynchronizeStream)?;
+        self.shared.stream(operation, stream)?.synchronize(operation)
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
-        let operation = Operation::SynchronizeDevice;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::SynchronizeDevice)?;
         let device = self.shared.device(operation, device)?;
         let clock = self.shared.engine.clock_of(device.ordinal);
         let streams = self.shared.engine.streams_of(device.ordinal);
@@ -418,8 +417,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let operation = Operation::StreamWaitEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::StreamWaitEvent)?;
         let stream = self.shared.stream(operation, stream)?;
         match self.shared.event(operation, event)?.latest() {
             Some(point) => stream.wait_for(operation, point),
@@ -448,8 +446,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ events
 
     fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
-        let (shared, operation) = (&*self.shared, Operation::CreateEvent);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateEvent)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         if options.timing && options.interprocess {
             return Err(
@@ -470,15 +468,14 @@ unsafe impl Backend for MockGpu {
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.shared.calls.enter(Operation::DestroyEvent)?;
-        self.shared.events.remove(Operation::DestroyEvent.name(), event)?;
+        let operation = self.shared.calls.enter(Operation::DestroyEvent)?;
+        self.shared.events.remove(operation.name(), event)?;
         self.shared.wrapped_events.forget(&event);
         Ok(())
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        let operation = Operation::RecordEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::RecordEvent)?;
         let object = self.shared.event(operation, event)?;
         let queue = self.shared.stream(operation, stream)?;
         State::same_device(operation, stream, "the event", event.device())?;
@@ -497,8 +494,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
-        let operation = Operation::QueryEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::QueryEvent)?;
         match self.shared.event(operation, event)?.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point))
         {
             None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
@@ -508,8 +504,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn synchronize_event(&self, event: EventId) -> Result<()> {
-        let operation = Operation::SynchronizeEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::SynchronizeEvent)?;
         match self.shared.event(operation, event)?.reachable(operation)? {
             Some(point) if self.shared.engine.wait_for(&point).is_none() => {
                 Err(device::lost(operation, event.device()))
@@ -519,8 +514,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
-        let operation = Operation::EventElapsedNs;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::EventElapsedNs)?;
         if !self.shared.capabilities.event_timing {
             return Err(operation.lacks("event_timing"));
         }
@@ -569,8 +563,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ device memory
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        let (shared, operation) = (&*self.shared, Operation::Allocate);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Allocate)?;
         let device = shared.device(operation, device)?;
         device.check_not_lost(operation)?;
         let mut in_order_of = None;
@@ -611,8 +605,8 @@ unsafe impl Backend for MockGpu {
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Free);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Free)?;
         let device = shared.device(operation, device)?;
         let Some(id) = stream else {
             let block = device.retire(operation, ptr, false)?;
@@ -634,8 +628,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ copies and fills
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Copy);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Copy)?;
         let queue = shared.stream(operation, stream)?;
         let &MemoryCopy { dst, src, bytes, .. } = copy;
         let on_device = |what: &str, device: u32, ptr: DevicePtr| {
@@ -690,8 +684,8 @@ unsafe impl Backend for MockGpu {
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Fill);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Fill)?;
         let queue = shared.stream(operation, stream)?;
         let &MemoryFill { device, dst, pattern, count, .. } = fill;
         let target = shared.device(operation, device)?;
@@ -770,8 +764,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ the other traits
 
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        let (shared, operation) = (&*self.shared, Operation::CreateBlasHandle);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateBlasHandle)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         match options.kind {
             BlasKind::Blas => {}

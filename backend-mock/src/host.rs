@@ -198,8 +198,7 @@ fn exhausted(operation: Operation, bytes: usize, locked: u64, limit: u64) -> Err
 // unmapped only by `free` or with the allocator itself.
 unsafe impl HostAllocator for MockHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
-        let operation = Operation::HostAllocate;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostAllocate)?;
         self.check_kind(operation, options)?;
         if bytes == 0 {
             return Err(no_bytes(operation));
@@ -230,8 +229,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        let operation = Operation::HostFree;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostFree)?;
         let mut table = self.table.write();
         let bytes = match table.blocks.get(&ptr.address()) {
             Some(Block { bytes, registered: false, .. }) => *bytes,
@@ -259,8 +257,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
-        let operation = Operation::HostRegister;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostRegister)?;
         if !self.capabilities.host_register {
             return Err(operation.lacks("host_register"));
         }
@@ -293,8 +290,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        let operation = Operation::HostUnregister;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostUnregister)?;
         if !self.capabilities.host_register {
             return Err(operation.lacks("host_register"));
         }
@@ -313,8 +309,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        let operation = Operation::HostDeviceAddress;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostDeviceAddress)?;
         if device >= self.devices {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,

@@ -70,8 +70,8 @@ pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwat
 
 impl IpcSharing for MockIpc {
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
-        let (gpu, operation) = (&*self.gpu, Operation::ExportMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::ExportMemory)?;
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         self.check_transport(operation, transport)?;
@@ -84,8 +84,8 @@ impl IpcSharing for MockIpc {
     }
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
-        let (gpu, operation) = (&*self.gpu, Operation::OpenMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::OpenMemory)?;
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         device.check_not_lost(operation)?;
@@ -132,14 +132,13 @@ impl IpcSharing for MockIpc {
     }
 
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
-        let (gpu, operation) = (&*self.gpu, Operation::CloseMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::CloseMemory)?;
         gpu.device(operation, device)?.close_import(operation, ptr)
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {
-        let operation = Operation::ExportEvent;
-        self.gpu.calls.enter(operation)?;
+        let operation = self.gpu.calls.enter(Operation::ExportEvent)?;
         let object = self.gpu.event(operation, event)?;
         let shared = object.shared.as_ref().ok_or_else(|| {
             operation
@@ -150,8 +149,8 @@ impl IpcSharing for MockIpc {
     }
 
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
-        let (gpu, operation) = (&*self.gpu, Operation::OpenEvent);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::OpenEvent)?;
         gpu.device(operation, device)?.check_not_lost(operation)?;
         if !gpu.capabilities.interprocess_events {
             return Err(operation.lacks("interprocess_events"));

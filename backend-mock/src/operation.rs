@@ -6,7 +6,7 @@ use std::str::FromStr;
 use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 
 macro_rules! operations {
-    ($($variant:ident $name:literal,)*) => {
+    ($($variant:ident $name:literal $failure:ident,)*) => {
         /// A trait method of the mock, by name. The methods of `HostAllocator` carry the prefix `host_`; all others are
         /// named as in their trait.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -24,62 +24,69 @@ macro_rules! operations {
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
+
+            /// The kind of error of a fault that names none: `OutOfMemory` for calls that create something, `Vendor` for
+            /// the others.
+            #[must_use]
+            pub const fn usual_failure(self) -> ErrorKind {
+                match self { $(Self::$variant => ErrorKind::$failure,)* }
+            }
         }
     };
 }
 
 operations! {
-    DeviceInfo "device_info",
-    Capabilities "capabilities",
-    MemoryInfo "memory_info",
-    CreateStream "create_stream",
-    DestroyStream "destroy_stream",
-    QueryStream "query_stream",
-    SynchronizeStream "synchronize_stream",
-    SynchronizeDevice "synchronize_device",
-    StreamWaitEvent "stream_wait_event",
-    CreateEvent "create_event",
-    DestroyEvent "destroy_event",
-    RecordEvent "record_event",
-    QueryEvent "query_event",
-    SynchronizeEvent "synchronize_event",
-    EventElapsedNs "event_elapsed_ns",
-    Allocate "allocate",
-    Free "free",
-    Copy "copy",
-    Fill "fill",
-    BeginCapture "begin_capture",
-    EndCapture "end_capture",
-    IsCapturing "is_capturing",
-    InstantiateGraph "instantiate_graph",
-    LaunchGraph "launch_graph",
-    DestroyGraph "destroy_graph",
-    DestroyGraphExec "destroy_graph_exec",
-    RawStream "raw_stream",
-    StreamFromRaw "stream_from_raw",
-    RawEvent "raw_event",
-    EventFromRaw "event_from_raw",
-    CreateBlasHandle "create_blas_handle",
-    SetStream "set_stream",
-    SetWorkspace "set_workspace",
-    SetMathMode "set_math_mode",
-    SetAtomicsMode "set_atomics_mode",
-    Gemm "gemm",
-    CreatePlan "create_plan",
-    RunPlan "run_plan",
-    DestroyPlan "destroy_plan",
-    Destroy "destroy",
-    Reset "reset",
-    HostAllocate "host_allocate",
-    HostFree "host_free",
-    HostRegister "host_register",
-    HostUnregister "host_unregister",
-    HostDeviceAddress "host_device_address",
-    ExportMemory "export_memory",
-    OpenMemory "open_memory",
-    CloseMemory "close_memory",
-    ExportEvent "export_event",
-    OpenEvent "open_event",
+    DeviceInfo "device_info" Vendor,
+    Capabilities "capabilities" Vendor,
+    MemoryInfo "memory_info" Vendor,
+    CreateStream "create_stream" OutOfMemory,
+    DestroyStream "destroy_stream" Vendor,
+    QueryStream "query_stream" Vendor,
+    SynchronizeStream "synchronize_stream" Vendor,
+    SynchronizeDevice "synchronize_device" Vendor,
+    StreamWaitEvent "stream_wait_event" Vendor,
+    CreateEvent "create_event" OutOfMemory,
+    DestroyEvent "destroy_event" Vendor,
+    RecordEvent "record_event" Vendor,
+    QueryEvent "query_event" Vendor,
+    SynchronizeEvent "synchronize_event" Vendor,
+    EventElapsedNs "event_elapsed_ns" Vendor,
+    Allocate "allocate" OutOfMemory,
+    Free "free" Vendor,
+    Copy "copy" Vendor,
+    Fill "fill" Vendor,
+    BeginCapture "begin_capture" Vendor,
+    EndCapture "end_capture" Vendor,
+    IsCapturing "is_capturing" Vendor,
+    InstantiateGraph "instantiate_graph" Vendor,
+    LaunchGraph "launch_graph" Vendor,
+    DestroyGraph "destroy_graph" Vendor,
+    DestroyGraphExec "destroy_graph_exec" Vendor,
+    RawStream "raw_stream" Vendor,
+    StreamFromRaw "stream_from_raw" Vendor,
+    RawEvent "raw_event" Vendor,
+    EventFromRaw "event_from_raw" Vendor,
+    CreateBlasHandle "create_blas_handle" OutOfMemory,
+    SetStream "set_stream" Vendor,
+    SetWorkspace "set_workspace" Vendor,
+    SetMathMode "set_math_mode" Vendor,
+    SetAtomicsMode "set_atomics_mode" Vendor,
+    Gemm "gemm" Vendor,
+    CreatePlan "create_plan" Vendor,
+    RunPlan "run_plan" Vendor,
+    DestroyPlan "destroy_plan" Vendor,
+    Destroy "destroy" Vendor,
+    Reset "reset" Vendor,
+    HostAllocate "host_allocate" OutOfMemory,
+    HostFree "host_free" Vendor,
+    HostRegister "host_register" Vendor,
+    HostUnregister "host_unregister" Vendor,
+    HostDeviceAddress "host_device_address" Vendor,
+    ExportMemory "export_memory" OutOfMemory,
+    OpenMemory "open_memory" OutOfMemory,
+    CloseMemory "close_memory" Vendor,
+    ExportEvent "export_event" OutOfMemory,
+    OpenEvent "open_event" OutOfMemory,
 }
 
 const COUNT: usize = Operation::ALL.len();
@@ -87,24 +94,6 @@ const COUNT: usize = Operation::ALL.len();
 const _: () = assert!(COUNT <= 64);
 
 impl Operation {
-    /// How the operation fails when a fault does not say: makers of things run out of memory, the others have the
-    /// vendor fail.
-    #[must_use]
-    pub const fn usual_failure(self) -> ErrorKind {
-        match self {
-            Self::Allocate
-            | Self::HostAllocate
-            | Self::CreateBlasHandle
-            | Self::CreateStream
-            | Self::CreateEvent
-            | Self::ExportMemory
-            | Self::OpenMemory
-            | Self::ExportEvent
-            | Self::OpenEvent => ErrorKind::OutOfMemory,
-            _ => ErrorKind::Vendor,
-        }
-    }
-
     /// An error of this operation.
     #[cold]
     pub(crate) fn error(self, kind: ErrorKind, message: impl Into<String>) -> Error {

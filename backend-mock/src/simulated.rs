@@ -51,7 +51,7 @@ impl Hooks {
     /// # Errors
     /// `Forked` in a forked child, else the fault that is due.
     pub fn enter(&self, operation: Operation) -> Result<()> {
-        self.0.calls.enter(operation)
+        self.0.calls.enter(operation).map(|_| ())
     }
 
     // ------------------------------------------------------------------ streams
@@ -74,8 +74,7 @@ impl Hooks {
     /// # Safety
     /// As there.
     pub unsafe fn enqueue_copy(&self, stream: StreamId, dst: Location, src: Location, bytes: usize) -> Result<()> {
-        let operation = Operation::Copy;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
         if bytes == 0 {
             return Ok(());
@@ -111,8 +110,7 @@ impl Hooks {
     /// # Errors
     /// As [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_write(&self, stream: StreamId, device: u32, ptr: DevicePtr, bytes: Vec<u8>) -> Result<()> {
-        let operation = Operation::Copy;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
         let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes.len())?;
         let engine = Arc::clone(&self.0.engine);
@@ -133,8 +131,7 @@ impl Hooks {
         bytes: usize,
         pattern: u64,
     ) -> Result<()> {
-        let operation = Operation::Fill;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Fill)?;
         let queue = self.0.stream(operation, stream)?;
         let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes)?;
         queue.enqueue(operation, Command::Fill { device, dst, bytes, pattern })
@@ -306,8 +303,8 @@ impl MockGpu {
         product: &RawProduct,
         workspace: Option<Workspace>,
     ) -> Result<usize> {
-        let (shared, operation) = (self.shared(), Operation::Gemm);
-        shared.calls.enter(operation)?;
+        let shared = self.shared();
+        let operation = shared.calls.enter(Operation::Gemm)?;
         let queue = shared.stream(operation, stream)?;
         let found = shared.device(operation, device)?;
         if stream.device() != device {
