@@ -100,7 +100,7 @@ pub(crate) struct Arena {
 
 impl Arena {
     /// One gap of `capacity` bytes, a multiple of [`ALIGNMENT`].
-    pub(crate) fn new(capacity: u64) -> Self {
+    pub(crate) fn new(capacity: u64, quarantine: Quarantine) -> Self {
         let mut arena = Self {
             live: BTreeMap::new(),
             retiring: BTreeMap::new(),
@@ -110,17 +110,12 @@ impl Arena {
             free_bytes: capacity,
             callers_blocks: 0,
             allocations: 0,
-            quarantine: Quarantine::default(),
+            quarantine,
             quarantined: VecDeque::new(),
             quarantined_bytes: 0,
         };
         arena.insert_gap(0, capacity);
         arena
-    }
-
-    /// Sets the quarantine, before the first block is freed.
-    pub(crate) fn set_quarantine(&mut self, quarantine: Quarantine) {
-        self.quarantine = quarantine;
     }
 
     /// Takes a block; `None` when no gap is long enough.
@@ -305,7 +300,7 @@ mod tests {
 
     #[test]
     fn the_tightest_gap_is_taken() {
-        let mut arena = Arena::new(CAPACITY);
+        let mut arena = Arena::new(CAPACITY, Quarantine::default());
         let blocks: Vec<_> = [1024, 256, 512, 256].map(|bytes| arena.allocate(bytes, Owner::Plain).unwrap()).into();
         for &offset in [&blocks[0], &blocks[2]] {
             free(&mut arena, offset);
@@ -316,7 +311,7 @@ mod tests {
 
     #[test]
     fn a_retiring_block_keeps_its_bytes_and_may_be_revived() {
-        let mut arena = Arena::new(1024);
+        let mut arena = Arena::new(1024, Quarantine::default());
         let offset = arena.allocate(1000, Owner::StreamOrdered).unwrap();
         assert!(arena.contains(offset + 10, 990) && !arena.contains(offset + 10, 991));
         arena.retire(offset).unwrap();
@@ -328,8 +323,8 @@ mod tests {
 
     #[test]
     fn sizes_past_the_address_space_do_not_fit() {
-        assert_eq!(Arena::new(1024).allocate(u64::MAX, Owner::Plain), None);
-        assert!(!Arena::new(1024).contains(u64::MAX, 1));
+        assert_eq!(Arena::new(1024, Quarantine::default()).allocate(u64::MAX, Owner::Plain), None);
+        assert!(!Arena::new(1024, Quarantine::default()).contains(u64::MAX, 1));
     }
 
     fn free(arena: &mut Arena, offset: u64) {
@@ -349,8 +344,7 @@ mod tests {
             Quarantine { frees: None, bytes: Some(512) },
             Quarantine { frees: Some(100), bytes: Some(767) },
         ] {
-            let mut arena = Arena::new(CAPACITY);
-            arena.set_quarantine(quarantine);
+            let mut arena = Arena::new(CAPACITY, quarantine);
             let offset = arena.allocate(256, Owner::Plain).unwrap();
             let others = [(); 2].map(|()| arena.allocate(256, Owner::Plain).unwrap());
             // What is freed first would be the tightest gap.
@@ -368,8 +362,7 @@ mod tests {
 
     #[test]
     fn blocks_are_taken_out_of_quarantine_when_nothing_else_is_left() {
-        let mut arena = Arena::new(CAPACITY);
-        arena.set_quarantine(Quarantine { frees: Some(1000), bytes: None });
+        let mut arena = Arena::new(CAPACITY, Quarantine { frees: Some(1000), bytes: None });
         let blocks: Vec<_> = (0..64).map(|_| arena.allocate(1024, Owner::Plain).unwrap()).collect();
         assert_eq!(arena.allocate(1, Owner::Plain), None);
         for &offset in &blocks {
@@ -381,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_stream_has_what_it_frees_at_once_and_nobody_else_has() {
-        let mut arena = Arena::new(1024);
+        let mut arena = Arena::new(1024, Quarantine::default());
         let offset = arena.allocate(1024, Owner::StreamOrdered).unwrap();
         let first = arena.retire(offset).unwrap();
         assert_eq!(arena.reuse(256, 7), None, "the free is not enqueued yet");
@@ -404,8 +397,7 @@ mod tests {
 
     #[test]
     fn what_a_quarantine_keeps_is_not_reused() {
-        let mut arena = Arena::new(CAPACITY);
-        arena.set_quarantine(Quarantine { frees: None, bytes: Some(1024) });
+        let mut arena = Arena::new(CAPACITY, Quarantine { frees: None, bytes: Some(1024) });
         for (bytes, again) in [(1000, false), (1025, true)] {
             let offset = arena.allocate(bytes, Owner::StreamOrdered).unwrap();
             let serial = arena.retire(offset).unwrap().serial;
@@ -440,8 +432,7 @@ mod tests {
 
     /// Takes the steps, and checks after each that blocks do not overlap, bytes add up, and gaps are merged.
     fn walk(steps: Vec<Step>, quarantine: Quarantine) -> Result<(), TestCaseError> {
-        let mut arena = Arena::new(CAPACITY);
-        arena.set_quarantine(quarantine);
+        let mut arena = Arena::new(CAPACITY, quarantine);
         let mut live: Vec<(u64, u64, Owner)> = Vec::new();
         let mut retired: Vec<(u64, Block)> = Vec::new();
         // The rests of retired blocks: offset, length, serial number, and the stream that may reuse them.

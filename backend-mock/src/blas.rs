@@ -15,11 +15,12 @@ use highwater_hal::{
 };
 
 use crate::arena::Owner;
+use crate::calls::Tally;
 use crate::device::Device;
-use crate::gpu::{self, Shared};
 use crate::kernel::OwnWorkspace;
-use crate::operation::{Operation, Tally};
+use crate::operation::Operation;
 use crate::product::{RawProduct, Room, Scale};
+use crate::state::{Shared, wrong_device};
 use crate::stream::Stream;
 use highwater_hal::exit;
 
@@ -62,8 +63,9 @@ impl MockBlas {
     pub(crate) fn new(gpu: &Arc<Shared>, device: u32, kind: BlasKind) -> Result<Self> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let operation = Operation::CreateBlasHandle;
-        let ptr = gpu.device(operation, device)?.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock, None)?;
-        let own = OwnWorkspace { engine: Arc::clone(&gpu.engine), device, ptr, bytes: OWN_WORKSPACE_BYTES };
+        let owner = Arc::clone(gpu.device(operation, device)?);
+        let ptr = owner.allocate(operation, OWN_WORKSPACE_BYTES, Owner::Mock, None)?;
+        let own = OwnWorkspace { device: owner, ptr, bytes: OWN_WORKSPACE_BYTES };
         gpu.handles.fetch_add(1, Ordering::Relaxed);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let scales_on_device = Arc::default();
@@ -231,7 +233,7 @@ impl BlasHandle for MockBlas {
             bound => {
                 context.gpu.check_stream(operation, stream)?;
                 if stream.device() != context.device {
-                    return Err(gpu::wrong_device(operation, stream, "the handle", context.device));
+                    return Err(wrong_device(operation, stream, "the handle", context.device));
                 }
                 match bound {
                     Some(bound) if bound.id == stream => bound.epoch = epoch,

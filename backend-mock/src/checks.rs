@@ -11,20 +11,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use highwater_hal::StreamId;
 use parking_lot::Mutex;
 
-use crate::engine::Engine;
+use crate::observer::{Note, OnStream, Range, Use, UseObserver};
 use crate::operation::Operation;
-use crate::stream::Command;
-use crate::uses::{Range, Use, uses};
-
-/// What freed memory is filled with in test mode, in the machine's byte order: a NaN of 32 bits, and two of them one of
-/// 64 bits.
-pub const POISON: u32 = 0x7ffc_dead;
-
-/// The pattern of a fill with [`POISON`].
-pub(crate) const POISON_PATTERN: u64 = (POISON as u64) << 32 | POISON as u64;
 
 /// Violations that are kept with their words; all are counted.
 const KEPT: usize = 1000;
@@ -48,8 +38,7 @@ impl fmt::Display for Violation {
 #[derive(Debug)]
 struct InFlight {
     operation: Operation,
-    stream: Option<StreamId>,
-    device: u32,
+    stream: OnStream,
     uses: Vec<Use>,
 }
 
@@ -64,33 +53,34 @@ struct Book {
 
 /// The book of one backend in test mode.
 #[derive(Debug, Default)]
-pub(crate) struct Checks(Mutex<Book>);
+pub(crate) struct Checks(Arc<Mutex<Book>>);
 
 /// A command that has not been executed yet; dropped when it has.
 #[derive(Debug)]
-pub(crate) struct Noted {
-    checks: Arc<Checks>,
+struct Noted {
+    book: Arc<Mutex<Book>>,
     number: u64,
 }
 
 impl Drop for Noted {
     fn drop(&mut self) {
-        let done = self.checks.0.lock().in_flight.remove(&self.number);
+        let done = self.book.lock().in_flight.remove(&self.number);
         drop(done);
     }
 }
 
 impl Checks {
-    /// Notes a command that is about to be put into the queue of a stream.
-    pub(crate) fn note(
-        self: &Arc<Self>,
-        operation: Operation,
-        command: &Command,
-        engine: &Engine,
-        device: u32,
-        stream: Option<StreamId>,
-    ) -> Option<Noted> {
-        let mut uses = uses(command, engine);
+    pub(crate) fn violations(&self) -> Vec<Violation> {
+        self.0.lock().violations.clone()
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.0.lock().count
+    }
+}
+
+impl UseObserver for Checks {
+    fn enqueued(&self, operation: Operation, stream: OnStream, mut uses: Vec<Use>) -> Option<Note> {
         // A handle's own workspace is no caller's memory, and is given back by the last command itself.
         uses.retain(|used| !used.is_of_handle());
         if uses.is_empty() {
@@ -99,18 +89,15 @@ impl Checks {
         let mut book = self.0.lock();
         book.noted += 1;
         let number = book.noted;
-        book.in_flight.insert(number, InFlight { operation, stream, device, uses });
-        Some(Noted { checks: Arc::clone(self), number })
+        book.in_flight.insert(number, InFlight { operation, stream, uses });
+        Some(Box::new(Noted { book: Arc::clone(&self.0), number }))
     }
 
-    /// The number of commands noted so far.
-    pub(crate) fn noted(&self) -> u64 {
+    fn noted(&self) -> u64 {
         self.0.lock().noted
     }
 
-    /// Checks the first commands noted, up to a given number, for unexecuted work that uses a range. `what` says what
-    /// this operation did to the range.
-    pub(crate) fn look(&self, noted: u64, operation: Operation, what: &str, range: Range) {
+    fn changed_hands(&self, noted: u64, operation: Operation, how: &str, range: Range) {
         let mut book = self.0.lock();
         let broken: Vec<_> = book
             .in_flight
@@ -118,12 +105,13 @@ impl Checks {
             .filter_map(|(_, work)| {
                 let touched = work.uses.iter().find(|used| used.range.meets(&range))?;
                 let verb = if touched.writes { "writes" } else { "reads" };
-                let stream = work.stream.map_or_else(
-                    || format!("the legacy default stream of device {}", work.device),
+                let OnStream { id, device, .. } = work.stream;
+                let stream = id.map_or_else(
+                    || format!("the legacy default stream of device {device}"),
                     |stream| format!("{stream:?}"),
                 );
                 let text = format!(
-                    "{range} {what} while `{}` was queued or running on {stream}, which {verb} {}",
+                    "{range} {how} while `{}` was queued or running on {stream}, which {verb} {}",
                     work.operation, touched.range
                 );
                 Some(Violation { operation, text })
@@ -138,17 +126,8 @@ impl Checks {
         }
     }
 
-    /// Whether work that has not been executed uses a range.
-    pub(crate) fn is_in_use(&self, range: Range) -> bool {
+    fn is_in_use(&self, range: Range) -> bool {
         let book = self.0.lock();
         book.in_flight.values().any(|work| work.uses.iter().any(|used| used.range.meets(&range)))
-    }
-
-    pub(crate) fn violations(&self) -> Vec<Violation> {
-        self.0.lock().violations.clone()
-    }
-
-    pub(crate) fn count(&self) -> u64 {
-        self.0.lock().count
     }
 }

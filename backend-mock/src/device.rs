@@ -1,20 +1,14 @@
 //! One simulated device: its memory, which parts of it are taken, and whether it still works.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryInfo, Result};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
 use crate::arena::{Arena, Block, Owner, Quarantine};
-use crate::checks::{Checks, POISON_PATTERN};
-use crate::device_memory::DeviceMemory;
+use crate::device_memory::{DeviceMemory, POISON};
+use crate::observer::{Observers, Range, Space, Store, Touch};
 use crate::operation::Operation;
-use crate::races::finder::{Finder, Touch};
-use crate::races::shadow::Store;
-use crate::sealed_file;
-use crate::stream::Stream;
-use crate::uses::{Range, Space};
 
 /// A retired block, whose bytes come back with [`Device::release`].
 #[derive(Debug, Clone, Copy)]
@@ -23,7 +17,7 @@ pub(crate) struct Retired {
     /// Bytes that the block takes.
     pub(crate) bytes: u64,
     serial: u64,
-    /// In test mode, the number of commands noted by then. No later command belongs to the block.
+    /// The number of commands that the use observer had noted by then. No later command belongs to the block.
     noted: u64,
 }
 
@@ -35,94 +29,73 @@ pub(crate) struct Device {
     /// Grows whenever a block stops to be live, so that the result of a range check can be remembered.
     epoch: AtomicU64,
     lost: AtomicBool,
-    /// Set in test mode.
-    pub(crate) checks: Option<Arc<Checks>>,
-    /// The race finder, where there is one, and the inode of the device's own memory.
-    races: Option<(Arc<Finder>, u64)>,
-    /// Every stream that may have work: those in the table, the legacy one, and destroyed ones that are still draining.
-    pub(crate) streams: Mutex<Vec<Weak<Stream>>>,
+    /// Whether freed memory is filled with [`POISON`].
+    poisons: bool,
+    observers: Observers,
+}
+
+/// How a device treats freed memory.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct DeviceOptions {
+    pub(crate) quarantine: Quarantine,
+    /// Whether freed memory is filled with [`POISON`].
+    pub(crate) poisons: bool,
 }
 
 impl Device {
-    pub(crate) fn new(ordinal: u32, memory_bytes: u64) -> Result<Self> {
+    pub(crate) fn new(ordinal: u32, memory_bytes: u64, options: &DeviceOptions, observers: Observers) -> Result<Self> {
         Ok(Self {
             ordinal,
             memory: DeviceMemory::new(ordinal, memory_bytes)?,
-            arena: RwLock::new(Arena::new(memory_bytes)),
+            arena: RwLock::new(Arena::new(memory_bytes, options.quarantine)),
             epoch: AtomicU64::new(0),
             lost: AtomicBool::new(false),
-            checks: None,
-            races: None,
-            streams: Mutex::new(Vec::new()),
+            poisons: options.poisons,
+            observers,
         })
     }
 
-    /// The same with freed blocks kept back for a while.
-    pub(crate) fn with_quarantine(mut self, quarantine: Quarantine) -> Self {
-        self.arena.get_mut().set_quarantine(quarantine);
-        self
-    }
-
-    /// The same in test mode, where `checks` are given.
-    pub(crate) fn with_checks(mut self, checks: Option<Arc<Checks>>) -> Self {
-        self.checks = checks;
-        self
-    }
-
-    /// The same with a race finder, where one is given.
-    pub(crate) fn with_races(mut self, finder: Option<&Arc<Finder>>) -> Result<Self> {
-        if let Some(finder) = finder {
-            let id = sealed_file::identify(self.memory.file()).map_err(|error| {
-                Error::new(ErrorKind::OperatingSystem, "open", format!("cannot identify the memory file: {error}"))
-            })?;
-            self.races = Some((Arc::clone(finder), id.inode));
-        }
-        Ok(self)
-    }
-
-    /// Where the race finder has the bytes at an address of the device; `None` where nothing lies.
+    /// Returns the store and the offset of the bytes at an address of the device; `None` if nothing lies there.
     pub(crate) fn place(&self, address: u64) -> Option<(Store, u64)> {
-        let (_, inode) = self.races.as_ref()?;
         let offset = address.checked_sub(self.memory.base())?;
         if offset < self.memory.bytes() {
-            return Some((Store::File(*inode), offset));
+            return Some((self.store(), offset));
         }
         let (inode, place) = self.memory.imports.read().source(offset)?;
         Some((Store::File(inode), place))
     }
 
-    /// A range of the device's own memory, as the race finder has it.
+    /// Returns a range of memory that the device reaches, with the place where it lies.
     pub(crate) fn touch(&self, address: u64, bytes: u64) -> Option<Touch> {
         let (store, start) = self.place(address)?;
         Some(Touch::whole(store, start, Range { space: Space::Device(self.ordinal), address, bytes }))
     }
 
-    /// Tells the race finder that bytes are handed out anew, or are nobody's.
+    fn store(&self) -> Store {
+        Store::File(self.memory.id().inode)
+    }
+
+    /// Tells the order observer that bytes are handed out anew, or belong to nobody.
     fn forget(&self, offset: u64, bytes: u64) {
-        if let Some((finder, inode)) = &self.races {
-            finder.forget(Store::File(*inode), offset, bytes);
+        if let Some(order) = &self.observers.order {
+            order.forget(self.store(), offset, bytes);
         }
     }
 
-    /// Tells the race finder that a caller's block is given back at once.
+    /// Tells the order observer that a call frees a block at once.
     pub(crate) fn note_free(&self, operation: Operation, ptr: DevicePtr, bytes: u64) {
-        if let Some((finder, _)) = &self.races
+        if let Some(order) = &self.observers.order
             && let Some(touch) = self.touch(ptr.get(), bytes)
         {
-            finder.freed(operation, touch);
+            order.freed(operation, touch);
         }
     }
 
-    /// In test mode, looks whether work uses memory that is given back or handed out.
-    fn look(&self, operation: Operation, what: &str, offset: u64, bytes: u64) {
-        self.look_at_first(u64::MAX, operation, what, offset, bytes);
-    }
-
-    /// The same for a given number of the first commands noted.
-    fn look_at_first(&self, noted: u64, operation: Operation, what: &str, offset: u64, bytes: u64) {
-        if let Some(checks) = &self.checks {
+    /// Tells the use observer that memory changes hands. Only the first `noted` commands must not use it any more.
+    fn change_hands(&self, noted: u64, operation: Operation, how: &str, offset: u64, bytes: u64) {
+        if let Some(uses) = &self.observers.uses {
             let address = self.memory.base() + offset;
-            checks.look(noted, operation, what, Range { space: Space::Device(self.ordinal), address, bytes });
+            uses.changed_hands(noted, operation, how, Range { space: Space::Device(self.ordinal), address, bytes });
         }
     }
 
@@ -143,7 +116,7 @@ impl Device {
                 drop(arena);
                 // Outstanding work may use reused bytes; the release checks it.
                 if reused.is_none() {
-                    self.look(operation, "were handed out", offset, bytes as u64);
+                    self.change_hands(u64::MAX, operation, "were handed out", offset, bytes as u64);
                 }
                 self.forget(offset, reserved);
                 Ok(DevicePtr::new(self.memory.base() + offset))
@@ -190,7 +163,7 @@ impl Device {
     }
 
     fn retired(&self, ptr: DevicePtr, block: Block) -> Retired {
-        let noted = self.checks.as_ref().map_or(u64::MAX, |checks| checks.noted());
+        let noted = self.observers.uses.as_ref().map_or(u64::MAX, |uses| uses.noted());
         Retired { ptr, bytes: block.reserved(), serial: block.serial, noted }
     }
 
@@ -214,11 +187,11 @@ impl Device {
         let parts = self.arena.write().end_retiring(offset, block.bytes, block.serial);
         // Later work of a block that reused some of the bytes may use them.
         let noted = if parts == [(offset, block.bytes)] { u64::MAX } else { block.noted };
-        self.look_at_first(noted, Operation::Free, "were freed", offset, block.bytes);
+        self.change_hands(noted, Operation::Free, "were freed", offset, block.bytes);
         for &(offset, bytes) in &parts {
             // While a part is neither live nor a gap, its pages belong to no block.
-            if self.checks.is_some() {
-                self.memory.fill(offset as usize, bytes as usize, POISON_PATTERN);
+            if self.poisons {
+                self.memory.fill(offset as usize, bytes as usize, bytemuck::cast([POISON; 2]));
             } else {
                 self.memory.give_back(offset, bytes);
             }
@@ -252,17 +225,17 @@ impl Device {
     /// Undoes one open of memory of another process.
     pub(crate) fn close_import(&self, operation: Operation, ptr: DevicePtr) -> Result<()> {
         let place = ptr.get().checked_sub(self.memory.base());
-        // The mapping itself ends after the lock was let go.
-        let touch = self.races.as_ref().and_then(|_| self.touch(ptr.get(), 1));
+        let touch = self.observers.order.as_ref().and_then(|_| self.touch(ptr.get(), 1));
+        // The mapping itself ends after the lock is released.
         let closed = place.and_then(|place| self.memory.imports.write().close(place));
         match closed {
             Some(mapping) => {
                 if let Some(mapping) = &mapping {
-                    self.look(operation, "were closed", ptr.get() - self.memory.base(), mapping.bytes());
-                    if let (Some((finder, _)), Some(touch)) = (&self.races, touch) {
-                        let range =
-                            Range { space: Space::Device(self.ordinal), address: ptr.get(), bytes: mapping.bytes() };
-                        finder.closed(operation, Touch::whole(touch.store, touch.start, range));
+                    let offset = ptr.get() - self.memory.base();
+                    self.change_hands(u64::MAX, operation, "were closed", offset, mapping.bytes());
+                    if let (Some(order), Some(touch)) = (&self.observers.order, touch) {
+                        let range = Range { bytes: mapping.bytes(), ..touch.used.range };
+                        order.closed(operation, Touch::whole(touch.store, touch.start, range));
                     }
                     // Relaxed: see `retire`.
                     self.epoch.fetch_add(1, Ordering::Relaxed);

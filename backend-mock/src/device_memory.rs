@@ -15,17 +15,22 @@ use rustix::fs::FallocateFlags;
 
 use crate::imports::Imports;
 use crate::mapping::Mapping;
-use crate::sealed_file;
+use crate::sealed_file::{self, FileId};
 
 /// Freed blocks from this size on give their pages back.
 const GIVE_BACK_FROM: u64 = 64 * 1024;
 /// Words that a copy from device to device carries at a time.
 const CARRY_WORDS: usize = 512;
 
+/// The pattern that fills freed memory in test mode, in the machine's byte order. As 32 bits it is a NaN, and two of them
+/// are a NaN of 64 bits.
+pub const POISON: u32 = 0x7ffc_dead;
+
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
     own: Mapping,
     file: OwnedFd,
+    id: FileId,
     pub(crate) imports: RwLock<Imports>,
 }
 
@@ -37,9 +42,10 @@ impl DeviceMemory {
         };
         let file = sealed_file::create("highwater-mock", bytes)
             .map_err(|error| failed("cannot make a sealed memory file for", error))?;
+        let id = sealed_file::identify(&file).map_err(|error| failed("cannot identify the memory file of", error))?;
         // SAFETY: the file was just made with this size and sealed.
         let own = unsafe { Mapping::new(&file, 0, bytes) }.map_err(|error| failed("cannot map", error))?;
-        Ok(Self { own, file, imports: RwLock::new(Imports::new(ordinal)) })
+        Ok(Self { own, file, id, imports: RwLock::new(Imports::new(ordinal)) })
     }
 
     /// The device address of the first byte.
@@ -55,6 +61,11 @@ impl DeviceMemory {
     /// The file that holds the device's own bytes.
     pub(crate) fn file(&self) -> &OwnedFd {
         &self.file
+    }
+
+    /// Returns which file it is.
+    pub(crate) fn id(&self) -> FileId {
+        self.id
     }
 
     /// Runs `access` on the mapping that `offset` lies in, with the offset inside of it.

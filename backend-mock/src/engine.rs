@@ -1,53 +1,88 @@
-//! What the streams of one backend share: the devices, the worker threads or the schedule, and the race finder.
+//! What the streams of one backend share: the devices, the worker threads or the scheduler, and the observers.
 
-use std::sync::Arc;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use highwater_hal::{Completion, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use crate::clock::Clock;
 use crate::device::Device;
-use crate::event::{Point, Progress};
+use crate::event::Point;
+use crate::observer::Observers;
 use crate::operation::Operation;
-use crate::races::clock::Clock;
-use crate::races::finder::Finder;
-use crate::schedule::Schedule;
+use crate::shared_event::Progress;
 use crate::stream::Stream;
 
-/// What the workers of one backend share.
+/// What executes the commands of streams in place of the workers.
+pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
+    /// Adds a stream that has work from here on.
+    fn add(&self, stream: &Arc<Stream>);
+
+    /// Removes a stream that has no work any more.
+    fn remove(&self, stream: &Stream);
+
+    /// Notes that a call asks how far the work is.
+    fn queried(&self);
+
+    /// Executes work until `is_done` returns true.
+    fn wait(&self, is_done: &dyn Fn() -> bool);
+
+    /// Executes everything that was enqueued, at the end of the backend.
+    fn finish(&self);
+}
+
+/// What the streams of one backend share.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    pub(crate) devices: Vec<Device>,
+    pub(crate) devices: Vec<Arc<Device>>,
+    /// By device, every stream that may have work: those in the table, the default ones, and destroyed ones that are
+    /// still draining.
+    streams: Vec<Mutex<Vec<Weak<Stream>>>>,
     pub(crate) latency_ns: AtomicU64,
     /// Set when the backend ends: what is still queued is executed at once, without latency.
     pub(crate) stopping: AtomicBool,
     pub(crate) workers: Mutex<Vec<JoinHandle<()>>>,
     thread_name: String,
-    /// Where one is set, there are no workers.
-    pub(crate) schedule: Option<Arc<Schedule>>,
-    /// Set where races are looked for.
-    pub(crate) races: Option<Arc<Finder>>,
+    /// If one is set, there are no workers.
+    pub(crate) scheduler: Option<Arc<dyn Scheduler>>,
+    pub(crate) observers: Observers,
 }
 
 impl Engine {
     pub(crate) fn new(
-        devices: Vec<Device>,
+        devices: Vec<Arc<Device>>,
         latency: Duration,
         thread_name: String,
-        schedule: Option<Arc<Schedule>>,
-        races: Option<Arc<Finder>>,
+        scheduler: Option<Arc<dyn Scheduler>>,
+        observers: Observers,
     ) -> Arc<Self> {
         Arc::new(Self {
-            schedule,
-            races,
+            streams: devices.iter().map(|_| Mutex::default()).collect(),
             devices,
             latency_ns: AtomicU64::new(nanoseconds(latency)),
             stopping: AtomicBool::new(false),
             workers: Mutex::new(Vec::new()),
             thread_name,
+            scheduler,
+            observers,
         })
+    }
+
+    /// Adds a new stream to those of its device.
+    pub(crate) fn add_stream(&self, stream: &Arc<Stream>) {
+        let mut streams = self.streams[stream.device as usize].lock();
+        streams.retain(|other| other.strong_count() > 0);
+        streams.push(Arc::downgrade(stream));
+    }
+
+    /// Returns the streams of a device that may have work.
+    pub(crate) fn streams_of(&self, device: u32) -> Vec<Arc<Stream>> {
+        let streams = self.streams[device as usize].lock().clone();
+        streams.iter().filter_map(Weak::upgrade).collect()
     }
 
     pub(crate) fn start_worker(&self, operation: Operation, stream: &Arc<Stream>) -> Result<()> {
@@ -71,20 +106,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits until a point is reached (`Complete`) or lost (`None`); the host knows from there on what comes before it.
+    /// Waits until a point is reached (`Complete`) or lost (`None`). The host knows from there on what comes before it.
     pub(crate) fn wait_for(&self, point: &Point) -> Option<Completion> {
-        if let Some(schedule) = &self.schedule {
-            schedule.wait(|| !matches!(point.progress(), Progress::Ahead));
+        if let Some(scheduler) = &self.scheduler {
+            scheduler.wait(&|| !matches!(point.progress(), Progress::Ahead));
         }
         let completion = point.wait();
         self.saw(point);
         completion
     }
 
-    /// Where a point stands; where it is reached, the host knows from there on what comes before it.
+    /// Returns where a point stands. If it is reached, the host knows from there on what comes before it.
     pub(crate) fn ask_for(&self, point: &Point) -> Progress {
-        if let Some(schedule) = &self.schedule {
-            schedule.query();
+        if let Some(scheduler) = &self.scheduler {
+            scheduler.queried();
         }
         let progress = point.progress();
         if let Progress::Reached(_) = progress {
@@ -93,21 +128,21 @@ impl Engine {
         progress
     }
 
-    /// What the host knows when it has waited for all streams of a device.
+    /// Returns what the host knows once it has waited for all streams of a device.
     pub(crate) fn clock_of(&self, device: u32) -> Option<Clock> {
-        self.races.as_ref().map(|races| races.clock_of_device(device))
+        self.observers.order.as_ref().map(|order| order.clock_of_device(device))
     }
 
-    /// The host has waited for what a clock says.
+    /// Tells the order observer that the host has waited for everything in a clock.
     pub(crate) fn waited(&self, clock: Option<Clock>) {
-        if let (Some(races), Some(clock)) = (&self.races, clock) {
-            races.host_waited(&clock);
+        if let (Some(order), Some(clock)) = (&self.observers.order, clock) {
+            order.host_waited(&clock);
         }
     }
 
     fn saw(&self, point: &Point) {
-        if let Some(finder) = &self.races {
-            finder.host_saw(point);
+        if let Some(order) = &self.observers.order {
+            order.host_saw(&point.observed);
         }
     }
 
@@ -115,13 +150,10 @@ impl Engine {
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         for device in &self.devices {
-            let streams = device.streams.lock().clone();
-            for stream in streams.iter().filter_map(std::sync::Weak::upgrade) {
-                stream.close();
-            }
+            self.streams_of(device.ordinal).iter().for_each(|stream| stream.close());
         }
-        if let Some(schedule) = &self.schedule {
-            schedule.finish();
+        if let Some(scheduler) = &self.scheduler {
+            scheduler.finish();
         }
         let workers = std::mem::take(&mut *self.workers.lock());
         for worker in workers {

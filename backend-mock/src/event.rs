@@ -7,27 +7,15 @@
 //!
 //! The points of an event for several processes are records in shared memory, see [`crate::shared_event`].
 
-use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::sync::Arc;
 
-use highwater_hal::{Completion, Result};
+use highwater_hal::{Completion, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use crate::capture::Mark;
+use crate::observer::Observed;
 use crate::operation::Operation;
-use crate::races::clock::Clock;
-use crate::shared_event::{Record, SharedEvent};
-
-/// Where a point stands.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Progress {
-    /// The stream has not come there yet.
-    Ahead,
-    /// The stream came there at this time.
-    Reached(Instant),
-    /// The device was lost before.
-    Lost,
-}
+use crate::recording::Mark;
+use crate::shared_event::{Progress, Record, SharedEvent};
 
 /// One record of an event.
 #[derive(Debug)]
@@ -38,8 +26,8 @@ pub(crate) struct Point {
     shared: Option<Record>,
     /// Where in a capture the record was made; such a point is never reached.
     mark: Option<Mark>,
-    /// What comes before the point, as the race finder has it.
-    pub(crate) clock: OnceLock<Clock>,
+    /// What the order observer keeps with the point.
+    pub(crate) observed: Observed,
 }
 
 impl Point {
@@ -58,12 +46,8 @@ impl Point {
 
     fn made(shared: Option<Record>, mark: Option<Mark>) -> Self {
         let progress = Mutex::new(Progress::Ahead);
-        Self { progress, changed: Condvar::new(), shared, mark, clock: OnceLock::new() }
-    }
-
-    /// For a record of an event for several processes, the event's file and the number of the record.
-    pub(crate) fn shared_number(&self) -> Option<(u64, u64)> {
-        self.shared.as_ref().map(Record::key)
+        let observed = Observed { shared: shared.as_ref().map(Record::key), ..Observed::default() };
+        Self { progress, changed: Condvar::new(), shared, mark, observed }
     }
 
     /// See the field.
@@ -144,5 +128,15 @@ impl Event {
             None => *self.latest.lock() = Some(point),
             Some(record) => record.publish(),
         }
+    }
+
+    /// Returns the latest record, which must have been made outside of captures: nothing else is ever reached.
+    pub(crate) fn reachable(&self, operation: Operation) -> Result<Option<Arc<Point>>> {
+        let latest = self.latest();
+        let Some(mark) = latest.as_ref().and_then(|point| point.mark()) else { return Ok(latest) };
+        mark.lose("somebody asked or waited for an event that was recorded in it");
+        Err(operation
+            .error(ErrorKind::Capture, "the event was last recorded in a capture, so it is never reached")
+            .with_hint("record an event on the stream of the launch, and ask for that"))
     }
 }

@@ -13,8 +13,9 @@ use std::thread::ThreadId;
 use highwater_hal::{Error, ErrorKind};
 use parking_lot::Mutex;
 
+use crate::calls::Calls;
 use crate::engine::Engine;
-use crate::operation::{Calls, Operation};
+use crate::operation::Operation;
 use crate::stream::Stream;
 use highwater_hal::exit;
 

@@ -1,10 +1,8 @@
 //! [`MockGpu`]: the `Backend` of the simulated devices.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
@@ -19,23 +17,26 @@ use parking_lot::Mutex;
 
 use crate::arena::Owner;
 use crate::blas::MockBlas;
-use crate::capture::{self, Graph, OpenCaptures};
+use crate::calls::{CallObserver, Calls};
 use crate::checks::{Checks, Violation};
-use crate::device::{self, Device};
-use crate::engine::{Engine, nanoseconds};
-use crate::event::{Event, Progress};
+use crate::command::Command;
+use crate::device::{self, Device, DeviceOptions};
+use crate::engine::{Engine, Scheduler, nanoseconds};
+use crate::event::Event;
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
-use crate::operation::{Calls, Operation};
+use crate::observer::{Observers, OrderObserver, UseObserver};
+use crate::operation::Operation;
 use crate::options::MockOptions;
-use crate::peers::Peers;
 use crate::races::Race;
 use crate::races::finder::Finder;
+use crate::recording::{self, OpenCaptures};
 use crate::schedule::Schedule;
-use crate::sealed_file::{self, Exported};
-use crate::shared_event::SharedEvent;
-use crate::stream::{Command, Stream};
+use crate::sealed_file::Exported;
+use crate::shared_event::{Progress, SharedEvent};
+use crate::state::{Shared, State, device_uuid};
+use crate::stream::Stream;
 
 /// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
 ///
@@ -44,68 +45,6 @@ use crate::stream::{Command, Stream};
 /// back. In a forked child, and once the process has begun to exit, dropping does nothing.
 pub struct MockGpu {
     shared: Arc<Shared>,
-}
-
-/// The backend as its BLAS handles share it.
-pub(crate) struct Shared(ManuallyDrop<State>);
-
-pub(crate) struct State {
-    identity: Identity,
-    devices: u32,
-    pub(crate) capabilities: Capabilities,
-    pub(crate) calls: Arc<Calls>,
-    pub(crate) engine: Arc<Engine>,
-    pub(crate) streams: IdTable<StreamId, Stream>,
-    /// Grows whenever a stream's id becomes stale, so that the result of a check can be remembered.
-    pub(crate) streams_epoch: AtomicU64,
-    legacy_streams: Vec<OnceLock<Arc<Stream>>>,
-    thread_streams: Arc<ThreadStreams>,
-    wrapped_streams: Wrappers<StreamId>,
-    pub(crate) events: IdTable<EventId, Event>,
-    wrapped_events: Wrappers<EventId>,
-    graphs: IdTable<GraphId, Graph>,
-    graph_execs: IdTable<GraphExecId, Graph>,
-    captures: Mutex<OpenCaptures>,
-    host: Arc<MockHost>,
-    pub(crate) handles: AtomicU64,
-    /// The settings of BLAS handles that foreign code can change, by raw handle.
-    pub(crate) raw_handles: Mutex<HashMap<u64, Arc<AtomicBool>>>,
-    create_handle_latency_ns: Vec<AtomicU64>,
-    pub(crate) gemm_gap: Duration,
-    /// The descriptors that exported handles carry.
-    pub(crate) exported: Exported,
-    /// How many memory files of events there are.
-    event_files: Arc<AtomicU64>,
-    peers: OnceLock<Arc<Peers>>,
-    /// Set in test mode.
-    checks: Option<Arc<Checks>>,
-    races: Option<Arc<Finder>>,
-    /// Whether races are told on standard error at the end.
-    prints_races: bool,
-}
-
-impl Deref for Shared {
-    type Target = State;
-
-    fn deref(&self) -> &State {
-        &self.0
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        // A child has no workers to join, and a lock may have been held by a thread that it does not have; at exit the
-        // system gives everything back. Both leak on purpose.
-        if !self.calls.is_own_process() || exit::has_begun() {
-            return;
-        }
-        self.engine.stop();
-        if let Some(races) = self.races.as_ref().filter(|_| self.prints_races) {
-            races.print();
-        }
-        // SAFETY: this is the destructor, and the state is not touched after it.
-        unsafe { ManuallyDrop::drop(&mut self.0) };
-    }
 }
 
 impl fmt::Debug for MockGpu {
@@ -126,7 +65,7 @@ impl MockGpu {
     pub fn open(options: MockOptions) -> Result<Arc<Self>> {
         let faults = options.check()?;
         let schedule = options.schedule.map(Schedule::new);
-        let calls = Arc::new(Calls::new(options.seed).with_schedule(schedule.clone()));
+        let calls = Arc::new(Calls::new(options.seed, schedule.clone().map(|it| it as Arc<dyn CallObserver>)));
         for (operation, numbers, kind) in faults {
             calls.fail(operation, numbers, kind)?;
         }
@@ -141,12 +80,13 @@ impl MockGpu {
         identity.lt_workspace_variables = &["CUBLASLT_WORKSPACE_SIZE"];
         let checks = options.checks.then(Arc::<Checks>::default);
         let races = options.race_detector.then(|| Finder::new(Arc::clone(&calls)));
-        let devices = (0..options.devices)
-            .map(|ordinal| {
-                let device = Device::new(ordinal, options.memory_bytes)?;
-                device.with_quarantine(options.quarantine).with_checks(checks.clone()).with_races(races.as_ref())
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let observers = Observers {
+            uses: checks.clone().map(|checks| checks as Arc<dyn UseObserver>),
+            order: races.clone().map(|races| races as Arc<dyn OrderObserver>),
+        };
+        let device_options = DeviceOptions { quarantine: options.quarantine, poisons: options.checks };
+        let device = |ordinal| Device::new(ordinal, options.memory_bytes, &device_options, observers.clone());
+        let devices = (0..options.devices).map(|ordinal| device(ordinal).map(Arc::new)).collect::<Result<Vec<_>>>()?;
         // Thread names hold 15 bytes.
         let thread_name = format!("hw-mock-{}", tag.get());
         if let Some(schedule) = &schedule {
@@ -155,10 +95,16 @@ impl MockGpu {
                 Error::new(ErrorKind::OutOfMemory, "open", message).with_hint("raise the limit on threads (ulimit -u)")
             })?;
         }
-        let engine = Engine::new(devices, options.latency, thread_name, schedule, races.clone());
-        let host = MockHost::new(Arc::clone(&calls), options.capabilities, options.devices, options.host_memory_bytes)
-            .with_checks(checks.clone())
-            .with_races(races.clone());
+        let host = MockHost::new(
+            Arc::clone(&calls),
+            options.capabilities,
+            options.devices,
+            options.host_memory_bytes,
+            options.checks,
+            observers.clone(),
+        );
+        let scheduler = schedule.clone().map(|schedule| schedule as Arc<dyn Scheduler>);
+        let engine = Engine::new(devices, options.latency, thread_name, scheduler, observers);
         let create_handle_latency = |device| options.create_handle_latency.get(&device).copied().unwrap_or_default();
         let state = State {
             identity,
@@ -188,6 +134,7 @@ impl MockGpu {
             peers: OnceLock::new(),
             checks,
             races,
+            schedule,
             prints_races: options.prints_races,
         };
         // There is no vendor whose handlers would have to be run after: once for all backends of the process.
@@ -327,7 +274,7 @@ impl MockGpu {
     /// called for two seconds. While it is 0, equal calls give equal schedules.
     #[must_use]
     pub fn unscheduled_operations(&self) -> u64 {
-        self.shared.engine.schedule.as_ref().map_or(0, |schedule| schedule.unprompted())
+        self.shared.schedule.as_ref().map_or(0, |schedule| schedule.unprompted())
     }
 
     /// The inode of the memory file that holds the device's own memory. Every process that opened some of it has it among
@@ -337,11 +284,7 @@ impl MockGpu {
     /// `InvalidArgument` when there is no such device.
     pub fn memory_inode(&self, device: u32) -> Result<u64> {
         let found = self.shared.engine.devices.get(device as usize);
-        let file = found.ok_or_else(|| self.shared.no_device("memory_inode", device))?.memory.file();
-        let id = sealed_file::identify(file).map_err(|error| {
-            Error::new(ErrorKind::OperatingSystem, "memory_inode", format!("cannot identify the memory file: {error}"))
-        })?;
-        Ok(id.inode)
+        Ok(found.ok_or_else(|| self.shared.no_device("memory_inode", device))?.memory.id().inode)
     }
 
     /// Breaks a device: nothing is executed on it any more, and calls that need it give `DeviceLost`. There is no way
@@ -354,112 +297,6 @@ impl MockGpu {
         found.ok_or_else(|| self.shared.no_device("lose_device", device))?.lose();
         Ok(())
     }
-}
-
-impl State {
-    pub(crate) fn device(&self, operation: Operation, device: u32) -> Result<&Device> {
-        self.engine.devices.get(device as usize).ok_or_else(|| self.no_device(operation.name(), device))
-    }
-
-    #[cold]
-    fn no_device(&self, operation: &'static str, device: u32) -> Error {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            operation,
-            format!("device {device} was asked for, there are {}", self.devices),
-        )
-        .with_hint("ordinals count from 0 and are below `device_count`")
-    }
-
-    /// Checks a stream's id.
-    #[inline]
-    pub(crate) fn check_stream(&self, operation: Operation, id: StreamId) -> Result<()> {
-        if id.is_legacy_default() || id.is_per_thread_default() {
-            self.check_default_stream(operation, id)
-        } else {
-            self.streams.check(operation.name(), id)
-        }
-    }
-
-    /// The stream of an id.
-    pub(crate) fn stream(&self, operation: Operation, id: StreamId) -> Result<Arc<Stream>> {
-        if id.is_legacy_default() || id.is_per_thread_default() {
-            self.check_default_stream(operation, id)?;
-            return Ok(if id.is_legacy_default() {
-                self.legacy_stream(id.device())
-            } else {
-                self.thread_streams.get(&self.engine, id.device())
-            });
-        }
-        self.streams.get(operation.name(), id)
-    }
-
-    fn legacy_stream(&self, device: u32) -> Arc<Stream> {
-        Arc::clone(self.legacy_streams[device as usize].get_or_init(|| Stream::legacy(&self.engine, device)))
-    }
-
-    fn check_default_stream(&self, operation: Operation, id: StreamId) -> Result<()> {
-        let issued = [
-            StreamId::legacy_default(self.identity.tag, id.device()),
-            StreamId::per_thread_default(self.identity.tag, id.device()),
-        ];
-        if id.device() >= self.devices || !issued.contains(&id) {
-            return Err(operation
-                .error(
-                    ErrorKind::InvalidHandle,
-                    format!("{id:?} is no default stream of backend {}", self.identity.tag.get()),
-                )
-                .with_hint("make the id with this backend's tag and a device that it has"));
-        }
-        let (can, name) = if id.is_legacy_default() {
-            (self.capabilities.legacy_default_stream, "legacy_default_stream")
-        } else {
-            (self.capabilities.per_thread_default_stream, "per_thread_default_stream")
-        };
-        if can { Ok(()) } else { Err(operation.lacks(name)) }
-    }
-
-    fn same_device(operation: Operation, stream: StreamId, what: &str, device: u32) -> Result<()> {
-        if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
-    }
-
-    /// The other processes, as the events of this backend see them.
-    pub(crate) fn peers(&self) -> &Arc<Peers> {
-        self.peers.get_or_init(|| Arc::new(Peers::new()))
-    }
-
-    /// Fork check, count, fault, and whether the device captures at all.
-    fn enter_capture(&self, operation: Operation) -> Result<&Self> {
-        self.calls.enter(operation)?;
-        if self.capabilities.capture { Ok(self) } else { Err(operation.lacks("capture")) }
-    }
-
-    /// Fork check, count, fault, and whether objects of other code can be wrapped.
-    fn enter_foreign(&self, operation: Operation) -> Result<&Self> {
-        self.calls.enter(operation)?;
-        if self.capabilities.foreign_objects { Ok(self) } else { Err(operation.lacks("foreign_objects")) }
-    }
-
-    pub(crate) fn event(&self, operation: Operation, id: EventId) -> Result<Arc<Event>> {
-        self.events.get(operation.name(), id)
-    }
-}
-
-#[cold]
-pub(crate) fn wrong_device(operation: Operation, stream: StreamId, what: &str, device: u32) -> Error {
-    operation
-        .error(
-            ErrorKind::WrongDevice,
-            format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device()),
-        )
-        .with_hint("use a stream of the same device")
-}
-
-/// The UUID of a device: the same in every process.
-pub(crate) fn device_uuid(device: u32) -> [u8; 16] {
-    let mut uuid = *b"highwater mock\0\0";
-    uuid[15] = device as u8;
-    uuid
 }
 
 fn out_of_range(operation: Operation, what: &str) -> Error {
@@ -478,8 +315,8 @@ unsafe impl Backend for MockGpu {
     }
 
     fn device_info(&self, device: u32) -> Result<DeviceInfo> {
-        self.shared.calls.enter(Operation::DeviceInfo)?;
-        let memory_bytes = self.shared.device(Operation::DeviceInfo, device)?.memory.bytes();
+        let operation = self.shared.calls.enter(Operation::DeviceInfo)?;
+        let memory_bytes = self.shared.device(operation, device)?.memory.bytes();
         let name = format!("Highwater mock device {device}");
         let mut info = DeviceInfo::new(device, name, device_uuid(device), memory_bytes);
         info.architecture = "mock".to_owned();
@@ -487,14 +324,14 @@ unsafe impl Backend for MockGpu {
     }
 
     fn capabilities(&self, device: u32) -> Result<Capabilities> {
-        self.shared.calls.enter(Operation::Capabilities)?;
-        self.shared.device(Operation::Capabilities, device)?;
+        let operation = self.shared.calls.enter(Operation::Capabilities)?;
+        self.shared.device(operation, device)?;
         Ok(self.shared.capabilities)
     }
 
     fn memory_info(&self, device: u32) -> Result<MemoryInfo> {
-        self.shared.calls.enter(Operation::MemoryInfo)?;
-        Ok(self.shared.device(Operation::MemoryInfo, device)?.memory_info())
+        let operation = self.shared.calls.enter(Operation::MemoryInfo)?;
+        Ok(self.shared.device(operation, device)?.memory_info())
     }
 
     fn live_objects(&self) -> LiveObjects {
@@ -506,7 +343,7 @@ unsafe impl Backend for MockGpu {
             live.streams = (shared.streams.len() as u64).saturating_sub(shared.wrapped_streams.count());
             live.events = (shared.events.len() as u64).saturating_sub(shared.wrapped_events.count());
             live.handles = shared.handles.load(Ordering::Relaxed);
-            live.allocations = shared.engine.devices.iter().map(Device::callers_blocks).sum();
+            live.allocations = shared.engine.devices.iter().map(|device| device.callers_blocks()).sum();
             live.host_allocations = shared.host.blocks();
             live.mappings = shared.engine.devices.iter().map(|device| device.memory.imports.read().count()).sum();
             live.descriptors = shared.exported.count();
@@ -523,8 +360,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ streams
 
     fn create_stream(&self, device: u32, options: &StreamOptions) -> Result<StreamId> {
-        let (shared, operation) = (&*self.shared, Operation::CreateStream);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateStream)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         if options.priority != StreamPriority::Normal && !shared.capabilities.stream_priority {
             return Err(operation.lacks("stream_priority"));
@@ -537,8 +374,8 @@ unsafe impl Backend for MockGpu {
     }
 
     fn destroy_stream(&self, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::DestroyStream);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::DestroyStream)?;
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             shared.check_default_stream(operation, stream)?;
             return Err(operation
@@ -555,22 +392,20 @@ unsafe impl Backend for MockGpu {
     }
 
     fn query_stream(&self, stream: StreamId) -> Result<Completion> {
-        self.shared.calls.enter(Operation::QueryStream)?;
-        self.shared.stream(Operation::QueryStream, stream)?.query(Operation::QueryStream)
+        let operation = self.shared.calls.enter(Operation::QueryStream)?;
+        self.shared.stream(operation, stream)?.query(operation)
     }
 
     fn synchronize_stream(&self, stream: StreamId) -> Result<()> {
-        self.shared.calls.enter(Operation::SynchronizeStream)?;
-        self.shared.stream(Operation::SynchronizeStream, stream)?.synchronize(Operation::SynchronizeStream)
+        let operation = self.shared.calls.enter(Operation::SynchronizeStream)?;
+        self.shared.stream(operation, stream)?.synchronize(operation)
     }
 
     fn synchronize_device(&self, device: u32) -> Result<()> {
-        let operation = Operation::SynchronizeDevice;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::SynchronizeDevice)?;
         let device = self.shared.device(operation, device)?;
         let clock = self.shared.engine.clock_of(device.ordinal);
-        let streams = device.streams.lock().clone();
-        let streams: Vec<_> = streams.iter().filter_map(std::sync::Weak::upgrade).collect();
+        let streams = self.shared.engine.streams_of(device.ordinal);
         // Every capture is lost, not only the first that is met, and nothing is waited for then.
         let refusals: Vec<_> = streams.iter().map(|stream| stream.queue.lock().refuse_to_answer(operation)).collect();
         refusals.into_iter().collect::<Result<()>>()?;
@@ -582,8 +417,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let operation = Operation::StreamWaitEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::StreamWaitEvent)?;
         let stream = self.shared.stream(operation, stream)?;
         match self.shared.event(operation, event)?.latest() {
             Some(point) => stream.wait_for(operation, point),
@@ -600,9 +434,9 @@ unsafe impl Backend for MockGpu {
     unsafe fn stream_from_raw(&self, device: u32, raw: u64) -> Result<StreamId> {
         let operation = Operation::StreamFromRaw;
         let shared = self.shared.enter_foreign(operation)?;
-        let streams = shared.device(operation, device)?.streams.lock().clone();
+        shared.device(operation, device)?;
         let is_it = |stream: &Arc<Stream>| foreign::raw(stream) == raw && !stream.is_closed();
-        let found = streams.iter().filter_map(std::sync::Weak::upgrade).find(is_it);
+        let found = shared.engine.streams_of(device).into_iter().find(is_it);
         let stream = found.ok_or_else(|| foreign::unknown(operation, "stream", device, raw))?;
         let id = shared.streams.insert(operation.name(), device, stream)?;
         shared.wrapped_streams.add(id);
@@ -612,8 +446,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ events
 
     fn create_event(&self, device: u32, options: &EventOptions) -> Result<EventId> {
-        let (shared, operation) = (&*self.shared, Operation::CreateEvent);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateEvent)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         if options.timing && options.interprocess {
             return Err(
@@ -634,15 +468,14 @@ unsafe impl Backend for MockGpu {
     }
 
     fn destroy_event(&self, event: EventId) -> Result<()> {
-        self.shared.calls.enter(Operation::DestroyEvent)?;
-        self.shared.events.remove(Operation::DestroyEvent.name(), event)?;
+        let operation = self.shared.calls.enter(Operation::DestroyEvent)?;
+        self.shared.events.remove(operation.name(), event)?;
         self.shared.wrapped_events.forget(&event);
         Ok(())
     }
 
     fn record_event(&self, event: EventId, stream: StreamId) -> Result<()> {
-        let operation = Operation::RecordEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::RecordEvent)?;
         let object = self.shared.event(operation, event)?;
         let queue = self.shared.stream(operation, stream)?;
         State::same_device(operation, stream, "the event", event.device())?;
@@ -653,7 +486,7 @@ unsafe impl Backend for MockGpu {
         }
         let point = queue.record(operation, object.point(operation)?)?;
         object.move_to(Arc::clone(&point));
-        if let Some(schedule) = self.shared.engine.schedule.as_ref().filter(|_| object.shared.is_some()) {
+        if let Some(schedule) = self.shared.schedule.as_ref().filter(|_| object.shared.is_some()) {
             // Another process that waits drives nothing here.
             schedule.try_to_reach(|| !matches!(point.progress(), Progress::Ahead));
         }
@@ -661,8 +494,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn query_event(&self, event: EventId) -> Result<Completion> {
-        let operation = Operation::QueryEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::QueryEvent)?;
         match self.shared.event(operation, event)?.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point))
         {
             None | Some(Progress::Reached(_)) => Ok(Completion::Complete),
@@ -672,8 +504,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn synchronize_event(&self, event: EventId) -> Result<()> {
-        let operation = Operation::SynchronizeEvent;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::SynchronizeEvent)?;
         match self.shared.event(operation, event)?.reachable(operation)? {
             Some(point) if self.shared.engine.wait_for(&point).is_none() => {
                 Err(device::lost(operation, event.device()))
@@ -683,8 +514,7 @@ unsafe impl Backend for MockGpu {
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> Result<u64> {
-        let operation = Operation::EventElapsedNs;
-        self.shared.calls.enter(operation)?;
+        let operation = self.shared.calls.enter(Operation::EventElapsedNs)?;
         if !self.shared.capabilities.event_timing {
             return Err(operation.lacks("event_timing"));
         }
@@ -733,8 +563,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ device memory
 
     fn allocate(&self, device: u32, options: &AllocateOptions) -> Result<DevicePtr> {
-        let (shared, operation) = (&*self.shared, Operation::Allocate);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Allocate)?;
         let device = shared.device(operation, device)?;
         device.check_not_lost(operation)?;
         let mut in_order_of = None;
@@ -775,8 +605,8 @@ unsafe impl Backend for MockGpu {
     }
 
     unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Free);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Free)?;
         let device = shared.device(operation, device)?;
         let Some(id) = stream else {
             let block = device.retire(operation, ptr, false)?;
@@ -798,8 +628,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ copies and fills
 
     unsafe fn copy(&self, copy: &MemoryCopy, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Copy);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Copy)?;
         let queue = shared.stream(operation, stream)?;
         let &MemoryCopy { dst, src, bytes, .. } = copy;
         let on_device = |what: &str, device: u32, ptr: DevicePtr| {
@@ -854,8 +684,8 @@ unsafe impl Backend for MockGpu {
     }
 
     unsafe fn fill(&self, fill: &MemoryFill, stream: StreamId) -> Result<()> {
-        let (shared, operation) = (&*self.shared, Operation::Fill);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::Fill)?;
         let queue = shared.stream(operation, stream)?;
         let &MemoryFill { device, dst, pattern, count, .. } = fill;
         let target = shared.device(operation, device)?;
@@ -886,7 +716,7 @@ unsafe impl Backend for MockGpu {
         let operation = Operation::BeginCapture;
         let queue = self.shared.enter_capture(operation)?.stream(operation, stream)?;
         if stream.is_legacy_default() {
-            return Err(capture::legacy_stream(operation));
+            return Err(recording::legacy_stream(operation));
         }
         self.shared.captures.lock().push(queue.begin_capture(operation, mode)?);
         Ok(())
@@ -902,7 +732,7 @@ unsafe impl Backend for MockGpu {
     fn is_capturing(&self, stream: StreamId) -> Result<bool> {
         let operation = Operation::IsCapturing;
         let stream = self.shared.enter_capture(operation)?.stream(operation, stream)?;
-        Ok(stream.queue.lock().recording().is_some())
+        Ok(stream.is_recording())
     }
 
     fn instantiate_graph(&self, graph: GraphId) -> Result<GraphExecId> {
@@ -934,8 +764,8 @@ unsafe impl Backend for MockGpu {
     // ------------------------------------------------------------------ the other traits
 
     fn create_blas_handle(&self, device: u32, options: &BlasOptions) -> Result<Box<dyn BlasHandle>> {
-        let (shared, operation) = (&*self.shared, Operation::CreateBlasHandle);
-        shared.calls.enter(operation)?;
+        let shared = &*self.shared;
+        let operation = shared.calls.enter(Operation::CreateBlasHandle)?;
         shared.device(operation, device)?.check_not_lost(operation)?;
         match options.kind {
             BlasKind::Blas => {}

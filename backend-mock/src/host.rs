@@ -13,11 +13,10 @@ use highwater_hal::{
 use parking_lot::RwLock;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::checks::{Checks, POISON};
-use crate::operation::{Calls, Operation};
-use crate::races::finder::{Finder, Touch};
-use crate::races::shadow::Store;
-use crate::uses::{Range, Space};
+use crate::calls::Calls;
+use crate::device_memory::POISON;
+use crate::observer::{Observers, Range, Space, Store, Touch, UseObserver};
+use crate::operation::Operation;
 use highwater_hal::exit;
 
 /// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
@@ -61,54 +60,41 @@ pub(crate) struct MockHost {
     devices: u32,
     limit_bytes: u64,
     table: RwLock<Table>,
-    /// Set in test mode.
-    checks: Option<Arc<Checks>>,
-    races: Option<Arc<Finder>>,
+    /// Whether freed memory is filled with [`POISON`], and stays mapped for a while.
+    poisons: bool,
+    observers: Observers,
 }
 
 impl MockHost {
-    pub(crate) fn new(calls: Arc<Calls>, capabilities: Capabilities, devices: u32, limit_bytes: u64) -> Self {
-        Self {
-            calls,
-            capabilities,
-            devices,
-            limit_bytes,
-            table: RwLock::new(Table::default()),
-            checks: None,
-            races: None,
-        }
+    pub(crate) fn new(
+        calls: Arc<Calls>,
+        capabilities: Capabilities,
+        devices: u32,
+        limit_bytes: u64,
+        poisons: bool,
+        observers: Observers,
+    ) -> Self {
+        Self { calls, capabilities, devices, limit_bytes, table: RwLock::new(Table::default()), poisons, observers }
     }
 
-    /// The same in test mode, where `checks` are given.
-    pub(crate) fn with_checks(mut self, checks: Option<Arc<Checks>>) -> Self {
-        self.checks = checks;
-        self
-    }
-
-    /// The same with a race finder, where one is given.
-    pub(crate) fn with_races(mut self, finder: Option<Arc<Finder>>) -> Self {
-        self.races = finder;
-        self
-    }
-
-    /// Tells the race finder that memory is handed out.
+    /// Tells the order observer that memory is handed out.
     fn note_new(&self, ptr: HostPtr, bytes: usize) {
-        if let Some(finder) = &self.races {
-            finder.forget(Store::Host, ptr.address() as u64, bytes as u64);
+        if let Some(order) = &self.observers.order {
+            order.forget(Store::Host, ptr.address() as u64, bytes as u64);
         }
     }
 
-    /// Tells the race finder that memory is given back.
+    /// Tells the order observer that memory is given back.
     fn note_free(&self, operation: Operation, ptr: HostPtr, bytes: usize) {
-        if let Some(finder) = &self.races {
-            finder.freed(operation, Touch::whole(Store::Host, ptr.address() as u64, range_of(ptr, bytes)));
+        if let Some(order) = &self.observers.order {
+            order.freed(operation, Touch::whole(Store::Host, ptr.address() as u64, range_of(ptr, bytes)));
         }
     }
 
-    /// In test mode, looks whether work uses memory that is given back or handed out.
-    fn look(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) {
-        if let Some(checks) = &self.checks {
-            checks.look(u64::MAX, operation, what, range_of(ptr, bytes));
+    /// Tells the use observer that memory changes hands.
+    fn change_hands(&self, operation: Operation, how: &str, ptr: HostPtr, bytes: usize) {
+        if let Some(uses) = &self.observers.uses {
+            uses.changed_hands(u64::MAX, operation, how, range_of(ptr, bytes));
         }
     }
 
@@ -117,7 +103,7 @@ impl MockHost {
     ///
     /// # Safety
     /// The block is a mapping of `allocate` that is in the table no more.
-    unsafe fn keep_poisoned(&self, checks: &Checks, ptr: HostPtr, bytes: usize) {
+    unsafe fn keep_poisoned(&self, ptr: HostPtr, bytes: usize) {
         for offset in (0..bytes).step_by(size_of::<u32>()) {
             let part = (bytes - offset).min(size_of::<u32>());
             // SAFETY: the part lies inside the mapping, whose owner has given it up.
@@ -129,7 +115,8 @@ impl MockHost {
         let mut kept_bytes: usize = table.freed.iter().map(|block| block.1).sum();
         let mut excess = table.freed.len().saturating_sub(KEPT_BLOCKS);
         table.freed.retain(|&(ptr, bytes)| {
-            let keep = (excess == 0 && kept_bytes <= KEPT_BYTES) || checks.is_in_use(range_of(ptr, bytes));
+            let is_in_use = |uses: &Arc<dyn UseObserver>| uses.is_in_use(range_of(ptr, bytes));
+            let keep = (excess == 0 && kept_bytes <= KEPT_BYTES) || self.observers.uses.as_ref().is_some_and(is_in_use);
             if !keep {
                 excess = excess.saturating_sub(1);
                 kept_bytes -= bytes;
@@ -211,8 +198,7 @@ fn exhausted(operation: Operation, bytes: usize, locked: u64, limit: u64) -> Err
 // unmapped only by `free` or with the allocator itself.
 unsafe impl HostAllocator for MockHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
-        let operation = Operation::HostAllocate;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostAllocate)?;
         self.check_kind(operation, options)?;
         if bytes == 0 {
             return Err(no_bytes(operation));
@@ -237,14 +223,13 @@ unsafe impl HostAllocator for MockHost {
         table.locked_bytes += bytes as u64;
         table.blocks.insert(ptr.address(), Block { ptr, bytes, registered: false });
         drop(table);
-        self.look(operation, "were handed out", ptr, bytes);
+        self.change_hands(operation, "were handed out", ptr, bytes);
         self.note_new(ptr, bytes);
         Ok(ptr)
     }
 
     unsafe fn free(&self, ptr: HostPtr) -> Result<()> {
-        let operation = Operation::HostFree;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostFree)?;
         let mut table = self.table.write();
         let bytes = match table.blocks.get(&ptr.address()) {
             Some(Block { bytes, registered: false, .. }) => *bytes,
@@ -259,11 +244,11 @@ unsafe impl HostAllocator for MockHost {
         table.locked_bytes -= bytes as u64;
         // Unmapping much takes long; the address is not given out again before it is done.
         drop(table);
-        self.look(operation, "were freed", ptr, bytes);
+        self.change_hands(operation, "were freed", ptr, bytes);
         self.note_free(operation, ptr, bytes);
-        if let Some(checks) = &self.checks {
+        if self.poisons {
             // SAFETY: the block was just taken out of the table.
-            unsafe { self.keep_poisoned(checks, ptr, bytes) };
+            unsafe { self.keep_poisoned(ptr, bytes) };
             return Ok(());
         }
         // SAFETY: the mapping was made by `allocate` with this length; the caller promises that nobody uses it any more.
@@ -272,8 +257,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
-        let operation = Operation::HostRegister;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostRegister)?;
         if !self.capabilities.host_register {
             return Err(operation.lacks("host_register"));
         }
@@ -306,8 +290,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
-        let operation = Operation::HostUnregister;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostUnregister)?;
         if !self.capabilities.host_register {
             return Err(operation.lacks("host_register"));
         }
@@ -316,7 +299,7 @@ unsafe impl HostAllocator for MockHost {
             table.blocks.remove(&ptr.address());
             table.locked_bytes -= bytes as u64;
             drop(table);
-            self.look(operation, "were unregistered", ptr, bytes);
+            self.change_hands(operation, "were unregistered", ptr, bytes);
             self.note_free(operation, ptr, bytes);
             return Ok(());
         }
@@ -326,8 +309,7 @@ unsafe impl HostAllocator for MockHost {
     }
 
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr> {
-        let operation = Operation::HostDeviceAddress;
-        self.calls.enter(operation)?;
+        let operation = self.calls.enter(Operation::HostDeviceAddress)?;
         if device >= self.devices {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,

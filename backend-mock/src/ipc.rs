@@ -26,12 +26,13 @@ use std::sync::Arc;
 use highwater_hal::{DevicePtr, ErrorKind, EventHandle, EventId, IpcSharing, MemoryHandle, Result, Transport};
 
 use crate::event::Event;
-use crate::gpu::{Shared, device_uuid};
 use crate::imports::Source;
 use crate::mapping::Mapping;
 use crate::operation::Operation;
-use crate::sealed_file::{self, FileId, page_bytes};
+use crate::payload::{open_payload, seal_payload};
+use crate::sealed_file::{self, page_bytes};
 use crate::shared_event::SharedEvent;
+use crate::state::{Shared, device_uuid};
 
 const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"HWMKMEM1");
 
@@ -67,52 +68,24 @@ pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwat
         .with_hint("the capability `ipc_transports` says which there are")
 }
 
-/// A checksum that tells apart what was altered by accident: FNV-1a of 64 bits.
-pub(crate) fn checksum(parts: &[&[u8]]) -> u64 {
-    let bytes = parts.iter().copied().flatten();
-    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
-}
-
-/// A payload of numbers, with the checksum at its end.
-pub(crate) fn seal_payload(numbers: &[u64], uuid: &[u8; 16], file: FileId) -> [u8; 64] {
-    let mut payload = [0; 64];
-    for (place, number) in payload[..56].chunks_exact_mut(8).zip(numbers) {
-        place.copy_from_slice(&number.to_le_bytes());
-    }
-    let sum = checksum(&[&payload[..56], uuid, &file.inode.to_le_bytes()]);
-    payload[56..].copy_from_slice(&sum.to_le_bytes());
-    payload
-}
-
-/// The numbers of a payload; `None` for one that [`seal_payload`] did not make for this device and file.
-pub(crate) fn open_payload(payload: &[u8; 64], magic: u64, uuid: &[u8; 16], file: FileId) -> Option<[u64; 7]> {
-    let mut numbers = [0; 7];
-    for (number, place) in numbers.iter_mut().zip(payload.chunks_exact(8)) {
-        *number = u64::from_le_bytes(place.try_into().ok()?);
-    }
-    (numbers[0] == magic && seal_payload(&numbers, uuid, file) == *payload).then_some(numbers)
-}
-
 impl IpcSharing for MockIpc {
     unsafe fn export_memory(&self, device: u32, ptr: DevicePtr, transport: Transport) -> Result<MemoryHandle> {
-        let (gpu, operation) = (&*self.gpu, Operation::ExportMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::ExportMemory)?;
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         self.check_transport(operation, transport)?;
         let (offset, block) = device.shareable(operation, ptr)?;
         let file = device.memory.file();
-        let id = sealed_file::identify(file)
-            .map_err(|error| sealed_file::failed(operation, "cannot identify the memory file", error))?;
         let uuid = device_uuid(ordinal);
-        let payload = seal_payload(&[MEMORY_MAGIC, offset, block.bytes, block.serial], &uuid, id);
+        let payload = seal_payload(&[MEMORY_MAGIC, offset, block.bytes, block.serial], &uuid, device.memory.id());
         let descriptor = gpu.exported.duplicate(operation, file)?;
         Ok(MemoryHandle::new(transport, uuid, block.bytes, payload).with_descriptor(descriptor))
     }
 
     fn open_memory(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
-        let (gpu, operation) = (&*self.gpu, Operation::OpenMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::OpenMemory)?;
         let ordinal = device;
         let device = gpu.device(operation, ordinal)?;
         device.check_not_lost(operation)?;
@@ -159,14 +132,13 @@ impl IpcSharing for MockIpc {
     }
 
     unsafe fn close_memory(&self, device: u32, ptr: DevicePtr) -> Result<()> {
-        let (gpu, operation) = (&*self.gpu, Operation::CloseMemory);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::CloseMemory)?;
         gpu.device(operation, device)?.close_import(operation, ptr)
     }
 
     fn export_event(&self, event: EventId) -> Result<EventHandle> {
-        let operation = Operation::ExportEvent;
-        self.gpu.calls.enter(operation)?;
+        let operation = self.gpu.calls.enter(Operation::ExportEvent)?;
         let object = self.gpu.event(operation, event)?;
         let shared = object.shared.as_ref().ok_or_else(|| {
             operation
@@ -177,36 +149,13 @@ impl IpcSharing for MockIpc {
     }
 
     fn open_event(&self, device: u32, handle: &EventHandle) -> Result<EventId> {
-        let (gpu, operation) = (&*self.gpu, Operation::OpenEvent);
-        gpu.calls.enter(operation)?;
+        let gpu = &*self.gpu;
+        let operation = gpu.calls.enter(Operation::OpenEvent)?;
         gpu.device(operation, device)?.check_not_lost(operation)?;
         if !gpu.capabilities.interprocess_events {
             return Err(operation.lacks("interprocess_events"));
         }
         let shared = SharedEvent::open(operation, handle, device_uuid(device), gpu.peers())?;
         gpu.events.insert(operation.name(), device, Event::interprocess(device, shared))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_payload_is_opened_as_it_was_sealed_or_not_at_all() {
-        let file = sealed_file::identify(&sealed_file::create("test", 4096).unwrap()).unwrap();
-        let other = sealed_file::identify(&sealed_file::create("test", 4096).unwrap()).unwrap();
-        let (uuid, wrong_uuid) = ([7; 16], [8; 16]);
-        let payload = seal_payload(&[MEMORY_MAGIC, 4096, 100, 3], &uuid, file);
-        assert_eq!(payload[8..16], 4096u64.to_le_bytes());
-        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &uuid, file), Some([MEMORY_MAGIC, 4096, 100, 3, 0, 0, 0]));
-        for index in 0..64 {
-            let mut altered = payload;
-            altered[index] ^= 1;
-            assert_eq!(open_payload(&altered, MEMORY_MAGIC, &uuid, file), None, "byte {index}");
-        }
-        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &wrong_uuid, file), None);
-        assert_eq!(open_payload(&payload, MEMORY_MAGIC, &uuid, other), None, "two files made in this test");
-        assert_eq!(open_payload(&payload, MEMORY_MAGIC + 1, &uuid, file), None);
     }
 }

@@ -58,21 +58,14 @@ pub(crate) fn panels(shape: &GemmShape, capacity: usize) -> impl Iterator<Item =
 /// A workspace that belongs to a handle. Products that use it keep it; the last one to go gives it back.
 #[derive(Debug)]
 pub(crate) struct OwnWorkspace {
-    pub(crate) engine: Arc<crate::engine::Engine>,
-    pub(crate) device: u32,
+    pub(crate) device: Arc<Device>,
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: usize,
 }
 
-impl OwnWorkspace {
-    fn device(&self) -> &Device {
-        &self.engine.devices[self.device as usize]
-    }
-}
-
 impl Drop for OwnWorkspace {
     fn drop(&mut self) {
-        self.device().free_own(self.ptr, self.bytes as u64);
+        self.device.free_own(self.ptr, self.bytes as u64);
     }
 }
 

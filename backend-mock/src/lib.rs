@@ -71,34 +71,43 @@
 
 mod arena;
 mod blas;
+mod calls;
 mod capture;
 mod checks;
+mod clock;
+mod command;
 mod device;
 mod device_memory;
 mod engine;
 mod event;
 mod foreign;
 mod gpu;
+mod hash;
 mod host;
 mod imports;
 mod ipc;
 mod kernel;
 mod mapping;
+mod observer;
 mod operation;
 mod options;
+mod payload;
 mod peers;
 mod product;
 pub mod races;
+mod recording;
 mod schedule;
 mod sealed_file;
 mod shared_event;
 #[cfg(feature = "simulated")]
 #[doc(hidden)]
 pub mod simulated;
+mod state;
 mod stream;
 mod uses;
 
-pub use checks::{POISON, Violation};
+pub use checks::Violation;
+pub use device_memory::POISON;
 pub use gpu::MockGpu;
 pub use operation::Operation;
 pub use options::{ENVIRONMENT_VARIABLE, MockOptions};

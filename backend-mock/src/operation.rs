@@ -1,21 +1,9 @@
-//! The names of the calls that can be counted and made to fail, and the bookkeeping of both.
-//!
-//! Every trait method of the mock begins by *entering* its [`Operation`]: fork check, count, fault. A call that is told
-//! to fail has no effect. The counters of a BLAS handle are its own (a handle is used by one thread at a time), so that
-//! threads that bind streams side by side do not share a cache line; they are summed up when somebody asks.
+//! The operations of the mock: the calls that are counted, and can be made to fail.
 
 use std::fmt;
-use std::ops::RangeInclusive;
 use std::str::FromStr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use highwater_hal::fork::Generation;
 use highwater_hal::{Error, ErrorKind, Result, display_foreign};
-use parking_lot::Mutex;
-
-use crate::ipc::checksum;
-use crate::schedule::Schedule;
 
 macro_rules! operations {
     (name HostAllocator $method:ident) => { concat!("host_", stringify!($method)) };
@@ -38,6 +26,24 @@ macro_rules! operations {
             pub const fn name(self) -> &'static str {
                 match self { $($(Self::$variant => operations!(name $trait $method),)*)* }
             }
+
+            /// The kind of error of a fault that names none: `OutOfMemory` for calls that create something, `Vendor` for
+            /// the others.
+            #[must_use]
+            pub const fn usual_failure(self) -> ErrorKind {
+                match self {
+                    Self::CreateStream
+                    | Self::CreateEvent
+                    | Self::Allocate
+                    | Self::CreateBlasHandle
+                    | Self::HostAllocate
+                    | Self::ExportMemory
+                    | Self::OpenMemory
+                    | Self::ExportEvent
+                    | Self::OpenEvent => ErrorKind::OutOfMemory,
+                    _ => ErrorKind::Vendor,
+                }
+            }
         }
     };
 }
@@ -49,24 +55,6 @@ const COUNT: usize = Operation::ALL.len();
 const _: () = assert!(COUNT <= 64);
 
 impl Operation {
-    /// How the operation fails when a fault does not say: makers of things run out of memory, the others have the
-    /// vendor fail.
-    #[must_use]
-    pub const fn usual_failure(self) -> ErrorKind {
-        match self {
-            Self::Allocate
-            | Self::HostAllocate
-            | Self::CreateBlasHandle
-            | Self::CreateStream
-            | Self::CreateEvent
-            | Self::ExportMemory
-            | Self::OpenMemory
-            | Self::ExportEvent
-            | Self::OpenEvent => ErrorKind::OutOfMemory,
-            _ => ErrorKind::Vendor,
-        }
-    }
-
     /// An error of this operation.
     #[cold]
     pub(crate) fn error(self, kind: ErrorKind, message: impl Into<String>) -> Error {
@@ -79,7 +67,7 @@ impl Operation {
         Error::lacks(self.name(), ability)
     }
 
-    const fn bit(self) -> u64 {
+    pub(crate) const fn bit(self) -> u64 {
         1 << self as u32
     }
 }
@@ -112,241 +100,6 @@ impl FromStr for Operation {
     }
 }
 
-/// One set of counters, an entry per operation.
-#[derive(Debug)]
-pub(crate) struct Tally([AtomicU64; COUNT]);
-
-impl Tally {
-    const fn new() -> Self {
-        Self([const { AtomicU64::new(0) }; COUNT])
-    }
-
-    fn get(&self, operation: Operation) -> u64 {
-        self.0[operation as usize].load(Ordering::Relaxed)
-    }
-}
-
-#[derive(Debug)]
-struct Fault {
-    operation: Operation,
-    when: When,
-    kind: ErrorKind,
-}
-
-#[derive(Debug)]
-enum When {
-    /// The calls with these numbers fail; `calls` counts the calls since the fault was set.
-    Calls { numbers: RangeInclusive<u64>, calls: u64 },
-    /// So many times in a million; `calls` have come since it was set.
-    Chance { per_million: u32, calls: u64 },
-}
-
-/// As many chances as make certain.
-pub(crate) const MILLION: u32 = 1_000_000;
-
-impl Fault {
-    /// Counts a call, and tells whether it is to fail.
-    fn is_due(&mut self, seed: u64) -> bool {
-        match &mut self.when {
-            When::Calls { numbers, calls } => {
-                *calls += 1;
-                numbers.contains(calls)
-            }
-            When::Chance { per_million, calls } => {
-                *calls += 1;
-                // By name: an operation that joins the list moves no other one's chances.
-                let operation = checksum(&[self.operation.name().as_bytes()]);
-                let draw = scramble(seed ^ scramble(operation.wrapping_add(*calls)));
-                draw % u64::from(MILLION) < u64::from(*per_million)
-            }
-        }
-    }
-
-    fn is_over(&self) -> bool {
-        matches!(&self.when, When::Calls { numbers, calls } if calls >= numbers.end())
-    }
-
-    fn is_by_chance(&self) -> bool {
-        matches!(self.when, When::Chance { .. })
-    }
-}
-
-/// A bijection without pattern: the step of splitmix64.
-pub(crate) fn scramble(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
-}
-
-/// Counts and faults of one backend.
-#[derive(Debug)]
-pub(crate) struct Calls {
-    generation: Generation,
-    tally: Tally,
-    /// Counters of the handles that are alive; folded into `tally` when a handle ends.
-    handles: Mutex<Vec<Arc<Tally>>>,
-    /// The operations that have a fault waiting, one bit each.
-    armed: AtomicU64,
-    faults: Mutex<Vec<Fault>>,
-    seed: u64,
-    /// The calls that were made to fail.
-    failed: Tally,
-    /// Where work happens in calls.
-    schedule: Option<Arc<Schedule>>,
-}
-
-impl Calls {
-    /// No calls; faults by chance follow from `seed`.
-    pub(crate) fn new(seed: u64) -> Self {
-        Self {
-            seed,
-            schedule: None,
-            failed: Tally::new(),
-            generation: Generation::current(),
-            tally: Tally::new(),
-            handles: Mutex::new(Vec::new()),
-            armed: AtomicU64::new(0),
-            faults: Mutex::new(Vec::new()),
-        }
-    }
-
-    /// The same under a schedule, where one is given.
-    pub(crate) fn with_schedule(mut self, schedule: Option<Arc<Schedule>>) -> Self {
-        self.schedule = schedule;
-        self
-    }
-
-    /// Whether this is still the process that opened the backend.
-    #[inline]
-    pub(crate) fn is_own_process(&self) -> bool {
-        self.generation.is_current()
-    }
-
-    /// Fork check, count, schedule and fault of one call; to be called before any lock is taken.
-    #[inline]
-    pub(crate) fn enter(&self, operation: Operation) -> Result<()> {
-        if !self.generation.is_current() {
-            return Err(Generation::error(operation.name()));
-        }
-        // Relaxed, here and below: counts order nothing.
-        self.tally.0[operation as usize].fetch_add(1, Ordering::Relaxed);
-        if let Some(schedule) = &self.schedule {
-            schedule.call();
-        }
-        self.fail_if_told(operation)
-    }
-
-    /// As [`Calls::enter`], with the counters of a handle, which no other thread writes at the same time.
-    #[inline]
-    pub(crate) fn enter_handle(&self, tally: &Tally, operation: Operation) -> Result<()> {
-        if !self.generation.is_current() {
-            return Err(Generation::error(operation.name()));
-        }
-        let count = &tally.0[operation as usize];
-        count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-        if let Some(schedule) = &self.schedule {
-            schedule.call();
-        }
-        self.fail_if_told(operation)
-    }
-
-    #[inline]
-    fn fail_if_told(&self, operation: Operation) -> Result<()> {
-        // Relaxed: whoever armed the fault before this call, as far as the program can tell, is seen; the list itself
-        // lies under its lock.
-        if self.armed.load(Ordering::Relaxed) & operation.bit() == 0 { Ok(()) } else { self.count_down(operation) }
-    }
-
-    #[cold]
-    fn count_down(&self, operation: Operation) -> Result<()> {
-        let mut faults = self.faults.lock();
-        let (mut due, mut by_chance) = (None, None);
-        for fault in faults.iter_mut().filter(|fault| fault.operation == operation) {
-            if fault.is_due(self.seed) {
-                let first = if fault.is_by_chance() { &mut by_chance } else { &mut due };
-                first.get_or_insert(fault.kind);
-            }
-        }
-        faults.retain(|fault| !fault.is_over());
-        self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
-        let Some(kind) = due.or(by_chance) else { return Ok(()) };
-        self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
-        Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
-            "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
-        ))
-    }
-
-    /// Makes calls from now on fail by chance; 0 ends it.
-    pub(crate) fn fail_by_chance(&self, operation: Operation, per_million: u32, kind: ErrorKind) -> Result<()> {
-        if per_million > MILLION {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "fail_by_chance",
-                format!("{per_million} in a million calls of `{operation}` were to fail; a million are all of them"),
-            ));
-        }
-        if !self.is_own_process() {
-            return Err(Generation::error("fail_by_chance"));
-        }
-        let mut faults = self.faults.lock();
-        faults.retain(|fault| fault.operation != operation || !fault.is_by_chance());
-        if per_million > 0 {
-            faults.push(Fault { operation, when: When::Chance { per_million, calls: 0 }, kind });
-        }
-        self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// How many calls of an operation were made to fail.
-    pub(crate) fn faults(&self, operation: Operation) -> u64 {
-        self.failed.get(operation)
-    }
-
-    /// Makes the calls with these numbers from now (1 is the next one) fail.
-    pub(crate) fn fail(&self, operation: Operation, numbers: RangeInclusive<u64>, kind: ErrorKind) -> Result<()> {
-        if *numbers.start() == 0 {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "fail_call",
-                format!("call 0 of `{operation}` was to fail; calls count from 1"),
-            ));
-        }
-        if !self.is_own_process() {
-            return Err(Generation::error("fail_call"));
-        }
-        let mut faults = self.faults.lock();
-        faults.push(Fault { operation, when: When::Calls { numbers, calls: 0 }, kind });
-        self.armed.fetch_or(operation.bit(), Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Counters for one handle.
-    pub(crate) fn open_tally(&self) -> Arc<Tally> {
-        let tally = Arc::new(Tally::new());
-        self.handles.lock().push(Arc::clone(&tally));
-        tally
-    }
-
-    /// Takes a handle's counts over.
-    pub(crate) fn close_tally(&self, tally: &Arc<Tally>) {
-        let mut handles = self.handles.lock();
-        handles.retain(|other| !Arc::ptr_eq(other, tally));
-        for (total, count) in self.tally.0.iter().zip(&tally.0) {
-            total.fetch_add(count.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-    }
-
-    /// How often an operation was called, failed calls included. A forked child has called nothing.
-    pub(crate) fn count(&self, operation: Operation) -> u64 {
-        if !self.is_own_process() {
-            return 0;
-        }
-        let handles = self.handles.lock();
-        self.tally.get(operation) + handles.iter().map(|tally| tally.get(operation)).sum::<u64>()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -358,73 +111,5 @@ mod tests {
         }
         let error = "alocate".parse::<Operation>().unwrap_err();
         assert!(error.message().contains("`alocate`") && error.hint().contains("allocate, free"), "{error}");
-    }
-
-    #[test]
-    fn the_nth_call_fails_and_only_that_one() {
-        let calls = Calls::new(0);
-        calls.fail(Operation::Copy, 2..=2, ErrorKind::Vendor).unwrap();
-        calls.fail(Operation::Copy, 4..=4, ErrorKind::DeviceLost).unwrap();
-        let kinds: Vec<_> = (0..6).map(|_| calls.enter(Operation::Copy).err().map(|error| error.kind())).collect();
-        assert_eq!(kinds, [None, Some(ErrorKind::Vendor), None, Some(ErrorKind::DeviceLost), None, None]);
-        assert!(calls.enter(Operation::Fill).is_ok());
-        assert_eq!(calls.count(Operation::Copy), 6);
-        assert!(calls.fail(Operation::Copy, 0..=0, ErrorKind::Vendor).is_err());
-    }
-
-    #[test]
-    fn calls_in_a_range_fail_and_only_those() {
-        let calls = Calls::new(0);
-        calls.fail(Operation::Copy, 2..=3, ErrorKind::Vendor).unwrap();
-        calls.fail(Operation::Copy, 3..=u64::MAX, ErrorKind::DeviceLost).unwrap();
-        let kinds: Vec<_> = (0..5).map(|_| calls.enter(Operation::Copy).err().map(|error| error.kind())).collect();
-        let (first, second) = (Some(ErrorKind::Vendor), Some(ErrorKind::DeviceLost));
-        assert_eq!(kinds, [None, first, first, second, second], "the one that was set first counts");
-        assert_eq!(calls.faults(Operation::Copy), 4);
-        assert_eq!(calls.armed.load(Ordering::Relaxed), Operation::Copy.bit(), "one has no end");
-    }
-
-    /// Which of 2000 calls fail.
-    fn failing(seed: u64, operation: Operation, per_million: u32) -> Vec<usize> {
-        let calls = Calls::new(seed);
-        calls.fail_by_chance(operation, per_million, ErrorKind::Vendor).unwrap();
-        let failing: Vec<_> = (0..2000).filter(|_| calls.enter(operation).is_err()).collect();
-        assert_eq!(calls.faults(operation), failing.len() as u64);
-        failing
-    }
-
-    #[test]
-    fn chance_follows_from_the_seed_and_from_nothing_else() {
-        let some = failing(7, Operation::Copy, 100_000);
-        assert!((100..300).contains(&some.len()), "{} of 2000 at one in ten", some.len());
-        assert_eq!(some, failing(7, Operation::Copy, 100_000));
-        assert_ne!(some, failing(8, Operation::Copy, 100_000));
-        assert_ne!(some, failing(7, Operation::Fill, 100_000));
-        assert!(failing(7, Operation::Copy, 0).is_empty());
-        assert_eq!(failing(7, Operation::Copy, MILLION).len(), 2000);
-    }
-
-    #[test]
-    fn chance_can_be_changed_ended_and_joined_by_a_single_fault() {
-        let calls = Calls::new(0);
-        assert!(calls.fail_by_chance(Operation::Copy, MILLION + 1, ErrorKind::Vendor).is_err());
-        calls.fail_by_chance(Operation::Copy, 10, ErrorKind::Vendor).unwrap();
-        calls.fail_by_chance(Operation::Copy, MILLION, ErrorKind::Vendor).unwrap();
-        calls.fail(Operation::Copy, 2..=2, ErrorKind::DeviceLost).unwrap();
-        let kinds = [(); 3].map(|()| calls.enter(Operation::Copy).unwrap_err().kind());
-        assert_eq!(kinds, [ErrorKind::Vendor, ErrorKind::DeviceLost, ErrorKind::Vendor]);
-        calls.fail_by_chance(Operation::Copy, 0, ErrorKind::Vendor).unwrap();
-        assert!(calls.enter(Operation::Copy).is_ok());
-        assert_eq!((calls.count(Operation::Copy), calls.faults(Operation::Copy)), (4, 3));
-    }
-
-    #[test]
-    fn counts_of_a_handle_outlive_it() {
-        let calls = Calls::new(0);
-        let tally = calls.open_tally();
-        calls.enter_handle(&tally, Operation::Gemm).unwrap();
-        assert_eq!(calls.count(Operation::Gemm), 1);
-        calls.close_tally(&tally);
-        assert_eq!(calls.count(Operation::Gemm), 1);
     }
 }

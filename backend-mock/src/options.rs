@@ -7,7 +7,8 @@ use std::time::Duration;
 use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transports, display_foreign};
 
 use crate::arena::Quarantine;
-use crate::operation::{MILLION, Operation};
+use crate::calls::MILLION;
+use crate::operation::Operation;
 
 /// The environment variable that [`MockOptions::from_environment`] reads.
 pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";

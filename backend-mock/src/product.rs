@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use highwater_hal::{AtomicsMode, DataType, DevicePtr, Epilogue, ErrorKind, GemmShape, MathMode, Result, Workspace};
 
+use crate::command::Command;
 use crate::device::Device;
 use crate::kernel::{Factor, OwnWorkspace, Product, intermediate_bytes, panels};
 use crate::operation::Operation;
-use crate::stream::{Command, Stream};
+use crate::stream::Stream;
 
 /// A scale of a product: `alpha` or `beta`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -208,36 +209,5 @@ impl RawProduct {
             commands += 2;
         }
         Ok(commands)
-    }
-}
-
-#[cfg(feature = "simulated")]
-impl crate::MockGpu {
-    /// Enqueues a product on a stream of `device`, with its intermediate results in `workspace`; without one it is a
-    /// single command. It counts as a call of [`Operation::Gemm`], and gives the number of commands.
-    ///
-    /// # Errors
-    /// `InvalidArgument` and `Unsupported` for what the product asks for, `InvalidPointer` for ranges that are not inside
-    /// one block of the device, `InvalidHandle` for an unknown stream, `WrongDevice` for a stream of another device.
-    ///
-    /// # Safety
-    /// As for [`BlasHandle::run_plan`](highwater_hal::BlasHandle::run_plan), and the workspace is used by nobody else
-    /// until the product has completed.
-    pub unsafe fn enqueue_product(
-        &self,
-        device: u32,
-        stream: highwater_hal::StreamId,
-        product: &RawProduct,
-        workspace: Option<Workspace>,
-    ) -> Result<usize> {
-        let (shared, operation) = (self.shared(), Operation::Gemm);
-        shared.calls.enter(operation)?;
-        let queue = shared.stream(operation, stream)?;
-        let found = shared.device(operation, device)?;
-        if stream.device() != device {
-            return Err(crate::gpu::wrong_device(operation, stream, "the product", device));
-        }
-        let room = workspace.map(|workspace| Room { workspace, own: None, limit: usize::MAX });
-        product.enqueue(operation, found, &queue, room, shared.gemm_gap)
     }
 }

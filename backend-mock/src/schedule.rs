@@ -24,7 +24,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, ReentrantMutex};
 
-use crate::operation::scramble;
+use crate::calls::CallObserver;
+use crate::engine::Scheduler;
+use crate::hash::scramble;
 use crate::stream::Stream;
 
 /// How long work waits for a call before it goes on by itself.
@@ -74,36 +76,6 @@ impl Schedule {
         })
     }
 
-    /// Takes in a stream that has work from here on.
-    pub(crate) fn add(&self, stream: &Arc<Stream>) {
-        let mut ready = self.ready.lock();
-        let priority = ready.draw();
-        ready.streams.push((Arc::clone(stream), priority));
-    }
-
-    /// Leaves out a stream that has no work any more.
-    pub(crate) fn remove(&self, stream: &Stream) {
-        let mut ready = self.ready.lock();
-        let index = ready.streams.iter().position(|(other, _)| std::ptr::eq(&**other, stream));
-        let removed = index.map(|index| ready.streams.remove(index));
-        drop(ready);
-        drop(removed);
-    }
-
-    /// A call is made: some work happens before it.
-    pub(crate) fn call(&self) {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        let portion = self.ready.lock().draw() % (self.most + 1);
-        self.go(portion, false);
-    }
-
-    /// Somebody asks how far the work is.
-    pub(crate) fn query(&self) {
-        let draw = self.ready.lock().draw();
-        // At times something, so that who asks again and again is told in the end.
-        self.go(if draw.is_multiple_of(2) { 0 } else { 1 + draw / 2 % 4 }, true);
-    }
-
     fn go(&self, portion: u64, host_code_too: bool) {
         for _ in 0..portion {
             // While another thread executes, that is enough: it may run code that waits for a lock of this one.
@@ -114,30 +86,10 @@ impl Schedule {
         }
     }
 
-    /// Lets happen what it takes.
-    pub(crate) fn wait(&self, is_done: impl Fn() -> bool) {
-        while !is_done() {
-            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
-            // What was executed meanwhile may have been all.
-            let is_stuck = !is_done() && !self.step(true);
-            drop(turn);
-            if is_stuck {
-                std::thread::sleep(NAP);
-            }
-        }
-    }
-
     /// Lets happen what it takes, unless another process is to come first.
     pub(crate) fn try_to_reach(&self, is_done: impl Fn() -> bool) {
         let _turn = self.turn.lock();
         while !is_done() && self.step(false) {}
-    }
-
-    /// Lets everything happen that was enqueued.
-    pub(crate) fn finish(&self) {
-        *self.over.lock() = true;
-        self.ended.notify_all();
-        self.wait(|| self.ready.lock().streams.is_empty());
     }
 
     /// Executes one operation, if there is a stream that can go on. To be called in turn.
@@ -159,7 +111,7 @@ impl Schedule {
             entry.1 = scramble(draw);
         }
         drop(ready);
-        stream.execute_one(self)
+        stream.execute_one()
     }
 
     /// How many operations happened without a call.
@@ -171,6 +123,55 @@ impl Schedule {
     pub(crate) fn watch(self: &Arc<Self>, name: String) -> std::io::Result<()> {
         let schedule = Arc::downgrade(self);
         std::thread::Builder::new().name(name).spawn(move || watch(&schedule, PATIENCE)).map(|_| ())
+    }
+}
+
+impl CallObserver for Schedule {
+    /// Lets some work happen before the call.
+    fn called(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let portion = self.ready.lock().draw() % (self.most + 1);
+        self.go(portion, false);
+    }
+}
+
+impl Scheduler for Schedule {
+    fn add(&self, stream: &Arc<Stream>) {
+        let mut ready = self.ready.lock();
+        let priority = ready.draw();
+        ready.streams.push((Arc::clone(stream), priority));
+    }
+
+    fn remove(&self, stream: &Stream) {
+        let mut ready = self.ready.lock();
+        let index = ready.streams.iter().position(|(other, _)| std::ptr::eq(&**other, stream));
+        let removed = index.map(|index| ready.streams.remove(index));
+        drop(ready);
+        drop(removed);
+    }
+
+    fn queried(&self) {
+        let draw = self.ready.lock().draw();
+        // At times something happens, so that a caller that asks again and again gets its answer in the end.
+        self.go(if draw.is_multiple_of(2) { 0 } else { 1 + draw / 2 % 4 }, true);
+    }
+
+    fn wait(&self, is_done: &dyn Fn() -> bool) {
+        while !is_done() {
+            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
+            // The commands that were executed meanwhile may have been all.
+            let is_stuck = !is_done() && !self.step(true);
+            drop(turn);
+            if is_stuck {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+
+    fn finish(&self) {
+        *self.over.lock() = true;
+        self.ended.notify_all();
+        self.wait(&|| self.ready.lock().streams.is_empty());
     }
 }
 
@@ -205,16 +206,19 @@ fn watch(schedule: &Weak<Schedule>, patience: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Device;
+    use crate::command::Command;
+    use crate::device::{Device, DeviceOptions};
     use crate::engine::Engine;
+    use crate::observer::Observers;
     use crate::operation::Operation;
-    use crate::stream::Command;
 
     const FILL: Command = Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 };
 
     fn engine(schedule: &Arc<Schedule>) -> Arc<Engine> {
-        let devices = vec![Device::new(0, 1 << 20).unwrap()];
-        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), Some(Arc::clone(schedule)), None)
+        let device = Device::new(0, 1 << 20, &DeviceOptions::default(), Observers::default()).unwrap();
+        let scheduler = Arc::<Schedule>::clone(schedule);
+        let name = "hw-mock-test".to_owned();
+        Engine::new(vec![Arc::new(device)], Duration::ZERO, name, Some(scheduler), Observers::default())
     }
 
     #[test]
@@ -253,7 +257,7 @@ mod tests {
         stream.enqueue(Operation::Fill, FILL).unwrap();
         let turn = schedule.turn.lock();
         std::thread::scope(|scope| {
-            scope.spawn(|| (0..100).for_each(|_| schedule.call())).join().unwrap();
+            scope.spawn(|| (0..100).for_each(|_| schedule.called())).join().unwrap();
         });
         assert_eq!(schedule.ready.lock().streams.len(), 1);
         drop(turn);

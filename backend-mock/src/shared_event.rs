@@ -38,10 +38,9 @@ use std::time::{Duration, Instant};
 use highwater_hal::{ErrorKind, EventHandle, Result};
 use rustix::thread::futex;
 
-use crate::event::Progress;
-use crate::ipc::{open_payload, seal_payload};
 use crate::mapping::Mapping;
 use crate::operation::Operation;
+use crate::payload::{open_payload, seal_payload};
 use crate::peers::{Peers, ProcessId};
 use crate::sealed_file::{self, Exported};
 
@@ -72,6 +71,17 @@ struct State {
 
 const STATE_BYTES: u64 = size_of::<State>() as u64;
 const _: () = assert!(STATE_BYTES == 16384);
+
+/// Where a point stands.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Progress {
+    /// The stream has not come there yet.
+    Ahead,
+    /// The stream came there at this time.
+    Reached(Instant),
+    /// The device was lost before.
+    Lost,
+}
 
 /// What a word of the ring says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

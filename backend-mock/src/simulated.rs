@@ -8,38 +8,19 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, ErrorKind, Location, Result, StreamId};
+use highwater_hal::{DevicePtr, ErrorKind, Location, Result, StreamId, Workspace};
 
 use crate::arena::Owner;
+pub use crate::command::Call;
+use crate::command::Command;
 use crate::event::Point;
-use crate::gpu::{MockGpu, Shared};
+use crate::gpu::MockGpu;
 use crate::imports::Source;
 use crate::mapping::Mapping;
 use crate::operation::Operation;
+use crate::product::{RawProduct, Room};
 use crate::sealed_file::{self, page_bytes};
-use crate::stream::{Command, Stream};
-
-/// Code that a stream's worker runs in its turn; more than once when a graph that recorded it is launched more than once.
-#[derive(Clone)]
-pub struct Call(Arc<dyn Fn() + Send + Sync>);
-
-impl Call {
-    /// Wraps the code. It must not wait for the stream that it runs on.
-    #[must_use]
-    pub fn new(code: impl Fn() + Send + Sync + 'static) -> Self {
-        Self(Arc::new(code))
-    }
-
-    pub(crate) fn run(&self) {
-        (self.0)();
-    }
-}
-
-impl fmt::Debug for Call {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Call")
-    }
-}
+use crate::state::{Shared, wrong_device};
 
 /// The inside of a mock, as simulated vendor libraries use it; keeps the devices alive.
 #[derive(Clone)]
@@ -70,7 +51,7 @@ impl Hooks {
     /// # Errors
     /// `Forked` in a forked child, else the fault that is due.
     pub fn enter(&self, operation: Operation) -> Result<()> {
-        self.0.calls.enter(operation)
+        self.0.calls.enter(operation).map(|_| ())
     }
 
     // ------------------------------------------------------------------ streams
@@ -93,8 +74,7 @@ impl Hooks {
     /// # Safety
     /// As there.
     pub unsafe fn enqueue_copy(&self, stream: StreamId, dst: Location, src: Location, bytes: usize) -> Result<()> {
-        let operation = Operation::Copy;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
         if bytes == 0 {
             return Ok(());
@@ -130,8 +110,7 @@ impl Hooks {
     /// # Errors
     /// As [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_write(&self, stream: StreamId, device: u32, ptr: DevicePtr, bytes: Vec<u8>) -> Result<()> {
-        let operation = Operation::Copy;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
         let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes.len())?;
         let engine = Arc::clone(&self.0.engine);
@@ -152,8 +131,7 @@ impl Hooks {
         bytes: usize,
         pattern: u64,
     ) -> Result<()> {
-        let operation = Operation::Fill;
-        self.0.calls.enter(operation)?;
+        let operation = self.0.calls.enter(Operation::Fill)?;
         let queue = self.0.stream(operation, stream)?;
         let dst = self.0.device(operation, device)?.range(operation, "destination", ptr, bytes)?;
         queue.enqueue(operation, Command::Fill { device, dst, bytes, pattern })
@@ -176,29 +154,26 @@ impl Hooks {
 
     /// Loses the capture that a stream takes part in, if any; `why` stands in the errors of the calls that follow.
     pub fn lose_capture(&self, stream: StreamId, why: &'static str) {
-        if let Ok(stream) = self.0.stream(Operation::IsCapturing, stream) {
-            stream.queue.lock().lose_capture(why);
+        if let Ok(stream) = self.0.stream(Operation::IsCapturing, stream)
+            && let Some(recorder) = stream.queue.lock().recorder()
+        {
+            recorder.lose(why);
         }
     }
 
     /// Whether the device was lost: by a command that panicked, or by [`MockGpu::lose_device`].
     #[must_use]
     pub fn is_lost(&self, device: u32) -> bool {
-        self.0.engine.devices.get(device as usize).is_some_and(crate::device::Device::is_lost)
-    }
-
-    fn streams(&self, device: u32) -> Vec<Arc<Stream>> {
-        let device = self.0.engine.devices.get(device as usize);
-        let streams = device.map(|device| device.streams.lock().clone()).unwrap_or_default();
-        streams.iter().filter_map(std::sync::Weak::upgrade).collect()
+        self.0.engine.devices.get(device as usize).is_some_and(|device| device.is_lost())
     }
 
     /// Waits until the device has executed everything that was enqueued before the call. Captures are not disturbed.
     pub fn wait_for_device(&self, device: u32) {
-        let clock = self.0.engine.clock_of(device);
-        for stream in self.streams(device) {
-            stream.drain();
+        if device >= self.0.devices {
+            return;
         }
+        let clock = self.0.engine.clock_of(device);
+        self.0.engine.streams_of(device).iter().for_each(|stream| stream.drain());
         self.0.engine.waited(clock);
     }
 
@@ -307,6 +282,36 @@ impl Hooks {
             return Ok(());
         }
         Err(operation.error(ErrorKind::InvalidPointer, format!("nothing can be mapped at {address:#x}")))
+    }
+}
+
+impl MockGpu {
+    /// Enqueues a product on a stream of `device`, with its intermediate results in `workspace`; without one it is a
+    /// single command. It counts as a call of [`Operation::Gemm`], and gives the number of commands.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `Unsupported` for what the product asks for, `InvalidPointer` for ranges that are not inside
+    /// one block of the device, `InvalidHandle` for an unknown stream, `WrongDevice` for a stream of another device.
+    ///
+    /// # Safety
+    /// As for [`BlasHandle::run_plan`](highwater_hal::BlasHandle::run_plan), and the workspace is used by nobody else
+    /// until the product has completed.
+    pub unsafe fn enqueue_product(
+        &self,
+        device: u32,
+        stream: StreamId,
+        product: &RawProduct,
+        workspace: Option<Workspace>,
+    ) -> Result<usize> {
+        let shared = self.shared();
+        let operation = shared.calls.enter(Operation::Gemm)?;
+        let queue = shared.stream(operation, stream)?;
+        let found = shared.device(operation, device)?;
+        if stream.device() != device {
+            return Err(wrong_device(operation, stream, "the product", device));
+        }
+        let room = workspace.map(|workspace| Room { workspace, own: None, limit: usize::MAX });
+        product.enqueue(operation, found, &queue, room, shared.gemm_gap)
     }
 }
 

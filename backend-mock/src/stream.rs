@@ -15,126 +15,17 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use highwater_hal::{Completion, DevicePtr, ErrorKind, GraphExecId, HostPtr, ObjectId, Result, StreamId};
+use highwater_hal::{Completion, DevicePtr, ErrorKind, GraphExecId, ObjectId, Result, StreamId};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::capture::Part;
-use crate::checks::Noted;
-use crate::device::{self, Device, Retired};
+use crate::command::{Command, Settled, Step};
+use crate::device::{self, Device};
 use crate::engine::Engine;
-use crate::event::{Point, Progress};
-use crate::kernel::{Panel, Product};
+use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
-use crate::races::clock::Clock;
-use crate::races::finder::Lane;
-use crate::races::shadow::Shadow;
-use crate::races::site::{OnStream, Origin};
-use crate::schedule::Schedule;
-
-/// One operation of a stream. Offsets are bytes from the start of a device's memory.
-#[derive(Debug, Clone)]
-pub(crate) enum Command {
-    CopyToDevice {
-        src: HostPtr,
-        dst: usize,
-        bytes: usize,
-        device: u32,
-    },
-    CopyToHost {
-        src: usize,
-        dst: HostPtr,
-        bytes: usize,
-        device: u32,
-    },
-    CopyOnDevices {
-        src: usize,
-        src_device: u32,
-        dst: usize,
-        dst_device: u32,
-        bytes: usize,
-    },
-    Fill {
-        device: u32,
-        dst: usize,
-        bytes: usize,
-        pattern: u64,
-    },
-    Record(Arc<Point>),
-    Wait(Arc<Point>),
-    /// Gives back the bytes of a block that was freed in stream order.
-    Release(Retired),
-    /// First half of a product: into the workspace.
-    Multiply(Arc<Product>, Panel),
-    /// Second half: from the workspace to the result.
-    Finish(Arc<Product>, Panel),
-    /// Both halves at once, for a product that was given no room for intermediate results.
-    MultiplyAndFinish(Arc<Product>),
-    /// Runs code of the host.
-    #[cfg(feature = "simulated")]
-    Call(crate::simulated::Call),
-    #[cfg(test)]
-    Panic,
-}
-
-/// A command with where it comes from, which the race finder wants to know.
-#[derive(Debug, Clone)]
-pub(crate) struct Step {
-    pub(crate) command: Command,
-    pub(crate) origin: Option<Arc<Origin>>,
-}
-
-impl Step {
-    /// For commands that touch no memory.
-    pub(crate) fn nameless(command: Command) -> Self {
-        Self { command, origin: None }
-    }
-}
-
-/// A point that the stream has come to, to be settled together with the count of completed commands.
-type Settled = Option<(Arc<Point>, Progress)>;
-
-impl Command {
-    fn execute(self, engine: &Engine, device: &Device) -> Settled {
-        let memory = |ordinal: u32| &engine.devices[ordinal as usize].memory;
-        match self {
-            // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
-            // copy has completed, and the range was found inside a page-locked block.
-            Self::CopyToDevice { src, dst, bytes, device } => unsafe { memory(device).write(dst, src.as_ptr(), bytes) },
-            // SAFETY: as above, and that nobody else reads or writes the destination.
-            Self::CopyToHost { src, dst, bytes, device } => unsafe { memory(device).read(src, dst.as_ptr(), bytes) },
-            Self::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
-                memory(dst_device).copy_from(dst, memory(src_device), src, bytes);
-            }
-            Self::Fill { device, dst, bytes, pattern } => memory(device).fill(dst, bytes, pattern),
-            Self::Record(point) => return Some((point, Progress::Reached(Instant::now()))),
-            Self::Wait(point) => {
-                if point.wait().is_none() {
-                    // What was to come before will never come, and what follows relies on it.
-                    device.lose();
-                }
-            }
-            Self::Release(block) => device.release(block),
-            Self::Multiply(product, panel) => product.multiply(memory(product.device), panel),
-            Self::Finish(product, panel) => product.finish(memory(product.device), panel),
-            Self::MultiplyAndFinish(product) => product.multiply_and_finish(memory(product.device)),
-            #[cfg(feature = "simulated")]
-            Self::Call(call) => call.run(),
-            #[cfg(test)]
-            Self::Panic => panic!("a command that panics, as the test asked"),
-        }
-        None
-    }
-
-    /// What is left to do when the device was lost before the command's turn came.
-    fn give_up(self, device: &Device) -> Settled {
-        match self {
-            Self::Record(point) => return Some((point, Progress::Lost)),
-            Self::Release(block) => device.release(block),
-            _ => {}
-        }
-        None
-    }
-}
+use crate::recording::{Part, Recorder};
+use crate::shared_event::Progress;
+use crate::uses::{touches, uses};
 
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -149,14 +40,14 @@ pub(crate) struct Stream {
     arrived: Condvar,
     /// Told when a command has been executed.
     passed: Condvar,
-    /// Its lane, where races are looked for.
-    pub(crate) lane: Option<Lane>,
+    /// The lane that the order observer gave it; 0 without one.
+    lane: usize,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    /// With the note that test mode took of each.
-    commands: VecDeque<(Command, Option<Noted>)>,
+    /// With the use observer's note of each.
+    commands: VecDeque<(Command, Option<Note>)>,
     enqueued: u64,
     completed: u64,
     /// Whether a worker was started, or the stream stands in the list of the schedule.
@@ -166,6 +57,22 @@ pub(crate) struct Queue {
     closed: bool,
     /// The capture that the stream takes part in; it may have ended since.
     pub(crate) part: Option<Part>,
+}
+
+impl Queue {
+    /// Returns the recording that commands go into; `None` if the stream takes part in no capture.
+    pub(crate) fn recorder(&self) -> Option<Recorder<'_>> {
+        self.part.as_ref()?.recorder()
+    }
+
+    /// Refuses to tell how far a stream is that records. Asking loses the capture.
+    pub(crate) fn refuse_to_answer(&self, operation: Operation) -> Result<()> {
+        let Some(recorder) = self.recorder() else { return Ok(()) };
+        recorder.lose("somebody asked or waited for a stream that takes part in it");
+        Err(operation
+            .error(ErrorKind::Capture, "the stream takes part in a capture, which is lost by this call")
+            .with_hint("end the capture first, launch the graph, and ask for the stream of the launch"))
+    }
 }
 
 impl Stream {
@@ -188,11 +95,9 @@ impl Stream {
             queue: Mutex::new(Queue::default()),
             arrived: Condvar::new(),
             passed: Condvar::new(),
-            lane: engine.races.as_ref().map(|races| races.lane(ordinal)),
+            lane: engine.observers.order.as_ref().map_or(0, |order| order.stream_opened(ordinal)),
         });
-        let mut streams = engine.devices[ordinal as usize].streams.lock();
-        streams.retain(|other| other.strong_count() > 0);
-        streams.push(Arc::downgrade(&stream));
+        engine.add_stream(&stream);
         stream
     }
 
@@ -218,36 +123,48 @@ impl Stream {
         }
         let step = Step { command, origin: origin.clone() };
         let mut queue = self.open_queue(operation)?;
-        if let Some(recorder) = queue.recording() {
-            return recorder.record(operation, step, self);
+        if let Some(recorder) = queue.recorder() {
+            return self.capture(recorder, operation, step);
         }
         self.push(operation, &mut queue, [step], None)
     }
 
-    /// The call that is being made, where races are looked for. To be asked before any lock is taken.
-    pub(crate) fn origin(&self, operation: Operation) -> Option<Arc<Origin>> {
-        self.lane.as_ref().map(|lane| lane.finder.origin(operation))
+    fn order(&self) -> Option<&dyn OrderObserver> {
+        self.engine.observers.order.as_deref()
     }
 
-    /// Shows the race finder memory that is there from this point of the stream on.
+    /// Returns the call that is being made, if an observer wants to know. The caller must hold no lock.
+    pub(crate) fn origin(&self, operation: Operation) -> Option<Arc<Origin>> {
+        self.order().map(|order| order.origin(operation))
+    }
+
+    /// Tells the order observer that memory exists from this point of the stream on.
     pub(crate) fn note_allocation(&self, operation: Operation, ptr: DevicePtr, bytes: u64) {
-        if let Some(lane) = &self.lane
+        if let Some(order) = self.order()
             && let Some(touch) = self.device().touch(ptr.get(), bytes)
         {
-            lane.allocated(lane.finder.origin(operation), touch, self.named());
+            let origin = order.origin(operation);
+            order.begins(self.lane);
+            order.uses(self.named(), &origin, None, &[touch], false);
         }
     }
 
-    /// The stream as reports of races name it.
-    pub(crate) fn named(&self) -> OnStream {
-        OnStream { id: self.id.get().copied(), is_legacy: self.is_legacy, device: self.device }
+    /// Returns the stream as observers know it.
+    fn named(&self) -> OnStream {
+        OnStream { lane: self.lane, id: self.id.get().copied(), is_legacy: self.is_legacy, device: self.device }
     }
 
-    /// Shows the race finder a command that a capture records as the latest of its stream with this index and clock.
-    pub(crate) fn note_recorded(&self, step: &Step, part: (usize, &Clock, &mut Shadow)) {
-        if let (Some(lane), Some(origin)) = (&self.lane, &step.origin) {
-            lane.recorded(&step.command, Arc::clone(origin), (&self.engine, self.named()), part);
-        }
+    /// Has the capture that the stream takes part in record a command.
+    fn capture(&self, mut recorder: Recorder<'_>, operation: Operation, step: Step) -> Result<()> {
+        recorder.check(operation, &step)?;
+        let observed = self.order().zip(step.origin.clone());
+        recorder.record(step, |step, notes, part| {
+            if let Some((order, origin)) = observed {
+                let (touched, _) = touches(&step.command, &self.engine.devices, self.device());
+                order.captured(notes, self.named(), &origin, &touched, part);
+            }
+        });
+        Ok(())
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -256,7 +173,7 @@ impl Stream {
 
     /// Whether a capture records what is enqueued.
     pub(crate) fn is_recording(&self) -> bool {
-        self.queue.lock().recording().is_some()
+        self.queue.lock().recorder().is_some()
     }
 
     /// The queue of a stream that takes commands.
@@ -278,55 +195,68 @@ impl Stream {
         steps: impl IntoIterator<Item = Step>,
         launch: Option<(Arc<Origin>, GraphExecId)>,
     ) -> Result<()> {
-        if !queue.has_worker && self.engine.schedule.is_none() {
+        if !queue.has_worker && self.engine.scheduler.is_none() {
             self.engine.start_worker(operation, self)?;
             queue.has_worker = true;
         }
-        if let Some(lane) = &self.lane {
-            lane.begin();
-            if let Some((origin, exec)) = &launch {
-                let exec = exec.parts();
-                let number = u64::from(exec.slot) << 32 | u64::from(exec.generation.get());
-                lane.launched(number, origin, self.named());
+        let stream = self.named();
+        let launch = launch.as_ref().map(|(origin, exec)| (origin, Touch::graph(exec.parts())));
+        if let Some(order) = self.order() {
+            order.begins(self.lane);
+            if let Some((origin, touch)) = &launch {
+                order.uses(stream, origin, None, &[*touch], false);
             }
         }
-        let checks = self.device().checks.as_ref();
+        let launch = launch.map(|(origin, _)| origin);
         let before = queue.commands.len();
-        queue.commands.extend(steps.into_iter().map(|Step { command, origin }| {
-            let id = self.id.get().copied();
-            if let Some(lane) = &self.lane {
-                let launch = launch.as_ref().map(|(origin, _)| origin);
-                lane.command(&command, origin.as_ref(), launch, (&self.engine, self.named()));
-            }
-            let noted = checks.and_then(|checks| checks.note(operation, &command, &self.engine, self.device, id));
-            (command, noted)
+        queue.commands.extend(steps.into_iter().map(|step| {
+            self.tell_order(&step, launch, stream);
+            let watcher = self.engine.observers.uses.as_ref();
+            let note = watcher
+                .and_then(|watcher| watcher.enqueued(operation, stream, uses(&step.command, &self.engine.devices)));
+            (step.command, note)
         }));
         queue.enqueued += (queue.commands.len() - before) as u64;
-        if let Some(schedule) = &self.engine.schedule
+        if let Some(scheduler) = &self.engine.scheduler
             && !queue.has_worker
             && !queue.commands.is_empty()
         {
-            schedule.add(self);
+            scheduler.add(self);
             queue.has_worker = true;
         }
         self.arrived.notify_one();
         Ok(())
     }
 
+    /// Tells the order observer of a command of the operation that began.
+    fn tell_order(&self, step: &Step, launch: Option<&Arc<Origin>>, stream: OnStream) {
+        let Some(order) = self.order() else { return };
+        match &step.command {
+            Command::Record(point) => order.records(self.lane, &point.observed),
+            Command::Wait(point) => order.waits(self.lane, &point.observed),
+            command => {
+                if let Some(origin) = &step.origin {
+                    let (touched, frees) = touches(command, &self.engine.devices, self.device());
+                    order.uses(stream, origin, launch, &touched, frees);
+                }
+            }
+        }
+    }
+
     /// Takes no more commands; those in the queue are still executed.
     pub(crate) fn close(&self) {
         let mut queue = self.queue.lock();
         queue.closed = true;
-        let recorded = queue.leave_capture();
+        let part = queue.part.take().map(Part::leave);
         drop(queue);
         self.arrived.notify_one();
-        drop(recorded);
+        drop(part);
     }
 
     pub(crate) fn query(&self, operation: Operation) -> Result<Completion> {
         self.device().check_not_lost(operation)?;
-        if let Some(schedule) = &self.engine.schedule {
-            schedule.query();
+        if let Some(scheduler) = &self.engine.scheduler {
+            scheduler.queried();
         }
         let queue = self.queue.lock();
         queue.refuse_to_answer(operation)?;
@@ -336,8 +266,8 @@ impl Stream {
     /// Whether all that was enqueued has been executed, which the host knows from here on.
     fn has_completed(&self, queue: &Queue) -> bool {
         let completed = queue.completed == queue.enqueued;
-        if let Some(lane) = self.lane.as_ref().filter(|_| completed) {
-            lane.finder.host_waited(&lane.clock());
+        if let Some(order) = self.order().filter(|_| completed) {
+            order.host_waited(&order.clock_of_stream(self.lane));
         }
         completed
     }
@@ -351,18 +281,18 @@ impl Stream {
     }
 
     fn wait_for_all(&self, mut queue: MutexGuard<'_, Queue>) {
-        let (target, clock) = (queue.enqueued, self.lane.as_ref().map(Lane::clock));
-        if let Some(schedule) = &self.engine.schedule {
+        let (target, clock) = (queue.enqueued, self.order().map(|order| order.clock_of_stream(self.lane)));
+        if let Some(scheduler) = &self.engine.scheduler {
             drop(queue);
-            schedule.wait(|| self.queue.lock().completed >= target);
+            scheduler.wait(&|| self.queue.lock().completed >= target);
         } else {
             while queue.completed < target {
                 self.passed.wait(&mut queue);
             }
             drop(queue);
         }
-        if let (Some(lane), Some(clock)) = (&self.lane, clock) {
-            lane.finder.host_waited(&clock);
+        if let (Some(order), Some(clock)) = (self.order(), clock) {
+            order.host_waited(&clock);
         }
     }
 
@@ -394,11 +324,11 @@ impl Stream {
     }
 
     /// Executes a command that was taken out of the queue.
-    fn execute(&self, queue: &mut MutexGuard<'_, Queue>, (command, noted): (Command, Option<Noted>)) {
+    fn execute(&self, queue: &mut MutexGuard<'_, Queue>, (command, note): (Command, Option<Note>)) {
         let settled = MutexGuard::unlocked(queue, || {
             let settled = self.run(command);
             // Before anybody can see that the command has been executed.
-            drop(noted);
+            drop(note);
             settled
         });
         // Both under the lock: who sees the point reached finds the stream as far, and the other way round.
@@ -426,8 +356,8 @@ impl Stream {
         }
     }
 
-    /// Executes the next command, in the turn of a schedule. `false` where there is none.
-    pub(crate) fn execute_one(&self, schedule: &Schedule) -> bool {
+    /// Executes the next command for the scheduler. Returns false if there is none.
+    pub(crate) fn execute_one(&self) -> bool {
         let mut queue = self.queue.lock();
         let Some(front) = queue.commands.pop_front() else { return false };
         queue.is_busy = true;
@@ -435,7 +365,9 @@ impl Stream {
         queue.is_busy = false;
         if queue.commands.is_empty() {
             queue.has_worker = false;
-            schedule.remove(self);
+            if let Some(scheduler) = &self.engine.scheduler {
+                scheduler.remove(self);
+            }
         }
         true
     }
@@ -467,20 +399,32 @@ impl Stream {
         }
         // Unwind safety: what a panicking command leaves half done is device memory, whose contents are unspecified
         // from then on, and the device is lost with it.
-        catch_unwind(AssertUnwindSafe(|| command.execute(&self.engine, device))).unwrap_or_else(|_| {
+        catch_unwind(AssertUnwindSafe(|| command.execute(&self.engine.devices, device))).unwrap_or_else(|_| {
             device.lose();
             None
         })
     }
 }
 
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let Some(order) = self.order() {
+            order.stream_ended(self.lane);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::DeviceOptions;
+    use crate::event::Point;
+    use crate::observer::Observers;
 
     fn engine() -> Arc<Engine> {
-        let devices = (0..2).map(|ordinal| Device::new(ordinal, 1 << 20).unwrap()).collect();
-        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), None, None)
+        let device = |ordinal| Device::new(ordinal, 1 << 20, &DeviceOptions::default(), Observers::default()).unwrap();
+        let devices = (0..2).map(|ordinal| Arc::new(device(ordinal))).collect();
+        Engine::new(devices, Duration::ZERO, "hw-mock-test".to_owned(), None, Observers::default())
     }
 
     #[test]
@@ -520,7 +464,7 @@ mod tests {
         let last = Stream::new(&engine, 0);
         last.enqueue(Operation::Fill, Command::Fill { device: 0, dst: 0, bytes: 8, pattern: 1 }).unwrap();
         assert!(engine.workers.lock().len() <= 2, "{} workers are kept", engine.workers.lock().len());
-        assert!(engine.devices[0].streams.lock().len() <= 2);
+        assert!(engine.streams_of(0).len() <= 2);
         engine.stop();
     }
 }

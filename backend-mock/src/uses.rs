@@ -1,134 +1,18 @@
-//! Which memory a command reads and writes, for test mode and for the race finder.
+//! Which memory a command reads and writes, for observers.
 
-use std::fmt;
 use std::sync::Arc;
 
-use highwater_hal::{DevicePtr, Transpose};
+use highwater_hal::Transpose;
 
-use crate::engine::Engine;
+use crate::command::Command;
+use crate::device::{Device, Retired};
 use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
-use crate::stream::Command;
-
-/// Whose addresses a range is in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Space {
-    Host,
-    Device(u32),
-}
-
-/// A range of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Range {
-    pub(crate) space: Space,
-    pub(crate) address: u64,
-    pub(crate) bytes: u64,
-}
-
-impl Range {
-    pub(crate) fn meets(&self, other: &Self) -> bool {
-        self.space == other.space
-            && self.address < other.address.saturating_add(other.bytes)
-            && other.address < self.address.saturating_add(self.bytes)
-    }
-}
-
-impl fmt::Display for Range {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, address, bytes } = *self;
-        match space {
-            Space::Host => write!(f, "{bytes} bytes of page-locked memory at {address:#x}"),
-            Space::Device(device) => write!(f, "{bytes} bytes at {:?} of device {device}", DevicePtr::new(address)),
-        }
-    }
-}
-
-/// Which bytes of a range are meant: columns of equal length at equal distances, in parts at equal distances. Tiles of one
-/// matrix lie between each other without sharing a byte.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Layout {
-    column: u64,
-    columns: u64,
-    column_step: u64,
-    parts: u64,
-    part_step: u64,
-}
-
-impl Layout {
-    /// All of so many bytes.
-    pub(crate) const fn whole(bytes: u64) -> Self {
-        Self { column: bytes, columns: 1, column_step: bytes, parts: 1, part_step: bytes }
-    }
-
-    /// Column-major matrices of so many rows and columns; the distances of columns and of matrices in elements.
-    fn matrices(rows: usize, columns: (usize, usize), parts: (usize, usize), size: usize) -> Self {
-        let bytes = |elements: usize| (elements * size) as u64;
-        let ((columns, ld), (parts, stride)) = (columns, parts);
-        let mut layout = Self {
-            column: bytes(rows),
-            columns: columns as u64,
-            column_step: bytes(ld),
-            parts: if stride == 0 { parts.min(1) } else { parts } as u64,
-            part_step: bytes(stride),
-        };
-        if layout.columns == 1 || layout.column_step == layout.column {
-            layout.column *= layout.columns;
-            (layout.columns, layout.column_step) = (1, layout.column);
-        }
-        if layout.columns == 1 && layout.part_step == layout.column {
-            layout.column *= layout.parts;
-            (layout.parts, layout.part_step) = (1, layout.column);
-        }
-        layout
-    }
-
-    /// Bytes from the first to behind the last one.
-    fn extent(&self) -> u64 {
-        if self.column == 0 || self.columns == 0 || self.parts == 0 {
-            return 0;
-        }
-        (self.parts - 1) * self.part_step + (self.columns - 1) * self.column_step + self.column
-    }
-
-    /// Offset and length of each piece without gaps.
-    pub(crate) fn runs(self) -> impl Iterator<Item = (u64, u64)> {
-        (0..self.parts).flat_map(move |part| {
-            (0..self.columns).map(move |column| (part * self.part_step + column * self.column_step, self.column))
-        })
-    }
-}
-
-/// What memory is to a command.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
-    Operand,
-    /// Room for the intermediate results of the product with this mark.
-    Workspace {
-        product: usize,
-        of_handle: bool,
-    },
-}
-
-/// What one command does to one range.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Use {
-    /// From the first to the last byte.
-    pub(crate) range: Range,
-    pub(crate) layout: Layout,
-    pub(crate) writes: bool,
-    pub(crate) role: Role,
-}
-
-impl Use {
-    /// Whether the memory is the mock's own, which the last product that uses it gives back.
-    pub(crate) fn is_of_handle(&self) -> bool {
-        matches!(self.role, Role::Workspace { of_handle: true, .. })
-    }
-}
+use crate::observer::{Layout, Range, Role, Space, Store, Touch, Use};
 
 /// What a command reads and writes.
-pub(crate) fn uses(command: &Command, engine: &Engine) -> Vec<Use> {
+pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     let on = |device: u32, offset: usize, layout: Layout, writes: bool| {
-        let address = engine.devices[device as usize].memory.base() + offset as u64;
+        let address = devices[device as usize].memory.base() + offset as u64;
         let range = Range { space: Space::Device(device), address, bytes: layout.extent() };
         Use { range, layout, writes, role: Role::Operand }
     };
@@ -173,6 +57,22 @@ pub(crate) fn uses(command: &Command, engine: &Engine) -> Vec<Use> {
     };
     uses.retain(|used| used.range.bytes > 0);
     uses
+}
+
+/// Returns the memory that a command of `device` touches and where it lies, and whether the command frees it. Memory that
+/// was closed meanwhile is left out.
+pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Device) -> (Vec<Touch>, bool) {
+    if let Command::Release(Retired { ptr, bytes, .. }) = *command {
+        return (device.touch(ptr.get(), bytes).into_iter().collect(), true);
+    }
+    let touched = uses(command, devices).into_iter().filter_map(|used| {
+        let (store, start) = match used.range.space {
+            Space::Host => (Store::Host, used.range.address),
+            Space::Device(device) => devices[device as usize].place(used.range.address)?,
+        };
+        Some(Touch { store, start, used })
+    });
+    (touched.collect(), false)
 }
 
 type On<'a> = &'a dyn Fn(u32, usize, Layout, bool) -> Use;
@@ -222,23 +122,4 @@ fn workspace(product: &Arc<Product>, panel: Panel, writes: bool, on: On<'_>) -> 
     let bytes = panel.rows * panel.columns * panel.batches * intermediate_bytes(product.shape.data_type);
     let role = Role::Workspace { product: Arc::as_ptr(product).addr(), of_handle: product.own.is_some() };
     Use { role, ..on(product.device, product.workspace, Layout::whole(bytes as u64), writes) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn runs(layout: Layout) -> Vec<(u64, u64)> {
-        layout.runs().collect()
-    }
-
-    #[test]
-    fn packed_matrices_are_one_run_and_padded_ones_a_run_for_each_column() {
-        assert_eq!(runs(Layout::matrices(3, (4, 3), (2, 12), 4)), [(0, 96)]);
-        assert_eq!(runs(Layout::matrices(3, (2, 5), (2, 100), 4)), [(0, 12), (20, 12), (400, 12), (420, 12)]);
-        assert_eq!(runs(Layout::matrices(3, (1, 5), (2, 5), 2)), [(0, 6), (10, 6)]);
-        assert_eq!(runs(Layout::matrices(3, (2, 3), (5, 0), 1)), [(0, 6)], "one matrix for the whole batch");
-        assert_eq!(Layout::matrices(3, (2, 5), (2, 100), 4).extent(), 400 + 20 + 12);
-        assert_eq!(Layout::matrices(0, (2, 5), (2, 100), 4).extent(), 0);
-    }
 }

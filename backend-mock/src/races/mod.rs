@@ -53,13 +53,12 @@
 //!
 //! [`examples`] are twenty mistakes and their corrections; [`measure`] runs them.
 
-pub(crate) mod clock;
 pub mod examples;
 pub(crate) mod finder;
 mod measure;
 mod report;
-pub(crate) mod shadow;
-pub(crate) mod site;
+mod shadow;
+mod site;
 
 pub use measure::{Detail, Measured, measure};
 pub use report::{Bytes, Place, Race, RaceKind};

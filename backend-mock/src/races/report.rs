@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use highwater_hal::StreamId;
 
+use crate::observer::{Origin, Range, Space};
 use crate::operation::Operation;
 use crate::races::shadow::Access;
-use crate::races::site::{Frame, Origin, Site, first_of_program};
-use crate::uses::{Range, Space};
+use crate::races::site::{Frame, Site, first_of_program};
 
 /// What is wrong between two operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -7,18 +7,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use crate::observer::{Range, Store};
 use crate::races::site::Site;
-use crate::uses::Range;
-
-/// Where bytes are, whatever addresses they are reached by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Store {
-    Host,
-    /// A memory file, by its inode.
-    File(u64),
-    /// An executable graph, of which one launch runs at a time.
-    Graph,
-}
 
 /// One operation, as a byte that it touched remembers it.
 #[derive(Debug, Clone)]
@@ -114,7 +104,7 @@ fn split(segments: &mut BTreeMap<u64, Segment>, place: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::uses::Space;
+    use crate::observer::Space;
 
     fn access(lane: usize, number: u64, writes: bool) -> Access {
         let range = Range { space: Space::Host, address: 0, bytes: 1 };

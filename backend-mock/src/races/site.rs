@@ -1,43 +1,11 @@
 //! Where an operation comes from: which call of the backend, on which thread, and from which place of the program.
 
-use std::backtrace::{Backtrace, BacktraceStatus};
+use std::backtrace::BacktraceStatus;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use highwater_hal::StreamId;
-
-use crate::operation::Operation;
-
-/// A call of the backend.
-#[derive(Debug)]
-pub(crate) struct Origin {
-    /// Counts the calls that the finder has seen.
-    pub(crate) serial: u64,
-    pub(crate) operation: Operation,
-    /// Which call of that operation.
-    pub(crate) call: u64,
-    pub(crate) thread: String,
-    pub(crate) backtrace: Option<Backtrace>,
-}
-
-/// The stream that an operation runs on, as messages name it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OnStream {
-    pub(crate) id: Option<StreamId>,
-    pub(crate) is_legacy: bool,
-    pub(crate) device: u32,
-}
-
-impl fmt::Display for OnStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.id {
-            Some(id) => write!(f, "{id:?}"),
-            None if self.is_legacy => write!(f, "the legacy default stream of device {}", self.device),
-            None => write!(f, "the default stream of a thread on device {}", self.device),
-        }
-    }
-}
+use crate::observer::{OnStream, Origin};
 
 /// Where an operation comes from.
 #[derive(Debug)]
@@ -55,7 +23,8 @@ impl Site {
     #[cfg(test)]
     pub(crate) fn nowhere() -> Arc<Self> {
         let thread = String::new();
-        let origin = Origin { serial: 0, operation: Operation::Copy, call: 0, thread, backtrace: None };
+        let operation = crate::operation::Operation::Copy;
+        let origin = Origin { serial: 0, operation, call: 0, thread, backtrace: None };
         Arc::new(Self { origin: Arc::new(origin), stream: None, recorded: None, in_capture: false })
     }
 }

@@ -1,0 +1,142 @@
+//! The commands that streams execute.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use highwater_hal::HostPtr;
+
+use crate::device::{Device, Retired};
+use crate::event::Point;
+use crate::kernel::{Panel, Product};
+use crate::observer::Origin;
+use crate::shared_event::Progress;
+
+/// One operation of a stream. Offsets are bytes from the start of a device's memory.
+#[derive(Debug, Clone)]
+pub(crate) enum Command {
+    CopyToDevice {
+        src: HostPtr,
+        dst: usize,
+        bytes: usize,
+        device: u32,
+    },
+    CopyToHost {
+        src: usize,
+        dst: HostPtr,
+        bytes: usize,
+        device: u32,
+    },
+    CopyOnDevices {
+        src: usize,
+        src_device: u32,
+        dst: usize,
+        dst_device: u32,
+        bytes: usize,
+    },
+    Fill {
+        device: u32,
+        dst: usize,
+        bytes: usize,
+        pattern: u64,
+    },
+    Record(Arc<Point>),
+    Wait(Arc<Point>),
+    /// Gives back the bytes of a block that was freed in stream order.
+    Release(Retired),
+    /// First half of a product: into the workspace.
+    Multiply(Arc<Product>, Panel),
+    /// Second half: from the workspace to the result.
+    Finish(Arc<Product>, Panel),
+    /// Both halves at once, for a product that was given no room for intermediate results.
+    MultiplyAndFinish(Arc<Product>),
+    /// Runs code of the host.
+    #[cfg(feature = "simulated")]
+    Call(Call),
+    #[cfg(test)]
+    Panic,
+}
+
+/// A command with where it comes from, which the race finder wants to know.
+#[derive(Debug, Clone)]
+pub(crate) struct Step {
+    pub(crate) command: Command,
+    pub(crate) origin: Option<Arc<Origin>>,
+}
+
+impl Step {
+    /// For commands that touch no memory.
+    pub(crate) fn nameless(command: Command) -> Self {
+        Self { command, origin: None }
+    }
+}
+
+/// A point that the stream has come to, to be settled together with the count of completed commands.
+pub(crate) type Settled = Option<(Arc<Point>, Progress)>;
+
+impl Command {
+    pub(crate) fn execute(self, devices: &[Arc<Device>], device: &Device) -> Settled {
+        let memory = |ordinal: u32| &devices[ordinal as usize].memory;
+        match self {
+            // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
+            // copy has completed, and the range was found inside a page-locked block.
+            Self::CopyToDevice { src, dst, bytes, device } => unsafe { memory(device).write(dst, src.as_ptr(), bytes) },
+            // SAFETY: as above, and that nobody else reads or writes the destination.
+            Self::CopyToHost { src, dst, bytes, device } => unsafe { memory(device).read(src, dst.as_ptr(), bytes) },
+            Self::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
+                memory(dst_device).copy_from(dst, memory(src_device), src, bytes);
+            }
+            Self::Fill { device, dst, bytes, pattern } => memory(device).fill(dst, bytes, pattern),
+            Self::Record(point) => return Some((point, Progress::Reached(Instant::now()))),
+            Self::Wait(point) => {
+                if point.wait().is_none() {
+                    // What was to come before will never come, and what follows relies on it.
+                    device.lose();
+                }
+            }
+            Self::Release(block) => device.release(block),
+            Self::Multiply(product, panel) => product.multiply(memory(product.device), panel),
+            Self::Finish(product, panel) => product.finish(memory(product.device), panel),
+            Self::MultiplyAndFinish(product) => product.multiply_and_finish(memory(product.device)),
+            #[cfg(feature = "simulated")]
+            Self::Call(call) => call.run(),
+            #[cfg(test)]
+            Self::Panic => panic!("a command that panics, as the test asked"),
+        }
+        None
+    }
+
+    /// What is left to do when the device was lost before the command's turn came.
+    pub(crate) fn give_up(self, device: &Device) -> Settled {
+        match self {
+            Self::Record(point) => return Some((point, Progress::Lost)),
+            Self::Release(block) => device.release(block),
+            _ => {}
+        }
+        None
+    }
+}
+
+/// Code that a stream's worker runs in its turn; more than once when a graph that recorded it is launched more than once.
+#[cfg(feature = "simulated")]
+#[derive(Clone)]
+pub struct Call(Arc<dyn Fn() + Send + Sync>);
+
+#[cfg(feature = "simulated")]
+impl Call {
+    /// Wraps the code. It must not wait for the stream that it runs on.
+    #[must_use]
+    pub fn new(code: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(code))
+    }
+
+    pub(crate) fn run(&self) {
+        (self.0)();
+    }
+}
+
+#[cfg(feature = "simulated")]
+impl std::fmt::Debug for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Call")
+    }
+}

@@ -1,0 +1,320 @@
+//! What the engine tells those who watch it: plain data, and a trait for each kind of observer.
+//!
+//! The engine knows nothing of its observers. It tells a [`UseObserver`] which memory each command uses until it has been
+//! executed, and an [`OrderObserver`] what orders the commands. Test mode is the first, the race finder the second. Without
+//! observers, each hook costs one check of a null pointer.
+//!
+//! Observers change nothing in the engine and call nothing of it, so a hook may be called under any of the engine's locks.
+
+use std::any::Any;
+use std::backtrace::Backtrace;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use highwater_hal::{DevicePtr, IdParts, StreamId};
+
+use crate::clock::Clock;
+use crate::operation::Operation;
+
+/// The observers of one backend.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Observers {
+    pub(crate) uses: Option<Arc<dyn UseObserver>>,
+    pub(crate) order: Option<Arc<dyn OrderObserver>>,
+}
+
+/// An observer of which memory the commands that have not been executed yet use.
+pub(crate) trait UseObserver: fmt::Debug + Send + Sync {
+    /// Notes a command that is about to be enqueued. The engine drops the note once the command has been executed, before
+    /// anybody can see that.
+    fn enqueued(&self, operation: Operation, stream: OnStream, uses: Vec<Use>) -> Option<Note>;
+
+    /// Returns the number of commands noted so far.
+    fn noted(&self) -> u64;
+
+    /// Notes that memory changes hands. `how` completes the sentence "the bytes ...". Only the first `noted` commands
+    /// must not use the bytes any more.
+    fn changed_hands(&self, noted: u64, operation: Operation, how: &str, range: Range);
+
+    /// Returns whether a command that has not been executed uses a range.
+    fn is_in_use(&self, range: Range) -> bool;
+}
+
+/// An observer's note of a command.
+pub(crate) type Note = Box<dyn Any + Send>;
+
+/// An observer of what orders the commands, and of the memory that they use. The engine calls it in the thread that makes
+/// the call of the backend.
+pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
+    /// Returns the call that is being made. The engine asks before it takes any lock.
+    fn origin(&self, operation: Operation) -> Arc<Origin>;
+
+    /// Notes a new stream of a device, and returns the lane that its commands go into.
+    fn stream_opened(&self, device: u32) -> usize;
+
+    /// Notes that a stream is gone.
+    fn stream_ended(&self, lane: usize);
+
+    /// Counts the next operation of a stream, which the host calls now.
+    fn begins(&self, lane: usize);
+
+    /// Notes that the operation records a point of its stream.
+    fn records(&self, lane: usize, point: &Observed);
+
+    /// Notes that the operation has its stream wait for a point.
+    fn waits(&self, lane: usize, point: &Observed);
+
+    /// Notes the memory that a command of the operation uses. `launch` is the launch that executes the command, if a graph
+    /// recorded it.
+    fn uses(
+        &self,
+        stream: OnStream,
+        origin: &Arc<Origin>,
+        launch: Option<&Arc<Origin>>,
+        touched: &[Touch],
+        frees: bool,
+    );
+
+    /// Notes the memory that a command uses which a capture records. `index` and `clock` are those of its stream in the
+    /// capture. The capture keeps `notes` for the observer.
+    fn captured(
+        &self,
+        notes: &mut Option<Note>,
+        stream: OnStream,
+        origin: &Arc<Origin>,
+        touched: &[Touch],
+        part: (usize, &Clock),
+    );
+
+    /// Returns what comes before the next operation of a stream.
+    fn clock_of_stream(&self, lane: usize) -> Clock;
+
+    /// Returns what comes before the end of all that was called for a device so far, also on streams that are gone.
+    fn clock_of_device(&self, device: u32) -> Clock;
+
+    /// Notes that the host has waited for everything in a clock.
+    fn host_waited(&self, clock: &Clock);
+
+    /// Notes that the host has seen a point reached.
+    fn host_saw(&self, point: &Observed);
+
+    /// Notes that a call frees memory at once.
+    fn freed(&self, operation: Operation, touch: Touch);
+
+    /// Notes that memory cannot be reached by these addresses any more. It may still be reached by others.
+    fn closed(&self, operation: Operation, touch: Touch);
+
+    /// Forgets the uses of bytes that are handed out anew, or that belong to the mock again.
+    fn forget(&self, store: Store, start: u64, bytes: u64);
+}
+
+/// What an [`OrderObserver`] keeps with a point of a stream.
+#[derive(Debug, Default)]
+pub(crate) struct Observed {
+    /// What comes before the point.
+    pub(crate) clock: OnceLock<Clock>,
+    /// The file and the number of the record, if the event is shared between processes.
+    pub(crate) shared: Option<(u64, u64)>,
+}
+
+/// A call of the backend.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    /// Counts the calls that the finder has seen.
+    pub(crate) serial: u64,
+    pub(crate) operation: Operation,
+    /// Which call of that operation.
+    pub(crate) call: u64,
+    pub(crate) thread: String,
+    pub(crate) backtrace: Option<Backtrace>,
+}
+
+/// The stream that an operation runs on, as messages name it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OnStream {
+    pub(crate) lane: usize,
+    pub(crate) id: Option<StreamId>,
+    pub(crate) is_legacy: bool,
+    pub(crate) device: u32,
+}
+
+impl fmt::Display for OnStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.id {
+            Some(id) => write!(f, "{id:?}"),
+            None if self.is_legacy => write!(f, "the legacy default stream of device {}", self.device),
+            None => write!(f, "the default stream of a thread on device {}", self.device),
+        }
+    }
+}
+
+/// Whose addresses a range is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Space {
+    Host,
+    Device(u32),
+}
+
+/// A range of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Range {
+    pub(crate) space: Space,
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Range {
+    pub(crate) fn meets(&self, other: &Self) -> bool {
+        self.space == other.space
+            && self.address < other.address.saturating_add(other.bytes)
+            && other.address < self.address.saturating_add(self.bytes)
+    }
+}
+
+impl fmt::Display for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { space, address, bytes } = *self;
+        match space {
+            Space::Host => write!(f, "{bytes} bytes of page-locked memory at {address:#x}"),
+            Space::Device(device) => write!(f, "{bytes} bytes at {:?} of device {device}", DevicePtr::new(address)),
+        }
+    }
+}
+
+/// Which bytes of a range are meant: columns of equal length at equal distances, in parts at equal distances. Tiles of one
+/// matrix lie between each other without sharing a byte.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    column: u64,
+    columns: u64,
+    column_step: u64,
+    parts: u64,
+    part_step: u64,
+}
+
+impl Layout {
+    /// All of so many bytes.
+    pub(crate) const fn whole(bytes: u64) -> Self {
+        Self { column: bytes, columns: 1, column_step: bytes, parts: 1, part_step: bytes }
+    }
+
+    /// Column-major matrices of so many rows and columns; the distances of columns and of matrices in elements.
+    pub(crate) fn matrices(rows: usize, columns: (usize, usize), parts: (usize, usize), size: usize) -> Self {
+        let bytes = |elements: usize| (elements * size) as u64;
+        let ((columns, ld), (parts, stride)) = (columns, parts);
+        let mut layout = Self {
+            column: bytes(rows),
+            columns: columns as u64,
+            column_step: bytes(ld),
+            parts: if stride == 0 { parts.min(1) } else { parts } as u64,
+            part_step: bytes(stride),
+        };
+        if layout.columns == 1 || layout.column_step == layout.column {
+            layout.column *= layout.columns;
+            (layout.columns, layout.column_step) = (1, layout.column);
+        }
+        if layout.columns == 1 && layout.part_step == layout.column {
+            layout.column *= layout.parts;
+            (layout.parts, layout.part_step) = (1, layout.column);
+        }
+        layout
+    }
+
+    /// Bytes from the first to behind the last one.
+    pub(crate) fn extent(&self) -> u64 {
+        if self.column == 0 || self.columns == 0 || self.parts == 0 {
+            return 0;
+        }
+        (self.parts - 1) * self.part_step + (self.columns - 1) * self.column_step + self.column
+    }
+
+    /// Offset and length of each piece without gaps.
+    pub(crate) fn runs(self) -> impl Iterator<Item = (u64, u64)> {
+        (0..self.parts).flat_map(move |part| {
+            (0..self.columns).map(move |column| (part * self.part_step + column * self.column_step, self.column))
+        })
+    }
+}
+
+/// What memory is to a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    Operand,
+    /// Room for the intermediate results of the product with this mark.
+    Workspace {
+        product: usize,
+        of_handle: bool,
+    },
+}
+
+/// What one command does to one range.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Use {
+    /// From the first to the last byte.
+    pub(crate) range: Range,
+    pub(crate) layout: Layout,
+    pub(crate) writes: bool,
+    pub(crate) role: Role,
+}
+
+impl Use {
+    /// Whether the memory is the mock's own, which the last product that uses it gives back.
+    pub(crate) fn is_of_handle(&self) -> bool {
+        matches!(self.role, Role::Workspace { of_handle: true, .. })
+    }
+}
+
+/// Where bytes are, whatever addresses they are reached by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Store {
+    Host,
+    /// A memory file, by its inode.
+    File(u64),
+    /// An executable graph, of which one launch runs at a time.
+    Graph,
+}
+
+/// Bytes that an operation uses, and where they are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Touch {
+    pub(crate) store: Store,
+    pub(crate) start: u64,
+    pub(crate) used: Use,
+}
+
+impl Touch {
+    /// All of a range that begins at `start` of a store.
+    pub(crate) fn whole(store: Store, start: u64, range: Range) -> Self {
+        let layout = Layout::whole(range.bytes);
+        Self { store, start, used: Use { range, layout, writes: true, role: Role::Operand } }
+    }
+
+    /// An executable graph, which one launch at a time executes.
+    pub(crate) fn graph(exec: IdParts) -> Self {
+        let number = u64::from(exec.slot) << 32 | u64::from(exec.generation.get());
+        Self::whole(Store::Graph, number, Range { space: Space::Host, address: number, bytes: 1 })
+    }
+
+    pub(crate) fn end(&self) -> u64 {
+        self.start + self.used.range.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runs(layout: Layout) -> Vec<(u64, u64)> {
+        layout.runs().collect()
+    }
+
+    #[test]
+    fn packed_matrices_are_one_run_and_padded_ones_a_run_for_each_column() {
+        assert_eq!(runs(Layout::matrices(3, (4, 3), (2, 12), 4)), [(0, 96)]);
+        assert_eq!(runs(Layout::matrices(3, (2, 5), (2, 100), 4)), [(0, 12), (20, 12), (400, 12), (420, 12)]);
+        assert_eq!(runs(Layout::matrices(3, (1, 5), (2, 5), 2)), [(0, 6), (10, 6)]);
+        assert_eq!(runs(Layout::matrices(3, (2, 3), (5, 0), 1)), [(0, 6)], "one matrix for the whole batch");
+        assert_eq!(Layout::matrices(3, (2, 5), (2, 100), 4).extent(), 400 + 20 + 12);
+        assert_eq!(Layout::matrices(0, (2, 5), (2, 100), 4).extent(), 0);
+    }
+}
