@@ -596,7 +596,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
         &["soak-consumer", "--seed", "1", "--parent", &own],
         &["conformance-worker", "--parent", &own],
     ] {
-        highwater(arguments).assert_error(&["the standard input is no socket", "is for"]);
+        highwater(arguments).assert_error(&["the standard input is not a socket", "is for"]);
     }
 }
 
