@@ -236,7 +236,7 @@ pub(super) fn serve(parent: u32, name: &CStr, command: &str) -> Result<(UnixStre
         Ok((socket, Inbox::new(parent)))
     };
     serve().map_err(|error: io::Error| {
-        let hint = format!("only `{command}` starts this command, with a socket as its standard input");
+        let hint = format!("this command is for `{command}`, which starts it with a socket as its standard input");
         Failure::new(ErrorKind::InvalidState, "this process has no parent to work for", hint).because_of(error)
     })
 }
