@@ -20,6 +20,8 @@ const MAX_DEVICES: u32 = 64;
 const REGISTER_PIECE_BYTES: usize = 4 << 20;
 /// More than a page table maps comfortably.
 const MAX_MEMORY_BYTES: u64 = 1 << 42;
+/// The longest time that a text may set. A longer one is a slip of the pen, and hangs the program.
+const LONGEST_TIME: Duration = Duration::from_secs(3600);
 
 /// How to open a [`MockGpu`](crate::MockGpu).
 ///
@@ -271,7 +273,7 @@ impl MockOptions {
     /// | `devices` | a number |
     /// | `memory`, `host-memory`, `blas-workspace-bytes`, `lt-workspace-bytes`, `workspace-alignment`, `register-piece-bytes` | bytes, or a number with `KiB`, `MiB`, `GiB` or `TiB` |
     /// | `ipc-transports` | `descriptor` or `none` |
-    /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s` |
+    /// | `latency`, `gemm-gap` | a number with `ns`, `us`, `ms` or `s`, at most an hour |
     /// | `create-handle-latency` | `DEVICE:TIME` |
     /// | `fail` | `OPERATION:CALLS` or `OPERATION:CALLS:KIND`: the number of a call or a range as in Rust (`3`, `3..`, `3..6`, `3..=5`), and the kind in words with dashes (`out-of-memory`) |
     /// | `chance` | `OPERATION:PER-MILLION` or `OPERATION:PER-MILLION:KIND` |
@@ -313,7 +315,10 @@ impl MockOptions {
         };
         let bytes = || parse_bytes(value).ok_or_else(|| bad("bytes, such as 4096, 64KiB, 64MiB or 4GiB"));
         let size = || bytes().map(|bytes| bytes as usize);
-        let time = |value| parse_duration(value).ok_or_else(|| bad("a time, such as 100us, 1ms or 2s"));
+        let time = |value| {
+            let duration = parse_duration(value).filter(|&duration| duration <= LONGEST_TIME);
+            duration.ok_or_else(|| bad("a time of at most 3600s, such as 100us, 1ms or 2s"))
+        };
         match key.replace('_', "-").as_str() {
             "devices" => self.devices = value.parse().map_err(|_| bad("a number of devices"))?,
             "memory" => self.memory_bytes = bytes()?,
@@ -713,6 +718,8 @@ mod tests {
             ("colour=red", ["`colour`", "`red`", "peer_copy"]),
             ("devices", ["`devices`", "no `=`", "key=value"]),
             ("latency=99999999999999999s", ["`latency`", "99999999999999999s", "a time"]),
+            ("gemm-gap=3601s", ["`gemm-gap`", "3601s", "at most 3600s"]),
+            ("create-handle-latency=0:3153600000s", ["`create-handle-latency`", "3153600000s", "at most 3600s"]),
         ] {
             let error = MockOptions::parse(text).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{text}");

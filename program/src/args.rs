@@ -13,7 +13,7 @@ use super::control::DieAt;
 const MOST_THREADS: usize = 1024;
 
 /// Far more than pays, and few enough that their sockets fit.
-pub(super) const MOST_WORKERS: usize = 64;
+const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:
   HIGHWATER_BACKEND

@@ -1,20 +1,27 @@
-//! A process of this program that this one starts, watches and stops.
+//! Child processes: every process of this program that it starts, watches and stops.
 //!
-//! *Death.* A child is dead when its pidfd is readable, and by nothing else: a socket may be closed long before, or be kept
+//! *Messages.* A child's standard input is a socket, over which both sides send the messages of a protocol ([`frame`]). Its
+//! standard error is the parent's. It has no standard output.
+//!
+//! *Death.* A child is dead if its pidfd is readable. A closed socket proves nothing: it may be closed long before, or be kept
 //! open by a child of the child.
 //!
-//! *Orphans.* A child ends when its parent does, however that ends: its socket is closed, and where the child is too busy
-//! to notice, the kernel kills it. That signal alone is not enough: it is not sent where the parent has died before it was
-//! asked for. So the child asks first, and then looks whether its parent is still the one that it was told.
+//! *Orphans.* A child ends when its parent does. Its socket is closed, and the kernel kills a child that is too busy to notice.
+//! The kernel sends no signal if the parent died before the child asked for it. So the child asks first, and then compares
+//! its parent with the one on its command line.
+//!
+//! [`frame`]: super::frame
 
 use std::ffi::{CStr, OsStr};
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use highwater::ErrorKind;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
@@ -22,15 +29,19 @@ use rustix::process::{
     set_parent_process_death_signal, waitpid,
 };
 
-/// How long a killed process may take to be gone. It is a matter of milliseconds; longer means that the kernel holds it.
+use super::failure::Failure;
+use super::frame::{Inbox, Message};
+
+/// The time for a killed process to disappear. It takes milliseconds; more means that the kernel holds the process.
 const END: Duration = Duration::from_secs(10);
 
-/// A child, with a socket to it, which is its standard input.
+/// A child process.
 #[derive(Debug)]
 pub(super) struct Child {
     pid: Pid,
     pidfd: OwnedFd,
     socket: UnixStream,
+    inbox: Inbox,
     ended: Option<ExitStatus>,
 }
 
@@ -40,7 +51,7 @@ impl Child {
     /// The parent of the child is the calling *thread*: the child dies with it.
     pub(super) fn start(arguments: &[impl AsRef<OsStr>]) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
-        // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
+        // Unlike `current_exe`, this is the same program even if the file was replaced.
         let child = Command::new("/proc/self/exe")
             .arg0("highwater")
             .args(arguments)
@@ -50,11 +61,11 @@ impl Child {
             .stdout(Stdio::null())
             .spawn()?;
         let pid = Pid::from_child(&child);
-        // The number cannot mean another process before the child has been waited for.
+        // The id names no other process until the child has been waited for.
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| {
             let _ = kill_process(pid, Signal::KILL).and_then(|()| waitpid(Some(pid), WaitOptions::empty()));
         })?;
-        Ok(Self { pid, pidfd, socket, ended: None })
+        Ok(Self { pid, pidfd, socket, inbox: Inbox::new(pid), ended: None })
     }
 
     pub(super) fn pid(&self) -> Pid {
@@ -65,24 +76,53 @@ impl Child {
         &self.socket
     }
 
-    /// The same socket, which may outlive the child's place here.
+    /// Returns a second descriptor of the socket, which may outlive the child.
     pub(super) fn clone_socket(&self) -> io::Result<UnixStream> {
         self.socket.try_clone()
     }
 
-    /// Readable once the child is dead.
-    pub(super) fn pidfd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
+    /// Returns true once the child can send nothing more.
+    pub(super) fn has_hung_up(&self) -> bool {
+        self.inbox.has_ended()
     }
 
-    /// The child's state as the system reports it, such as `T (stopped)`; `None` if it does not.
+    /// Returns true if the child ended or hung up in the middle of a message.
+    pub(super) fn is_cut(&self) -> bool {
+        self.inbox.is_cut()
+    }
+
+    /// Returns the child's state as the system reports it, such as `T (stopped)`, or `None` if it does not.
     pub(super) fn state(&self) -> Option<String> {
         // The id names no other process until the child has been waited for.
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         status.lines().find_map(|line| line.strip_prefix("State:")).map(|state| state.trim().to_owned())
     }
 
-    /// How the child ended, if it has; does not wait.
+    /// Returns the messages that have arrived, without waiting.
+    pub(super) fn messages<M: Message>(&mut self) -> io::Result<Vec<M>> {
+        self.inbox.receive_all(&self.socket)?;
+        std::iter::from_fn(|| self.inbox.next().transpose()).collect()
+    }
+
+    /// Waits for a message. Returns `None` once the child has ended or `limit` has passed.
+    pub(super) fn wait_for<M: Message>(&mut self, limit: Duration) -> io::Result<Option<M>> {
+        let deadline = Instant::now() + limit;
+        loop {
+            // Death is checked first: everything that a dead child sent is in the socket.
+            let dead = wait_readable(self.pidfd.as_fd(), Duration::ZERO)?;
+            self.inbox.receive_all(&self.socket)?;
+            if let Some(message) = self.inbox.next()? {
+                return Ok(Some(message));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if dead || left.is_zero() {
+                return Ok(None);
+            }
+            ready([&*self], left)?;
+        }
+    }
+
+    /// Returns the child's exit status if it has ended; does not wait.
     pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             let waited = waitpid(Some(self.pid), WaitOptions::NOHANG)?;
@@ -91,24 +131,31 @@ impl Child {
         Ok(self.ended)
     }
 
-    /// Notes how the child ended, where somebody else has waited for it.
+    /// Records the exit status, if the child was waited for elsewhere.
     pub(super) fn note_end(&mut self, status: ExitStatus) {
         self.ended = Some(status);
     }
 
-    /// Ends the child, and waits until it is gone.
+    /// Closes this end for writing, waits until the child ends, and returns its exit status; `None` after `limit`.
+    pub(super) fn finish(&mut self, limit: Duration) -> io::Result<Option<ExitStatus>> {
+        self.socket.shutdown(Shutdown::Write)?;
+        wait_readable(self.pidfd.as_fd(), limit)?;
+        self.ended()
+    }
+
+    /// Kills the child and waits until it is gone.
     pub(super) fn stop(&mut self) -> io::Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
         }
         self.kill()?;
-        if !wait_readable(self.pidfd(), END)? || self.ended()?.is_none() {
+        if !wait_readable(self.pidfd.as_fd(), END)? || self.ended()?.is_none() {
             return Err(io::Error::other(format!("process {} is still there after it was killed", self.pid)));
         }
         Ok(())
     }
 
-    /// Kills the child; no error where it is dead already.
+    /// Kills the child. Succeeds if it is dead already.
     pub(super) fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Err(Errno::SRCH) => Ok(()),
@@ -125,31 +172,47 @@ impl Drop for Child {
     }
 }
 
-/// Waits until a descriptor is readable; false when it is not within `limit`.
-pub(super) fn wait_readable(descriptor: BorrowedFd<'_>, limit: Duration) -> io::Result<bool> {
-    wait_any(&[descriptor], limit)
+/// Waits until a child sends something, hangs up or dies. Returns the positions of all such children: none after `limit`.
+///
+/// A child that has hung up is waited for only to die.
+pub(super) fn ready<'c>(children: impl IntoIterator<Item = &'c Child>, limit: Duration) -> io::Result<Vec<usize>> {
+    let (mut positions, mut descriptors) = (Vec::new(), Vec::new());
+    for (position, child) in children.into_iter().enumerate() {
+        let socket = (!child.has_hung_up()).then(|| child.socket.as_fd());
+        for descriptor in socket.into_iter().chain([child.pidfd.as_fd()]) {
+            positions.push(position);
+            descriptors.push(descriptor);
+        }
+    }
+    let is_ready = poll_all(&descriptors, limit)?;
+    let mut ready: Vec<usize> = positions.into_iter().zip(is_ready).filter_map(|(at, is)| is.then_some(at)).collect();
+    ready.dedup();
+    Ok(ready)
 }
 
-/// Waits until one of the descriptors is readable; false when none is within `limit`.
-pub(super) fn wait_any(descriptors: &[BorrowedFd<'_>], limit: Duration) -> io::Result<bool> {
+/// Waits until a descriptor is readable; false after `limit`.
+pub(super) fn wait_readable(descriptor: BorrowedFd<'_>, limit: Duration) -> io::Result<bool> {
+    Ok(poll_all(&[descriptor], limit)?[0])
+}
+
+/// Waits until a descriptor is readable or `limit` has passed. Says of each whether it is.
+fn poll_all(descriptors: &[BorrowedFd<'_>], limit: Duration) -> io::Result<Vec<bool>> {
     let deadline = Instant::now() + limit;
     let polled = |&descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN);
     let mut descriptors: Vec<_> = descriptors.iter().map(polled).collect();
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match poll(&mut descriptors, Some(&timespec(left))) {
+        let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now()));
+        match poll(&mut descriptors, Some(&left.unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 }))) {
             Err(Errno::INTR) => {}
-            ready => return Ok(ready? > 0),
+            polled => {
+                polled?;
+                return Ok(descriptors.iter().map(|descriptor| !descriptor.revents().is_empty()).collect());
+            }
         }
     }
 }
 
-/// A duration as `poll` takes it.
-pub(super) fn timespec(duration: Duration) -> Timespec {
-    Timespec::try_from(duration).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
-}
-
-/// In a child: it ends when `parent` does.
+/// In a child: makes this process end when `parent` does.
 pub(super) fn end_with(parent: u32, name: &CStr) -> io::Result<()> {
     // For `ps`; nothing depends on it.
     let _ = rustix::thread::set_name(name);
@@ -160,17 +223,27 @@ pub(super) fn end_with(parent: u32, name: &CStr) -> io::Result<()> {
     Ok(())
 }
 
-/// In a child: ties it to `parent` and gives its end of the socket.
-pub(super) fn serve(parent: u32, name: &CStr) -> io::Result<UnixStream> {
-    end_with(parent, name)?;
-    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    socket.peer_addr().map_err(|error| io::Error::new(error.kind(), "the standard input is no socket"))?;
-    Ok(socket)
+/// In a child: makes this process end when `parent` does. Returns the socket to the parent, and the inbox of its messages.
+///
+/// # Errors
+/// If the standard input is not a socket. The error tells people that only `command` starts this process.
+pub(super) fn serve(parent: u32, name: &CStr, command: &str) -> Result<(UnixStream, Inbox), Failure> {
+    let serve = || {
+        end_with(parent, name)?;
+        let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+        socket.peer_addr().map_err(|error| io::Error::new(error.kind(), "the standard input is not a socket"))?;
+        let parent = parent.try_into().ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+        Ok((socket, Inbox::new(parent)))
+    };
+    serve().map_err(|error: io::Error| {
+        let hint = format!("this command is for `{command}`, which starts it with a socket as its standard input");
+        Failure::new(ErrorKind::InvalidState, "this process has no parent to work for", hint).because_of(error)
+    })
 }
 
-/// Ends this process at once, whatever its threads do: what `kill -9` does.
+/// Ends this process at once, as `kill -9` does.
 ///
-/// For a child without a parent. An orderly exit could wait for what does not come any more, and nobody is left to tell.
+/// A child without a parent calls this. An orderly exit could wait for messages that never come.
 pub(super) fn die() -> ! {
     loop {
         let _ = kill_process(getpid(), Signal::KILL);

@@ -7,7 +7,7 @@ use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};
-use super::table::Table;
+use super::table::{Table, wrapped};
 use super::{Verdict, output};
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
@@ -160,21 +160,22 @@ fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {
         if untold.is_empty() {
             continue;
         }
-        output::result(format_args!("\nlibraries tried for {}:", display_foreign(&candidate.name)))?;
-        for failure in untold {
-            output::result(format_args!("  {failure}"))?;
-        }
+        let mut list = format!("libraries tried for {}:", display_foreign(&candidate.name));
+        untold.iter().for_each(|failure| list += &format!("\n{failure}"));
+        paragraph(&list)?;
     }
     for place in report.broken_places() {
-        output::result(format_args!("\n{}: {place}: {}", place.kind, place.reason))?;
+        paragraph(&format!("{}: {place}: {}", place.kind, place.reason))?;
         if !place.hint.is_empty() {
-            output::result(format_args!("hint: {}", place.hint))?;
+            output::result(wrapped(&format!("hint: {}", place.hint)))?;
         }
     }
-    if let Some(places) = report.quiet_places() {
-        output::result(format_args!("\n{places}"))?;
-    }
-    Ok(())
+    report.quiet_places().map_or(Ok(()), |places| paragraph(&places))
+}
+
+/// Prints a text below the table, with an empty line before it.
+fn paragraph(text: &str) -> Result<()> {
+    Ok(output::result(format_args!("\n{}", wrapped(text)))?)
 }
 
 fn why(finding: &Finding) -> String {

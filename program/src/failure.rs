@@ -7,6 +7,7 @@ use std::fmt;
 use highwater::{ErrorKind, display_foreign};
 use serde_json::{Value, json};
 
+use super::frame::fields;
 use super::output;
 
 /// Exit code of a command that could not do its work.
@@ -31,9 +32,12 @@ impl Failure {
         Self { kind: kind.as_str().into(), exit_code: CANNOT, message: message.into(), hint: hint.into(), cause: None }
     }
 
-    /// The error of a worker, which told the kind.
-    pub(super) fn of_worker(kind: String, message: String, hint: String) -> Self {
-        Self { kind: kind.into(), exit_code: CANNOT, message, hint, cause: None }
+    /// Returns the error of another process of this program, with its name in front if it has one.
+    pub(super) fn of_process(name: Option<&str>, why: Explanation) -> Self {
+        let Explanation { message, hint, kind } = why;
+        let message = name.map_or_else(|| message.clone(), |name| format!("{name}: {message}"));
+        let kind = kind.map_or_else(|| ErrorKind::InvalidState.as_str().into(), Cow::Owned);
+        Self { kind, exit_code: CANNOT, message, hint, cause: None }
     }
 
     /// A worker has died.
@@ -71,7 +75,7 @@ pub(super) fn exit_code(error: &anyhow::Error) -> u8 {
 }
 
 /// An error as it is told.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Explanation {
     /// One line, the outermost cause first.
     pub(super) message: String,
@@ -81,6 +85,8 @@ pub(super) struct Explanation {
     /// The outermost kind; none where neither the program nor the library made the error.
     pub(super) kind: Option<String>,
 }
+
+fields!(Explanation { message, hint, kind });
 
 impl Explanation {
     pub(super) fn of(error: &anyhow::Error) -> Self {
@@ -159,8 +165,12 @@ mod tests {
     fn a_lost_worker_has_a_kind_and_a_code_of_its_own() {
         let lost: anyhow::Error = Failure::lost_worker("worker 7 is gone".into(), "look for it").into();
         assert_eq!((Explanation::of(&lost).kind.as_deref(), exit_code(&lost)), (Some("worker"), 3));
-        let failed = Failure::of_worker("expired".into(), "worker 7: it is gone".into(), String::new()).into();
-        assert_eq!((Explanation::of(&failed).kind.as_deref(), exit_code(&failed)), (Some("expired"), 2));
+        let why = Explanation { kind: Some("expired".into()), message: "it is gone".into(), hint: String::new() };
+        let failed = Failure::of_process(Some("worker 7"), why.clone()).into();
+        assert_eq!(exit_code(&failed), 2);
+        assert_eq!(Explanation::of(&failed), Explanation { message: "worker 7: it is gone".into(), ..why.clone() });
+        let nameless = Failure::of_process(None, Explanation { kind: None, ..why.clone() }).into();
+        assert_eq!(Explanation::of(&nameless), Explanation { kind: Some("invalid state".into()), ..why });
         assert_eq!(exit_code(&std::io::Error::other("broken").into()), 2);
     }
 

@@ -1,50 +1,46 @@
-//! Messages on a socket between two processes of this program: a length, then that many bytes; numbers little-endian.
+//! Framed messages on a socket between two processes of this program.
+//!
+//! A frame is a length, a kind and a payload. Numbers are little-endian. [`messages!`] declares the messages of a protocol,
+//! and [`fields!`] the structs in them. A frame that is too long, cut short or unknown is an error that names the sender.
+//!
+//! Both ends are the same executable, so the frames carry no version.
 
+use std::borrow::Cow;
 use std::io::{self, Write as _};
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
+use rustix::process::Pid;
 
-/// No message is longer; a length beyond it is not from this program.
-const LONGEST: usize = 1 << 20;
+/// The most bytes of a frame after its length.
+const MOST_BYTES: usize = 1 << 20;
 
-/// A message as it is written.
-#[derive(Debug)]
-pub(super) struct Message(Vec<u8>);
+/// The most bytes of a text. A longer one is cut.
+pub(super) const MOST_TEXT: usize = 64 << 10;
 
-impl Message {
-    /// A message of this kind, with nothing in it yet.
-    pub(super) fn new(kind: u8) -> Self {
-        // The length is known when the message is sent.
-        Self(vec![0, 0, 0, 0, kind])
-    }
+/// One side's messages of a protocol.
+pub(super) trait Message: Sized {
+    /// Returns the frame.
+    fn encode(&self) -> Frame;
 
-    pub(super) fn number(mut self, number: u64) -> Self {
-        self.0.extend(number.to_le_bytes());
-        self
-    }
-
-    /// Bytes with their length in front.
-    pub(super) fn bytes(self, bytes: &[u8]) -> Self {
-        let mut message = self.number(bytes.len() as u64);
-        message.0.extend(bytes);
-        message
-    }
+    /// Reads the payload of a frame of this kind.
+    fn decode(kind: u8, payload: &mut Payload<'_>) -> io::Result<Self>;
 
     /// Sends the message whole. Waits while the socket is full.
-    pub(super) fn send(self, socket: &UnixStream) -> io::Result<()> {
+    fn send(&self, socket: &UnixStream) -> io::Result<()> {
         self.send_patiently(socket, || ())
     }
 
-    /// The same. Calls `waits` each time the socket's limit for writing, if it has one, has passed.
-    pub(super) fn send_patiently(mut self, mut socket: &UnixStream, mut waits: impl FnMut()) -> io::Result<()> {
-        let length = self.0.len() - 4;
-        if length > LONGEST {
+    /// Sends the message whole. Calls `waits` each time the socket's write timeout, if it has one, has passed.
+    fn send_patiently(&self, mut socket: &UnixStream, mut waits: impl FnMut()) -> io::Result<()> {
+        let Frame(mut bytes) = self.encode();
+        let length = bytes.len() - 4;
+        if length > MOST_BYTES {
             return Err(io::Error::other(format!("a message of {length} bytes is too long")));
         }
-        self.0[..4].copy_from_slice(&(length as u32).to_le_bytes());
-        let mut left = &self.0[..];
+        bytes[..4].copy_from_slice(&(length as u32).to_le_bytes());
+        let mut left = &bytes[..];
         while !left.is_empty() {
             match socket.write(left) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -58,56 +54,212 @@ impl Message {
     }
 }
 
-/// A message as it is read; what is taken from it comes in the order in which it was put in.
+/// A value in a payload.
+pub(super) trait Field: Sized {
+    fn put(&self, frame: &mut Frame);
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self>;
+}
+
+/// A frame to send.
 #[derive(Debug)]
-pub(super) struct Fields<'m>(&'m [u8]);
+pub(super) struct Frame(Vec<u8>);
 
-impl<'m> Fields<'m> {
-    /// The kind of a message and its fields.
-    pub(super) fn of(message: &'m [u8]) -> io::Result<(u8, Self)> {
-        let (&kind, fields) = message.split_first().ok_or_else(|| malformed("it is empty"))?;
-        Ok((kind, Self(fields)))
+impl Frame {
+    /// Returns a frame without a payload. Sending it fills in the length.
+    pub(super) fn new(kind: u8) -> Self {
+        Self(vec![0, 0, 0, 0, kind])
     }
 
-    pub(super) fn number(&mut self) -> io::Result<u64> {
-        let (number, rest) = self.0.split_first_chunk().ok_or_else(|| malformed("a number is cut short"))?;
-        self.0 = rest;
-        Ok(u64::from_le_bytes(*number))
-    }
-
-    pub(super) fn bytes(&mut self) -> io::Result<&'m [u8]> {
-        let length = usize::try_from(self.number()?).unwrap_or(usize::MAX);
-        let (bytes, rest) = self.0.split_at_checked(length).ok_or_else(|| malformed("bytes are cut short"))?;
-        self.0 = rest;
-        Ok(bytes)
-    }
-
-    pub(super) fn text(&mut self) -> io::Result<String> {
-        String::from_utf8(self.bytes()?.to_vec()).map_err(|_| malformed("a text is not UTF-8"))
-    }
-
-    /// Nothing may be left.
-    pub(super) fn end(self) -> io::Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(malformed("it is longer than it should be")) }
+    /// Appends a field.
+    pub(super) fn with(mut self, field: &impl Field) -> Self {
+        field.put(&mut self);
+        self
     }
 }
 
-/// A message that this program does not send.
-pub(super) fn malformed(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("a message of the other process cannot be read: {what}"))
+/// The fields of a received frame that are not read yet.
+#[derive(Debug)]
+pub(super) struct Payload<'m>(&'m [u8]);
+
+/// Reads a frame without its length.
+pub(super) fn decode<M: Message>(frame: &[u8]) -> io::Result<M> {
+    let (&kind, payload) = frame.split_first().ok_or_else(|| malformed("it is empty"))?;
+    let mut payload = Payload(payload);
+    let message = M::decode(kind, &mut payload)?;
+    if payload.0.is_empty() { Ok(message) } else { Err(malformed("it is longer than it should be")) }
 }
 
-/// What came in on a socket and was not taken yet.
-#[derive(Debug, Default)]
+/// Returns the error for a frame that this program does not send.
+pub(super) fn malformed(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+/// Declares the messages that one side of a protocol sends, each with the kind of its frame.
+macro_rules! messages {
+    ($(#[$attribute:meta])* enum $name:ident {
+        $($(#[$doc:meta])* $kind:literal $variant:ident
+            $(( $($value:ident: $inner:ty),* ))? $({ $($(#[$field_doc:meta])* $field:ident: $type:ty),* $(,)? })?,)*
+    }) => {
+        $(#[$attribute])*
+        #[derive(Debug, Clone, PartialEq)]
+        pub(super) enum $name {
+            $($(#[$doc])* $variant $(( $($inner),* ))? $({ $($(#[$field_doc])* $field: $type),* })?,)*
+        }
+
+        impl $crate::frame::Message for $name {
+            fn encode(&self) -> $crate::frame::Frame {
+                match self {
+                    $(Self::$variant $(( $($value),* ))? $({ $($field),* })? =>
+                        $crate::frame::Frame::new($kind) $($(.with($value))*)? $($(.with($field))*)?,)*
+                }
+            }
+
+            fn decode(kind: u8, payload: &mut $crate::frame::Payload<'_>) -> std::io::Result<Self> {
+                Ok(match kind {
+                    $($kind => Self::$variant
+                        $(( $(<$inner as $crate::frame::Field>::take(payload)?),* ))?
+                        $({ $($field: $crate::frame::Field::take(payload)?),* })?,)*
+                    kind => return Err($crate::frame::malformed(format!("{kind} is not a kind of {}", stringify!($name)))),
+                })
+            }
+        }
+    };
+}
+
+/// Makes a struct a [`Field`]: its own fields, in this order.
+macro_rules! fields {
+    ($name:ident { $($field:ident),* $(,)? }) => {
+        impl $crate::frame::Field for $name {
+            fn put(&self, frame: &mut $crate::frame::Frame) {
+                $(self.$field.put(frame);)*
+            }
+
+            fn take(payload: &mut $crate::frame::Payload<'_>) -> std::io::Result<Self> {
+                Ok(Self { $($field: $crate::frame::Field::take(payload)?),* })
+            }
+        }
+    };
+}
+
+pub(super) use {fields, messages};
+
+impl Field for u64 {
+    fn put(&self, frame: &mut Frame) {
+        frame.0.extend(self.to_le_bytes());
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        let (number, rest) = payload.0.split_first_chunk().ok_or_else(|| malformed("a number is cut short"))?;
+        payload.0 = rest;
+        Ok(Self::from_le_bytes(*number))
+    }
+}
+
+impl Field for u32 {
+    fn put(&self, frame: &mut Frame) {
+        u64::from(*self).put(frame);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        u64::take(payload)?.try_into().map_err(|_| malformed("a number is too large"))
+    }
+}
+
+impl Field for bool {
+    fn put(&self, frame: &mut Frame) {
+        u64::from(*self).put(frame);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        Ok(u64::take(payload)? != 0)
+    }
+}
+
+impl Field for Vec<u8> {
+    fn put(&self, frame: &mut Frame) {
+        (self.len() as u64).put(frame);
+        frame.0.extend(self);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        let length = usize::try_from(u64::take(payload)?).unwrap_or(usize::MAX);
+        let (bytes, rest) = payload.0.split_at_checked(length).ok_or_else(|| malformed("bytes are cut short"))?;
+        payload.0 = rest;
+        Ok(bytes.to_vec())
+    }
+}
+
+impl Field for String {
+    fn put(&self, frame: &mut Frame) {
+        self.as_bytes()[..self.floor_char_boundary(MOST_TEXT)].to_vec().put(frame);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        Self::from_utf8(Vec::take(payload)?).map_err(|_| malformed("a text is not UTF-8"))
+    }
+}
+
+impl Field for Cow<'static, str> {
+    fn put(&self, frame: &mut Frame) {
+        self.as_ref().to_owned().put(frame);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        String::take(payload).map(Self::Owned)
+    }
+}
+
+impl<A: Field, B: Field> Field for (A, B) {
+    fn put(&self, frame: &mut Frame) {
+        self.0.put(frame);
+        self.1.put(frame);
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        Ok((A::take(payload)?, B::take(payload)?))
+    }
+}
+
+impl<T: Field> Field for Vec<T> {
+    fn put(&self, frame: &mut Frame) {
+        (self.len() as u64).put(frame);
+        self.iter().for_each(|item| item.put(frame));
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        // A length that is not true runs into the end of the payload.
+        (0..u64::take(payload)?).map(|_| T::take(payload)).collect()
+    }
+}
+
+impl<T: Field> Field for Option<T> {
+    fn put(&self, frame: &mut Frame) {
+        self.is_some().put(frame);
+        self.iter().for_each(|value| value.put(frame));
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        bool::take(payload)?.then(|| T::take(payload)).transpose()
+    }
+}
+
+/// The received bytes that are not read yet.
+#[derive(Debug)]
 pub(super) struct Inbox {
+    sender: Pid,
     bytes: Vec<u8>,
-    /// The other end is closed everywhere.
+    /// No process holds the other end any more.
     ended: bool,
 }
 
 impl Inbox {
-    /// Takes in what is there, without waiting.
-    pub(super) fn take_in(&mut self, socket: &UnixStream) -> io::Result<()> {
+    /// Returns an empty inbox. Its errors name the sender.
+    pub(super) fn new(sender: Pid) -> Self {
+        Self { sender, bytes: Vec::new(), ended: false }
+    }
+
+    /// Receives everything that has arrived, without waiting.
+    pub(super) fn receive_all(&mut self, socket: &UnixStream) -> io::Result<()> {
         while !self.ended {
             match self.receive(socket, RecvFlags::DONTWAIT) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -117,28 +269,38 @@ impl Inbox {
         Ok(())
     }
 
-    /// Whether nothing more can come in.
+    /// Returns true if nothing more can arrive.
     pub(super) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// The next message that is here.
-    pub(super) fn next(&mut self) -> io::Result<Option<Vec<u8>>> {
+    /// Returns true if nothing more can arrive and the last message is incomplete.
+    pub(super) fn is_cut(&self) -> bool {
+        self.ended && !self.bytes.is_empty()
+    }
+
+    /// Returns the next received message, without waiting.
+    pub(super) fn next<M: Message>(&mut self) -> io::Result<Option<M>> {
         let Some((length, rest)) = self.bytes.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
-        if length > LONGEST {
-            return Err(malformed("it is too long"));
-        }
-        let Some(message) = rest.get(..length).map(<[u8]>::to_vec) else { return Ok(None) };
+        let message = match rest.get(..length) {
+            _ if length > MOST_BYTES => Err(malformed("it is too long")),
+            None => return Ok(None),
+            Some(frame) => decode(frame),
+        };
+        let message = message.map_err(|error| self.unreadable(&error))?;
         self.bytes.drain(..4 + length);
         Ok(Some(message))
     }
 
-    /// The next message, waited for; `None` once the other end is closed.
-    pub(super) fn wait(&mut self, socket: &UnixStream) -> io::Result<Option<Vec<u8>>> {
+    /// Waits for the next message. Returns `None` once the other end is closed.
+    pub(super) fn wait<M: Message>(&mut self, socket: &UnixStream) -> io::Result<Option<M>> {
         loop {
             if let Some(message) = self.next()? {
                 return Ok(Some(message));
+            }
+            if self.is_cut() {
+                return Err(self.unreadable(&malformed("it is cut short")));
             }
             if self.ended {
                 return Ok(None);
@@ -147,12 +309,16 @@ impl Inbox {
         }
     }
 
+    fn unreadable(&self, error: &io::Error) -> io::Error {
+        malformed(format!("a message of process {} cannot be read: {error}", self.sender))
+    }
+
     fn receive(&mut self, socket: &UnixStream, flags: RecvFlags) -> io::Result<()> {
         let mut chunk = [0; 16 << 10];
         let (received, _) = loop {
             match recv(socket, &mut chunk[..], flags) {
                 Err(Errno::INTR) => {}
-                // The other process died with something unread.
+                // The other process died before it had read everything.
                 Err(Errno::CONNRESET) => break (0, 0),
                 received => break received?,
             }
@@ -164,67 +330,114 @@ impl Inbox {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::fmt::Debug;
+
     use super::*;
+
+    messages! {
+        enum Sample {
+            7 Pair(number: u64, text: String),
+            8 Bytes(bytes: Vec<u8>),
+        }
+    }
+
+    fn inbox() -> Inbox {
+        Inbox::new(Pid::INIT)
+    }
+
+    fn frame(message: &impl Message) -> Vec<u8> {
+        message.encode().0.split_off(4)
+    }
+
+    /// Checks that a message arrives as it was sent, and that no truncation of it is read as a message.
+    pub(in super::super) fn check_round_trip<M: Message + PartialEq + Debug>(message: &M) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        message.send(&ours).unwrap();
+        assert_eq!(inbox().wait::<M>(&theirs).unwrap().as_ref(), Some(message));
+        let frame = frame(message);
+        for length in 0..frame.len() {
+            assert!(decode::<M>(&frame[..length]).is_err(), "{message:?}, {length}");
+        }
+        assert!(decode::<M>(&[&frame[..], &[0]].concat()).is_err(), "{message:?}");
+    }
 
     #[test]
     fn messages_arrive_whole_and_in_order_however_they_are_cut() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut inbox = Inbox::default();
-        inbox.take_in(&theirs).unwrap();
-        assert_eq!(inbox.next().unwrap(), None);
+        let mut inbox = inbox();
+        inbox.receive_all(&theirs).unwrap();
+        assert_eq!(inbox.next::<Sample>().unwrap(), None);
         let mut bytes = Vec::new();
         for number in 0..3 {
             let (our_end, their_end) = UnixStream::pair().unwrap();
-            Message::new(7).number(number).bytes(b"abc").send(&our_end).unwrap();
+            Sample::Pair(number, "abc".into()).send(&our_end).unwrap();
             drop(our_end);
             io::Read::read_to_end(&mut &their_end, &mut bytes).unwrap();
         }
         for byte in bytes.chunks(5) {
             (&ours).write_all(byte).unwrap();
-            inbox.take_in(&theirs).unwrap();
+            inbox.receive_all(&theirs).unwrap();
         }
         drop(ours);
         for number in 0..3 {
-            let message = inbox.wait(&theirs).unwrap().unwrap();
-            let (kind, mut fields) = Fields::of(&message).unwrap();
-            assert_eq!((kind, fields.number().unwrap(), fields.text().unwrap()), (7, number, "abc".to_owned()));
-            fields.end().unwrap();
+            assert_eq!(inbox.wait(&theirs).unwrap(), Some(Sample::Pair(number, "abc".into())));
         }
-        assert!(inbox.wait(&theirs).unwrap().is_none() && inbox.has_ended());
+        assert!(inbox.wait::<Sample>(&theirs).unwrap().is_none() && inbox.has_ended() && !inbox.is_cut());
     }
 
     #[test]
-    fn a_reader_that_waits_is_told_of_and_misses_nothing() {
+    fn a_frame_that_is_cut_is_an_error_that_names_the_process() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        Sample::Pair(1, "abc".into()).send(&ours).unwrap();
+        (&ours).write_all(&[9, 0, 0, 0, 7]).unwrap();
+        drop(ours);
+        let mut inbox = inbox();
+        assert!(inbox.wait::<Sample>(&theirs).unwrap().is_some() && !inbox.is_cut());
+        let error = inbox.wait::<Sample>(&theirs).unwrap_err().to_string();
+        assert_eq!(error, "a message of process 1 cannot be read: it is cut short");
+        assert!(inbox.is_cut());
+    }
+
+    #[test]
+    fn a_sender_that_waits_says_so_and_loses_nothing() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_write_timeout(Some(std::time::Duration::from_millis(5))).unwrap();
         // More than the socket holds.
-        let bytes: Vec<u8> = (0..LONGEST - 100).map(|index| index as u8).collect();
+        let message = Sample::Bytes((0..MOST_BYTES - 100).map(|index| index as u8).collect());
         let (begin, may_begin) = std::sync::mpsc::channel::<()>();
         let reader = std::thread::spawn(move || {
             may_begin.recv().unwrap();
-            Inbox::default().wait(&theirs).unwrap().unwrap()
+            inbox().wait::<Sample>(&theirs).unwrap().unwrap()
         });
         let mut waits = 0;
-        let send = Message::new(7).bytes(&bytes).send_patiently(&ours, || {
+        let send = message.send_patiently(&ours, || {
             waits += 1;
             let _ = begin.send(());
         });
         send.unwrap();
-        let message = reader.join().unwrap();
+        assert_eq!(reader.join().unwrap(), message);
         assert!(waits > 0);
-        assert_eq!(Fields::of(&message).unwrap().1.bytes().unwrap(), bytes);
+    }
+
+    #[test]
+    fn a_text_that_is_too_long_is_cut_and_a_message_is_refused() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        Sample::Pair(1, "ä".repeat(MOST_TEXT)).send(&ours).unwrap();
+        let heard = inbox().wait(&theirs).unwrap();
+        assert_eq!(heard, Some(Sample::Pair(1, "ä".repeat(MOST_TEXT / 2))));
+        assert!(Sample::Bytes(vec![0; MOST_BYTES]).send(&ours).is_err());
     }
 
     #[test]
     fn garbage_is_refused() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         (&ours).write_all(&[0xff; 64]).unwrap();
-        assert_eq!(Inbox::default().wait(&theirs).unwrap_err().kind(), io::ErrorKind::InvalidData);
-        assert!(Fields::of(&[]).is_err());
-        let (_, mut fields) = Fields::of(&[1, 9, 0, 0, 0, 0, 0, 0, 0, 1]).unwrap();
-        assert!(fields.bytes().is_err());
-        let (_, fields) = Fields::of(&[1, 9]).unwrap();
-        assert!(fields.end().is_err());
+        assert_eq!(inbox().wait::<Sample>(&theirs).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        check_round_trip(&Sample::Pair(3, String::new()));
+        check_round_trip(&Sample::Bytes(vec![1, 2]));
+        for bad in [&[][..], &[9], &[8, 9, 0, 0, 0, 0, 0, 0, 0, 1]] {
+            assert!(decode::<Sample>(bad).is_err(), "{bad:?}");
+        }
     }
 }

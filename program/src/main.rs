@@ -15,7 +15,7 @@
 //! work and the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2: it could not do its work; 3:
 //! a worker died.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod args;
 mod backends;
@@ -66,6 +66,10 @@ fn main() -> ExitCode {
             };
         }
     };
+    if let Err(error) = output::require() {
+        failure::print(&error.into(), false);
+        return ExitCode::from(failure::CANNOT);
+    }
     warnings::show();
     highwater::file_limit::refuse_instead_of_killing();
     backends::configure(arguments.allow_insecure_plugins, arguments.load_limit);

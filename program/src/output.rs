@@ -1,11 +1,19 @@
-//! The two output streams. A reader that has gone away is no error: `highwater doctor | head -1` ends quietly.
+//! The two output streams.
+//!
+//! A reader that closes its pipe early is not an error, as in `highwater doctor | head -1`. The program drops the rest of its
+//! output, finishes its work, and exits with the code of that work. Every other failure to write a result is an error.
+//!
+//! A standard output that is closed from the start (`>&-`) is an error too, found before any work. Rust opens `/dev/null` in
+//! its place before `main`, so writing to it proves nothing.
 
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
+use std::sync::atomic::Ordering;
 
 use highwater::{ErrorKind, display_foreign, harmless};
+use rustix::io::Errno;
 use serde_json::Value;
 
 use super::failure::Failure;
@@ -47,12 +55,44 @@ pub(super) fn of_parser(said: &clap::Error) -> Result<(), Failure> {
 }
 
 fn print(text: String) -> Result<(), Failure> {
+    require()?;
     match write(&text) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => written.map_err(|error| {
-            let hint = "give the program a standard output that can be written, with room for the result";
-            Failure::new(ErrorKind::InvalidState, "the result cannot be written", hint).because_of(error)
-        }),
+        written => written.map_err(unwritable),
+    }
+}
+
+/// Checks that the program was started with a standard output.
+///
+/// # Errors
+/// If its descriptor was closed.
+pub(super) fn require() -> Result<(), Failure> {
+    // Relaxed: stored before `main`.
+    if at_start::WAS_CLOSED.load(Ordering::Relaxed) { Err(unwritable(Errno::BADF.into())) } else { Ok(()) }
+}
+
+fn unwritable(error: io::Error) -> Failure {
+    let hint = "give the program a standard output that can be written, with room for the result";
+    Failure::new(ErrorKind::InvalidState, "the result cannot be written", hint).because_of(error)
+}
+
+/// Looks at standard output before Rust replaces it.
+mod at_start {
+    #![allow(unsafe_code, reason = "only a function of the loader runs before Rust opens `/dev/null`")]
+
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use rustix::io::{Errno, fcntl_getfd};
+
+    pub(super) static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
+
+    // SAFETY: the loader calls each function of this section once, before `main`. The signature is the one it expects.
+    #[unsafe(link_section = ".init_array")]
+    #[used]
+    static LOOK: extern "C" fn() = look;
+
+    extern "C" fn look() {
+        WAS_CLOSED.store(fcntl_getfd(rustix::stdio::stdout()) == Err(Errno::BADF), Ordering::Relaxed);
     }
 }
 

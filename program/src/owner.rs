@@ -21,16 +21,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use highwater::{ErrorKind, Runtime, Ticket};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 
-use super::args::MOST_WORKERS;
 use super::backends;
-use super::child::{Child, timespec};
+use super::child::{self, Child};
 use super::classifier::LANES;
 use super::control::{DieAt, Notice, Order, WorkerReport};
 use super::failure::Failure;
-use super::frame::Inbox;
+use super::frame::Message as _;
 use super::model::CLASSES;
 use super::progress::Progress;
 use super::report::{DeviceUse, Outcome};
@@ -210,9 +207,7 @@ impl<'a> Job<'a> {
                 (member, Event::Said(Notice::Report(report))) if self.crew.members[member].report.is_none() => {
                     self.crew.members[member].report = Some(report);
                 }
-                (member, Event::Ended(status)) if status.success() && self.crew.members[member].report.is_some() => {
-                    left -= 1;
-                }
+                (member, Event::Ended(status)) if status.success() && self.crew.members[member].is_done() => left -= 1,
                 (member, event) => return Err(self.unexpected(member, event)),
             }
         }
@@ -231,14 +226,13 @@ impl<'a> Job<'a> {
     fn unexpected(&self, member: usize, event: Event) -> anyhow::Error {
         let named = &self.crew.members[member];
         match event {
-            Event::Said(Notice::Failed { kind, message, hint }) => {
-                Failure::of_worker(kind, format!("{}: {message}", named.name()), hint).into()
-            }
+            Event::Said(Notice::Failed(why)) => Failure::of_process(Some(&named.name()), why).into(),
             Event::Said(notice) => named.broke_the_protocol(&format!("{notice:?}")),
             Event::Ended(status) => {
                 let hint = "find out who ended it (`dmesg` tells of a lack of memory); the other workers were stopped";
                 let unfinished = self.unfinished(member);
-                Failure::lost_worker(format!("{} ended early ({status}); {unfinished}", named.name()), hint).into()
+                let cut = if named.child.is_cut() { " in the middle of a message" } else { "" };
+                Failure::lost_worker(format!("{} ended early{cut} ({status}); {unfinished}", named.name()), hint).into()
             }
         }
     }
@@ -308,7 +302,6 @@ struct Member {
     child: Child,
     /// Which of the devices that are used it works on.
     place: usize,
-    inbox: Inbox,
     in_flight: BTreeSet<u64>,
     report: Option<WorkerReport>,
     ended: bool,
@@ -333,7 +326,6 @@ impl Member {
         Ok(Self {
             child,
             place,
-            inbox: Inbox::default(),
             in_flight: BTreeSet::new(),
             report: None,
             ended: false,
@@ -347,6 +339,11 @@ impl Member {
         format!("worker {}", self.child.pid())
     }
 
+    /// Returns true if everything that it owed has arrived.
+    fn is_done(&self) -> bool {
+        self.report.is_some() && !self.child.is_cut()
+    }
+
     /// Sends an order. A worker that does not hear it has died or is about to, which is noticed by its pidfd.
     fn tell(&mut self, order: &Order, progress: &Progress) {
         if !self.owes {
@@ -354,7 +351,7 @@ impl Member {
             self.owes = true;
         }
         let Self { child, silent_since, told_after, .. } = self;
-        let _ = order.send(child.socket(), || tell_of_silence(child, *silent_since, told_after, progress));
+        let _ = order.send_patiently(child.socket(), || tell_of_silence(child, *silent_since, told_after, progress));
     }
 
     /// Its silence starts now, if it stays silent.
@@ -404,57 +401,31 @@ impl Crew<'_> {
 
     /// Waits until something happens and takes it in. What a worker said comes before its end.
     fn wait(&mut self) -> Result<()> {
-        let ready = self.poll()?;
+        let waiting: Vec<usize> = (0..self.members.len()).filter(|&index| !self.members[index].ended).collect();
+        let children = || waiting.iter().map(|&index| &self.members[index].child);
+        let limit = if children().any(Child::has_hung_up) { DYING } else { SILENCE };
+        let ready = child::ready(children(), limit)?;
         let progress = self.progress;
         self.members.iter_mut().for_each(|member| member.tell_of_silence(progress));
         if ready.is_empty() {
             // Those that hung up and do not die.
-            let mut hung_up = self.members.iter().filter(|member| !member.ended && member.inbox.has_ended());
+            let mut hung_up = self.members.iter().filter(|member| !member.ended && member.child.has_hung_up());
             hung_up.try_for_each(|member| member.child.kill())?;
         }
-        for (index, dead) in ready {
+        for index in ready.into_iter().map(|position| waiting[position]) {
             let member = &mut self.members[index];
-            member.inbox.take_in(member.child.socket())?;
-            while let Some(message) = member.inbox.next()? {
+            // Death is checked first: everything that a dead worker sent is in the socket.
+            let ended = member.child.ended()?;
+            for notice in member.child.messages()? {
                 member.is_heard();
-                self.events.push_back((index, Event::Said(Notice::read(&message)?)));
+                self.events.push_back((index, Event::Said(notice)));
             }
-            if dead && let Some(status) = member.child.ended()? {
+            if let Some(status) = ended {
                 member.ended = true;
                 self.events.push_back((index, Event::Ended(status)));
             }
         }
         Ok(())
-    }
-
-    /// The workers that have a message or are dead (true). Empty if all are silent, or if one that hung up does not
-    /// die.
-    fn poll(&self) -> io::Result<Vec<(usize, bool)>> {
-        let mut places = Vec::new();
-        let mut descriptors = Vec::with_capacity(2 * MOST_WORKERS);
-        let mut hung_up = false;
-        for (index, member) in self.members.iter().enumerate().filter(|(_, member)| !member.ended) {
-            // Taken once per worker, the death last, because it also takes in what was said before.
-            if !member.inbox.has_ended() {
-                places.push((index, false));
-                descriptors.push(PollFd::new(member.child.socket(), PollFlags::IN));
-            }
-            hung_up |= member.inbox.has_ended();
-            places.push((index, true));
-            descriptors.push(PollFd::from_borrowed_fd(member.child.pidfd(), PollFlags::IN));
-        }
-        let limit = Some(timespec(if hung_up { DYING } else { SILENCE }));
-        loop {
-            match poll(&mut descriptors, limit.as_ref()) {
-                Err(Errno::INTR) => {}
-                polled => {
-                    polled?;
-                    break;
-                }
-            }
-        }
-        let ready = descriptors.iter().map(|descriptor| !descriptor.revents().is_empty());
-        Ok(places.into_iter().zip(ready).filter_map(|(place, ready)| ready.then_some(place)).collect())
     }
 }
 

@@ -1,12 +1,14 @@
 //! What the main job came to: as a table for people, as an object for programs.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::ops::AddAssign;
 use std::time::Duration;
 
 use highwater::{Statistics, display_foreign};
 use serde_json::{Value, json};
 
+use super::frame::{Field, Frame, Payload};
 use super::table::Table;
 use super::task::Tally;
 
@@ -27,49 +29,28 @@ pub(super) struct Holdings {
 }
 
 impl Holdings {
-    /// How many numbers they are.
-    pub(super) const NUMBERS: usize = 7;
-
-    pub(super) fn to_numbers(self) -> [u64; Self::NUMBERS] {
-        let Self {
-            handles_created,
-            threads_served,
-            workspaces,
-            workspace_bytes,
-            pinned_requested_bytes,
-            pinned_held_bytes,
-            mapped_bytes,
-        } = self;
+    fn numbers(&mut self) -> [&mut u64; 7] {
         [
-            handles_created,
-            threads_served,
-            workspaces,
-            workspace_bytes,
-            pinned_requested_bytes,
-            pinned_held_bytes,
-            mapped_bytes,
+            &mut self.handles_created,
+            &mut self.threads_served,
+            &mut self.workspaces,
+            &mut self.workspace_bytes,
+            &mut self.pinned_requested_bytes,
+            &mut self.pinned_held_bytes,
+            &mut self.mapped_bytes,
         ]
     }
+}
 
-    pub(super) fn from_numbers(numbers: [u64; Self::NUMBERS]) -> Self {
-        let [
-            handles_created,
-            threads_served,
-            workspaces,
-            workspace_bytes,
-            pinned_requested_bytes,
-            pinned_held_bytes,
-            mapped_bytes,
-        ] = numbers;
-        Self {
-            handles_created,
-            threads_served,
-            workspaces,
-            workspace_bytes,
-            pinned_requested_bytes,
-            pinned_held_bytes,
-            mapped_bytes,
-        }
+impl Field for Holdings {
+    fn put(&self, frame: &mut Frame) {
+        self.clone().numbers().iter().for_each(|number| number.put(frame));
+    }
+
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        let mut holdings = Self::default();
+        holdings.numbers().into_iter().try_for_each(|number| Field::take(payload).map(|taken| *number = taken))?;
+        Ok(holdings)
     }
 }
 
@@ -89,11 +70,11 @@ impl From<Statistics> for Holdings {
 }
 
 impl AddAssign for Holdings {
-    fn add_assign(&mut self, other: Self) {
-        let (mut sums, others) = (self.to_numbers(), other.to_numbers());
-        // They come from other processes, so nothing is assumed of their size.
-        sums.iter_mut().zip(others).for_each(|(sum, number)| *sum = sum.saturating_add(number));
-        *self = Self::from_numbers(sums);
+    fn add_assign(&mut self, mut other: Self) {
+        for (sum, number) in self.numbers().into_iter().zip(other.numbers()) {
+            // The numbers come from other processes, so no size is assumed.
+            *sum = sum.saturating_add(*number);
+        }
     }
 }
 
@@ -288,12 +269,17 @@ pub(super) fn counted(number: usize, noun: &str) -> String {
 mod tests {
     use super::*;
 
+    fn holdings(numbers: [u64; 7]) -> Holdings {
+        let mut holdings = Holdings::default();
+        holdings.numbers().into_iter().zip(numbers).for_each(|(held, number)| *held = number);
+        holdings
+    }
+
     fn outcome(correct: u64, differing: u64, leaks: u64) -> Outcome {
-        let numbers = [4, 4, 4, 1024, 100, 200, 300];
         Outcome {
             tally: Tally { images: 100, correct, differing },
             elapsed: Duration::from_millis(50),
-            holdings: Holdings::from_numbers(numbers),
+            holdings: holdings([4, 4, 4, 1024, 100, 200, 300]),
             leaks,
             ..Outcome::default()
         }
@@ -344,10 +330,8 @@ mod tests {
 
     #[test]
     fn holdings_add_up() {
-        let numbers: [u64; Holdings::NUMBERS] = std::array::from_fn(|index| index as u64 + 1);
-        let mut sum = Holdings::from_numbers(numbers);
-        sum += Holdings::from_numbers(numbers);
-        assert_eq!(sum.to_numbers(), numbers.map(|number| 2 * number));
-        assert_eq!((sum.handles_created, sum.mapped_bytes), (2, 14));
+        let mut sum = holdings([1, 2, 3, 4, 5, 6, u64::MAX]);
+        sum += holdings([1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(sum, holdings([2, 4, 6, 8, 10, 12, u64::MAX]));
     }
 }

@@ -110,6 +110,14 @@ impl fmt::Display for Table {
     }
 }
 
+/// Breaks the lines of a text that stands outside a table, for standard output.
+pub(super) fn wrapped(text: &str) -> String {
+    let Some(width) = width() else { return text.to_owned() };
+    let mut lines = Vec::new();
+    wrap(text, width, &mut lines);
+    lines.join("\n")
+}
+
 /// The columns of the terminal on standard output, else of `COLUMNS`; `None` means unlimited.
 fn width() -> Option<usize> {
     let of_terminal = || {

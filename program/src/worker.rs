@@ -17,24 +17,18 @@ use super::classifier::{self, Batch, Next, Work};
 use super::control::{DieAt, Notice, Order, WorkerReport};
 use super::digits::with_advice;
 use super::failure::{Explanation, Failure};
-use super::frame::Inbox;
+use super::frame::{Inbox, Message as _};
 use super::model::PIXELS;
 use super::weights::Weights;
 use super::{Verdict, backends, child};
 
 /// Runs until the owner says that there is no more to do. What goes wrong is told to the owner, who prints it.
 pub(super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
-    let socket = child::serve(arguments.parent, c"hw-worker").map_err(|error| {
-        let hint = "this command is for the program itself, which starts it with a socket as its standard input";
-        Failure::new(ErrorKind::InvalidState, "the worker has no owner", hint).because_of(error)
-    })?;
-    let outcome = work(&socket);
+    let (socket, inbox) = child::serve(arguments.parent, c"hw-worker", "highwater")?;
+    let outcome = work(&socket, inbox);
     let notice = match &outcome {
         Ok(report) => Notice::Report(report.clone()),
-        Err(error) => {
-            let Explanation { message, hint, kind } = Explanation::of(error);
-            Notice::Failed { kind: kind.unwrap_or_else(|| ErrorKind::InvalidState.as_str().into()), message, hint }
-        }
+        Err(error) => Notice::Failed(Explanation::of(error)),
     };
     if notice.send(&socket).is_err() {
         child::die();
@@ -51,10 +45,10 @@ struct Setup {
     ticket: Vec<u8>,
 }
 
-fn work(socket: &UnixStream) -> Result<WorkerReport> {
+fn work(socket: &UnixStream, inbox: Inbox) -> Result<WorkerReport> {
     let queue = Arc::new(Queue::default());
     let (send_setup, setup) = mpsc::channel();
-    let listener = Listener { socket: socket.try_clone()?, queue: Arc::clone(&queue), send_setup };
+    let listener = Listener { socket: socket.try_clone()?, inbox, queue: Arc::clone(&queue), send_setup };
     thread::Builder::new().name("listener".into()).spawn(move || listener.listen())?;
     let Setup { backend, threads, die_at, ticket } = setup.recv()?;
 
@@ -111,26 +105,25 @@ impl Queue {
 /// Hears what the owner says, until it is gone.
 struct Listener {
     socket: UnixStream,
+    inbox: Inbox,
     queue: Arc<Queue>,
     send_setup: mpsc::Sender<Setup>,
 }
 
 impl Listener {
-    fn listen(self) -> ! {
-        let mut inbox = Inbox::default();
-        // An owner that cannot be understood is as good as none.
-        while let Ok(Some(message)) = inbox.wait(&self.socket) {
-            match Order::read(&message) {
-                Ok(Order::Setup { backend, threads, die_at, ticket }) => {
+    fn listen(mut self) -> ! {
+        // An owner that sends something unreadable cannot be worked for.
+        while let Ok(Some(order)) = self.inbox.wait(&self.socket) {
+            match order {
+                Order::Setup { backend, threads, die_at, ticket } => {
                     let setup = Setup { backend, threads: threads as usize, die_at, ticket };
-                    // Not taken where the worker has failed already.
+                    // Not received if the worker has failed already.
                     let _ = self.send_setup.send(setup);
                 }
-                Ok(Order::Batch { number, first_image, pixels }) => {
+                Order::Batch { number, first_image, pixels } => {
                     self.queue.change(|state| state.batches.push_back(Ordered { number, first_image, pixels }));
                 }
-                Ok(Order::Finish) => self.queue.change(|state| state.finished = true),
-                Err(_) => break,
+                Order::Finish => self.queue.change(|state| state.finished = true),
             }
         }
         child::die()

@@ -596,7 +596,7 @@ fn processes_that_are_started_by_hand_say_what_they_are_for() {
         &["soak-consumer", "--seed", "1", "--parent", &own],
         &["conformance-worker", "--parent", &own],
     ] {
-        highwater(arguments).assert_error(&["the standard input is no socket", "is for"]);
+        highwater(arguments).assert_error(&["the standard input is not a socket", "is for"]);
     }
 }
 
@@ -910,6 +910,39 @@ fn a_result_that_cannot_be_written_is_an_error() {
     }
 }
 
+/// Runs a line of `sh`, in which `"$0"` is the program.
+fn shell(line: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new("sh");
+    command.args(["-c", line]).arg(env!("CARGO_BIN_EXE_highwater")).args(arguments);
+    let output = command.env("HIGHWATER_MOCK", "").env("HIGHWATER_BACKEND", "mock").output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_closed_standard_output_is_an_error_before_any_work() {
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["--help"], &["--workers", "0"], &["soak", "ipc"]] {
+        let (code, stderr) = shell("exec \"$0\" \"$@\" >&-", arguments);
+        assert_eq!(code, Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.starts_with("error: the result cannot be written: "), "{arguments:?}: {stderr}");
+        assert!(stderr.contains("\nhint: ") && stderr.lines().count() == 2, "{arguments:?}: {stderr}");
+        // Discarded on purpose, however the file is opened.
+        for discard in [">/dev/null", "1<>/dev/null"] {
+            let (code, stderr) = shell(&format!("exec \"$0\" --help {discard}"), &[]);
+            assert_eq!((code, stderr.as_str()), (Some(0), ""), "{discard}");
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_closes_its_pipe_early_is_no_error() {
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["--help"]] {
+        // The reader is gone before the program starts.
+        let line = "{ sleep 0.3; \"$0\" \"$@\"; echo \"code $?\" >&2; } | true";
+        let (_, stderr) = shell(line, arguments);
+        assert_eq!(stderr, "code 0\n", "{arguments:?}");
+    }
+}
+
 /// The program, started by a shell that limits files to a number of blocks of 512 or 1024 bytes.
 fn command_with_small_files(blocks: u32, arguments: &[&str]) -> Command {
     let mut command = Command::new("sh");
@@ -972,6 +1005,22 @@ fn doctor_names_every_backend_and_what_was_tried() {
     let table = highwater(&["doctor"]);
     assert_eq!(table.code, Some(0));
     assert!(names.iter().all(|name| table.stdout.contains(name)), "{}", table.stdout);
+}
+
+#[test]
+fn doctor_wraps_every_line_to_the_terminal() {
+    for (width, path) in [(60, "/nowhere/1:/nowhere/2:/nowhere/3"), (100, "/tmp:relative/folder:/nowhere")] {
+        let mut command = command_on("", &["doctor"]);
+        command.env("COLUMNS", width.to_string()).env("HIGHWATER_PLUGIN_PATH", path);
+        let table = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        let last = table.rfind("plugins looked for in: ").unwrap_or_else(|| panic!("{table}"));
+        assert!(table[last..].lines().count() > 1, "{table}");
+        for line in table.lines() {
+            // A word that is longer than the line stands alone.
+            let is_one_word = line.split_whitespace().count() == 1;
+            assert!(line.chars().count() <= width || is_one_word, "{width}: {line}\n{table}");
+        }
+    }
 }
 
 #[test]

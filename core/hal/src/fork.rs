@@ -51,6 +51,12 @@ pub struct Guard {
     generation: Generation,
 }
 
+impl Default for Guard {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Guard {
     /// That of this process.
     pub fn new() -> Self {

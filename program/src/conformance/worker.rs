@@ -2,46 +2,44 @@
 //!
 //! A case can bring it down, or hang; the runner replaces it then and goes on with the next case.
 
+use std::io;
 use std::os::unix::net::UnixStream;
 
 use anyhow::Result;
-use highwater::{Backend, ErrorKind};
-use highwater_conformance::{Executor as _, InProcess};
+use highwater::Backend;
+use highwater_conformance::{Executor as _, InProcess, cases};
 
 use super::super::args::ConformanceWorkerArguments;
 use super::super::backends::Prober;
-use super::super::failure::{Explanation, Failure};
-use super::super::frame::Inbox;
+use super::super::failure::Explanation;
+use super::super::frame::{Inbox, Message as _};
 use super::super::{Verdict, child, doctor};
 use super::choice::Choice;
 use super::protocol::{About, Notice, Order};
 
 /// Runs until the runner closes the socket.
 pub(in super::super) fn command(arguments: &ConformanceWorkerArguments) -> Result<Verdict> {
-    let socket = child::serve(arguments.child.parent, c"hw-cases").map_err(|error| {
-        let hint = "this command is for `highwater conformance`, which starts it with a socket as its standard input";
-        Failure::new(ErrorKind::InvalidState, "the worker has no runner", hint).because_of(error)
-    })?;
-    let outcome = serve(&socket, &Choice::of(&arguments.backend));
+    let (socket, inbox) = child::serve(arguments.child.parent, c"hw-cases", "highwater conformance")?;
+    let outcome = serve(&socket, inbox, &Choice::of(&arguments.backend));
     if let Err(error) = &outcome {
-        let Explanation { message, hint, kind } = Explanation::of(error);
-        let kind = kind.unwrap_or_else(|| ErrorKind::InvalidState.as_str().into());
-        // Where nobody hears it, the runner is gone.
-        let _ = Notice::Failed { kind, message, hint }.send(&socket);
+        // If the runner is gone, nobody reads it.
+        let _ = Notice::Failed(Explanation::of(error)).send(&socket);
     }
     Ok(if outcome.is_ok() { Verdict::Good } else { Verdict::Bad })
 }
 
-fn serve(socket: &UnixStream, choice: &Choice) -> Result<()> {
+fn serve(socket: &UnixStream, mut inbox: Inbox, choice: &Choice) -> Result<()> {
     let backend = choice.open(Prober::ThisProgram)?;
     let mut executor = InProcess::new(&*backend, Some(choice.launcher()?));
     Notice::Ready(about(&*backend)?).send(socket)?;
-    let mut inbox = Inbox::default();
-    while let Some(message) = inbox.wait(socket)? {
-        let notice = match Order::read(&message)? {
-            Order::Run(case) => Notice::Ended(executor.run(case)),
-            Order::Points(case) => Notice::Points(executor.points(case)),
-            Order::Fault(case, fault) => Notice::Faulted(executor.run_with_fault(case, &fault)),
+    while let Some(order) = inbox.wait::<Order>(socket)? {
+        let name = order.case();
+        let case = cases().find(|case| case.name == name);
+        let case = case.ok_or_else(|| io::Error::other(format!("the runner names an unknown case: {name}")))?;
+        let notice = match order {
+            Order::Run(_) => Notice::Ended(executor.run(case)),
+            Order::Points(_) => Notice::Points(executor.points(case)),
+            Order::Fault(_, fault) => Notice::Faulted(executor.run_with_fault(case, &fault)),
         };
         notice.send(socket)?;
     }

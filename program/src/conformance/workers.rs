@@ -2,18 +2,15 @@
 //!
 //! Nothing is tried again: the case that was in flight has failed.
 
-use std::io;
-use std::net::Shutdown;
-use std::os::fd::AsFd as _;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 use highwater::{BackendTag, ErrorKind, Identity};
 use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
 
-use super::super::child::{Child, wait_any, wait_readable};
+use super::super::child::Child;
 use super::super::failure::Failure;
-use super::super::frame::Inbox;
+use super::super::frame::Message as _;
 use super::super::{backends, output};
 use super::choice::Choice;
 use super::protocol::{About, Notice, Order};
@@ -85,7 +82,7 @@ impl Executor for Workers {
     }
 
     fn run(&mut self, case: &'static Case) -> Status {
-        match self.ask(&Order::Run(case)) {
+        match self.ask(&Order::Run(case.name.to_owned())) {
             Ok(Notice::Ended(status)) => status,
             Ok(other) => Status::Failed(misfit(&other)),
             Err(lost) => Status::Failed(lost),
@@ -93,7 +90,7 @@ impl Executor for Workers {
     }
 
     fn points(&mut self, case: &'static Case) -> Points {
-        match self.ask(&Order::Points(case)) {
+        match self.ask(&Order::Points(case.name.to_owned())) {
             Ok(Notice::Points(points)) => points,
             Ok(other) => Points::Not(Status::Failed(misfit(&other))),
             Err(lost) => Points::Not(Status::Failed(lost)),
@@ -105,7 +102,7 @@ impl Executor for Workers {
             let (status, findings) = (Status::Failed(text.clone()), vec![text]);
             Faulted { status, reached: true, retried: 0, findings }
         };
-        match self.ask(&Order::Fault(case, fault.clone())) {
+        match self.ask(&Order::Fault(case.name.to_owned(), fault.clone())) {
             Ok(Notice::Faulted(faulted)) => faulted,
             Ok(other) => lost(misfit(&other)),
             Err(text) => lost(text),
@@ -121,9 +118,8 @@ fn misfit(notice: &Notice) -> String {
 #[derive(Debug)]
 struct Worker {
     child: Child,
-    inbox: Inbox,
     /// The case that it ran last.
-    last: Option<&'static str>,
+    last: Option<String>,
 }
 
 impl Worker {
@@ -133,11 +129,11 @@ impl Worker {
             let hint = "the limits on processes and open files (`ulimit -a`) say what this user may have";
             Failure::new(ErrorKind::OperatingSystem, "no process can be started for the cases", hint).because_of(error)
         })?;
-        let mut worker = Self { child, inbox: Inbox::default(), last: None };
+        let mut worker = Self { child, last: None };
         let loading = backends::load_limit().unwrap_or_default();
         match worker.hear(limit.max(OPENING + loading)) {
             Ok(Notice::Ready(about)) => Ok((worker, about)),
-            Ok(Notice::Failed { kind, message, hint }) => Err(Failure::of_worker(kind, message, hint).into()),
+            Ok(Notice::Failed(why)) => Err(Failure::of_process(None, why).into()),
             other => {
                 let what = other.map_or_else(|lost| lost, |other| misfit(&other));
                 let hint = "run `highwater doctor`, which opens the backend too";
@@ -148,7 +144,7 @@ impl Worker {
     }
 
     fn ask(&mut self, order: &Order, limit: Duration) -> Result<Notice, String> {
-        let last = self.last.replace(order.case().name).unwrap_or("its start");
+        let last = self.last.replace(order.case().to_owned()).unwrap_or_else(|| "its start".to_owned());
         if let Ok(Some(status)) = self.child.ended() {
             return Err(format!("its process had ended before it began, after {last}: {status}"));
         }
@@ -157,14 +153,14 @@ impl Worker {
             return self.hear(Duration::ZERO);
         }
         match self.hear(limit)? {
-            Notice::Failed { message, .. } => Err(format!("its process gave up: {message}")),
+            Notice::Failed(why) => Err(format!("its process gave up: {}", why.message)),
             notice => Ok(notice),
         }
     }
 
     /// Waits for a message; a text where none comes, and then the process is gone.
     fn hear(&mut self, limit: Duration) -> Result<Notice, String> {
-        let heard = self.wait(limit).map_err(|error| format!("its process cannot be understood: {error}"));
+        let heard = self.child.wait_for(limit).map_err(|error| format!("its process cannot be understood: {error}"));
         match heard {
             Ok(Some(notice)) => return Ok(notice),
             Ok(None) => {}
@@ -182,29 +178,6 @@ impl Worker {
         Err(format!("it did not end within {} s (`--limit`), so its process was killed", limit.as_secs()))
     }
 
-    /// The next message; `None` once the process has ended or the time is over.
-    fn wait(&mut self, limit: Duration) -> io::Result<Option<Notice>> {
-        let deadline = Instant::now() + limit;
-        loop {
-            // Death is looked for first: what was said before it is in the socket then.
-            let dead = wait_readable(self.child.pidfd(), Duration::ZERO)?;
-            self.inbox.take_in(self.child.socket())?;
-            if let Some(message) = self.inbox.next()? {
-                return Notice::read(&message).map(Some);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if dead || left.is_zero() {
-                return Ok(None);
-            }
-            if self.inbox.has_ended() {
-                // A process that has closed its socket says no more, and is about to end.
-                wait_readable(self.child.pidfd(), left)?;
-            } else {
-                wait_any(&[self.child.socket().as_fd(), self.child.pidfd()], left)?;
-            }
-        }
-    }
-
     fn stop(&mut self) {
         if let Err(error) = self.child.stop() {
             output::line(format_args!("error: {error}"));
@@ -213,9 +186,7 @@ impl Worker {
 
     /// Closes the socket, and waits for the process to end well.
     fn finish(mut self) -> Result<(), String> {
-        let told = self.child.socket().shutdown(Shutdown::Write);
-        let ended = told.and_then(|()| wait_readable(self.child.pidfd(), ENDING)).and_then(|_| self.child.ended());
-        match ended {
+        match self.child.finish(ENDING) {
             Ok(Some(status)) if status.success() => Ok(()),
             Ok(Some(status)) => {
                 Err(format!("the process of the cases ended badly when there was no more to do: {status}"))

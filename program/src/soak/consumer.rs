@@ -16,12 +16,11 @@ use highwater::{DeviceBuffer, ErrorKind, Runtime, Stream, Ticket};
 
 use super::super::args::ConsumerArguments;
 use super::super::child::{self, wait_readable};
-use super::super::failure::Failure;
-use super::super::frame::Inbox;
+use super::super::frame::{Inbox, Message as _};
 use super::super::{Verdict, child::die};
 use super::descriptors::cut_sockets;
 use super::heir;
-use super::message::{Deed, Offer};
+use super::message::{Deed, Order};
 use super::pattern::Pattern;
 use super::random::Random;
 
@@ -35,12 +34,9 @@ const STEPS: u64 = 150;
 
 /// Runs until it is killed.
 pub(in super::super) fn command(arguments: &ConsumerArguments) -> Result<Verdict> {
-    let socket = child::serve(arguments.child.parent, c"hw-consumer").map_err(|error| {
-        let hint = "this command is for `highwater soak ipc`, which starts it with a socket as its standard input";
-        Failure::new(ErrorKind::InvalidState, "the consumer has no exporter", hint).because_of(error)
-    })?;
+    let (socket, inbox) = child::serve(arguments.child.parent, c"hw-consumer", "highwater soak ipc")?;
     let mut random = Random::new(arguments.seed);
-    let error = match Consumer::new(&socket, &mut random).and_then(|mut consumer| consumer.live(&mut random)) {
+    let error = match Consumer::new(&socket, inbox, &mut random).and_then(|mut consumer| consumer.live(&mut random)) {
         Ok(never) => match never {},
         Err(error) => error,
     };
@@ -68,7 +64,8 @@ struct Consumer<'s> {
     stream: Stream,
     /// The identity, of the largest side; each smaller one in a buffer of its own, in the order of `Pattern::SIDES`.
     identities: Vec<DeviceBuffer<f32>>,
-    offers: VecDeque<Offer>,
+    /// The tickets of buffers and their patterns.
+    offers: VecDeque<(Vec<u8>, Pattern)>,
     held: Vec<Held>,
     /// Work may be outstanding.
     queued: bool,
@@ -80,7 +77,7 @@ struct Consumer<'s> {
 enum Never {}
 
 impl<'s> Consumer<'s> {
-    fn new(socket: &'s UnixStream, random: &mut Random) -> Result<Self> {
+    fn new(socket: &'s UnixStream, inbox: Inbox, random: &mut Random) -> Result<Self> {
         let latency = Duration::from_micros(random.within(0..400));
         let gpu = super::open_mock(latency)?;
         let runtime = Runtime::new(Arc::<MockGpu>::clone(&gpu))?;
@@ -92,7 +89,7 @@ impl<'s> Consumer<'s> {
         let identities = Pattern::SIDES.into_iter().map(identity).collect::<highwater::Result<_>>()?;
         Ok(Self {
             socket,
-            inbox: Inbox::default(),
+            inbox,
             gpu,
             violations: 0,
             runtime,
@@ -144,9 +141,9 @@ impl<'s> Consumer<'s> {
         if self.offers.is_empty() {
             wait_readable(self.socket.as_fd(), Duration::from_millis(5))?;
         }
-        self.inbox.take_in(self.socket)?;
-        while let Some(message) = self.inbox.next()? {
-            self.offers.push_back(Offer::read(&message)?);
+        self.inbox.receive_all(self.socket)?;
+        while let Some(Order::Offer { ticket, pattern }) = self.inbox.next()? {
+            self.offers.push_back((ticket, pattern));
             if self.offers.len() > MOST_OFFERS {
                 self.offers.pop_front();
             }
@@ -177,7 +174,7 @@ impl<'s> Consumer<'s> {
         if self.offers.is_empty() || self.held.len() >= MOST_HELD {
             return self.release(random);
         }
-        let Offer { ticket, pattern } = self.offers[random.index(self.offers.len())].clone();
+        let (ticket, pattern) = self.offers[random.index(self.offers.len())].clone();
         let ticket = Ticket::from_bytes(&ticket)?;
         match self.runtime.open_shared(&ticket) {
             Ok(words) => {
@@ -185,7 +182,7 @@ impl<'s> Consumer<'s> {
                 self.tell(Deed::Opened)
             }
             Err(error) if error.kind() == ErrorKind::Expired => {
-                self.offers.retain(|offer| offer.pattern != pattern);
+                self.offers.retain(|(_, offered)| *offered != pattern);
                 self.tell(Deed::Expired)
             }
             Err(error) => Err(error.into()),

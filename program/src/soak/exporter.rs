@@ -17,15 +17,14 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use highwater::mock::MockGpu;
 use highwater::{Backend as _, Device, DeviceBuffer, ErrorKind, Runtime, Stream};
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, getpid, set_child_subreaper, wait};
 
-use super::super::child::{Child, timespec};
+use super::super::child::{self, Child};
 use super::super::failure::Failure;
-use super::super::frame::Inbox;
+use super::super::frame::Message as _;
 use super::super::progress::Progress;
-use super::message::{Deed, Offer};
+use super::message::{Deed, Order};
 use super::pattern::Pattern;
 use super::random::Random;
 use super::report::Report;
@@ -120,12 +119,11 @@ fn shared_files() -> u64 {
 struct Block {
     pattern: Pattern,
     buffer: DeviceBuffer<u32>,
-    offer: Offer,
+    offer: Order,
 }
 
 struct Consumer {
     child: Child,
-    inbox: Inbox,
     /// When it is killed, where it does not do so itself.
     until: Instant,
     bequeathed: bool,
@@ -207,14 +205,7 @@ impl<'a> Exporter<'a> {
         let life = Duration::from_micros(self.random.within(0..life.as_micros() as u64));
         let until = Instant::now() + life;
         self.started += 1;
-        self.consumers.push(Consumer {
-            child,
-            inbox: Inbox::default(),
-            until,
-            bequeathed: false,
-            cut_off: false,
-            work_queued: false,
-        });
+        self.consumers.push(Consumer { child, until, bequeathed: false, cut_off: false, work_queued: false });
         let newest = self.consumers.len() - 1;
         for index in 0..self.blocks.len() {
             self.offer(newest, index);
@@ -251,7 +242,7 @@ impl<'a> Exporter<'a> {
         self.next_tag += 1;
         let buffer = self.device.allocate_shared(pattern.len())?;
         pattern.write(&self.stream, &buffer)?;
-        let offer = Offer { ticket: buffer.share()?.to_bytes(), pattern };
+        let offer = Order::Offer { ticket: buffer.share()?.to_bytes(), pattern };
         self.blocks.push(Block { pattern, buffer, offer });
         self.report.shared += 1;
         let newest = self.blocks.len() - 1;
@@ -292,26 +283,15 @@ impl<'a> Exporter<'a> {
 
     /// Takes in what consumers say; waits for it a little.
     fn hear(&mut self, limit: Duration) -> Result<()> {
-        let mut descriptors: Vec<_> = Vec::with_capacity(2 * self.consumers.len());
-        for consumer in &self.consumers {
-            if !consumer.inbox.has_ended() {
-                descriptors.push(PollFd::new(consumer.child.socket(), PollFlags::IN));
-            }
-            descriptors.push(PollFd::from_borrowed_fd(consumer.child.pidfd(), PollFlags::IN));
-        }
-        match poll(&mut descriptors, Some(&timespec(limit))) {
-            Err(Errno::INTR) => {}
-            polled => drop(polled?),
-        }
+        child::ready(self.consumers.iter().map(|consumer| &consumer.child), limit)?;
         (0..self.consumers.len()).try_for_each(|index| self.hear_consumer(index))
     }
 
     fn hear_consumer(&mut self, index: usize) -> Result<()> {
         let consumer = &mut self.consumers[index];
-        consumer.inbox.take_in(consumer.child.socket())?;
         let pid = consumer.child.pid();
-        while let Some(message) = consumer.inbox.next()? {
-            match Deed::read(&message)? {
+        for deed in consumer.child.messages()? {
+            match deed {
                 Deed::Opened => self.report.opens += 1,
                 Deed::Released => self.report.releases += 1,
                 Deed::Expired => self.report.expired_tickets += 1,

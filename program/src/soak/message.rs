@@ -1,113 +1,67 @@
-//! What the exporter and its consumers say to each other: offers of tickets one way, what was done with them the other.
+//! The messages between the exporter and its consumers.
 
 use std::io;
-use std::os::unix::net::UnixStream;
 
-use super::super::frame::{Fields, Message, malformed};
+use super::super::frame::{Field, Frame, Payload, malformed, messages};
 use super::pattern::Pattern;
 
-/// A shared buffer, which may be gone when the offer is taken up.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Offer {
-    pub(super) ticket: Vec<u8>,
-    pub(super) pattern: Pattern,
-}
-
-/// What a consumer has done.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Deed {
-    Opened,
-    Released,
-    /// A ticket was refused because the buffer is gone.
-    Expired,
-    /// The contents of a buffer were looked at, and were its own.
-    Checked,
-    /// Work was enqueued and is not waited for.
-    Queued,
-    /// Nothing is outstanding.
-    Idle,
-    /// A child was left behind that holds so many of this process's descriptors.
-    Bequeathed(u64),
-    /// So many sockets were cut, and the memory that is open is still used.
-    Cut(u64),
-    /// The contents of a buffer are not its own.
-    Stolen(String),
-    /// Something that must not fail did.
-    Failed(String),
-}
-
-const OFFER: u8 = 1;
-const DEED: u8 = 2;
-
-impl Offer {
-    pub(super) fn send(&self, socket: &UnixStream) -> io::Result<()> {
-        let Self { ticket, pattern } = self;
-        Message::new(OFFER).number(pattern.tag()).number(pattern.side() as u64).bytes(ticket).send(socket)
-    }
-
-    pub(super) fn read(message: &[u8]) -> io::Result<Self> {
-        let (kind, mut fields) = Fields::of(message)?;
-        let (tag, side) = (fields.number()?, fields.number()? as usize);
-        let ticket = fields.bytes()?.to_vec();
-        fields.end()?;
-        if kind != OFFER || !Pattern::SIDES.contains(&side) {
-            return Err(malformed("it is no offer"));
-        }
-        Ok(Self { ticket, pattern: Pattern::new(tag, side) })
+messages! {
+    /// A message of the exporter.
+    enum Order {
+        /// A shared buffer, which may be freed before the consumer opens it.
+        1 Offer { ticket: Vec<u8>, pattern: Pattern },
     }
 }
 
-impl Deed {
-    pub(super) fn send(&self, socket: &UnixStream) -> io::Result<()> {
-        let (kind, number, text) = match self {
-            Self::Opened => (0, 0, ""),
-            Self::Released => (1, 0, ""),
-            Self::Expired => (2, 0, ""),
-            Self::Checked => (3, 0, ""),
-            Self::Queued => (4, 0, ""),
-            Self::Idle => (5, 0, ""),
-            Self::Bequeathed(descriptors) => (6, *descriptors, ""),
-            Self::Stolen(what) => (7, 0, what.as_str()),
-            Self::Failed(what) => (8, 0, what.as_str()),
-            Self::Cut(sockets) => (9, *sockets, ""),
-        };
-        Message::new(DEED).number(kind).number(number).bytes(text.as_bytes()).send(socket)
+messages! {
+    /// A step of a consumer.
+    enum Deed {
+        2 Opened,
+        3 Released,
+        /// A ticket was refused because the buffer is freed.
+        4 Expired,
+        /// A buffer still has its own contents.
+        5 Checked,
+        /// Work was enqueued and is not complete.
+        6 Queued,
+        /// No work is outstanding.
+        7 Idle,
+        /// A child process was started, which holds this many descriptors of the consumer.
+        8 Bequeathed(descriptors: u64),
+        /// This many sockets were shut down, and the open memory is still in use.
+        9 Cut(sockets: u64),
+        /// The contents of a buffer are not its own.
+        10 Stolen(what: String),
+        /// A call that must not fail has failed.
+        11 Failed(what: String),
+    }
+}
+
+impl Field for Pattern {
+    fn put(&self, frame: &mut Frame) {
+        (self.tag(), self.side() as u64).put(frame);
     }
 
-    pub(super) fn read(message: &[u8]) -> io::Result<Self> {
-        let (kind, mut fields) = Fields::of(message)?;
-        let (deed, number, text) = (fields.number()?, fields.number()?, fields.text()?);
-        fields.end()?;
-        match (kind, deed) {
-            (DEED, 0) => Ok(Self::Opened),
-            (DEED, 1) => Ok(Self::Released),
-            (DEED, 2) => Ok(Self::Expired),
-            (DEED, 3) => Ok(Self::Checked),
-            (DEED, 4) => Ok(Self::Queued),
-            (DEED, 5) => Ok(Self::Idle),
-            (DEED, 6) => Ok(Self::Bequeathed(number)),
-            (DEED, 7) => Ok(Self::Stolen(text)),
-            (DEED, 8) => Ok(Self::Failed(text)),
-            (DEED, 9) => Ok(Self::Cut(number)),
-            _ => Err(malformed("it is no deed")),
+    fn take(payload: &mut Payload<'_>) -> io::Result<Self> {
+        let (tag, side): (u64, u64) = Field::take(payload)?;
+        let side = side as usize;
+        if Self::SIDES.contains(&side) {
+            Ok(Self::new(tag, side))
+        } else {
+            Err(malformed(format!("{side} is no side")))
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::frame::Inbox;
+    use super::super::super::frame::decode;
+    use super::super::super::frame::tests::check_round_trip;
     use super::*;
 
     #[test]
-    fn offers_and_deeds_are_read_as_they_were_sent() {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut inbox = Inbox::default();
-        let offer = Offer { ticket: vec![1, 2, 3], pattern: Pattern::new(77, 32) };
-        offer.send(&ours).unwrap();
-        let message = inbox.wait(&theirs).unwrap().unwrap();
-        assert_eq!(Offer::read(&message).unwrap(), offer);
-        assert!(Deed::read(&message).is_err() && Offer::read(&message[..9]).is_err());
+    fn offers_and_deeds_arrive_as_they_were_sent() {
+        check_round_trip(&Order::Offer { ticket: vec![1, 2, 3], pattern: Pattern::new(77, 32) });
         let deeds = [
             Deed::Opened,
             Deed::Released,
@@ -120,11 +74,9 @@ mod tests {
             Deed::Stolen("word 7".into()),
             Deed::Failed("open".into()),
         ];
-        for deed in deeds {
-            deed.send(&ours).unwrap();
-            let message = inbox.wait(&theirs).unwrap().unwrap();
-            assert_eq!(Deed::read(&message).unwrap(), deed);
-            assert!(Offer::read(&message).is_err());
-        }
+        deeds.iter().for_each(check_round_trip);
+        let no_side = [&[1][..], &[0; 8], &77_u64.to_le_bytes(), &33_u64.to_le_bytes()].concat();
+        assert_eq!(decode::<Order>(&no_side).unwrap_err().to_string(), "33 is no side");
+        assert!(decode::<Deed>(&[1]).is_err() && decode::<Order>(&[2]).is_err());
     }
 }
