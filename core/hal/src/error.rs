@@ -97,7 +97,7 @@ impl fmt::Display for ErrorKind {
 /// costs no more than the success value.
 ///
 /// ```
-/// use highwater_core::{Error, ErrorKind};
+/// use highwater_hal::{Error, ErrorKind};
 /// let error = Error::new(ErrorKind::OutOfMemory, "allocate", "4 GiB asked for, 1 GiB free")
 ///     .with_code(2)
 ///     .with_hint("free buffers or use a smaller batch");
