@@ -5,7 +5,8 @@ use std::fs::File;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
 
-use highwater::{ErrorKind, display_foreign, harmless};
+use highwater::ErrorKind;
+use highwater::hal::{display_foreign, harmless};
 use serde_json::Value;
 
 use super::failure::Failure;

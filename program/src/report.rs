@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use highwater::{Statistics, display_foreign};
+use highwater::Statistics;
+use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
 use super::table::Table;

@@ -5,7 +5,8 @@
 use std::os::unix::net::UnixStream;
 
 use anyhow::Result;
-use highwater::{Backend, ErrorKind};
+use highwater::ErrorKind;
+use highwater::hal::Backend;
 use highwater_conformance::{Executor as _, InProcess};
 
 use super::super::args::ConformanceWorkerArguments;

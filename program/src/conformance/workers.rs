@@ -8,7 +8,8 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::{BackendTag, ErrorKind, Identity};
+use highwater::ErrorKind;
+use highwater::hal::{BackendTag, Identity};
 use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
 
 use super::super::child::{Child, wait_any, wait_readable};
