@@ -134,5 +134,12 @@ mod pages {
         RegistryReadme "README.md"
         MockReadme "../backend-mock/README.md"
         RaceFinder "../docs/race-finder.md"
+        Async "../docs/async.md"
+        Faq "../docs/faq.md"
+        FromCudarc "../docs/from-cudarc.md"
+        FromPyTorch "../docs/from-pytorch.md"
+        LaunchYourOwnKernel "../docs/launch-your-own-kernel.md"
+        RowMajor "../docs/row-major.md"
+        SeveralDevices "../docs/several-devices.md"
     }
 }
