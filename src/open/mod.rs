@@ -1,15 +1,21 @@
-//! Opening a backend, with an account of every candidate.
+//! Opens a backend, with a report of every candidate.
 //!
-//! Two rules. A backend that was asked for by name is opened or refused, and never replaced by another: a run that was
-//! meant for a GPU must not pass on the mock. And nothing is left out of the report: each backend that Highwater knows
-//! stands in it with what became of it and why, and each place where plugins were looked for, so that a user who gets another
-//! one than expected can read the reason.
+//! Two rules hold. A backend requested by name is opened or refused, and never replaced by another: a run meant for a GPU must
+//! not pass on the mock. The report omits nothing: it lists each backend that Highwater knows and each place that was searched
+//! for plugins, with the outcome and the reason.
 //!
-//! - `options`: what is asked for; `environment`: what the process says about where to look; `search`: the two together
-//! - `choice`: which of the candidates is opened; `built_in`: those that are part of the program
-//! - `plugins`: those that are not: `places` and `manifest` find them, `permission` says whether other users could change them,
-//!   `probe` tries them in another process, `plugin` opens them
-//! - `report`: what is said about it all
+//! Built-in backends and plugins become contenders of one kind. A contender is ready to be opened, or broken for a reason that is
+//! known without loading anything.
+//!
+//! - `options`: the request; `environment`: the variables and the executable; `search`: the two together
+//! - `choice`: picks the contender that is opened, and knows nothing of files; `built_in`: the contenders that are part of the program
+//! - `plugins`: the other contenders. `places` and `manifest` find them, `permission` checks whether other users could change them on
+//!   the way from the root to the library, `probe` tries them in another process, `plugin` opens them
+//! - `report`: the outcome, for the user
+//!
+//! A plugin that no process has tried yet is first loaded by a child, because only a child can be killed. The child writes the first
+//! bytes of its answer before it touches the plugin. So a plugin that ends the process differs from a program that cannot probe. The
+//! child is dead when its pidfd says so, even if another process keeps its pipes open.
 
 mod built_in;
 mod choice;
