@@ -4,10 +4,10 @@
 
 #![forbid(unsafe_code)]
 
-use highwater::{GemmShape, Result, Runtime};
+use highwater::{Fallback, GemmShape, Result, Runtime};
 
 fn main() -> Result<()> {
-    let opened = highwater::open_auto(true)?;
+    let opened = highwater::open_best(Fallback::Mock)?;
     println!("{}", opened.report);
     let runtime = Runtime::new(opened.backend)?;
     {

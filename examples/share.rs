@@ -6,13 +6,13 @@
 
 use std::process::Command;
 
-use highwater::{Result, Runtime, Ticket};
+use highwater::{Fallback, Result, Runtime, Ticket};
 
 const VALUES: usize = 1 << 20;
 
 fn main() -> Result<()> {
     // A real device where one works, else the mock.
-    let runtime = Runtime::new(highwater::open_auto(true)?.backend)?;
+    let runtime = Runtime::open_best(Fallback::Mock)?;
     match std::env::args().nth(1) {
         Some(ticket) => add(&runtime, &ticket.parse()?),
         None => share(&runtime),

@@ -4,10 +4,10 @@
 
 use std::thread;
 
-use highwater::{Epilogue, GemmShape, Result, Runtime};
+use highwater::{Epilogue, Fallback, GemmShape, Result, Runtime};
 
 fn main() -> Result<()> {
-    let runtime = Runtime::new(highwater::open_auto(true)?.backend)?;
+    let runtime = Runtime::open_best(Fallback::Mock)?;
     let device = runtime.device(0)?;
     let uploads = device.create_stream()?;
     let weight = uploads.upload(&[1.0_f32, 0.0, -1.0, 0.0, 2.0, -2.0])?; // 3 x 2, column-major

@@ -1,50 +1,90 @@
-//! Highwater hands the threads of a GPU program what they share: BLAS handles, workspaces, page-locked host memory and
-//! device memory of other processes, over CUDA, ROCm or a mock device.
+//! A GPU resource layer: BLAS handles, workspaces, page-locked ("pinned") host memory and device memory from pools, over CUDA,
+//! ROCm or a mock device.
 //!
-//! This crate is the front door. It re-exports everything of `highwater-core` and opens a backend: [`open`] takes one by
-//! name and never another in its place, [`open_auto`] takes the best that works here, and [`survey`] only looks;
-//! [`OpenOptions`] does the same with everything that can be chosen. Each answers with a [`LoadReport`] that says of every backend
-//! why it was or was not taken.
-//!
-//! # Three ways of use
-//! **In a program.** Choose backends by feature (`mock`, `cuda`, `rocm`; all add up, and all build where there is no GPU
-//! software), open one, and give it to a [`Runtime`], which owns the pools. A vendor's libraries are looked for at run
-//! time, so one binary runs on machines with any of them or none.
+//! The pools grow to the high-water mark of what a program uses at once, and no further. A repeat request takes no lock
+//! and makes no vendor call. Several processes use one block of device memory by [tickets](Ticket), without copies.
 //!
 //! ```
-//! match highwater::open_auto(true) {
-//!     Ok(opened) => {
-//!         let runtime = highwater::Runtime::new(opened.backend)?;
-//!         let device = runtime.device(0)?;
-//!         println!("{}: {} bytes of memory", device.info().name, device.info().memory_bytes);
-//!     }
-//!     Err(error) => eprintln!("{error}\n{}", error.report),
-//! }
+//! # #[cfg(feature = "mock")] {
+//! use highwater::{Matrix, Runtime};
+//!
+//! let runtime = Runtime::open("mock")?; // Or "cuda", "rocm", or a plugin's name.
+//! let device = runtime.device(0)?;
+//! let stream = device.create_stream()?;
+//!
+//! let a = stream.upload(&[1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0])?; // Staged through pooled pinned memory.
+//! let b = stream.upload(&[1.0_f32, 0.0, 0.0, 1.0, 1.0, 1.0])?;
+//! let c = device.allocate::<f32>(4)?;
+//! let product = Matrix::row_major(&c, 2, 2);
+//! stream.matmul(Matrix::row_major(&a, 2, 3), Matrix::row_major(&b, 3, 2), product).run()?;
+//! assert_eq!(stream.download(&c)?, [4.0, 5.0, 10.0, 11.0]);
+//! # }
 //! # Ok::<(), highwater::Error>(())
 //! ```
 //!
-//! **In a unit test.** Open the backend `mock`: the same traits and the same results, computed on the CPU, and faults
-//! where the test asks for them. Code that takes `&dyn Backend` or `Arc<dyn Backend>` does not know the difference.
+//! # Where to find it
+//! | to do this | use |
+//! | --- | --- |
+//! | open a backend by name, or the best one | [`Runtime::open`], [`Runtime::open_best`], [`OpenOptions`] |
+//! | read why a backend was or was not chosen | [`open`], [`opening::LoadReport`], [`opening::survey`] |
+//! | enqueue work in order, wait, and time it | [`Device::create_stream`], [`Stream`], [`Event`] |
+//! | copy values to the device and back | [`Stream::upload`], [`Stream::write`], [`Stream::download`] |
+//! | stage a copy without waiting | [`Runtime::pinned`](highwater_core::Runtime::pinned), [`Stream::copy_to_device`], [`Stream::copy_to_host`] |
+//! | multiply matrices | [`Stream::matmul`], [`BlasLease::gemm`], [`LtLease::matmul`] |
+//! | choose precision and repeatability | [`Numerics`], [`numerics`] |
+//! | record work once and launch it often | [`Stream::capture`], [`Graph`] |
+//! | share a tensor with another process | [`Device::allocate_shared`], [`DeviceBuffer::share`], [`Ticket`] |
+//! | pool handles of your own type | [`HandlePool`] |
+//! | launch a kernel of your own | [`Stream::raw`], [`Stream::note_device_use`], [`Device::stream_from_raw`] |
+//! | see what the pools hold | [`Runtime::statistics`](highwater_core::Runtime::statistics), [`statistics`] |
+//! | test without a GPU, and make calls fail | [`mock`] |
+//! | implement a backend | [`hal`] |
 //!
-//! **Below it all.** A vendor or a laboratory implements the four traits [`Backend`], [`BlasHandle`], [`HostAllocator`]
-//! and [`IpcSharing`] over a device of its own; each method lists the promises that it makes.
+//! # Backends
+//! Each backend is a feature: `mock`, `cuda`, `rocm`. All features add up, and all build where no GPU software is
+//! installed. Highwater opens vendor libraries at run time, so one binary runs on machines with any of them or none.
+//! The feature `plugins` adds backends that are [found at run time](OpenOptions). The feature `serde` implements
+//! serialization for [`Ticket`].
 //!
-//! # Backends that are found at run time
-//! With the feature `plugins`, a backend may also be a plugin: a library that is found by its manifest `NAME.toml` in one of a few
-//! folders, and opened by its name or by its path. A built-in backend comes before a plugin of the same name. Plugins are code, so files
-//! that other users could change are refused. `docs/plugins.md` has the folders, the format and the rules.
+//! A backend requested by name is opened or refused. No other takes its place: a run meant for a GPU must not pass on the
+//! mock.
 //!
-//! # What this version drives
-//! The mock, NVIDIA's GPUs, and AMD's; the last only over AMD's libraries without a device and over simulated ones so far, for
-//! lack of an AMD GPU.
+//! CUDA ran on NVIDIA H200. ROCm ran over simulated libraries and was compared with AMD's own; no AMD GPU has run it
+//! yet.
+//!
+//! # What safe code can rely on
+//! - A copy between pinned memory and the device cannot race with the CPU: the buffer remembers its streams.
+//! - Dropping an object never waits, and never frees memory that enqueued work uses.
+//! - A lease stays in its thread and ends before its stream. The compiler checks both.
+//! - A killed process frees nothing early and leaks nothing of its peers.
+//! - Work of two streams on one buffer is ordered by the program, with [`Stream::wait`]. The mock's race finder reports
+//!   where the wait is missing.
+//!
+//! # Errors
+//! Every fallible call returns [`Error`]: a [kind](ErrorKind), the operation, the vendor's code, a message, and a hint.
+//! [`Error::is_temporary`] reports whether a retry is worthwhile. A function that opens a backend returns [`OpenError`],
+//! which also holds the report and converts to [`Error`].
+//!
+//! # Pages
+//! The package's folder `docs/` has pages for readers who come [from cudarc], [from PyTorch], or with [a kernel of their
+//! own], and pages on [asynchronous code], [row-major matrices] and [several devices].
+//!
+//! [from cudarc]: https://docs.rs/crate/highwater/latest/source/docs/from-cudarc.md
+//! [from PyTorch]: https://docs.rs/crate/highwater/latest/source/docs/from-pytorch.md
+//! [a kernel of their own]: https://docs.rs/crate/highwater/latest/source/docs/launch-your-own-kernel.md
+//! [asynchronous code]: https://docs.rs/crate/highwater/latest/source/docs/async.md
+//! [row-major matrices]: https://docs.rs/crate/highwater/latest/source/docs/row-major.md
+//! [several devices]: https://docs.rs/crate/highwater/latest/source/docs/several-devices.md
 
 #![forbid(unsafe_code)]
 
 mod open;
+mod runtime;
 
-pub use highwater_core::*;
 #[cfg(feature = "cuda")]
 pub use highwater_cuda as cuda;
+/// The contract of a backend: the four traits, and the types that cross them.
+pub use highwater_hal as hal;
 #[cfg(feature = "mock")]
 pub use highwater_mock as mock;
 #[cfg(feature = "plugins")]
@@ -52,29 +92,54 @@ pub use highwater_plugin as plugin;
 #[cfg(feature = "rocm")]
 pub use highwater_rocm as rocm;
 
-#[cfg(feature = "plugins")]
-pub use open::serve_probe;
-pub use open::{
-    Candidate, LoadReport, OpenError, OpenOptions, Opened, Origin, Outcome, Place, PlaceKind, backends, open,
-    open_auto, survey,
+pub use highwater_core::{
+    BlasLease, Device, DeviceBuffer, DeviceSlice, Event, Graph, HandleLease, HandlePool, LtLease, Matmul, Matrix,
+    Numerics, PinnedBuffer, PinnedSlice, PinnedSliceMut, PoolKey, RuntimeOptions, Scope, Statistics, Stream, Ticket,
+    numerics,
 };
+pub use highwater_hal::{
+    Capabilities, CaptureMode, DataType, DeviceInfo, Element, Epilogue, Error, ErrorKind, GemmShape, Result, Scalar,
+    StreamOptions, StridedBatch, Transport, Transpose, half,
+};
+#[allow(deprecated, reason = "the old name stays for one version")]
+pub use open::open_auto;
+pub use open::{Fallback, OpenError, OpenOptions, Opened, open, open_best};
+pub use runtime::Runtime;
 
-/// The examples of the README, compiled and run with the other doc tests.
-#[cfg(all(doctest, feature = "mock"))]
-#[doc = include_str!("../README.md")]
-struct Readme;
+/// The report of what was opened, or was not, and why.
+pub mod opening {
+    #[cfg(feature = "plugins")]
+    pub use crate::open::serve_probe;
+    pub use crate::open::{Candidate, LoadReport, Origin, Outcome, Place, PlaceKind, backends, survey};
+    pub use highwater_hal::OpenFailure;
+}
 
-/// The example of the mock's README, likewise: the mock itself does not depend on `Runtime`.
-#[cfg(all(doctest, feature = "mock"))]
-#[doc = include_str!("../backend-mock/README.md")]
-struct MockReadme;
+/// The counts that [`Runtime::statistics`](highwater_core::Runtime::statistics) returns, and what is known of a block.
+pub mod statistics {
+    pub use highwater_core::{
+        DeviceBlockInfo, GraphStatistics, HandlePoolStatistics, HostBlockInfo, HostCacheStatistics, SharingStatistics,
+        Statistics,
+    };
+    pub use highwater_hal::{LiveObjects, MemoryInfo};
+}
 
-/// The examples of the page on the race finder, likewise.
+/// Compiles and runs the examples of the pages with the other doc tests, on the mock.
 #[cfg(all(doctest, feature = "mock"))]
-#[doc = include_str!("../docs/race-finder.md")]
-struct RaceFinder;
-
-/// The example of the README that the registry shows, likewise.
-#[cfg(all(doctest, feature = "mock"))]
-#[doc = include_str!("README.md")]
-struct RegistryReadme;
+mod pages {
+    macro_rules! pages {
+        ($($name:ident $file:literal)*) => { $(#[doc = include_str!($file)] struct $name;)* };
+    }
+    pages! {
+        Readme "../README.md"
+        RegistryReadme "README.md"
+        MockReadme "../backend-mock/README.md"
+        RaceFinder "../docs/race-finder.md"
+        Async "../docs/async.md"
+        Faq "../docs/faq.md"
+        FromCudarc "../docs/from-cudarc.md"
+        FromPyTorch "../docs/from-pytorch.md"
+        LaunchYourOwnKernel "../docs/launch-your-own-kernel.md"
+        RowMajor "../docs/row-major.md"
+        SeveralDevices "../docs/several-devices.md"
+    }
+}

@@ -6,11 +6,12 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use highwater::{
-    BackendTag, BlasKind, Capabilities, DeviceInfo, DevicePtr, Error, ErrorKind, GemmShape, HostAllocator, HostPtr,
-    IdTable, Identity, IpcSharing, LiveObjects, MathMode, MemoryHandle, MockBackend, MockBlasHandle, MockHostAllocator,
-    MockIpcSharing, ObjectId, Result, Runtime, StreamId, Transport, Workspace,
+use highwater::hal::{
+    BackendTag, BlasKind, Completion, DevicePtr, HostAllocator, HostPtr, IdTable, Identity, IpcSharing, LiveObjects,
+    MathMode, MemoryHandle, MockBackend, MockBlasHandle, MockHostAllocator, MockIpcSharing, ObjectId, StreamId,
+    Workspace,
 };
+use highwater::{Capabilities, DeviceInfo, Error, ErrorKind, GemmShape, Result, Runtime, Transport};
 use mockall::predicate::{always, eq};
 use mockall::{Sequence, predicate};
 
@@ -79,7 +80,7 @@ fn a_pooled_handle_is_bound_once_for_many_products_of_one_stream() {
     backend.expect_free().times(4).returning(|_, _, _| Ok(()));
     backend.expect_create_event().returning(|_, _| Ok(id(2)));
     backend.expect_record_event().returning(|_, _| Ok(()));
-    backend.expect_query_event().returning(|_| Ok(highwater::Completion::Complete));
+    backend.expect_query_event().returning(|_| Ok(Completion::Complete));
     backend.expect_destroy_event().returning(|_| Ok(()));
     let mut handles = Some(Box::new(handle));
     backend

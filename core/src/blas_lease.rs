@@ -238,7 +238,7 @@ impl<'s> BlasLease<'s> {
         self.enqueue(&Product::new::<T, R>("gemm_mixed", shape, (alpha, beta), a.into(), b.into(), c.into()))
     }
 
-    fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
+    pub(crate) fn enqueue(&mut self, product: &Product<'_>) -> Result<()> {
         product.check(self.stream)?;
         let Product { operation, gemm, blocks, .. } = product;
         let noted = product::note_uses(self.stream.core(), blocks)?;

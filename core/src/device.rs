@@ -1,12 +1,14 @@
 //! [`Device`]: one device of a runtime.
 
+use std::fmt;
+
 use crate::buffer::DeviceBuffer;
 use crate::capture::refuse_in_capture;
 use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{
     Capabilities, DeviceInfo, DeviceMemoryKind, Element, Error, ErrorKind, MemoryInfo, Result, StreamId, StreamOptions,
-    Transport,
+    Transport, display_foreign,
 };
 
 /// One device of a runtime. Cheap to clone.
@@ -16,12 +18,19 @@ pub struct Device {
     ordinal: u32,
 }
 
+/// `device 0 (NVIDIA H200)`.
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {} ({})", self.ordinal, display_foreign(&self.info().name))
+    }
+}
+
 impl Device {
     pub(crate) fn new(runtime: Runtime, ordinal: u32) -> Self {
         Self { runtime, ordinal }
     }
 
-    /// Ordinal within this process.
+    /// Returns the ordinal within this process.
     #[must_use]
     pub fn ordinal(&self) -> u32 {
         self.ordinal

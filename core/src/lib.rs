@@ -25,6 +25,7 @@ mod fork_tests;
 mod gate;
 mod host_use;
 mod ledger;
+mod matmul;
 pub mod numerics;
 #[cfg(test)]
 mod numerics_tests;
@@ -46,6 +47,7 @@ pub use device::Device;
 pub use event::Event;
 pub use highwater_hal::*;
 pub use ledger::{DeviceBlockInfo, HostBlockInfo};
+pub use matmul::{Matmul, Matrix};
 pub use numerics::Numerics;
 pub use pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 pub use pool::{HandleLease, HandlePool, HandlePoolStatistics, HostCacheStatistics, PoolKey};

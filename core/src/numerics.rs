@@ -13,9 +13,9 @@
 //! use highwater_core::{Numerics, Runtime, RuntimeOptions, numerics};
 //! use highwater_mock::{MockGpu, MockOptions};
 //!
-//! let options = RuntimeOptions::new().with_numerics(Numerics::new().with_deterministic(false));
+//! let options = RuntimeOptions::new().with_numerics(Numerics::new().allow_nondeterminism());
 //! let runtime = Runtime::with_options(MockGpu::open(MockOptions::new())?, &options)?;
-//! let quick = Numerics::new().with_tf32(true);
+//! let quick = Numerics::new().allow_tf32();
 //! assert_eq!(numerics::of_thread(), None);
 //! numerics::with(quick, || assert_eq!(numerics::of_thread(), Some(quick)));
 //! assert_eq!(numerics::of_thread(), None);
@@ -52,8 +52,23 @@ impl Numerics {
         Self { tf32: false, deterministic: true }
     }
 
+    /// Rounds the factors of 32-bit products to TF32.
+    #[must_use]
+    pub const fn allow_tf32(mut self) -> Self {
+        self.tf32 = true;
+        self
+    }
+
+    /// Allows kernels whose results differ from run to run in the last bits.
+    #[must_use]
+    pub const fn allow_nondeterminism(mut self) -> Self {
+        self.deterministic = false;
+        self
+    }
+
     /// The same with or without TF32.
     #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_tf32()`, or set the field `tf32`")]
     pub const fn with_tf32(mut self, tf32: bool) -> Self {
         self.tf32 = tf32;
         self
@@ -61,6 +76,7 @@ impl Numerics {
 
     /// The same, repeatable or not.
     #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_nondeterminism()`, or set the field `deterministic`")]
     pub const fn with_deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
         self

@@ -10,9 +10,9 @@ use crate::{
     Numerics, PlanId, Result, Runtime, RuntimeOptions, Scalar, Stream, numerics,
 };
 
-const TF32: Numerics = Numerics::new().with_tf32(true);
-const QUICK: Numerics = Numerics::new().with_deterministic(false);
-const BOTH: Numerics = TF32.with_deterministic(false);
+const TF32: Numerics = Numerics::new().allow_tf32();
+const QUICK: Numerics = Numerics::new().allow_nondeterminism();
+const BOTH: Numerics = TF32.allow_nondeterminism();
 
 fn every_choice(capabilities: &mut Capabilities) {
     capabilities.gemm_f64 = true;

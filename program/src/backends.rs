@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use highwater::{Backend, OpenError, OpenOptions, Opened};
+use highwater::hal::Backend;
+use highwater::{Fallback, OpenError, OpenOptions, Opened};
 
 // The options of the command line that all processes of this program get.
 const LIMIT: &str = "--load-limit";
@@ -50,7 +51,10 @@ pub(super) enum Prober {
 
 /// As the command line allows.
 pub(super) fn options(prober: Prober) -> OpenOptions {
-    let mut options = OpenOptions::new().with_insecure_plugins_allowed(INSECURE.load(Ordering::Relaxed));
+    let mut options = OpenOptions::new();
+    if INSECURE.load(Ordering::Relaxed) {
+        options = options.allow_insecure_plugins();
+    }
     if let Some(limit) = load_limit() {
         options = options.with_load_limit(limit);
     }
@@ -73,7 +77,7 @@ pub(super) fn open_file(file: &Path, prober: Prober) -> Result<Opened, OpenError
 
 /// Opens the best backend, or the mock.
 pub(super) fn open_best() -> Result<Opened, OpenError> {
-    options(Prober::ThisProgram).with_mock_allowed(true).open()
+    options(Prober::ThisProgram).with_fallback(Fallback::Mock).open()
 }
 
 /// By which [`reopen`] opens in another process what was opened in this one: its name or, for a plugin, its path.

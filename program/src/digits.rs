@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use highwater::{ErrorKind, Opened, Runtime, display_foreign};
+use highwater::hal::display_foreign;
+use highwater::{ErrorKind, Opened, Runtime};
 
 use super::args::DigitsArguments;
 use super::backends::{self, Prober};
@@ -88,7 +89,8 @@ fn open(name: Option<&str>) -> Result<(Opened, String)> {
         output::line(format_args!("note: {note}"));
     }
     if name.is_none() {
-        for other in opened.report.candidates.iter().filter(|other| other.outcome != highwater::Outcome::Taken) {
+        for other in opened.report.candidates.iter().filter(|other| other.outcome != highwater::opening::Outcome::Taken)
+        {
             output::line(format_args!("not {}: {}: {}", display_foreign(&other.name), other.outcome, other.reason));
         }
     }
@@ -221,7 +223,7 @@ impl Work for Here<'_> {
 
 #[cfg(test)]
 mod tests {
-    use highwater::Backend as _;
+    use highwater::hal::Backend as _;
     use highwater::mock::{MockGpu, MockOptions, Operation};
 
     use super::super::control::DieAt;

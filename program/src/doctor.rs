@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use anyhow::Result;
-use highwater::{Candidate, Identity, LoadReport, Origin, Outcome, Place, Runtime, display_foreign};
+use highwater::Runtime;
+use highwater::hal::{Identity, display_foreign};
+use highwater::opening::{Candidate, LoadReport, Origin, Outcome, Place};
 use serde_json::{Value, json};
 
 use super::backends::{self, Prober};

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 
-use highwater::{ErrorKind, display_foreign};
+use highwater::ErrorKind;
+use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
 use super::frame::fields;
@@ -99,7 +100,7 @@ impl Explanation {
                 messages.push(format!("{}: {}: {}{code}", error.operation(), error.kind(), error.message()));
                 hints.push(error.hint());
                 kinds.push(error.kind().as_str());
-            } else if !cause.is::<highwater::LoadReport>() {
+            } else if !cause.is::<highwater::opening::LoadReport>() {
                 // The error before a report gives the reason for each backend.
                 let is_own = cause.is::<Failure>();
                 messages.push(if is_own { cause.to_string() } else { display_foreign(&cause.to_string()).to_string() });

@@ -71,7 +71,7 @@ fn main() -> ExitCode {
         return ExitCode::from(failure::CANNOT);
     }
     warnings::show();
-    highwater::file_limit::refuse_instead_of_killing();
+    highwater::hal::file_limit::refuse_instead_of_killing();
     backends::configure(arguments.allow_insecure_plugins, arguments.load_limit);
     let json = arguments.json;
     let verdict = match &arguments.command {

@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::Result;
-use highwater::{ErrorKind, display_foreign};
+use highwater::ErrorKind;
+use highwater::hal::display_foreign;
 use safetensors::{Dtype, SafeTensors};
 
 use super::failure::Failure;

@@ -12,7 +12,8 @@ use std::io::{self, IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
 
-use highwater::{ErrorKind, display_foreign, harmless};
+use highwater::ErrorKind;
+use highwater::hal::{display_foreign, harmless};
 use rustix::io::Errno;
 use serde_json::Value;
 

@@ -28,5 +28,5 @@ fn serve(arguments: &ProbeArguments) -> io::Result<()> {
     // What the plugin prints is no part of the answer.
     let answer = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     rustix::stdio::dup2_stdout(io::stderr().as_fd())?;
-    highwater::serve_probe(&arguments.file, arguments.open, answer)
+    highwater::opening::serve_probe(&arguments.file, arguments.open, answer)
 }

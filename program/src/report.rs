@@ -5,7 +5,8 @@ use std::io;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use highwater::{Statistics, display_foreign};
+use highwater::Statistics;
+use highwater::hal::display_foreign;
 use serde_json::{Value, json};
 
 use super::frame::{Field, Frame, Payload};

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use highwater_core::Unavailable;
-use highwater_core::{Backend, Result};
+use highwater_hal::Unavailable;
+use highwater_hal::{Backend, Result};
 
 use super::choice::{Contender, Failure, Opening, State};
 use super::report::{Origin, Outcome};
@@ -58,7 +58,7 @@ fn open_mock() -> Result<Arc<dyn Backend>, Unavailable> {
 /// The names of the backends that were built in, in order of preference.
 ///
 /// ```
-/// assert_eq!(highwater::backends().contains(&"cuda"), cfg!(feature = "cuda"));
+/// assert_eq!(highwater::opening::backends().contains(&"cuda"), cfg!(feature = "cuda"));
 /// ```
 #[must_use]
 pub fn backends() -> &'static [&'static str] {

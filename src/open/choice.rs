@@ -7,12 +7,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use highwater_core::OpenFailure;
-use highwater_core::{Backend, Error, ErrorKind, display_foreign};
+use highwater_hal::OpenFailure;
+use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 
-use super::OPERATION;
 use super::built_in::{KNOWN, backends};
 use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
+use super::{Fallback, OPERATION};
 
 /// The most names that a message lists.
 const MOST_NAMES: usize = 32;
@@ -245,8 +245,8 @@ struct Found {
     opening: Opening,
 }
 
-/// Opens the best with real hardware that works here; where there is none and `allow_mock` is set, one without.
-pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock: bool) -> Result<Opened, OpenError> {
+/// Opens the best backend with real hardware that works here. If none works, opens the fallback.
+pub(super) fn best(contenders: &[Contender<'_>], places: Vec<Place>, fallback: Fallback) -> Result<Opened, OpenError> {
     let namesakes = Namesakes::of(contenders);
     let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| namesakes.shadowed(one)).collect();
     let mut taken = None;
@@ -268,7 +268,7 @@ pub(super) fn auto(contenders: &[Contender<'_>], places: Vec<Place>, allow_mock:
         }
     }
     let mut mock_failure = None;
-    if taken.is_none() && allow_mock {
+    if taken.is_none() && fallback == Fallback::Mock {
         reason = "no real device works here, and the mock was allowed";
         for (index, one) in contenders.iter().enumerate() {
             let State::Ready(open) = &one.state else { continue };
@@ -437,7 +437,7 @@ fn nothing_usable(report: &LoadReport, mock_failure: Option<&Error>) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use highwater_core::{BackendTag, Identity, MockBackend};
+    use highwater_hal::{BackendTag, Identity, MockBackend};
 
     use super::*;
 
@@ -489,7 +489,7 @@ mod tests {
         assert_eq!(report.taken().unwrap().notes, ["a note"]);
         // The same for who tries all, and for who takes the best.
         assert_eq!(outcomes(&survey(&all, Vec::new())), [("mock", Outcome::NotTried), ("mock", Outcome::Usable)]);
-        let report = auto(&all, Vec::new(), true).unwrap().report;
+        let report = best(&all, Vec::new(), Fallback::Mock).unwrap().report;
         assert_eq!(outcomes(&report), [("mock", Outcome::NotTried), ("mock", Outcome::Taken)]);
     }
 
@@ -529,7 +529,7 @@ mod tests {
             plugin("late", "/c", untouched()),
             built_in("mock", false, untouched()),
         ];
-        let report = auto(&all, Vec::new(), true).unwrap().report;
+        let report = best(&all, Vec::new(), Fallback::Mock).unwrap().report;
         let expected = [
             ("cuda", Outcome::LibraryMissing),
             ("cpu", Outcome::Usable),
@@ -540,18 +540,18 @@ mod tests {
         assert_eq!(outcomes(&report), expected);
         assert!(report.candidates[1].reason.contains("no real device: `acme` was taken"), "{report}");
         let first = [built_in("cuda", true, opens(true)), plugin("acme", "/b", untouched())];
-        assert_eq!(auto(&first, Vec::new(), false).unwrap().report.taken().unwrap().name, "cuda");
+        assert_eq!(best(&first, Vec::new(), Fallback::None).unwrap().report.taken().unwrap().name, "cuda");
     }
 
     #[test]
     fn auto_takes_a_plugin_without_hardware_only_where_that_was_allowed_and_after_the_mock() {
         let cpu = || plugin("cpu", "/a", opens(false));
-        let refused = auto(&[cpu()], Vec::new(), false).unwrap_err();
+        let refused = best(&[cpu()], Vec::new(), Fallback::None).unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::DeviceMissing);
         assert_eq!(outcomes(&refused.report), [("cpu", Outcome::Usable)]);
-        let report = auto(&[cpu(), built_in("mock", false, opens(false))], Vec::new(), true).unwrap().report;
+        let report = best(&[cpu(), built_in("mock", false, opens(false))], Vec::new(), Fallback::Mock).unwrap().report;
         assert_eq!(outcomes(&report), [("cpu", Outcome::Usable), ("mock", Outcome::Taken)]);
-        let report = auto(&[cpu(), built_in("mock", false, fails())], Vec::new(), true).unwrap().report;
+        let report = best(&[cpu(), built_in("mock", false, fails())], Vec::new(), Fallback::Mock).unwrap().report;
         assert_eq!(outcomes(&report), [("cpu", Outcome::Taken), ("mock", Outcome::LibraryMissing)]);
     }
 
@@ -562,7 +562,7 @@ mod tests {
             Err(Failure { outcome: Outcome::of(&error), error, tried: Vec::new(), notes: Vec::new() })
         }));
         let all = [built_in("cuda", true, fails()), built_in("mock", false, failing)];
-        let error = auto(&all, Vec::new(), true).unwrap_err().error;
+        let error = best(&all, Vec::new(), Fallback::Mock).unwrap_err().error;
         assert_eq!((error.kind(), error.hint()), (ErrorKind::InvalidArgument, "expected bytes"));
         let expected = "(mock: failed: no | cuda: library missing: it is library missing)";
         assert!(error.message().contains(expected), "{error}");
@@ -616,9 +616,9 @@ mod tests {
         let expected = [("mock", Outcome::LibraryMissing), ("cuda", Outcome::NotTried), ("acme", Outcome::NotTried)];
         assert_eq!(outcomes(&report), expected);
         let all = [built_in("cuda", true, fails()), built_in("mock", false, fails())];
-        let report = auto(&all, Vec::new(), true).unwrap_err().report;
+        let report = best(&all, Vec::new(), Fallback::Mock).unwrap_err().report;
         assert_eq!(report.candidates[0].name, "mock", "{report}");
-        assert_eq!(auto(&all, Vec::new(), false).unwrap_err().report.candidates[0].name, "cuda");
+        assert_eq!(best(&all, Vec::new(), Fallback::None).unwrap_err().report.candidates[0].name, "cuda");
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub(super) struct Environment {
 impl Environment {
     /// Of this process.
     pub(super) fn of_process() -> Self {
-        let secure = highwater_core::secure_execution();
+        let secure = highwater_hal::secure_execution();
         let mut environment = Self { secure, user: rustix::process::geteuid().as_raw(), ..Self::default() };
         environment.executable = std::env::current_exe().ok();
         environment.system = &SYSTEM;

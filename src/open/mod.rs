@@ -1,15 +1,21 @@
-//! Opening a backend, with an account of every candidate.
+//! Opens a backend, with a report of every candidate.
 //!
-//! Two rules. A backend that was asked for by name is opened or refused, and never replaced by another: a run that was
-//! meant for a GPU must not pass on the mock. And nothing is left out of the report: each backend that Highwater knows
-//! stands in it with what became of it and why, and each place where plugins were looked for, so that a user who gets another
-//! one than expected can read the reason.
+//! Two rules hold. A backend requested by name is opened or refused, and never replaced by another: a run meant for a GPU must
+//! not pass on the mock. The report omits nothing: it lists each backend that Highwater knows and each place that was searched
+//! for plugins, with the outcome and the reason.
 //!
-//! - `options`: what is asked for; `environment`: what the process says about where to look; `search`: the two together
-//! - `choice`: which of the candidates is opened; `built_in`: those that are part of the program
-//! - `plugins`: those that are not: `places` and `manifest` find them, `permission` says whether other users could change them,
-//!   `probe` tries them in another process, `plugin` opens them
-//! - `report`: what is said about it all
+//! Built-in backends and plugins become contenders of one kind. A contender is ready to be opened, or broken for a reason that is
+//! known without loading anything.
+//!
+//! - `options`: the request; `environment`: the variables and the executable; `search`: the two together
+//! - `choice`: picks the contender that is opened, and knows nothing of files; `built_in`: the contenders that are part of the program
+//! - `plugins`: the other contenders. `places` and `manifest` find them, `permission` checks whether other users could change them on
+//!   the way from the root to the library, `probe` tries them in another process, `plugin` opens them
+//! - `report`: the outcome, for the user
+//!
+//! A plugin that no process has tried yet is first loaded by a child, because only a child can be killed. The child writes the first
+//! bytes of its answer before it touches the plugin. So a plugin that ends the process differs from a program that cannot probe. The
+//! child is dead when its pidfd says so, even if another process keeps its pipes open.
 
 mod built_in;
 mod choice;
@@ -21,7 +27,7 @@ mod report;
 mod search;
 
 pub use built_in::backends;
-pub use options::OpenOptions;
+pub use options::{Fallback, OpenOptions};
 #[cfg(feature = "plugins")]
 pub use plugins::serve_probe;
 pub use report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
@@ -40,14 +46,24 @@ pub fn open(name: &str) -> Result<Opened, OpenError> {
     OpenOptions::new().with_name(name).open()
 }
 
-/// Opens what the environment variable `HIGHWATER_BACKEND` names or, where it is not set, the best backend with real hardware that
-/// works here: built-in ones first, then plugins in the order of their places. Where there is none and `allow_mock` is set, the mock.
+/// Opens the backend that the environment variable `HIGHWATER_BACKEND` names. If it is not set, opens the best backend
+/// with real hardware that works on this machine: built-in ones first, then plugins in the order of their places. If none
+/// works, opens the fallback.
 ///
 /// # Errors
-/// With what became of each backend in the message and as data. `DeviceMissing`; but where the mock was allowed, which
-/// needs no device, what the mock gave. With `HIGHWATER_BACKEND`, as [`open`].
+/// `DeviceMissing`, with what became of each backend in the message and as data. With a fallback, the fallback's error.
+/// With `HIGHWATER_BACKEND`, the errors of [`open`].
+pub fn open_best(fallback: Fallback) -> Result<Opened, OpenError> {
+    OpenOptions::new().with_fallback(fallback).open()
+}
+
+/// Opens the best backend: the mock if allowed and no real device works.
+///
+/// # Errors
+/// The errors of [`open_best`].
+#[deprecated(since = "0.2.0", note = "use `open_best(Fallback::Mock)`")]
 pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
-    OpenOptions::new().with_mock_allowed(allow_mock).open()
+    open_best(if allow_mock { Fallback::Mock } else { Fallback::None })
 }
 
 /// Tries every backend that was built in and every plugin that is found, and keeps none.
@@ -62,8 +78,8 @@ pub fn survey() -> LoadReport {
 mod tests {
     use std::sync::Arc;
 
-    use highwater_core::Unavailable;
-    use highwater_core::{Backend, BackendTag, Error, ErrorKind, Identity, MockBackend};
+    use highwater_hal::Unavailable;
+    use highwater_hal::{Backend, BackendTag, Error, ErrorKind, Identity, MockBackend};
 
     use super::built_in::{KNOWN, Known};
     use super::search::Search;
@@ -103,7 +119,7 @@ mod tests {
     }
 
     fn open_on(machine: &'static [Known], options: OpenOptions) -> Result<Opened, OpenError> {
-        Search::of_machine(&options.with_plugins(false), machine).open()
+        Search::of_machine(&options.without_plugins(), machine).open()
     }
 
     #[track_caller]
@@ -163,7 +179,7 @@ mod tests {
     #[cfg(feature = "mock")]
     #[test]
     fn auto_with_the_mock_takes_it_and_says_why() {
-        let Opened { backend, report } = open_on(&BARE, OpenOptions::new().with_mock_allowed(true)).unwrap();
+        let Opened { backend, report } = open_on(&BARE, OpenOptions::new().with_fallback(Fallback::Mock)).unwrap();
         assert_eq!(backend.identity().name, "mock");
         assert_refused(candidate(&report, "cuda"));
         let mock = report.taken().unwrap();
@@ -173,9 +189,8 @@ mod tests {
 
     #[test]
     fn auto_takes_the_real_device_that_is_there_also_where_the_mock_was_allowed() {
-        for allowed in [false, true] {
-            let Opened { backend, report } =
-                open_on(&WITH_ROCM, OpenOptions::new().with_mock_allowed(allowed)).unwrap();
+        for fallback in [Fallback::None, Fallback::Mock] {
+            let Opened { backend, report } = open_on(&WITH_ROCM, OpenOptions::new().with_fallback(fallback)).unwrap();
             assert!(backend.identity().real_device);
             assert_eq!(report.taken().unwrap().name, "rocm");
             assert_refused(candidate(&report, "cuda"));
@@ -190,7 +205,7 @@ mod tests {
             let Opened { backend, report } = open_on(machine, OpenOptions::new().with_name("mock")).unwrap();
             assert!(!backend.identity().real_device && backend.device_count() >= 1);
             assert!(report.taken().unwrap().reason.contains("`mock` was asked for"), "{report}");
-            let survey = Search::of_machine(&OpenOptions::new().with_plugins(false), machine).survey();
+            let survey = Search::of_machine(&OpenOptions::new().without_plugins(), machine).survey();
             assert_eq!(candidate(&survey, "mock").outcome, Outcome::Usable, "{survey}");
             assert_refused(candidate(&survey, "cuda"));
             assert!(survey.taken().is_none());

@@ -6,11 +6,21 @@ use std::time::Duration;
 use super::report::{LoadReport, OpenError, Opened};
 use super::search::Search;
 
+/// The backend that is opened if no real device works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Fallback {
+    /// No other: opening fails.
+    #[default]
+    None,
+    /// The mock, or a plugin without hardware behind it.
+    Mock,
+}
+
 /// How long a plugin may take.
 pub(super) const LOAD_LIMIT: Duration = Duration::from_secs(10);
 
-/// What is opened, and where it is looked for: [`open`](crate::open), [`open_auto`](crate::open_auto) and
-/// [`survey`](crate::survey) with everything that can be chosen.
+/// What is opened, and where it is looked for: [`open`](crate::open), [`open_best`](crate::open_best) and
+/// [`survey`](crate::opening::survey) with everything that can be chosen.
 ///
 /// ```
 /// # #[cfg(all(feature = "mock", feature = "plugins"))] {
@@ -25,7 +35,7 @@ pub(super) const LOAD_LIMIT: Duration = Duration::from_secs(10);
 pub struct OpenOptions {
     pub(super) name: Option<String>,
     pub(super) path: Option<PathBuf>,
-    pub(super) allow_mock: bool,
+    pub(super) fallback: Fallback,
     pub(super) plugins: bool,
     pub(super) search_folders: Vec<PathBuf>,
     pub(super) allow_insecure: bool,
@@ -38,7 +48,7 @@ impl Default for OpenOptions {
         Self {
             name: None,
             path: None,
-            allow_mock: false,
+            fallback: Fallback::None,
             plugins: true,
             search_folders: Vec::new(),
             allow_insecure: false,
@@ -64,17 +74,31 @@ impl OpenOptions {
         self
     }
 
-    /// The same where the mock, or a plugin without hardware behind it, may be taken if no real device works.
+    /// Sets what is opened if no real device works: by default, nothing.
     #[must_use]
-    pub fn with_mock_allowed(mut self, allowed: bool) -> Self {
-        self.allow_mock = allowed;
+    pub fn with_fallback(mut self, fallback: Fallback) -> Self {
+        self.fallback = fallback;
+        self
+    }
+
+    /// Sets the fallback to the mock, or to none.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `with_fallback(Fallback::Mock)`")]
+    pub fn with_mock_allowed(self, allowed: bool) -> Self {
+        self.with_fallback(if allowed { Fallback::Mock } else { Fallback::None })
+    }
+
+    /// Searches no folder for plugins. A path given by `with_path` still counts.
+    #[must_use]
+    pub fn without_plugins(mut self) -> Self {
+        self.plugins = false;
         self
     }
 
     /// Opens a backend.
     ///
     /// # Errors
-    /// As [`open`](crate::open) and [`open_auto`](crate::open_auto) do.
+    /// As [`open`](crate::open) and [`open_best`](crate::open_best) do.
     pub fn open(&self) -> Result<Opened, OpenError> {
         Search::of_process(self).open()
     }
@@ -104,23 +128,32 @@ impl OpenOptions {
         self
     }
 
-    /// The same with or without looking for plugins; a path that was given counts all the same.
+    /// Searches folders for plugins, or does not.
     #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `without_plugins()`")]
     pub fn with_plugins(mut self, looked_for: bool) -> Self {
         self.plugins = looked_for;
         self
     }
 
-    /// The same with plugins allowed that other users could change: see `docs/plugins.md`. The environment variable
+    /// Loads plugins that other users could change, too: see `docs/plugins.md`. The environment variable
     /// `HIGHWATER_ALLOW_INSECURE_PLUGINS=1` does the same.
     #[must_use]
+    pub fn allow_insecure_plugins(mut self) -> Self {
+        self.allow_insecure = true;
+        self
+    }
+
+    /// Loads plugins that other users could change, or does not.
+    #[must_use]
+    #[deprecated(since = "0.2.0", note = "use `allow_insecure_plugins()`")]
     pub fn with_insecure_plugins_allowed(mut self, allowed: bool) -> Self {
         self.allow_insecure = allowed;
         self
     }
 
     /// The same with every plugin tried by this program in a process of its own, before it is loaded in this one: the `highwater`
-    /// program, or one that calls [`serve_probe`](crate::serve_probe) when its first argument is `probe`.
+    /// program, or one that calls [`serve_probe`](crate::opening::serve_probe) when its first argument is `probe`.
     ///
     /// Without it, a survey and the choice of the best use a program `highwater` beside the executable, and a plugin that was asked
     /// for by name or path is loaded without a probe.

@@ -4,8 +4,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use highwater_core::OpenFailure;
-use highwater_core::{Backend, Error, ErrorKind, display_foreign};
+use highwater_hal::OpenFailure;
+use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 
 /// What became of a backend, or of a place where plugins are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use highwater_core::{Error, ErrorKind, display_foreign};
+use highwater_hal::{Error, ErrorKind, display_foreign};
 
 use super::built_in::{KNOWN, Known};
 use super::environment::{BACKEND, Environment};
@@ -66,7 +66,7 @@ impl<'a> Search<'a> {
             Wanted::Best => {
                 let mut contenders = self.built_in();
                 self.add_plugins(&mut contenders, &mut places, true);
-                choice::auto(&contenders, places, self.options.allow_mock)
+                choice::best(&contenders, places, self.options.fallback)
             }
         }
     }
@@ -177,6 +177,7 @@ impl<'a> Search<'a> {
 mod tests {
     use std::ffi::OsStr;
 
+    use super::super::Fallback;
     use super::*;
 
     fn wanted(options: &OpenOptions, environment: Environment) -> Result<(Wanted, Vec<Place>), Error> {
@@ -221,7 +222,8 @@ mod tests {
     #[cfg(feature = "plugins")]
     #[test]
     fn a_path_is_opened_before_any_built_in_backend_and_none_in_its_place() {
-        let options = OpenOptions::new().with_path("/nowhere/libmock.so").with_name("mock").with_mock_allowed(true);
+        let options =
+            OpenOptions::new().with_path("/nowhere/libmock.so").with_name("mock").with_fallback(Fallback::Mock);
         let OpenError { error, report } = options.open().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LibraryMissing);
         assert_eq!(report.candidates.len(), 1 + KNOWN.len(), "{report}");

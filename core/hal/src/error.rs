@@ -207,6 +207,58 @@ impl Error {
         self.0.kind
     }
 
+    /// Returns whether the same call may succeed later, after other work has finished or has freed something.
+    ///
+    /// True for `OutOfMemory`, and for `OperatingSystem` if its code is `EAGAIN`, `EINTR`, `EBUSY`, `ENOBUFS`, `ENOMEM`, `EMFILE`,
+    /// `ENFILE` or `ETIMEDOUT`. False for every other kind:
+    ///
+    /// | kinds | what has to change first |
+    /// | --- | --- |
+    /// | `InvalidArgument`, `InvalidHandle`, `InvalidPointer`, `WrongDevice`, `Unsupported` | the call |
+    /// | `InvalidState`, `Capture` | the state of the object or of the capture, which a later call in a loop does not change |
+    /// | `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, `UnknownBackend`, `PermissionDenied` | the machine or the program |
+    /// | `PeerLost`, `Expired` | the other process, which has to share again |
+    /// | `DeviceLost`, `ShuttingDown`, `Forked` | the process |
+    /// | `Vendor` | unknown |
+    ///
+    /// Highwater has already retried a request for memory, after it freed what its own pools kept. A further retry is
+    /// worthwhile once the program has freed memory of its own, or has waited for work that will.
+    ///
+    /// ```
+    /// use highwater_hal::{Error, ErrorKind};
+    /// assert!(Error::new(ErrorKind::OutOfMemory, "allocate", "none free").is_temporary());
+    /// assert!(!Error::new(ErrorKind::DeviceLost, "copy", "gone").is_temporary());
+    /// ```
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        use libc::{EAGAIN, EBUSY, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, ETIMEDOUT};
+        match self.kind() {
+            ErrorKind::OutOfMemory => true,
+            ErrorKind::OperatingSystem => {
+                let temporary = [EAGAIN, EINTR, EBUSY, ENOBUFS, ENOMEM, EMFILE, ENFILE, ETIMEDOUT];
+                self.code().is_some_and(|code| temporary.iter().any(|&errno| i64::from(errno) == code))
+            }
+            ErrorKind::InvalidArgument
+            | ErrorKind::InvalidHandle
+            | ErrorKind::InvalidPointer
+            | ErrorKind::WrongDevice
+            | ErrorKind::Unsupported
+            | ErrorKind::LibraryMissing
+            | ErrorKind::SymbolMissing
+            | ErrorKind::DeviceMissing
+            | ErrorKind::UnknownBackend
+            | ErrorKind::Capture
+            | ErrorKind::InvalidState
+            | ErrorKind::DeviceLost
+            | ErrorKind::ShuttingDown
+            | ErrorKind::Forked
+            | ErrorKind::PeerLost
+            | ErrorKind::Expired
+            | ErrorKind::PermissionDenied
+            | ErrorKind::Vendor => false,
+        }
+    }
+
     /// The operation that failed.
     #[must_use]
     pub fn operation(&self) -> &'static str {
@@ -263,6 +315,50 @@ mod tests {
         let boxed: Box<dyn std::error::Error + Send + Sync> = error.clone().into();
         assert_eq!(boxed.source().unwrap().to_string(), "the disk");
         assert!(Error::new(ErrorKind::Vendor, "open", "no").0.source.is_none());
+    }
+
+    #[test]
+    fn only_memory_and_limits_of_the_system_are_worth_a_retry() {
+        use ErrorKind::*;
+        let kinds = [
+            InvalidArgument,
+            InvalidHandle,
+            InvalidPointer,
+            WrongDevice,
+            Unsupported,
+            OutOfMemory,
+            LibraryMissing,
+            SymbolMissing,
+            DeviceMissing,
+            UnknownBackend,
+            Capture,
+            InvalidState,
+            DeviceLost,
+            ShuttingDown,
+            Forked,
+            PeerLost,
+            Expired,
+            OperatingSystem,
+            PermissionDenied,
+            Vendor,
+        ];
+        let temporary = |kind: &ErrorKind| Error::new(*kind, "call", "").is_temporary();
+        assert_eq!(kinds.into_iter().filter(temporary).collect::<Vec<_>>(), [OutOfMemory]);
+        let errno = |code| Error::new(OperatingSystem, "call", "").with_code(i64::from(code)).is_temporary();
+        let retried = [
+            libc::EAGAIN,
+            libc::EINTR,
+            libc::EBUSY,
+            libc::ENOBUFS,
+            libc::ENOMEM,
+            libc::EMFILE,
+            libc::ENFILE,
+            libc::ETIMEDOUT,
+        ];
+        assert!(retried.into_iter().all(errno));
+        assert!(![libc::EPERM, libc::ENOENT, libc::ENOSPC, libc::EINVAL].into_iter().any(errno));
+        // A number of another vendor's table is no errno.
+        assert!(!Error::new(Vendor, "call", "").with_code(i64::from(libc::EAGAIN)).is_temporary());
     }
 
     #[test]

@@ -223,6 +223,22 @@ impl FromStr for Ticket {
     }
 }
 
+/// Serializes as the text of the ticket, in every format.
+#[cfg(feature = "serde")]
+impl serde::Serialize for Ticket {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Checks the text as [`Ticket::from_bytes`] checks bytes.
+#[cfg(feature = "serde")]
+impl<'de> serde::Deserialize<'de> for Ticket {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -251,6 +267,17 @@ mod tests {
         assert_eq!(ticket.to_bytes().len(), BYTES);
         assert_eq!(Ticket::from_bytes(&ticket.to_bytes()).unwrap(), ticket);
         assert_eq!(ticket.to_string().parse::<Ticket>().unwrap(), ticket);
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn serde_brings_it_back_and_refuses_an_altered_one() {
+        let ticket = ticket();
+        let json = serde_json::to_string(&ticket).unwrap();
+        assert_eq!(json, format!("\"{ticket}\""));
+        assert_eq!(serde_json::from_str::<Ticket>(&json).unwrap(), ticket);
+        let error = serde_json::from_str::<Ticket>(&json.replacen('0', "1", 1)).unwrap_err();
+        assert!(error.to_string().contains("checksum"), "{error}");
     }
 
     #[test]

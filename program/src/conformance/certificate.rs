@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::Result;
-use highwater::{ErrorKind, display_foreign};
+use highwater::ErrorKind;
+use highwater::hal::display_foreign;
 use highwater_conformance::{CaseReport, Clause, Options, Status, clauses};
 use serde_json::{Value, json};
 

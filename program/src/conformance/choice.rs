@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
-use highwater::{Backend, ErrorKind};
+use highwater::ErrorKind;
+use highwater::hal::Backend;
 use highwater_conformance::Launcher;
 
 use super::super::args::BackendArguments;

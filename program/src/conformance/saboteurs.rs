@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use highwater::Backend;
+use highwater::hal::Backend;
 use highwater::mock::{ENVIRONMENT_VARIABLE as MOCK, MockGpu, MockOptions};
 use highwater_conformance::{
     Mutant, MutantOptions, MutantProgress as Step, Outcome, Score, Survivor, Verdict as Judged, mutants, run_mutants,

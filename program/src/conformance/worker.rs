@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 
 use anyhow::Result;
-use highwater::Backend;
+use highwater::hal::Backend;
 use highwater_conformance::{Executor as _, InProcess, cases};
 
 use super::super::args::ConformanceWorkerArguments;

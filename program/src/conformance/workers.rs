@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use highwater::{BackendTag, ErrorKind, Identity};
+use highwater::ErrorKind;
+use highwater::hal::{BackendTag, Identity};
 use highwater_conformance::{Case, Executor, Fault, Faulted, Points, Status};
 
 use super::super::child::Child;

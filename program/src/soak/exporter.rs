@@ -15,8 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use highwater::hal::Backend as _;
 use highwater::mock::MockGpu;
-use highwater::{Backend as _, Device, DeviceBuffer, ErrorKind, Runtime, Stream};
+use highwater::{Device, DeviceBuffer, ErrorKind, Runtime, Stream};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, getpid, set_child_subreaper, wait};
 

@@ -10,7 +10,7 @@ use std::ops::{Range, RangeInclusive};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use highwater_core::display_foreign;
+use highwater_hal::display_foreign;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 

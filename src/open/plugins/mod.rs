@@ -18,7 +18,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use highwater_core::{Error, ErrorKind, display_foreign};
+use highwater_hal::{Error, ErrorKind, display_foreign};
 use highwater_plugin::TABLE_VERSIONS;
 
 use self::manifest::{Fault, Manifest};

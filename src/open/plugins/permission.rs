@@ -17,7 +17,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use highwater_core::display_foreign;
+use highwater_hal::display_foreign;
 
 use super::super::environment::{ALLOW_INSECURE, Environment};
 

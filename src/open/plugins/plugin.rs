@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use highwater_core::{Backend, Error, ErrorKind};
+use highwater_hal::{Backend, Error, ErrorKind};
 use highwater_plugin::{LoadOptions, Refusal, Stage, TABLE_VERSIONS};
 
 use super::super::OPERATION;

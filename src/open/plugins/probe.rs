@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use highwater_core::display_foreign;
+use highwater_hal::display_foreign;
 use highwater_plugin::{LoadOptions, Refusal};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -573,7 +573,7 @@ mod tests {
         chmod(&prober, 0o777);
         let Probing::Impossible(why) = new(&options, &environment, true) else { panic!() };
         assert!(why.contains("not safe") && why.contains("every user"), "{why}");
-        let insecure = OpenOptions::new().with_insecure_plugins_allowed(true);
+        let insecure = OpenOptions::new().allow_insecure_plugins();
         assert!(matches!(new(&insecure, &environment, true), Probing::By { .. }));
         chmod(&prober, 0o755);
         // A program that is called `highwater` does not start itself.

@@ -3,7 +3,7 @@
 use std::os::unix::fs::symlink;
 use std::sync::Arc;
 
-use highwater_core::{BackendTag, Identity, MockBackend};
+use highwater_hal::{BackendTag, Identity, MockBackend};
 
 use super::super::choice;
 use super::super::environment::{DATA_HOME, PLUGIN_PATH};
@@ -252,11 +252,11 @@ fn what_others_can_change_is_not_permitted_unless_allowed() {
             // A request by name is refused, and nothing is taken in its place.
             let (contenders, places) = world.finder().all();
             let refused = choice::by_name(&contenders, places, "acme", "").unwrap_err();
-            assert_eq!(refused.error.kind(), highwater_core::ErrorKind::PermissionDenied, "{refused}");
+            assert_eq!(refused.error.kind(), highwater_hal::ErrorKind::PermissionDenied, "{refused}");
             assert_eq!(refused.report.candidates.len(), 1, "{}", refused.report);
         }
         let mut allowed = World::new();
-        allowed.options = world.options.clone().with_insecure_plugins_allowed(true);
+        allowed.options = world.options.clone().allow_insecure_plugins();
         let candidate = allowed.one();
         assert_eq!(candidate.outcome, Outcome::Usable, "{candidate:?}");
         assert!(candidate.notes[0].contains("not safe, and allowed"), "{candidate:?}");
