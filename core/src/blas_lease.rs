@@ -1,53 +1,25 @@
 //! [`BlasLease`] and [`LtLease`]: pooled handles, bound to a stream and its workspace, that take the stream's turn.
 
-use std::collections::HashMap;
 use std::fmt;
 
-use crate::buffer::{DeviceSlice, Noted, Untyped};
+use crate::buffer::{DeviceSlice, Untyped};
+use crate::device_block::Noted;
 use crate::numerics::{self, Modes, Numerics};
 use crate::pool::HandleLease;
+use crate::pool::blas_handles::PooledHandle;
 use crate::product::{self, Product};
 use crate::runtime::RuntimeInner;
-use crate::stream::{Stream, Turn};
+use crate::stream::Stream;
+use crate::stream::submission::Turn;
 use highwater_hal::{
-    AtomicsMode, BlasHandle, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, PlanArguments, PlanId,
-    PlanOptions, Result, Scalar, Workspace,
+    AtomicsMode, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
+    Result, Scalar, Workspace,
 };
 
 /// Plans that a handle keeps; past this it starts over, so that ever-changing shapes do not fill memory.
 const MOST_PLANS: usize = 256;
 
-/// A handle in the pool, with what is known about its state.
-#[derive(Debug)]
-pub(crate) struct PooledHandle {
-    pub(crate) handle: Box<dyn BlasHandle>,
-    pub(crate) kind: BlasKind,
-    /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
-    bound: u64,
-    /// True if foreign code had the handle since its settings were known. Then it is bound to nothing.
-    lent: bool,
-    /// The modes that are set on the handle. Plans have modes of their own.
-    modes: Modes,
-    /// Plans belong to the handle that made them, so every handle has its own.
-    plans: HashMap<PlanOptions, PlanId>,
-    /// The plan that was run last.
-    last_plan: Option<(PlanOptions, PlanId)>,
-}
-
 impl PooledHandle {
-    pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
-        Self { handle, kind, bound: 0, lent: false, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
-    }
-
-    /// Unbinds the handle from a stream that is about to end. The vendor keeps it bound until then.
-    pub(crate) fn unbind(&mut self) -> Result<()> {
-        self.bound = 0;
-        self.modes = Modes::default();
-        self.handle.reset()?;
-        self.lent = false;
-        Ok(())
-    }
-
     /// Binds the stream and its workspace, or that of the capture that it takes part in. A key is never used twice, so an
     /// equal key means an equal workspace.
     #[inline]
@@ -61,7 +33,7 @@ impl PooledHandle {
     #[cold]
     #[inline(never)]
     fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
-        let (key, workspace) = stream.core().binding(&stream.runtime().inner, self.kind)?;
+        let (key, workspace) = stream.core().binding(self.kind)?;
         // Whatever fails below leaves the handle's state unknown.
         self.bound = 0;
         self.take_back(&stream.runtime().inner)?;
@@ -79,8 +51,8 @@ impl PooledHandle {
             return Ok(());
         }
         if self.handle.reset().is_err() {
-            let fresh = runtime.make_handle(self.handle.device(), self.kind)?;
-            runtime.discard_handle(std::mem::replace(self, fresh));
+            let fresh = runtime.handles.make(self.handle.device(), self.kind)?;
+            runtime.handles.discard(std::mem::replace(self, fresh));
         }
         self.lent = false;
         Ok(())
@@ -128,6 +100,46 @@ impl PooledHandle {
                 return Ok(turn);
             }
         }
+    }
+}
+
+impl Stream {
+    /// Leases a BLAS handle, bound to this stream and its workspace. A repeat request in the same thread takes no lock and
+    /// makes no call of the backend.
+    ///
+    /// # Errors
+    /// The errors of making and binding a handle.
+    // Always inlined: a call spills registers, and the compare-exchange waits for those stores (14 ns against 7).
+    #[inline(always)]
+    pub fn blas(&self) -> Result<BlasLease<'_>> {
+        let lease = self.runtime().inner.handles.blas.lease(self.core().blas_key, || self.new_blas_handle())?;
+        BlasLease::bind(self, lease)
+    }
+
+    /// A handle for products. In a capture that cannot record products, the error says so, and not that a handle is missing.
+    #[cold]
+    fn new_blas_handle(&self) -> Result<PooledHandle> {
+        self.runtime().inner.handles.create(self.device(), BlasKind::Blas).or_else(|error| {
+            if error.kind() == ErrorKind::Capture && self.core().enter("gemm")?.recording.is_some() {
+                check_recordable("gemm", self)?;
+            }
+            Err(error)
+        })
+    }
+
+    /// Leases an Lt handle, bound to this stream and its workspace, as [`Stream::blas`] does.
+    ///
+    /// # Errors
+    /// `Unsupported` where `lt_plans` is false; else as [`Stream::blas`].
+    #[inline(always)]
+    pub fn lt(&self) -> Result<LtLease<'_>> {
+        let lease = self
+            .runtime()
+            .inner
+            .handles
+            .lt
+            .lease(self.core().lt_key, || self.runtime().inner.handles.create(self.device(), BlasKind::Lt))?;
+        LtLease::bind(self, lease)
     }
 }
 
@@ -318,13 +330,13 @@ impl<'s> LentWorkspace<'s> {
                 drop(turn);
                 // Counted back also where there is no workspace to be had.
                 let mut lent = Self { stream, workspace: None, captured: false };
-                lent.workspace = inner.take_workspace(core, bytes)?;
+                lent.workspace = core.take_workspace(bytes)?;
                 return Ok(lent);
             }
             drop(turn);
             check_recordable("with_raw", stream)?;
             // None where the capture has ended meanwhile.
-            if let Some(workspace) = core.captured_workspace(inner, bytes)? {
+            if let Some(workspace) = core.captured_workspace(bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
             }
         }
@@ -340,7 +352,7 @@ impl Drop for LentWorkspace<'_> {
         if let Some(workspace) = self.workspace
             && inner.may_release()
         {
-            inner.give_back_workspace(workspace, self.stream.core());
+            self.stream.core().give_back_workspace(workspace);
         }
         self.stream.core().turn().lent -= 1;
     }
@@ -576,5 +588,5 @@ pub(crate) fn check_recordable(operation: &'static str, stream: &Stream) -> Resu
 /// The policy that counts for a product: the lease's, else the thread's, else the runtime's.
 #[inline]
 fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
-    of_lease.or_else(numerics::of_thread).unwrap_or(stream.runtime().inner.numerics)
+    of_lease.or_else(numerics::of_thread).unwrap_or(stream.core().services.numerics)
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::buffer::DeviceBuffer;
-use crate::capture::refuse_in_capture;
+use crate::capture::thread::refuse_in_capture;
 use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{
@@ -25,11 +25,25 @@ impl fmt::Display for Device {
     }
 }
 
-impl Device {
-    pub(crate) fn new(runtime: Runtime, ordinal: u32) -> Self {
-        Self { runtime, ordinal }
+impl Runtime {
+    /// Returns the device with this ordinal, counted from 0.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are fewer devices.
+    pub fn device(&self, ordinal: u32) -> Result<Device> {
+        if self.inner.devices.get(ordinal as usize).is_none() {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "device",
+                format!("there is no device {ordinal}; the backend has {}", self.inner.devices.len()),
+            )
+            .with_hint("ordinals count from 0"));
+        }
+        Ok(Device { runtime: self.clone(), ordinal })
     }
+}
 
+impl Device {
     /// Returns the ordinal within this process.
     #[must_use]
     pub fn ordinal(&self) -> u32 {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::capture::{Capture, Dropped};
+use crate::capture::recording::Capture;
 use crate::pool::events::Mark;
 use crate::runtime::Runtime;
+use crate::services::Dropped;
 use highwater_hal::{EventId, Result};
 
 /// A mark in a stream, made by [`Stream::record`](crate::Stream::record).

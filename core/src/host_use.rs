@@ -22,7 +22,7 @@ impl Runtime {
         if !self.inner.generation.is_current() {
             return None;
         }
-        self.inner.ledger.find_host(ptr).filter(|block| block.uses.is_live())
+        self.inner.pinned.live_block(ptr)
     }
 }
 
@@ -67,15 +67,13 @@ impl Stream {
             Error::new(ErrorKind::InvalidPointer, OPERATION, format!("{ptr:?} is in no live page-locked buffer"))
                 .with_hint("note the use while the buffer is alive, on a stream of the runtime that it came from")
         };
-        let block = runtime.live_host_block(ptr).ok_or_else(unknown)?;
-        // Where the buffer ends meanwhile, the block is not given out before the use is noted.
-        let kept = inner.host_cache.keep_if_live(block.info.base, block.class, &block.uses).ok_or_else(unknown)?;
+        let kept = inner.pinned.keep_live_block(ptr).ok_or_else(unknown)?;
         let noted = self.note_kept(OPERATION, &kept, writes);
         if noted.is_err() {
             // Nobody can tell when the work is done.
             kept.uses.unmarked.store(true, Ordering::Relaxed);
         }
-        inner.let_go_pinned(kept);
+        inner.pinned.let_go(kept);
         noted
     }
 
@@ -141,14 +139,14 @@ impl Stream {
         if let Some(recording) = &mut turn.recording {
             let surplus = recording.keep_pinned(kept.keep(), writes);
             drop(turn);
-            surplus.into_iter().for_each(|kept| inner.let_go_pinned(kept));
+            surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return Ok(());
         }
         match mark.and_then(|mut mark| core.record(&mut turn, &mut mark).map(|()| mark)) {
             Ok(mark) => {
                 drop(turn);
                 if kept.uses.note(Arc::new(mark), writes) {
-                    inner.forget_passed(&kept.uses);
+                    inner.pinned.forget_passed(&kept.uses);
                 }
                 Ok(())
             }

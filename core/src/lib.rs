@@ -19,6 +19,7 @@ mod capture;
 #[cfg(test)]
 mod capture_tests;
 mod device;
+mod device_block;
 mod event;
 #[cfg(test)]
 mod fork_tests;
@@ -34,6 +35,7 @@ mod pool;
 mod primitive;
 mod product;
 mod runtime;
+mod services;
 mod sharing;
 mod stream;
 #[cfg(test)]

@@ -9,6 +9,17 @@ use crate::pool::host::{OwnedBlock, PinnedBlock};
 use crate::runtime::Runtime;
 use highwater_hal::{Element, HostPtr, Result};
 
+impl Runtime {
+    /// Page-locked host memory for `len` values of `T`, from the cache. The contents are unspecified.
+    ///
+    /// # Errors
+    /// `OutOfMemory` when the backend has no more, also after the cache was trimmed.
+    #[inline]
+    pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
+        PinnedBuffer::new(self.clone(), len)
+    }
+}
+
 /// `len` values of `T` in page-locked host memory: what devices copy from and to at full speed.
 ///
 /// Copies are enqueued by reference and the borrow ends with the call; the buffer itself remembers which streams use it.
@@ -83,7 +94,7 @@ impl<T: Element> PinnedBuffer<T> {
     #[inline]
     pub(crate) fn new(runtime: Runtime, len: usize) -> Result<Self> {
         let () = Self::ALIGNED;
-        let block = runtime.inner.take_pinned(size_in_bytes::<T>("pinned", len)?)?;
+        let block = runtime.inner.pinned.take(size_in_bytes::<T>("pinned", len)?)?;
         Ok(Self { runtime, block: Some(block), len, elements: PhantomData })
     }
 
@@ -158,7 +169,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// [`PinnedBuffer::read_with`]. Else what the backend gives when it is waited for; the error of a failed copy shows up
     /// here.
     pub fn read(&self) -> Result<&[T]> {
-        self.runtime.inner.wait_for_uses(self.block(), true)?;
+        self.runtime.inner.pinned.wait_for_uses(self.block(), true)?;
         // SAFETY: the block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
         // pattern is a `T`. No device writes it: those that did are done, no graph does, and enqueuing or recording another
         // write needs `&mut self`.
@@ -171,7 +182,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// As [`PinnedBuffer::read`]; `InvalidState` also where a graph that is alive reads it: use
     /// [`PinnedBuffer::write_with`].
     pub fn write(&mut self) -> Result<&mut [T]> {
-        self.runtime.inner.wait_for_uses(self.block(), false)?;
+        self.runtime.inner.pinned.wait_for_uses(self.block(), false)?;
         // SAFETY: as in `read`; no device and no graph reads or writes the block, and enqueuing or recording either needs a
         // borrow of `self`, which is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
@@ -183,7 +194,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// # Errors
     /// `Capture` where a capture that is open uses the buffer; else what the backend gives when it is waited for.
     pub fn read_with<R>(&self, access: impl FnOnce(&[T]) -> R) -> Result<R> {
-        let _access = self.runtime.inner.access_pinned(self.block(), false)?;
+        let _access = self.runtime.inner.pinned.access(self.block(), false)?;
         // SAFETY: as in `read`; launches of graphs that write the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
@@ -195,7 +206,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// # Errors
     /// As [`PinnedBuffer::read_with`].
     pub fn write_with<R>(&mut self, access: impl FnOnce(&mut [T]) -> R) -> Result<R> {
-        let _access = self.runtime.inner.access_pinned(self.block(), true)?;
+        let _access = self.runtime.inner.pinned.access(self.block(), true)?;
         // SAFETY: as in `write`; launches of graphs that use the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
@@ -260,13 +271,13 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
 impl<T: Element> Drop for PinnedBuffer<T> {
     #[inline]
     fn drop(&mut self) {
-        if !self.runtime.inner.generation.is_current() {
+        if !self.runtime.inner.pinned.generation.is_current() {
             // The cache's lock may be held by a thread that does not exist in this child.
             std::mem::forget(self.block.take());
             return;
         }
         if let Some(block) = self.block.take() {
-            self.runtime.inner.give_back_pinned(block, self.len.max(1) * size_of::<T>());
+            self.runtime.inner.pinned.give_back(block, self.len.max(1) * size_of::<T>());
         }
     }
 }

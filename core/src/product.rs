@@ -6,8 +6,11 @@
 
 use std::sync::Arc;
 
-use crate::buffer::{DeviceBlock, DeviceSlice, Noted, Untyped};
-use crate::stream::{Stream, StreamCore, Turn};
+use crate::buffer::{DeviceSlice, Untyped};
+use crate::device_block::{DeviceBlock, Noted};
+use crate::stream::Stream;
+use crate::stream::core::StreamCore;
+use crate::stream::submission::Turn;
 use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
 
 /// A product, or an Lt product with D for C, and the buffers that its matrices lie in.
@@ -58,7 +61,7 @@ impl<'b> Product<'b> {
         let GemmShape { m, n, k, lda, ldb, ldc, .. } = *shape;
         let [len_a, len_b, len_c] = self.lens;
         let [of_factors, of_result] = self.types;
-        let here = |block: &DeviceBlock| block.is_of(stream) && block.device == core.id.device();
+        let here = |block: &DeviceBlock| block.is_of(core) && block.device == core.id.device();
         // Values from the first of a matrix to its last, which has columns.
         let reach = |rows: usize, columns: usize, ld: usize| (columns - 1).wrapping_mul(ld).wrapping_add(rows);
         let rows_and_columns = |transpose, rows, columns| match transpose {

@@ -5,15 +5,84 @@
 //! find the rest.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::device_memory::DeviceMemory;
 use super::events::Mark;
-use crate::runtime::RuntimeInner;
-use crate::stream::{Marked, StreamCore, StreamUse};
-use highwater_hal::DevicePtr;
+use crate::capture::thread::in_capture;
+use crate::services::Services;
+use crate::stream::core::{StreamCore, StreamEnd};
+use highwater_hal::{Completion, DevicePtr, ErrorKind, Result};
+
+/// The result of marking the use of a stream.
+pub(crate) enum Marked {
+    By(Arc<Mark>),
+    /// Not possible while other code captures the stream. A mark would become part of the graph and never pass.
+    Later,
+    Never,
+}
+
+/// What a buffer remembers of a stream that used it. It does not keep the stream alive.
+#[derive(Debug, Clone)]
+pub(crate) struct StreamUse {
+    key: u64,
+    stream: Weak<StreamCore>,
+    end: Arc<StreamEnd>,
+}
+
+impl StreamUse {
+    pub(crate) fn of(stream: &Arc<StreamCore>) -> Self {
+        Self { key: stream.key, stream: Arc::downgrade(stream), end: stream.end() }
+    }
+
+    pub(crate) fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// Key and last mark of a stream that has ended.
+    pub(crate) fn if_ended(&self) -> Option<(u64, Arc<Mark>)> {
+        self.end.if_ended().map(|mark| (self.key, mark))
+    }
+
+    /// Whether the stream has executed everything, captures left out, so that its use needs no mark. One call of the backend,
+    /// and no event.
+    pub(crate) fn is_over(&self) -> bool {
+        let Some(stream) = self.stream.upgrade() else { return false };
+        let Ok(turn) = stream.enter("query_stream") else { return false };
+        match &turn.recording {
+            Some(recording) => {
+                let before = Arc::clone(&recording.before);
+                drop(turn);
+                stream.services.is_surely_passed(&before)
+            }
+            None => {
+                // A query would lose a capture by other code.
+                stream.refuse_if_captured("query_stream").is_ok()
+                    && stream.services.backend.query_stream(stream.id).is_ok_and(Completion::is_complete)
+            }
+        }
+    }
+
+    /// Marks all work enqueued on the stream so far.
+    pub(crate) fn mark(&self) -> Marked {
+        if let Some(stream) = self.stream.upgrade() {
+            // The reference keeps the stream from being destroyed meanwhile.
+            return match stream.mark() {
+                Ok(mark) => Marked::By(mark),
+                Err(error) if error.kind() == ErrorKind::Capture => Marked::Later,
+                Err(error) => {
+                    stream.services.count_failed_release(&error);
+                    Marked::Never
+                }
+            };
+        }
+        // The last user is gone: its thread has set the last mark, or is about to.
+        self.end.wait().map_or(Marked::Never, Marked::By)
+    }
+}
 
 /// A block that waits for its streams.
 #[derive(Debug)]
@@ -32,9 +101,9 @@ pub(crate) struct DeferredFree {
 
 impl DeferredFree {
     /// Marks the uses that could not be marked yet.
-    pub(crate) fn mark_later(&mut self, runtime: &RuntimeInner) {
+    pub(crate) fn mark_later(&mut self) {
         for use_ in std::mem::take(&mut self.later) {
-            match use_.mark(runtime) {
+            match use_.mark() {
                 Marked::By(mark) => self.after.push(mark),
                 Marked::Later => self.later.push(use_),
                 Marked::Never => self.unmarked = true,
@@ -43,22 +112,53 @@ impl DeferredFree {
     }
 }
 
-#[derive(Debug, Default)]
+/// Blocks that wait to be freed.
 pub(crate) struct DeferredFrees {
+    pub(crate) memory: Arc<DeviceMemory>,
     list: Mutex<VecDeque<DeferredFree>>,
-    /// Length of the list, so that those who find it empty need no lock.
+    /// Length of the list, so that a thread that finds it empty needs no lock.
     count: AtomicUsize,
+    /// Blocks whose last use could not be marked: freed when the runtime ends.
+    stranded: Mutex<Vec<DeferredFree>>,
 }
 
 impl DeferredFrees {
-    pub(crate) fn push(&self, free: DeferredFree) {
+    pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
+        Self { memory, list: Mutex::default(), count: AtomicUsize::new(0), stranded: Mutex::default() }
+    }
+
+    fn services(&self) -> &Services {
+        &self.memory.services
+    }
+
+    /// Frees a block once its marks are passed.
+    pub(crate) fn defer(&self, free: DeferredFree) {
+        if free.unmarked {
+            return self.strand(free);
+        }
+        self.services().ledger.set_dropped(free.ptr);
+        self.push(free);
+    }
+
+    /// Keeps a block for the end of the runtime, because nothing tells when its streams are done with it.
+    pub(crate) fn strand(&self, free: DeferredFree) {
+        self.stranded.lock().push(free);
+    }
+
+    /// Takes out every block, at the end of the runtime.
+    pub(crate) fn take_all(&self) -> Vec<DeferredFree> {
+        let stranded = std::mem::take(&mut *self.stranded.lock());
+        std::iter::from_fn(|| self.pop()).chain(stranded).collect()
+    }
+
+    fn push(&self, free: DeferredFree) {
         let mut list = self.list.lock();
         list.push_back(free);
         self.count.store(list.len(), Ordering::Relaxed);
     }
 
     /// Takes out the block that was put in or asked after longest ago.
-    pub(crate) fn pop(&self) -> Option<DeferredFree> {
+    fn pop(&self) -> Option<DeferredFree> {
         let mut list = self.list.lock();
         let free = list.pop_front();
         self.count.store(list.len(), Ordering::Relaxed);
@@ -68,15 +168,95 @@ impl DeferredFrees {
     pub(crate) fn len(&self) -> usize {
         self.count.load(Ordering::Relaxed)
     }
+
+    /// Frees the deferred blocks whose streams have passed; with `wait`, waits for them. Without, it does not ask after
+    /// every one of a long list on a busy device: those that were not asked after come first the next time.
+    pub(crate) fn reclaim(&self, wait: bool) -> Result<()> {
+        const ENOUGH_PENDING: usize = 16;
+        if in_capture() {
+            return Ok(());
+        }
+        let mut result = self.services().destroy_dropped();
+        let mut pending = 0;
+        for _ in 0..self.len() {
+            if pending == ENOUGH_PENDING {
+                break;
+            }
+            let Some(mut free) = self.pop() else { break };
+            free.mark_later();
+            if free.unmarked {
+                self.strand(free);
+                continue;
+            }
+            while let Some(mark) = free.after.last() {
+                match self.services().is_passed(mark, wait) {
+                    Ok(true) => drop(free.after.pop()),
+                    Ok(false) => break,
+                    Err(error) => {
+                        result = result.and(Err(error));
+                        break;
+                    }
+                }
+            }
+            if !free.after.is_empty() || !free.later.is_empty() {
+                pending += 1;
+                self.push(free);
+                continue;
+            }
+            // SAFETY: every stream that used the block has passed its last use, and its owner is gone.
+            match unsafe { self.free(&free) } {
+                Ok(true) => {}
+                Ok(false) => {
+                    pending += 1;
+                    self.push(free);
+                }
+                Err(error) => {
+                    // The end of the runtime tries once more.
+                    self.strand(free);
+                    result = result.and(self.services().note(Err(error)));
+                }
+            }
+        }
+        result
+    }
+
+    /// Frees a block, stream-ordered memory in the order of its home stream; false where that takes part in a capture.
+    ///
+    /// # Safety
+    /// The owner is gone, and every use by a stream is passed or, for stream-ordered memory, precedes a mark of the block.
+    pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<bool> {
+        let Some(home) = &free.home else {
+            // SAFETY: as promised by the caller.
+            return unsafe { self.memory.free(free.device, free.ptr, None) }.map(|()| true);
+        };
+        let in_order = || {
+            // Where other code captures the stream, that ends too.
+            let Ok(turn) = home.enter("free") else { return Ok(false) };
+            if turn.recording.is_some() || home.refuse_if_captured("free").is_err() {
+                return Ok(false);
+            }
+            free.after.iter().try_for_each(|mark| self.services().backend.stream_wait_event(home.id, mark.event()))?;
+            // SAFETY: the ledger, which is asked below, says that the block came from `allocate` for this device and was not
+            // freed. The home stream waits for every use.
+            unsafe { self.services().backend.free(free.device, free.ptr, Some(home.id)) }.map(|()| true)
+        };
+        let block = self.services().ledger.remove_device(free.device, free.ptr)?;
+        let freed = in_order();
+        if !matches!(freed, Ok(true)) {
+            // Still allocated as far as anyone knows. The range is free in the ledger, so this cannot fail.
+            let _ = self.services().ledger.insert_device(block);
+        }
+        freed
+    }
 }
 
 #[cfg(test)]
 impl DeferredFrees {
-    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.list.lock())
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held((self.list.lock(), self.stranded.lock(), self.memory.rounds.hold_lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.list.is_locked()
+        self.list.is_locked() || self.stranded.is_locked() || self.memory.rounds.is_locked()
     }
 }

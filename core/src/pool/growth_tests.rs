@@ -80,7 +80,7 @@ fn marks_of_a_stream_that_are_noted_out_of_order_leave_the_later_one() {
     let pinned = runtime.pinned::<u8>(BYTES).unwrap();
     let uses = &pinned.block().uses;
     let begun = [(); 2].map(|()| uses.begin(stream.core().key, false).unwrap());
-    let [earlier, later] = [(); 2].map(|()| stream.core().mark(&runtime.inner).unwrap());
+    let [earlier, later] = [(); 2].map(|()| stream.core().mark().unwrap());
     let [first, second] = begun;
     assert!(!second.settle(Arc::clone(&later)) && !first.settle(earlier));
     let marks = uses.marks(false);
@@ -225,7 +225,7 @@ fn a_request_that_waiting_makes_room_for_waits() {
 fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
     let (_backend, runtime) = open();
     // Like a thread that waits for a slow stream to free device memory.
-    let _round = runtime.inner.device_rounds.begin();
+    let _round = runtime.inner.frees.memory.rounds.begin();
     let (done, is_done) = std::sync::mpsc::channel();
     let asking = runtime.clone();
     let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 50).unwrap_err().kind()));

@@ -5,20 +5,23 @@
 //! vendor call that waits.
 
 mod available;
+pub(crate) mod blas_handles;
 pub(crate) mod block_uses;
 pub(crate) mod deferred;
+pub(crate) mod device_memory;
 pub(crate) mod events;
 #[cfg(test)]
 mod growth_tests;
 mod handles;
 mod handoff;
 pub(crate) mod host;
-pub(crate) mod host_memory;
+mod host_memory;
 #[cfg(test)]
 mod host_tests;
 #[cfg(test)]
 mod model_tests;
-pub(crate) mod rounds;
+pub(crate) mod pinned;
+mod rounds;
 pub(crate) mod size_class;
 pub(crate) mod workspaces;
 

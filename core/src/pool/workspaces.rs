@@ -9,12 +9,17 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::device_memory::DeviceMemory;
 use super::events::Mark;
-use highwater_hal::Workspace;
+use crate::capture::thread::{in_capture, warm_up_first};
+use highwater_hal::{AllocateOptions, Error, ErrorKind, Result, Workspace};
 
-/// Workspaces of one device.
-#[derive(Debug, Default)]
-pub(crate) struct WorkspacePool(Mutex<State>);
+/// Workspaces of all devices.
+pub(crate) struct Workspaces {
+    memory: Arc<DeviceMemory>,
+    /// By ordinal.
+    devices: Box<[Mutex<State>]>,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -27,65 +32,124 @@ struct State {
 #[derive(Debug, Clone)]
 pub(crate) struct IdleWorkspace {
     pub(crate) workspace: Workspace,
-    /// The last work that uses it; `None` where there is none.
+    /// The last work that uses it; `None` if there is none.
     pub(crate) after: Option<Arc<Mark>>,
 }
 
-impl WorkspacePool {
-    /// The smallest idle workspace of at least `bytes`.
-    pub(crate) fn take(&self, bytes: usize) -> Option<IdleWorkspace> {
-        let mut state = self.0.lock();
+impl Workspaces {
+    pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
+        let devices = memory.services.devices.iter().map(|_| Mutex::default()).collect();
+        Self { memory, devices }
+    }
+
+    fn of(&self, device: u32) -> &Mutex<State> {
+        &self.devices[device as usize]
+    }
+
+    /// Takes the smallest idle workspace of at least `bytes`.
+    pub(crate) fn take(&self, device: u32, bytes: usize) -> Option<IdleWorkspace> {
+        let mut state = self.of(device).lock();
         let fits = |idle: &(usize, &IdleWorkspace)| idle.1.workspace.bytes >= bytes;
         let smallest = state.idle.iter().enumerate().filter(fits).min_by_key(|(_, idle)| idle.workspace.bytes);
         let index = smallest?.0;
         Some(state.idle.swap_remove(index))
     }
 
-    pub(crate) fn give_back(&self, idle: IdleWorkspace) {
-        self.0.lock().idle.push(idle);
+    /// Takes an idle workspace, or allocates one. The first use waits for the work that used it before.
+    pub(crate) fn take_or_allocate(&self, device: u32, bytes: usize) -> Result<IdleWorkspace> {
+        match self.take(device, bytes) {
+            Some(idle) => Ok(idle),
+            None => Ok(IdleWorkspace { workspace: self.allocate(device, bytes)?, after: None }),
+        }
     }
 
-    /// Takes in a block that was allocated.
-    pub(crate) fn add(&self, workspace: Workspace) {
-        self.0.lock().all.push(workspace);
+    /// Allocates a workspace.
+    pub(crate) fn allocate(&self, device: u32, bytes: usize) -> Result<Workspace> {
+        let services = &self.memory.services;
+        let capabilities = &services.device(device).capabilities;
+        if in_capture() && !capabilities.create_during_capture {
+            return Err(warm_up_first("allocate", "a workspace"));
+        }
+        let options = AllocateOptions::new(bytes);
+        let block = self.memory.allocate(device, bytes, || services.backend.allocate(device, &options))?;
+        services.ledger.insert_device(block)?;
+        let ptr = block.base;
+        let workspace = Workspace { ptr, bytes };
+        self.of(device).lock().all.push(workspace);
+        if !ptr.is_aligned_to(capabilities.workspace_alignment) {
+            self.give_back(device, IdleWorkspace { workspace, after: None });
+            return Err(Error::new(
+                ErrorKind::InvalidPointer,
+                "allocate",
+                format!("the workspace {ptr:?} is not aligned to {}", capabilities.workspace_alignment),
+            )
+            .with_hint("the backend breaks clause memory.aligned"));
+        }
+        Ok(workspace)
     }
 
-    /// Strikes out a block that is about to be freed.
-    pub(crate) fn remove(&self, workspace: Workspace) {
-        self.0.lock().all.retain(|other| *other != workspace);
+    pub(crate) fn give_back(&self, device: u32, idle: IdleWorkspace) {
+        self.of(device).lock().idle.push(idle);
+    }
+
+    /// Frees the idle workspaces whose last work is done; with `wait`, waits for that work.
+    pub(crate) fn trim(&self, wait: bool) -> Result<()> {
+        let mut result = Ok(());
+        for (ordinal, state) in (0..).zip(&self.devices) {
+            let count = state.lock().idle.len();
+            for _ in 0..count {
+                let Some(idle) = Self::pop_idle(state) else { break };
+                let passed = idle.after.as_ref().map_or(Ok(true), |mark| self.memory.services.is_passed(mark, wait));
+                if !matches!(passed, Ok(true)) {
+                    result = result.and(passed.map(|_| ()));
+                    self.give_back(ordinal, idle);
+                    continue;
+                }
+                // SAFETY: no stream has the workspace, and the last work that used it is done.
+                let freed = self.memory.services.note(unsafe { self.memory.free(ordinal, idle.workspace.ptr, None) });
+                match &freed {
+                    Ok(()) => state.lock().all.retain(|other| *other != idle.workspace),
+                    Err(_) => self.give_back(ordinal, IdleWorkspace { after: None, ..idle }),
+                }
+                result = result.and(freed);
+            }
+        }
+        result
     }
 
     /// Takes out the idle workspace that was given back longest ago.
-    pub(crate) fn pop_idle(&self) -> Option<IdleWorkspace> {
-        let mut state = self.0.lock();
+    fn pop_idle(state: &Mutex<State>) -> Option<IdleWorkspace> {
+        let mut state = state.lock();
         if state.idle.is_empty() { None } else { Some(state.idle.remove(0)) }
     }
 
-    pub(crate) fn idle_count(&self) -> usize {
-        self.0.lock().idle.len()
+    /// Takes out every workspace, idle or not, with its device, at the end of the runtime.
+    pub(crate) fn take_all(&self) -> Vec<(u32, Workspace)> {
+        let take = |(device, state): (u32, &Mutex<State>)| {
+            let mut state = state.lock();
+            state.idle.clear();
+            std::mem::take(&mut state.all).into_iter().map(move |workspace| (device, workspace))
+        };
+        (0..).zip(&self.devices).flat_map(take).collect()
     }
 
-    /// Takes out every workspace, idle or not, at the end of the runtime.
-    pub(crate) fn take_all(&self) -> Vec<Workspace> {
-        let mut state = self.0.lock();
-        state.idle.clear();
-        std::mem::take(&mut state.all)
-    }
-
-    /// Number of workspaces, and their bytes.
+    /// The number of workspaces, and their bytes.
     pub(crate) fn held(&self) -> (u64, u64) {
-        let state = self.0.lock();
-        (state.all.len() as u64, state.all.iter().map(|workspace| workspace.bytes as u64).sum())
+        self.devices.iter().fold((0, 0), |(count, bytes), state| {
+            let state = state.lock();
+            let of_device: u64 = state.all.iter().map(|workspace| workspace.bytes as u64).sum();
+            (count + state.all.len() as u64, bytes + of_device)
+        })
     }
 }
 
 #[cfg(test)]
-impl WorkspacePool {
-    pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
-        crate::testing::Held(self.0.lock())
+impl Workspaces {
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held(self.devices.iter().map(Mutex::lock).collect::<Vec<_>>())
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.0.is_locked()
+        self.devices.iter().any(Mutex::is_locked)
     }
 }

@@ -18,7 +18,7 @@ use super::message::ExportKey;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
-use crate::buffer::DeviceBlock;
+use crate::device_block::DeviceBlock;
 use crate::pool::deferred::DeferredFree;
 use crate::pool::events::Mark;
 use highwater_hal::{Error, ErrorKind, Result, Transport};

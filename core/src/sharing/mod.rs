@@ -29,6 +29,8 @@ mod exporter;
 mod importer;
 mod local;
 mod message;
+mod open;
+mod origin;
 mod segment;
 mod service;
 mod system;
@@ -46,11 +48,14 @@ pub use ticket::Ticket;
 
 pub(crate) use importer::Import;
 pub(crate) use message::ExportKey;
+pub(crate) use origin::{Exported, Imported};
 
-use crate::buffer::DeviceBlock;
-use crate::pool::deferred::DeferredFree;
+use crate::device_block::DeviceBlock;
+use crate::ledger::DeviceBlockInfo;
+use crate::pool::deferred::{DeferredFree, DeferredFrees};
+use crate::pool::device_memory::DeviceMemory;
 use crate::pool::events::Mark;
-use crate::runtime::RuntimeInner;
+use crate::services::Services;
 use exporter::{Exporter, Grant};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
 use importer::{Importer, Mapper};
@@ -66,8 +71,8 @@ fn address(incarnation: &[u8; 16]) -> Vec<u8> {
 }
 
 /// What a runtime shares and has opened; made with its first share or open.
-#[derive(Debug)]
 pub(crate) struct Sharing {
+    frees: Arc<DeferredFrees>,
     generation: Generation,
     incarnation: [u8; 16],
     boot: [u8; 16],
@@ -113,25 +118,43 @@ pub struct SharingStatistics {
     pub kept_opens: u64,
 }
 
-/// Maps and unmaps for a runtime.
-struct RuntimeMapper<'r> {
-    runtime: &'r RuntimeInner,
-    bell: &'r Bell,
+/// Maps and unmaps memory of other processes.
+struct DeviceMapper<'s> {
+    memory: &'s DeviceMemory,
+    bell: &'s Bell,
 }
 
-impl Mapper for RuntimeMapper<'_> {
+impl Mapper for DeviceMapper<'_> {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr> {
-        self.runtime.map_shared(device, handle)
+        let services = &self.memory.services;
+        let ipc = services.ipc("open_shared")?;
+        let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), |_| Ok(()))?;
+        let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
+        services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
+            // SAFETY: just opened, and nobody was told of it.
+            let closed = unsafe { ipc.close_memory(device, ptr) };
+            let _ = services.note(closed);
+        })?;
+        Ok(ptr)
     }
 
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool {
-        // SAFETY: the importer unmaps what nobody has open, and a count goes back only when the streams that used the
-        // import have passed their last use.
-        unsafe { self.runtime.unmap_shared(device, ptr) }
+        let services = &self.memory.services;
+        let closed = services.ipc("close_memory").and_then(|ipc| {
+            let block = services.ledger.remove_device(device, ptr)?;
+            // SAFETY: the ledger says that it is mapped. The importer unmaps what nobody has open, and a count goes back
+            // only when the streams that used the import have passed their last use.
+            unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
+                // The range is free in the ledger, so this cannot fail.
+                let _ = services.ledger.insert_device(block);
+            })
+        });
+        // Refusals are counted and logged.
+        services.note(closed).is_ok()
     }
 
     fn check(&self) -> Result<()> {
-        self.runtime.check("open_shared")
+        self.memory.services.check("open_shared")
     }
 
     fn bell(&self) -> &Bell {
@@ -141,9 +164,10 @@ impl Mapper for RuntimeMapper<'_> {
 
 impl Sharing {
     /// `operation` is the first operation that needs it.
-    pub(crate) fn new(generation: Generation, operation: &'static str) -> Result<Self> {
+    pub(crate) fn new(frees: Arc<DeferredFrees>, operation: &'static str) -> Result<Self> {
         Ok(Self {
-            generation,
+            generation: frees.memory.services.generation,
+            frees,
             incarnation: highwater_hal::random(operation)?,
             boot: system::boot_id(),
             exporter: Exporter::default(),
@@ -157,12 +181,20 @@ impl Sharing {
         })
     }
 
+    fn services(&self) -> &Services {
+        &self.frees.memory.services
+    }
+
+    fn mapper(&self) -> DeviceMapper<'_> {
+        DeviceMapper { memory: &self.frees.memory, bell: &self.bell }
+    }
+
     fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
     }
 
     /// Starts the service where it does not run.
-    pub(crate) fn start(self: &Arc<Self>, runtime: &Arc<RuntimeInner>, operation: &'static str) -> Result<()> {
+    pub(crate) fn start(self: &Arc<Self>, operation: &'static str) -> Result<()> {
         let runs = |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
         if runs(&self.thread.lock()) && !self.is_stopping() {
             return Ok(());
@@ -174,7 +206,7 @@ impl Sharing {
             return Ok(());
         }
         self.stopping.store(false, Ordering::Release);
-        let service = Service::new(Arc::clone(self), Arc::downgrade(runtime));
+        let service = Service::new(Arc::clone(self));
         let started = std::thread::Builder::new().name("highwater-share".to_owned()).spawn(move || service.run());
         *thread = Some(started.map_err(|error| {
             Error::new(ErrorKind::OperatingSystem, operation, format!("the system gives no thread: {error}"))
@@ -291,34 +323,34 @@ impl Sharing {
     }
 
     /// Makes the vendor's handle for an importer.
-    fn export(&self, runtime: &RuntimeInner, grant: &Grant) -> Result<MemoryHandle> {
-        let ipc = runtime.ipc("share")?;
+    fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
+        let ipc = self.services().ipc("share")?;
         // SAFETY: the block is alive as long as the grant.
         unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
     }
 
     /// Frees what has left limbo, in the order of the streams that used it here.
-    fn free(&self, runtime: &RuntimeInner, freed: Vec<DeferredFree>) {
+    fn free(&self, freed: Vec<DeferredFree>) {
         if freed.is_empty() {
             return;
         }
         for free in freed {
-            if free.unmarked { runtime.strand(free) } else { runtime.defer_free(free) }
+            if free.unmarked { self.frees.strand(free) } else { self.frees.defer(free) }
         }
-        runtime.reclaim_in_passing();
+        self.services().trim_in_passing();
     }
 
     /// Looks after everything that others may have let go of, without waiting for the service to do so.
-    pub(crate) fn collect(&self, runtime: &RuntimeInner) {
+    pub(crate) fn collect(&self) {
         for peer in self.exporter.peers() {
             if peer.process.has_ended() {
                 let freed = self.exporter.peer_ended(peer.id);
-                self.free(runtime, freed);
+                self.free(freed);
             }
         }
         self.importer.try_refused_again();
-        self.settle(runtime);
-        self.ask_after_work(runtime);
+        self.settle();
+        self.ask_after_work();
     }
 
     /// Blocks and bytes that this runtime has dropped and others hold.
@@ -340,14 +372,14 @@ impl Sharing {
     }
 
     /// The original of a ticket of this runtime, once the device work before the share is done.
-    pub(crate) fn original(&self, ticket: &Ticket, runtime: &RuntimeInner) -> Result<Arc<DeviceBlock>> {
+    pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
         let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
-        importer::wait_ready(&ready, ticket.index, ticket.number, || runtime.check("open_shared"))?;
+        importer::wait_ready(&ready, ticket.index, ticket.number, || self.services().check("open_shared"))?;
         Ok(block)
     }
 
-    pub(crate) fn open(&self, ticket: &Ticket, device: u32, runtime: &RuntimeInner) -> Result<Arc<Import>> {
+    pub(crate) fn open(&self, ticket: &Ticket, device: u32) -> Result<Arc<Import>> {
         // A process without `/proc` does not know its boot.
         let knows = |boot: [u8; 16]| boot != [0; 16];
         if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
@@ -358,7 +390,7 @@ impl Sharing {
             )
             .with_hint("tickets are for processes that run now, on one machine"));
         }
-        self.importer.open(ticket, device, &RuntimeMapper { runtime, bell: &self.bell })
+        self.importer.open(ticket, device, &self.mapper())
     }
 
     /// Lets go of an import once its streams have passed their marks.
@@ -367,15 +399,15 @@ impl Sharing {
     }
 
     /// Unmaps what nobody has open.
-    pub(crate) fn unmap_idle(&self, runtime: &RuntimeInner) {
-        self.importer.unmap_idle(&RuntimeMapper { runtime, bell: &self.bell });
+    pub(crate) fn unmap_idle(&self) {
+        self.importer.unmap_idle(&self.mapper());
     }
 
     /// The end of the importing side: everything was waited for, so everything is let go of.
-    pub(crate) fn end_imports(&self, runtime: &RuntimeInner) {
+    pub(crate) fn end_imports(&self) {
         self.importer.release_passed(|_| true, true, &self.bell);
-        self.importer.unmap_closed(&RuntimeMapper { runtime, bell: &self.bell });
-        self.unmap_idle(runtime);
+        self.importer.unmap_closed(&self.mapper());
+        self.unmap_idle();
         self.importer.disconnect();
     }
 

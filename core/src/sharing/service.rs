@@ -5,20 +5,19 @@
 //! wait for device work it also asks after that work, at growing intervals up to a millisecond.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
+use super::Sharing;
 use super::exporter::Peer;
 use super::importer::Link;
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
-use super::{RuntimeMapper, Sharing};
-use crate::runtime::RuntimeInner;
 use highwater_hal::{Error, ErrorKind, Result};
 
 /// How often device work is asked after, at first and at most.
@@ -39,7 +38,6 @@ const FEWEST_IDLE: usize = 4;
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
-    runtime: Weak<RuntimeInner>,
     /// Given up for a moment to tell an importer that there is no descriptor left for it.
     spare: Option<OwnedFd>,
     /// Until when nobody new is let in, because there was not even a spare descriptor.
@@ -59,9 +57,9 @@ enum Source {
 }
 
 impl Service {
-    pub(super) fn new(sharing: Arc<Sharing>, runtime: Weak<RuntimeInner>) -> Self {
+    pub(super) fn new(sharing: Arc<Sharing>) -> Self {
         let spare = rustix::io::fcntl_dupfd_cloexec(sharing.bell.descriptor(), 0).ok();
-        Self { sharing, runtime, spare, closed_until: None, looked: std::time::Instant::now() }
+        Self { sharing, spare, closed_until: None, looked: std::time::Instant::now() }
     }
 
     pub(super) fn run(mut self) {
@@ -70,17 +68,17 @@ impl Service {
             let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
             let woken = self.wait(asking.then_some(pause));
             // Nothing is done for a runtime that has gone or is going.
-            let Some(runtime) = self.runtime.upgrade() else { return };
-            if self.sharing.is_stopping() || runtime.check("share").is_err() {
+            let Some(_owner) = self.sharing.services().owner() else { return };
+            if self.sharing.is_stopping() || self.sharing.services().check("share").is_err() {
                 return;
             }
             let rung = !woken.is_empty();
             for source in woken {
-                self.serve(source, &runtime);
+                self.serve(source);
             }
-            self.drop_silent_peers(&runtime);
-            self.sharing.settle(&runtime);
-            let moved = self.sharing.ask_after_work(&runtime);
+            self.drop_silent_peers();
+            self.sharing.settle();
+            let moved = self.sharing.ask_after_work();
             pause = if rung || moved { SHORTEST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };
         }
     }
@@ -133,14 +131,14 @@ impl Service {
         sources.into_iter().zip(woken).filter_map(|(source, woken)| woken.then_some(source)).collect()
     }
 
-    fn serve(&mut self, source: Source, runtime: &RuntimeInner) {
+    fn serve(&mut self, source: Source) {
         match source {
             Source::Bell => self.sharing.bell.drain(),
-            Source::Listener => self.let_in(runtime),
-            Source::Question(peer) => self.answer(&peer, runtime),
+            Source::Listener => self.let_in(),
+            Source::Question(peer) => self.answer(&peer),
             Source::PeerEnded(peer) => {
                 let freed = self.sharing.exporter.peer_ended(peer.id);
-                self.sharing.free(runtime, freed);
+                self.sharing.free(freed);
             }
             Source::LinkRings(link) => {
                 if !drain(link.line.as_fd()) {
@@ -154,7 +152,7 @@ impl Service {
     // ---------------------------------------------------------------- importers
 
     /// Takes in who has connected.
-    fn let_in(&mut self, runtime: &RuntimeInner) {
+    fn let_in(&mut self) {
         let sharing = Arc::clone(&self.sharing);
         let Some(listener) = sharing.listener.get() else { return };
         let most_idle = most_idle();
@@ -168,7 +166,7 @@ impl Service {
                         Err(error) => refuse(&socket, 0, &error),
                     }
                     if let Some(peer) = sharing.exporter.crowding(most_idle) {
-                        self.turn_out(&peer, runtime);
+                        self.turn_out(&peer);
                     }
                 }
                 Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
@@ -190,7 +188,7 @@ impl Service {
     }
 
     /// Drops connections that have not said what they want, and those that were cut and hold nothing any more.
-    fn drop_silent_peers(&mut self, runtime: &RuntimeInner) {
+    fn drop_silent_peers(&mut self) {
         if self.looked.elapsed() < LOOK_EVERY {
             return;
         }
@@ -201,29 +199,29 @@ impl Service {
             let is_silent =
                 peer.line.get().is_none() && peer.since.elapsed() > HELLO_WITHIN && !is_readable(peer.socket.as_fd());
             if is_cut || is_silent {
-                self.disconnect(&peer, runtime);
+                self.disconnect(&peer);
             }
         }
     }
 
     /// Drops an idle connection. An importer that has greeted connects again when it opens something.
-    fn turn_out(&self, peer: &Peer, runtime: &RuntimeInner) {
+    fn turn_out(&self, peer: &Peer) {
         if peer.line.get().is_none() {
             let what = format!("process {} has too many connections on which it says nothing", peer.process.pid);
             refuse(&peer.socket, 0, &Error::new(ErrorKind::OperatingSystem, "share", what));
         }
-        self.disconnect(peer, runtime);
+        self.disconnect(peer);
     }
 
-    fn disconnect(&self, peer: &Peer, runtime: &RuntimeInner) {
+    fn disconnect(&self, peer: &Peer) {
         peer.connected.store(false, Ordering::Relaxed);
         let _ = rustix::net::shutdown(&peer.socket, rustix::net::Shutdown::Both);
         let freed = self.sharing.exporter.peer_disconnected(peer.id);
-        self.sharing.free(runtime, freed);
+        self.sharing.free(freed);
     }
 
     /// Answers what an importer has asked.
-    fn answer(&self, peer: &Peer, runtime: &RuntimeInner) {
+    fn answer(&self, peer: &Peer) {
         let mut buffer = [0_u8; LONGEST + 1];
         for _ in 0..QUESTIONS_AT_ONCE {
             let (bytes, descriptors) = match receive(peer.socket.as_fd(), &mut buffer) {
@@ -236,9 +234,9 @@ impl Service {
                         Error::new(ErrorKind::InvalidArgument, "share", "a message that is too long")
                     };
                     refuse(&peer.socket, 0, &error);
-                    return self.disconnect(peer, runtime);
+                    return self.disconnect(peer);
                 }
-                Ok(Received::End) | Err(_) => return self.disconnect(peer, runtime),
+                Ok(Received::End) | Err(_) => return self.disconnect(peer),
             };
             let has_greeted = peer.line.get().is_some();
             let said = match Message::decode(&buffer[..bytes]) {
@@ -246,11 +244,11 @@ impl Service {
                     self.welcome(peer, version, oldest, descriptors)
                 }
                 Some(Message::Open { question, key, wants_counts, wants_ready }) if has_greeted => {
-                    self.open(peer, runtime, question, key, [wants_counts, wants_ready])
+                    self.open(peer, question, key, [wants_counts, wants_ready])
                 }
                 Some(Message::Abandon { key }) if has_greeted => {
                     let freed = self.sharing.exporter.take_back(peer.id, key);
-                    self.sharing.free(runtime, freed.into_iter().collect());
+                    self.sharing.free(freed.into_iter().collect());
                     Ok(())
                 }
                 // The flags are looked at after all that has woken us.
@@ -259,7 +257,7 @@ impl Service {
             };
             if let Err(error) = said {
                 refuse(&peer.socket, 0, &error);
-                return self.disconnect(peer, runtime);
+                return self.disconnect(peer);
             }
         }
     }
@@ -284,24 +282,17 @@ impl Service {
     }
 
     /// Opens an allocation for an importer. Fails only where the importer cannot be talked to.
-    fn open(
-        &self,
-        peer: &Peer,
-        runtime: &RuntimeInner,
-        question: u32,
-        key: ExportKey,
-        [wants_counts, wants_ready]: [bool; 2],
-    ) -> Result<()> {
+    fn open(&self, peer: &Peer, question: u32, key: ExportKey, [wants_counts, wants_ready]: [bool; 2]) -> Result<()> {
         let grant = match self.sharing.exporter.grant(peer.id, key) {
             Ok(grant) => grant,
             Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
         };
-        let exported = self.sharing.export(runtime, &grant);
+        let exported = self.sharing.export(&grant);
         // The count keeps the memory now. Before the answer: who drops the buffer after an open is its last owner.
         drop(grant.block);
         let take_back = || {
             let freed = self.sharing.exporter.take_back(peer.id, key);
-            self.sharing.free(runtime, freed.into_iter().collect());
+            self.sharing.free(freed.into_iter().collect());
         };
         let handle = match exported {
             Ok(handle) => handle,
@@ -345,22 +336,22 @@ fn refuse(socket: &OwnedFd, question: u32, error: &Error) {
 
 impl Sharing {
     /// Settles what others have let go of: frees what leaves limbo, unmaps what exporters have freed.
-    pub(super) fn settle(&self, runtime: &RuntimeInner) {
+    pub(super) fn settle(&self) {
         let released = self.exporter.released();
-        self.free(runtime, released);
-        self.importer.unmap_closed(&RuntimeMapper { runtime, bell: &self.bell });
+        self.free(released);
+        self.importer.unmap_closed(&self.mapper());
     }
 
     /// Asks after the device work that shares and releases wait for; says whether some of it was done.
-    pub(super) fn ask_after_work(&self, runtime: &RuntimeInner) -> bool {
+    pub(super) fn ask_after_work(&self) -> bool {
         let published = self.exporter.is_watching()
             && self.exporter.watch(|mark| {
-                let passed = runtime.is_passed(mark, false);
+                let passed = self.services().is_passed(mark, false);
                 passed.inspect_err(|error| tracing::warn!("device work before a share failed: {error}")).ok()
             });
         // An error says nothing about the work: the import is kept, and let go of by the end of the process.
         let released = self.importer.is_releasing()
-            && self.importer.release_passed(|mark| runtime.is_passed(mark, false).unwrap_or(false), false, &self.bell);
+            && self.importer.release_passed(|mark| self.services().is_surely_passed(mark), false, &self.bell);
         published || released
     }
 }

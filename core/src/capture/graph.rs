@@ -1,0 +1,298 @@
+//! [`Graph`]: recorded work, and the memory that it owns.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::recording::{OwnedWorkspace, Parts, RecordedBlock, Recording};
+use crate::device_block::{DeviceBlock, Noted};
+use crate::pool::block_uses::BegunUse;
+use crate::pool::events::Mark;
+use crate::pool::pinned::PinnedPool;
+use crate::runtime::{Runtime, RuntimeInner};
+use crate::services::Dropped;
+use crate::stream::Stream;
+use crate::stream::core::StreamCore;
+use crate::stream::submission::Turn;
+use highwater_hal::{Error, ErrorKind, GraphExecId, Result};
+
+/// Work that was recorded by [`Stream::capture`], to be launched as often as wanted.
+///
+/// Dropping a graph never waits and loses nothing: a launch that was enqueued is executed, and what the graph owns is given
+/// back after it.
+pub struct Graph {
+    runtime: Runtime,
+    device: u32,
+    executable: GraphExecId,
+    recorded: Recorded,
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph")
+            .field("executable", &self.executable)
+            .field("device_blocks", &self.recorded.device.len())
+            .field("pinned_blocks", &self.recorded.pinned.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Graph {
+    pub(super) fn new(runtime: Runtime, device: u32, executable: GraphExecId, recorded: Recorded) -> Self {
+        Self { runtime, device, executable, recorded }
+    }
+
+    /// Ordinal of the device that the graph was captured on.
+    #[must_use]
+    pub fn device(&self) -> u32 {
+        self.device
+    }
+
+    /// Enqueues one execution of everything recorded, on any stream of the device. Returns at once.
+    ///
+    /// Launches of one graph run one after the other, also on different streams. Page-locked memory that the graph
+    /// recorded is waited for on the device, and its buffers remember the launch: see
+    /// [`PinnedBuffer::read_with`](crate::PinnedBuffer::read_with).
+    ///
+    /// # Errors
+    /// `WrongDevice` for a stream of another device; `Capture` where the stream takes part in a capture;
+    /// `InvalidState` while the CPU accesses page-locked memory of the graph in conflict with it; else what the backend
+    /// gives.
+    pub fn launch(&mut self, stream: &Stream) -> Result<()> {
+        const OPERATION: &str = "launch_graph";
+        let inner = &self.runtime.inner;
+        inner.check(OPERATION)?;
+        if !Arc::ptr_eq(&stream.runtime().inner, inner) {
+            return Err(Error::new(
+                ErrorKind::InvalidHandle,
+                OPERATION,
+                format!("{:?} belongs to another runtime than the graph", stream.id()),
+            )
+            .with_hint("launch on a stream of the graph's own runtime"));
+        }
+        if stream.device() != self.device {
+            return Err(Error::new(
+                ErrorKind::WrongDevice,
+                OPERATION,
+                format!(
+                    "the graph was captured on device {}, the stream is on device {}",
+                    self.device,
+                    stream.device()
+                ),
+            )
+            .with_hint("launch on a stream of the graph's device"));
+        }
+        self.recorded.launch(inner, self.executable, stream)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // What was recorded gives itself back.
+        let inner = &self.runtime.inner;
+        if inner.may_release() {
+            inner.destroy_or_defer(Dropped::Executable(self.executable));
+        }
+    }
+}
+
+/// What a graph owns; gives it back when dropped, for use after the last launch.
+pub(super) struct Recorded {
+    runtime: Runtime,
+    device: HashMap<usize, Arc<DeviceBlock>>,
+    /// In the order of addresses once there is a graph, see `pool/block_uses.rs`.
+    pinned: Vec<RecordedBlock>,
+    workspaces: Vec<OwnedWorkspace>,
+    /// Stream and mark of the last launch.
+    last: Option<(u64, Arc<Mark>)>,
+    /// A launch may be running and nobody can tell for how long.
+    unmarked: bool,
+    is_graph: bool,
+}
+
+impl Recorded {
+    pub(super) fn new(runtime: Runtime) -> Self {
+        Self {
+            runtime,
+            device: HashMap::new(),
+            pinned: Vec::new(),
+            workspaces: Vec::new(),
+            last: None,
+            unmarked: false,
+            is_graph: false,
+        }
+    }
+
+    /// Takes in what one stream recorded, now that the capture has ended.
+    pub(super) fn take_in(&mut self, recording: Recording) {
+        let inner = &self.runtime.inner;
+        inner.device(recording.device).capture_gate.capture_ended();
+        recording.reserved.into_iter().for_each(|idle| inner.workspaces.give_back(recording.device, idle));
+        for (record, block) in recording.parts.device {
+            block.recording_ended();
+            self.device.insert(record, block);
+        }
+        for (_, recorded) in recording.parts.pinned {
+            recorded.block.uses.recording_ended();
+            self.pinned.push(recorded);
+        }
+        self.workspaces.extend(recording.parts.workspaces);
+    }
+
+    /// The same, as what a graph owns.
+    pub(super) fn into_graph(mut self) -> Self {
+        // One entry for each block, in the order in which every launch begins its uses.
+        let mut pinned = std::mem::take(&mut self.pinned);
+        pinned.sort_by_key(|recorded| recorded.block.ptr);
+        for recorded in pinned {
+            match self.pinned.last_mut().filter(|last| last.block.ptr == recorded.block.ptr) {
+                Some(last) => {
+                    last.reads = last.reads.saturating_add(recorded.reads);
+                    last.writes = last.writes.saturating_add(recorded.writes);
+                    self.runtime.inner.pinned.let_go(recorded.block);
+                }
+                None => self.pinned.push(recorded),
+            }
+        }
+        self.is_graph = true;
+        self.count(1);
+        self
+    }
+
+    fn count(&self, change: u64) {
+        let graphs = &self.runtime.inner.graphs;
+        let of = |counted: usize| (counted as u64).wrapping_mul(change);
+        graphs.live.fetch_add(change, Ordering::Relaxed);
+        graphs.device_blocks.fetch_add(of(self.device.len()), Ordering::Relaxed);
+        graphs.pinned_blocks.fetch_add(of(self.pinned.len()), Ordering::Relaxed);
+        graphs.workspaces.fetch_add(of(self.workspaces.len()), Ordering::Relaxed);
+    }
+
+    fn launch(&mut self, inner: &RuntimeInner, executable: GraphExecId, stream: &Stream) -> Result<()> {
+        const OPERATION: &str = "launch_graph";
+        if self.unmarked {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                OPERATION,
+                "an earlier launch failed in a way that leaves unknown whether it still runs",
+            )
+            .with_hint("drop the graph and capture it anew"));
+        }
+        let core = stream.core();
+        let begun = self.pinned.iter().map(|recorded| {
+            let begun = recorded.block.uses.begin(core.key, recorded.writes > 0).map_err(|_| {
+                Error::new(
+                    ErrorKind::InvalidState,
+                    OPERATION,
+                    "the CPU is accessing page-locked memory that the graph uses",
+                )
+                .with_hint("launch after the closure of `read_with` or `write_with` has returned")
+            })?;
+            // Not before: an operation that this one has waited for may have failed.
+            PinnedPool::check_marked(&recorded.block.uses).map(|()| begun)
+        });
+        let begun = begun.collect::<Result<Vec<_>>>()?;
+        let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
+        let noted = self.device.values().try_fold(Noted::Ordered, note)?;
+        let mut mark = inner.device(stream.device()).events.take(&*inner.backend)?;
+
+        let mut turn = core.enter_outside(OPERATION)?;
+        noted.check_executed(OPERATION)?;
+        let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, mark)| mark);
+        let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
+        let mut awaited: Vec<&Arc<Mark>> = begun.iter().flat_map(|begun| &begun.racing).collect();
+        awaited.extend(workspaces.chain(previous));
+        awaited.sort_by_key(|mark| Arc::as_ptr(mark));
+        awaited.dedup_by_key(|mark| Arc::as_ptr(mark));
+        for mark in awaited {
+            inner.backend.stream_wait_event(stream.id(), mark.event())?;
+        }
+        // SAFETY: the graph owns all memory that it recorded, and gives it back after the mark recorded below. This stream
+        // has been made to wait for the launch before. What would race on page-locked memory was waited for above, and what
+        // follows waits for this launch: its uses are begun, and settled below. The CPU stays away: see `block_uses.rs`.
+        unsafe { inner.backend.launch_graph(executable, stream.id())? };
+        self.workspaces.iter_mut().for_each(|owned| owned.idle.after = None);
+        if let Err(error) = core.record(&mut turn, &mut mark) {
+            // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the launch is done.
+            self.last = None;
+            return core.wait_for_all(turn).map_err(|_| {
+                self.unmarked = true;
+                self.pinned.iter().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
+                error
+            });
+        }
+        drop(turn);
+        let mark = Arc::new(mark);
+        let settle = |(begun, recorded): (BegunUse<'_>, &RecordedBlock)| {
+            if begun.settle(Arc::clone(&mark)) {
+                inner.pinned.forget_passed(&recorded.block.uses);
+            }
+        };
+        begun.into_iter().zip(&self.pinned).for_each(settle);
+        self.last = Some((core.key, mark));
+        Ok(())
+    }
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        let inner = &self.runtime.inner;
+        if !inner.generation.is_current() {
+            // The pools' locks may be held by threads that do not exist in this child.
+            return;
+        }
+        if self.is_graph {
+            self.count(1_u64.wrapping_neg());
+        }
+        for OwnedWorkspace { device, mut idle } in self.workspaces.drain(..) {
+            // Without a mark it stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
+            if !self.unmarked {
+                if let Some((_, mark)) = &self.last {
+                    idle.after = Some(Arc::clone(mark));
+                }
+                inner.workspaces.give_back(device, idle);
+            }
+        }
+        for RecordedBlock { block, reads, writes } in self.pinned.drain(..) {
+            block.uses.forget_recorded(reads, writes);
+            inner.pinned.let_go(block);
+        }
+        // Blocks of device memory know the launches from `note_use`, and are freed after them.
+        self.device.clear();
+    }
+}
+
+impl Parts {
+    /// Counts all of it as used on the stream up to now. Where the end of a capture is refused, nobody knows that what was
+    /// enqueued was recorded: other code can have ended the capture before, and then it was executed.
+    pub(super) fn used_on(&mut self, inner: &RuntimeInner, stream: &StreamCore) {
+        if self.pinned.is_empty() && self.workspaces.is_empty() {
+            return;
+        }
+        let mut earlier = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
+        let wait = |turn: Turn<'_>| {
+            let result = earlier.try_for_each(|mark| inner.backend.stream_wait_event(stream.id, mark.event()));
+            drop(turn);
+            result
+        };
+        // The mark stands for the earlier users of the workspaces too.
+        let waited = stream.enter_outside("stream_wait_event").and_then(wait);
+        match waited.and_then(|()| stream.mark()) {
+            Ok(mark) => {
+                for RecordedBlock { block, writes, .. } in self.pinned.values() {
+                    if block.uses.note(Arc::clone(&mark), *writes > 0) {
+                        inner.pinned.forget_passed(&block.uses);
+                    }
+                }
+                self.workspaces.iter_mut().for_each(|owned| owned.idle.after = Some(Arc::clone(&mark)));
+            }
+            Err(error) => {
+                inner.count_failed_release(&error);
+                self.pinned.values().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
+                // They stay in the list of all workspaces, are used by nobody, and are freed when the runtime ends.
+                self.workspaces.clear();
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! What a capture records: the memory of each stream that takes part, and the events.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::device_block::DeviceBlock;
+use crate::pool::events::Mark;
+use crate::pool::host::KeptBlock;
+use crate::pool::workspaces::IdleWorkspace;
+use crate::stream::core::StreamCore;
+use highwater_hal::{BlasKind, Error, ErrorKind, HostPtr, Workspace};
+
+/// A capture: what its streams and the events recorded in it share.
+pub(crate) struct Capture {
+    /// Set before the end takes the turns of the streams.
+    closed: AtomicBool,
+    state: Mutex<CaptureState>,
+}
+
+#[derive(Default)]
+pub(super) struct CaptureState {
+    /// Streams that take part, or may have been about to. None of them ends before the capture does.
+    pub(super) streams: Vec<Arc<StreamCore>>,
+    /// Events recorded in the capture that were dropped, and whether their ids were given away.
+    events: Vec<(Mark, bool)>,
+    /// Whether the backend has ended the capture, so that its events are nobody's.
+    ended: bool,
+}
+
+impl fmt::Debug for Capture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Capture").field("closed", &self.closed).finish_non_exhaustive()
+    }
+}
+
+impl Capture {
+    pub(super) fn new(first: &Arc<StreamCore>) -> Arc<Self> {
+        let state = CaptureState { streams: vec![Arc::clone(first)], ..CaptureState::default() };
+        Arc::new(Self { closed: AtomicBool::new(false), state: Mutex::new(state) })
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Takes in a stream that is about to take part; false where the capture has ended.
+    pub(crate) fn add(&self, stream: &Arc<StreamCore>) -> bool {
+        let mut state = self.state.lock();
+        if self.is_closed() {
+            return false;
+        }
+        state.streams.push(Arc::clone(stream));
+        true
+    }
+
+    pub(crate) fn close(&self) -> Vec<Arc<StreamCore>> {
+        let mut state = self.state.lock();
+        self.closed.store(true, Ordering::Release);
+        std::mem::take(&mut state.streams)
+    }
+
+    /// Keeps an event that is dropped until the capture ends; gives it back where it has ended.
+    pub(crate) fn keep_event(&self, mark: Mark, exposed: bool) -> Option<Mark> {
+        let mut state = self.state.lock();
+        if state.ended {
+            return Some(mark);
+        }
+        state.events.push((mark, exposed));
+        None
+    }
+
+    /// The backend has ended the capture. Gives the events that were dropped meanwhile.
+    pub(crate) fn set_ended(&self) -> Vec<(Mark, bool)> {
+        let mut state = self.state.lock();
+        state.ended = true;
+        std::mem::take(&mut state.events)
+    }
+
+    /// The error of a question to an event that was recorded in the capture.
+    pub(crate) fn no_answer(&self, operation: &'static str) -> Error {
+        let message = if self.is_closed() {
+            "the event was recorded in a capture, which has ended: it marks a point in a graph, not in a stream"
+        } else {
+            "the event was recorded in a capture that is open: nothing in it is executed"
+        };
+        Error::new(ErrorKind::Capture, operation, message).with_hint("record an event after the launch of the graph")
+    }
+}
+
+/// A stream's part in a capture.
+pub(crate) struct Recording {
+    pub(crate) capture: Arc<Capture>,
+    /// Under which handles are bound for the capture; no stream's key.
+    pub(crate) key: u64,
+    /// Marks the work enqueued on the stream before the capture.
+    pub(crate) before: Arc<Mark>,
+    pub(crate) device: u32,
+    pub(crate) parts: Parts,
+    /// Workspaces that the work may be given, made beforehand.
+    pub(crate) reserved: Vec<IdleWorkspace>,
+    /// The workspace of each kind, once asked for; `None` inside where workspaces are switched off.
+    pub(crate) blas_workspace: Option<Option<Workspace>>,
+    pub(crate) lt_workspace: Option<Option<Workspace>>,
+}
+
+/// Memory that was recorded.
+#[derive(Default)]
+pub(crate) struct Parts {
+    /// By address of the block's record.
+    pub(super) device: HashMap<usize, Arc<DeviceBlock>>,
+    pub(super) pinned: HashMap<HostPtr, RecordedBlock>,
+    pub(super) workspaces: Vec<OwnedWorkspace>,
+}
+
+/// A page-locked block, with the number of recorded operations that read and that write it.
+pub(crate) struct RecordedBlock {
+    pub(super) block: KeptBlock,
+    pub(super) reads: u32,
+    pub(super) writes: u32,
+}
+
+pub(crate) struct OwnedWorkspace {
+    pub(super) device: u32,
+    pub(super) idle: IdleWorkspace,
+}
+
+impl Recording {
+    /// The workspace for calls of one kind, where one was asked for before: as a stream's own, Lt calls use that of the BLAS
+    /// calls where it is large enough.
+    pub(crate) fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
+        if kind != BlasKind::Lt {
+            return self.blas_workspace;
+        }
+        let large_enough = |blas: &Option<Workspace>| blas.map_or(0, |workspace| workspace.bytes) >= bytes;
+        self.lt_workspace.or_else(|| self.blas_workspace.filter(large_enough))
+    }
+
+    pub(crate) fn take_reserved(&mut self, bytes: usize) -> Option<IdleWorkspace> {
+        let index = self.reserved.iter().position(|idle| idle.workspace.bytes >= bytes)?;
+        Some(self.reserved.swap_remove(index))
+    }
+
+    /// Keeps a block of device memory that an operation uses.
+    pub(crate) fn keep_device(&mut self, block: &Arc<DeviceBlock>) {
+        self.parts.device.entry(Arc::as_ptr(block).addr()).or_insert_with(|| {
+            block.recording_began();
+            Arc::clone(block)
+        });
+    }
+
+    /// Keeps a page-locked block that an operation uses. Gives it back where the capture has it already.
+    pub(crate) fn keep_pinned(&mut self, block: KeptBlock, writes: bool) -> Option<KeptBlock> {
+        let mut surplus = None;
+        let recorded = match self.parts.pinned.entry(block.ptr) {
+            Entry::Occupied(entry) => {
+                surplus = Some(block);
+                entry.into_mut()
+            }
+            Entry::Vacant(entry) => {
+                block.uses.recording_began();
+                entry.insert(RecordedBlock { block, reads: 0, writes: 0 })
+            }
+        };
+        let count = if writes { &mut recorded.writes } else { &mut recorded.reads };
+        // A graph of four thousand million copies of one block is none.
+        if *count < u32::MAX {
+            *count += 1;
+            recorded.block.uses.count_recorded(writes);
+        }
+        surplus
+    }
+
+    pub(crate) fn own(&mut self, idle: IdleWorkspace) {
+        self.parts.workspaces.push(OwnedWorkspace { device: self.device, idle });
+    }
+}

@@ -1,0 +1,42 @@
+//! The counts of graphs and of the memory that they keep.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::gate::CaptureGate;
+
+/// What captures and graphs hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct GraphStatistics {
+    /// Streams that take part in captures that are open.
+    pub capturing_streams: u64,
+    /// Graphs that are alive.
+    pub graphs: u64,
+    /// Blocks of device memory that they keep, counted for each graph.
+    pub device_blocks: u64,
+    /// Blocks of page-locked memory that they keep, counted for each graph.
+    pub pinned_blocks: u64,
+    /// Workspaces that they own.
+    pub workspaces: u64,
+}
+
+/// Counts of graphs and of the memory that they keep.
+#[derive(Debug, Default)]
+pub(crate) struct GraphCounters {
+    pub(super) live: AtomicU64,
+    pub(super) device_blocks: AtomicU64,
+    pub(super) pinned_blocks: AtomicU64,
+    pub(super) workspaces: AtomicU64,
+}
+
+impl GraphCounters {
+    pub(crate) fn statistics<'d>(&self, gates: impl Iterator<Item = &'d CaptureGate>) -> GraphStatistics {
+        GraphStatistics {
+            capturing_streams: gates.map(CaptureGate::capturing_streams).sum(),
+            graphs: self.live.load(Ordering::Relaxed),
+            device_blocks: self.device_blocks.load(Ordering::Relaxed),
+            pinned_blocks: self.pinned_blocks.load(Ordering::Relaxed),
+            workspaces: self.workspaces.load(Ordering::Relaxed),
+        }
+    }
+}

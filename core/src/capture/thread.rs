@@ -1,0 +1,75 @@
+//! The captures that a thread has open, and the calls that it must not make meanwhile.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use highwater_hal::{Error, ErrorKind, Result};
+
+thread_local! {
+    /// Captures that this thread has begun and not ended.
+    static OPEN_CAPTURES: Cell<u32> = const { Cell::new(0) };
+    /// Runtimes whose last user was dropped inside a capture on this thread.
+    static ENDING: RefCell<Vec<Arc<dyn Any>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether this thread is inside a capture.
+pub(crate) fn in_capture() -> bool {
+    OPEN_CAPTURES.try_with(|open| open.get() > 0).unwrap_or(false)
+}
+
+pub(super) fn count_open(change: i32) {
+    // Where the thread is ending, there is nothing left to refuse or to defer.
+    let _ = OPEN_CAPTURES.try_with(|open| open.set(open.get().saturating_add_signed(change)));
+}
+
+/// Drops a reference to a runtime, whose end waits for captures. Inside a capture of this thread it would wait for
+/// ever, so the end of that capture drops the reference.
+pub(crate) fn let_go(runtime: Arc<dyn Any>) {
+    if in_capture() {
+        // If the thread is ending, the runtime ends here, without waiting.
+        let _ = ENDING.try_with(|ending| ending.borrow_mut().push(runtime));
+    }
+}
+
+/// Ends the runtimes that were dropped inside a capture, once this thread is inside none.
+pub(super) fn end_runtimes() {
+    if !in_capture() {
+        // Out of the cell first: the end of a runtime runs code of the backend.
+        drop(ENDING.try_with(RefCell::take));
+    }
+}
+
+/// Refuses what a thread inside a capture must not do.
+pub(crate) fn refuse_in_capture(operation: &'static str) -> Result<()> {
+    if in_capture() {
+        return Err(Error::new(
+            ErrorKind::Capture,
+            operation,
+            "this thread is inside a capture, where this is not possible",
+        )
+        .with_hint("allocate and create before the capture, and give back after it"));
+    }
+    Ok(())
+}
+
+/// The error of a question to a stream that takes part in a capture.
+#[cold]
+pub(crate) fn nothing_is_executed(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::Capture,
+        operation,
+        "the stream takes part in a capture: what is enqueued on it is recorded and not executed",
+    )
+    .with_hint("do this before the capture, or after it and a launch of its graph; the capture goes on")
+}
+
+#[cold]
+pub(crate) fn warm_up_first(operation: &'static str, what: &str) -> Error {
+    Error::new(
+        ErrorKind::Capture,
+        operation,
+        format!("{what} would have to be made, and this device makes none while a capture is open"),
+    )
+    .with_hint("warm up first: run the same work once before the capture")
+}

@@ -1,0 +1,291 @@
+//! A block of device memory and the streams that used it. Its last owner frees it after their work.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::capture::thread::{in_capture, refuse_in_capture};
+use crate::pool::deferred::{DeferredFree, DeferredFrees, Marked, StreamUse};
+use crate::pool::events::Mark;
+use crate::services::Services;
+use crate::sharing::Ticket;
+use crate::stream::core::StreamCore;
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
+
+/// A block of device memory with the streams that used it. Counted: whoever needs the memory to stay holds a reference.
+///
+/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
+/// cache.
+#[repr(C)]
+pub(crate) struct DeviceBlock {
+    services: Arc<Services>,
+    pub(crate) ptr: DevicePtr,
+    /// Key of the stream noted last as [`Noted::Ordered`], 0 for none. Noting that stream again costs one load.
+    last_use: AtomicU64,
+    pub(crate) device: u32,
+    /// Streams that use the block in a capture that is open.
+    recording: AtomicU32,
+    uses: Mutex<Vec<(StreamUse, Noted)>>,
+    origin: Origin,
+    pub(crate) frees: Arc<DeferredFrees>,
+}
+
+/// The way in which the use of a block by a stream is ordered after the block's allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Noted {
+    /// All later work of the stream comes after it.
+    Ordered,
+    /// Each launch of the graph comes after it. The stream takes part in a capture, where it cannot wait for work
+    /// outside.
+    InCapture,
+}
+
+impl Noted {
+    pub(crate) fn and(self, other: Self) -> Self {
+        if self == Self::Ordered { other } else { self }
+    }
+
+    /// Refuses work that would execute instead of being recorded, because the capture ended between note and call.
+    pub(crate) fn check_executed(self, operation: &'static str) -> Result<()> {
+        match self {
+            Self::Ordered => Ok(()),
+            Self::InCapture => Err(Error::new(
+                ErrorKind::Capture,
+                operation,
+                "another thread ended the capture of the stream before it recorded this call",
+            )
+            .with_hint("end a capture after all recorded calls of all threads have returned")),
+        }
+    }
+}
+
+/// The source of a block, which decides how it is freed.
+pub(crate) enum Origin {
+    /// Allocated here.
+    Own {
+        /// The stream whose order allocation and free follow, for stream-ordered memory.
+        home: Option<Arc<StreamCore>>,
+    },
+    /// Memory that several processes can have open.
+    Shared(Box<dyn SharedMemory>),
+}
+
+/// Memory that several processes can have open, as seen from its block.
+pub(crate) trait SharedMemory: Send + Sync {
+    /// Returns the ticket of the whole block. `after` marks the work on it that is not known to be done.
+    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket>;
+    /// Lets go of the memory of a block whose last owner is gone.
+    fn release(&self, block: &mut DeviceBlock);
+}
+
+impl fmt::Debug for DeviceBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBlock").field("device", &self.device).field("ptr", &self.ptr).finish_non_exhaustive()
+    }
+}
+
+impl DeviceBlock {
+    pub(crate) fn new(frees: &Arc<DeferredFrees>, device: u32, ptr: DevicePtr, origin: Origin) -> Arc<Self> {
+        let (last_use, uses, recording) = (AtomicU64::new(0), Mutex::default(), AtomicU32::new(0));
+        let (services, frees) = (Arc::clone(&frees.memory.services), Arc::clone(frees));
+        Arc::new(Self { services, ptr, last_use, device, recording, uses, origin, frees })
+    }
+
+    /// Counts a stream that uses the block in a capture, until the capture ends.
+    pub(crate) fn recording_began(&self) {
+        self.recording.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn recording_ended(&self) {
+        self.recording.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether the block is of the stream's runtime.
+    #[inline(always)]
+    pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
+        Arc::ptr_eq(&self.services, &stream.services)
+    }
+
+    /// Whether the stream was noted last.
+    #[inline(always)]
+    pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {
+        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
+        // stream that is in use does not leave the list.
+        self.last_use.load(Ordering::Relaxed) == stream.key
+    }
+
+    /// Notes that work on `stream` uses the block, before it is enqueued. The first note of a stream orders it after
+    /// the allocation of stream-ordered memory. The caller must hold no turn.
+    #[inline]
+    pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
+        if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
+    }
+
+    #[cold]
+    fn note_anew(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
+        let home = match &self.origin {
+            Origin::Own { home: Some(home) } if home.key != stream.key => Some(home),
+            _ => None,
+        };
+        let mut noted = Noted::Ordered;
+        let mut uses = self.uses.lock();
+        let earlier = uses.iter().find(|(use_, _)| use_.key() == stream.key).map(|(_, noted)| *noted);
+        if let Some(home) = home
+            && earlier != Some(Noted::Ordered)
+        {
+            drop(uses);
+            // A thread that finds the stream in the list as ordered comes after the wait. Two threads may both make it
+            // wait.
+            noted = self.order_after_allocation(home, stream)?;
+            uses = self.uses.lock();
+        }
+        if earlier != Some(Noted::Ordered) {
+            match uses.iter_mut().find(|(use_, _)| use_.key() == stream.key) {
+                Some((_, earlier)) if noted == Noted::Ordered => *earlier = noted,
+                Some(_) => {}
+                None => uses.push((StreamUse::of(stream), noted)),
+            }
+        }
+        let count = uses.len();
+        drop(uses);
+        if noted == Noted::Ordered {
+            self.last_use.store(stream.key, Ordering::Relaxed);
+        }
+        // Now and then, so that a buffer that outlives many streams does not remember them all.
+        if count >= 8 && count.is_power_of_two() {
+            self.forget_ended_streams();
+        }
+        Ok(noted)
+    }
+
+    /// Makes a stream wait, on the device, for the allocation of the block in the order of another stream. Until then,
+    /// work of the earlier block in this memory may be outstanding. The wait covers all work of the other stream so
+    /// far, so that an allocation itself records no mark.
+    fn order_after_allocation(&self, home: &StreamCore, stream: &StreamCore) -> Result<Noted> {
+        const OPERATION: &str = "stream_wait_event";
+        if stream.turn().recording.is_some() {
+            return Ok(Noted::InCapture);
+        }
+        let wait = || {
+            // If the home stream takes part in a capture, the allocation came before that.
+            let allocated = home.mark()?;
+            let turn = stream.enter(OPERATION)?;
+            if turn.recording.is_some() {
+                return Ok(Noted::InCapture);
+            }
+            self.services.backend.stream_wait_event(stream.id, allocated.event())?;
+            Ok(Noted::Ordered)
+        };
+        wait().map_err(|error: Error| {
+            let message = format!(
+                "{:?} cannot wait for the allocation of {:?} in the order of {:?}: {}",
+                stream.id,
+                self.ptr,
+                home.id,
+                error.message()
+            );
+            let unordered = Error::new(error.kind(), OPERATION, message).with_hint(error.hint());
+            error.code().into_iter().fold(unordered, Error::with_code)
+        })
+    }
+
+    /// Forgets the streams that have ended and are done. Keys are never used twice, so they are not noted again.
+    #[cold]
+    fn forget_ended_streams(&self) {
+        let ended: Vec<_> = self.uses.lock().iter().filter_map(|(use_, _)| use_.if_ended()).collect();
+        for (key, mark) in ended {
+            if self.services.is_surely_passed(&mark) {
+                self.uses.lock().retain(|(use_, _)| use_.key() != key);
+            }
+        }
+    }
+
+    /// Marks of the work on the block that is not known to be done. The second value: whether some could not be marked.
+    pub(crate) fn outstanding(&self) -> (Vec<Arc<Mark>>, bool) {
+        let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
+        let mut unmarked = false;
+        let mut outstanding = Vec::new();
+        for use_ in uses.iter().filter(|use_| !use_.is_over()) {
+            match use_.mark() {
+                Marked::By(mark) if self.services.is_surely_passed(&mark) => {}
+                Marked::By(mark) => outstanding.push(mark),
+                Marked::Later | Marked::Never => unmarked = true,
+            }
+        }
+        (outstanding, unmarked)
+    }
+
+    /// The ticket of the whole block.
+    pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
+        self.services.check("share")?;
+        refuse_in_capture("share")?;
+        if self.recording.load(Ordering::Relaxed) > 0 {
+            return Err(Error::new(
+                ErrorKind::Capture,
+                "share",
+                "a capture that is open uses the buffer: what it recorded is not executed, and nobody can wait for it",
+            )
+            .with_hint("share it before the capture, or after it and a launch of its graph; the capture goes on"));
+        }
+        let refused = |message: &str, hint: &str| {
+            Err(Error::new(ErrorKind::InvalidArgument, "share", message.to_owned()).with_hint(hint.to_owned()))
+        };
+        let (after, unmarked) = self.outstanding();
+        if unmarked {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "share",
+                "the device work on the buffer cannot be waited for",
+            )
+            .with_hint("an earlier error of the device says why"));
+        }
+        match &self.origin {
+            Origin::Shared(memory) => memory.share(self, after),
+            Origin::Own { home: Some(_) } => {
+                refused("stream-ordered memory cannot be shared", "allocate it by `Device::allocate_shared`")
+            }
+            Origin::Own { .. } => {
+                refused("the buffer was not allocated to be shared", "allocate it by `Device::allocate_shared`")
+            }
+        }
+    }
+
+    /// Returns what has to be freed once every stream that used the block has passed that use. The block has no owner.
+    pub(crate) fn to_free(&mut self, home: Option<Arc<StreamCore>>) -> DeferredFree {
+        let later = std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect();
+        let mut free =
+            DeferredFree { device: self.device, ptr: self.ptr, home, after: Vec::new(), later, unmarked: false };
+        free.mark_later();
+        free
+    }
+}
+
+impl Drop for DeviceBlock {
+    fn drop(&mut self) {
+        if !self.services.may_release() {
+            return;
+        }
+        let home = match std::mem::replace(&mut self.origin, Origin::Own { home: None }) {
+            Origin::Shared(memory) => return memory.release(self),
+            Origin::Own { home } => home,
+        };
+        let free = self.to_free(home);
+        if free.home.is_none() || free.unmarked || !free.later.is_empty() || in_capture() {
+            return self.frees.defer(free);
+        }
+        // Freed in the order of its own stream, which first waits, on the device, for the others.
+        //
+        // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the marks.
+        match unsafe { self.frees.free(&free) } {
+            Ok(true) => {}
+            Ok(false) => self.frees.defer(free),
+            Err(error) => {
+                self.services.count_failed_release(&error);
+                self.frees.strand(free);
+            }
+        }
+    }
+}

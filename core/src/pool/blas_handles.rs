@@ -1,0 +1,181 @@
+//! The pooled BLAS and Lt handles of a runtime: creation, trimming, and handles whose stream has ended.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::device_memory::DeviceMemory;
+use super::events::Mark;
+use super::handles::{HandlePool, PoolKey};
+use crate::capture::thread::warm_up_first;
+use crate::numerics::Modes;
+use crate::services::Services;
+use highwater_hal::{BlasHandle, BlasKind, BlasOptions, Error, PlanId, PlanOptions, Result};
+
+/// A handle in the pool, with what is known about its state.
+#[derive(Debug)]
+pub(crate) struct PooledHandle {
+    pub(crate) handle: Box<dyn BlasHandle>,
+    pub(crate) kind: BlasKind,
+    /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
+    pub(crate) bound: u64,
+    /// True if foreign code had the handle since its settings were known. Then it is bound to nothing.
+    pub(crate) lent: bool,
+    /// The modes that are set on the handle. Plans have modes of their own.
+    pub(crate) modes: Modes,
+    /// Plans belong to the handle that made them, so every handle has its own.
+    pub(crate) plans: HashMap<PlanOptions, PlanId>,
+    /// The plan that was run last.
+    pub(crate) last_plan: Option<(PlanOptions, PlanId)>,
+}
+
+impl PooledHandle {
+    pub(crate) fn new(handle: Box<dyn BlasHandle>, kind: BlasKind) -> Self {
+        Self { handle, kind, bound: 0, lent: false, modes: Modes::default(), plans: HashMap::new(), last_plan: None }
+    }
+
+    /// Unbinds the handle from a stream that is about to end. The vendor keeps it bound until then.
+    pub(crate) fn unbind(&mut self) -> Result<()> {
+        self.bound = 0;
+        self.modes = Modes::default();
+        self.handle.reset()?;
+        self.lent = false;
+        Ok(())
+    }
+}
+
+/// The handles of a runtime.
+pub(crate) struct BlasHandles {
+    pub(crate) blas: HandlePool<PooledHandle>,
+    pub(crate) lt: HandlePool<PooledHandle>,
+    memory: Arc<DeviceMemory>,
+    /// Handles whose one stream has ended, for devices that want one handle for each stream.
+    spare: Mutex<Vec<SpareHandle>>,
+}
+
+/// A handle whose stream has ended.
+struct SpareHandle {
+    device: u32,
+    pooled: PooledHandle,
+    /// The last work of that stream; `None` if it could not be marked.
+    after: Option<Arc<Mark>>,
+}
+
+impl BlasHandles {
+    pub(crate) fn new(memory: Arc<DeviceMemory>) -> Self {
+        Self { blas: HandlePool::new(), lt: HandlePool::new(), memory, spare: Mutex::default() }
+    }
+
+    fn services(&self) -> &Services {
+        &self.memory.services
+    }
+
+    /// Takes out every handle, at the end of the runtime: the borrow proves that no lease is left.
+    pub(crate) fn take_all(&mut self) -> Vec<PooledHandle> {
+        let pooled = [&mut self.blas, &mut self.lt].map(HandlePool::take_all).into_iter().flatten();
+        let spare = std::mem::take(self.spare.get_mut()).into_iter().map(|spare| spare.pooled);
+        pooled.chain(spare).collect()
+    }
+
+    /// Makes a handle, or takes one whose stream has ended and is done; where the device has no memory left, gives back
+    /// what is not in use and tries once more.
+    #[cold]
+    pub(crate) fn create(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        self.services().check("create_blas_handle")?;
+        let capabilities = &self.services().device(device).capabilities;
+        if kind == BlasKind::Lt && !capabilities.lt_plans {
+            return Err(Error::lacks("create_blas_handle", "lt_plans"));
+        }
+        match self.take_spare(device, kind) {
+            Some(pooled) => Ok(pooled),
+            None => self.make(device, kind),
+        }
+    }
+
+    /// Makes a handle.
+    pub(crate) fn make(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
+        let capabilities = &self.services().device(device).capabilities;
+        // What a thread may do in a capture does not depend on the device.
+        let _quiet = match capabilities.create_during_capture {
+            true => None,
+            false => Some(self.services().quiet().ok_or_else(|| warm_up_first("create_blas_handle", "a handle"))?),
+        };
+        let options = BlasOptions::new(kind);
+        // Vendors start from different defaults: the handle's modes are unknown until the first product sets them.
+        let handle =
+            self.memory.with_retry(|| self.services().backend.create_blas_handle(device, &options), |_| Ok(()))?;
+        Ok(PooledHandle::new(handle, kind))
+    }
+
+    /// Destroys a handle that another one has replaced. While a capture is open, the handle waits with the idle ones.
+    pub(crate) fn discard(&self, mut pooled: PooledHandle) {
+        match self.services().quiet() {
+            // A refusal is counted.
+            Some(_quiet) => drop(self.services().note(pooled.handle.destroy())),
+            // Without a mark no stream may reuse it.
+            None => {
+                let device = pooled.handle.device();
+                self.spare.lock().push(SpareHandle { device, pooled, after: None });
+            }
+        }
+    }
+
+    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory.
+    /// They stay while any runtime captures: destroying one waits for the device, which would lose the capture.
+    pub(crate) fn trim(&self) -> Result<()> {
+        let Some(_quiet) = self.services().quiet() else { return Ok(()) };
+        let idle = [&self.blas, &self.lt].map(HandlePool::take_idle).into_iter().flatten();
+        let spare = std::mem::take(&mut *self.spare.lock()).into_iter().map(|spare| spare.pooled);
+        let mut result = Ok(());
+        for mut pooled in idle.chain(spare) {
+            result = result.and(self.services().note(pooled.handle.destroy()));
+        }
+        result
+    }
+
+    /// Keeps the handles that were tied to an ending stream for other streams. Handles that the backend cannot unbind
+    /// end with it.
+    pub(crate) fn keep_spare(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+        let pools = [&self.blas, &self.lt].into_iter().zip(keys);
+        let of_stream = pools.filter(|(_, key)| key.affinity != 0);
+        for mut pooled in of_stream.flat_map(|(pool, key)| pool.take_key(key)) {
+            match pooled.unbind() {
+                Ok(()) => {
+                    let spare = SpareHandle { device: pooled.handle.device(), pooled, after: after.cloned() };
+                    self.spare.lock().push(spare);
+                }
+                Err(_) => self.discard(pooled),
+            }
+        }
+    }
+
+    fn take_spare(&self, device: u32, kind: BlasKind) -> Option<PooledHandle> {
+        let fits = |spare: &SpareHandle| spare.device == device && spare.pooled.kind == kind;
+        let tries = self.spare.lock().len();
+        for _ in 0..tries {
+            let spare = {
+                let mut spares = self.spare.lock();
+                let index = spares.iter().position(fits)?;
+                spares.remove(index)
+            };
+            // The vendor wants one stream at a time for this handle: the old one has to be done.
+            if spare.after.as_ref().is_some_and(|mark| self.services().is_surely_passed(mark)) {
+                return Some(spare.pooled);
+            }
+            self.spare.lock().push(spare);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+impl BlasHandles {
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        crate::testing::Held((self.blas.hold_locks(), self.lt.hold_locks(), self.spare.lock()))
+    }
+
+    pub(crate) fn is_locked(&self) -> bool {
+        self.blas.is_locked() || self.lt.is_locked() || self.spare.is_locked()
+    }
+}

@@ -1,0 +1,94 @@
+//! Device memory from the backend: allocation with a retry, and the free of blocks that the ledger knows.
+
+use std::sync::Arc;
+
+use super::rounds::Rounds;
+use crate::capture::thread::in_capture;
+use crate::ledger::DeviceBlockInfo;
+use crate::services::Services;
+use highwater_hal::{DevicePtr, Error, ErrorKind, Result, StreamId};
+
+pub(crate) struct DeviceMemory {
+    pub(crate) services: Arc<Services>,
+    /// Threads that free device memory. They may wait for streams.
+    pub(crate) rounds: Rounds,
+}
+
+impl DeviceMemory {
+    pub(crate) fn new(services: Arc<Services>) -> Self {
+        Self { services, rounds: Rounds::default() }
+    }
+
+    /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing
+    /// the rest could not satisfy it.
+    fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
+        let total = self.services.device(device).info.memory_bytes;
+        let owned = self.services.ledger.owned_bytes(device);
+        if bytes as u64 <= total.saturating_sub(owned) {
+            return Ok(());
+        }
+        let message =
+            format!("{bytes} bytes were asked for; device {device} has {total}, of which live buffers hold {owned}");
+        let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message)
+            .with_hint("ask for less, or drop buffers first: waiting for streams cannot make enough room");
+        Err(match refused.code() {
+            Some(code) => error.with_code(code),
+            None => error,
+        })
+    }
+
+    /// Runs `make`. If the device has no memory left, frees unused memory and tries once more. `within` refuses
+    /// requests that this cannot help.
+    pub(crate) fn with_retry<T>(
+        &self,
+        make: impl Fn() -> Result<T>,
+        within: impl Fn(&Error) -> Result<()>,
+    ) -> Result<T> {
+        let owner = self.services.owner();
+        if let Some(owner) = &owner {
+            owner.trim_in_passing();
+        }
+        match make() {
+            // In a capture nothing is freed.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
+                within(&error)?;
+                let round = self.rounds.begin();
+                if let Some(owner) = &owner {
+                    owner.trim_device_memory();
+                }
+                drop(round);
+                // Memory that other threads had in hand meanwhile is free now.
+                self.rounds.wait();
+                make()
+            }
+            result => result,
+        }
+    }
+
+    /// Allocates by `make`; if no memory is left, frees unused memory and tries once more. The caller enters the block
+    /// in the ledger.
+    pub(crate) fn allocate(
+        &self,
+        device: u32,
+        bytes: usize,
+        make: impl Fn() -> Result<DevicePtr>,
+    ) -> Result<DeviceBlockInfo> {
+        let base = self.with_retry(make, |refused| self.check_reach(device, bytes, refused))?;
+        Ok(DeviceBlockInfo { device, base, bytes })
+    }
+
+    /// Frees device memory.
+    ///
+    /// # Safety
+    /// As [`Backend::free`](highwater_hal::Backend::free), except that `ptr` may be any address: one that is not the
+    /// start of a live block is refused.
+    pub(crate) unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
+        let block = self.services.ledger.remove_device(device, ptr)?;
+        // SAFETY: the ledger says that `ptr` came from `allocate` for this device and was not freed; the caller promises
+        // that no work that uses it is outstanding.
+        unsafe { self.services.backend.free(device, ptr, stream) }.inspect_err(|_| {
+            // Still allocated as far as anyone knows. The range is free in the ledger, so this cannot fail.
+            let _ = self.services.ledger.insert_device(block);
+        })
+    }
+}

@@ -1,0 +1,162 @@
+//! The pools of a runtime, and its users.
+
+use std::ops::Deref;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use crate::capture::thread::{in_capture, let_go};
+use crate::pool::PoolKey;
+use crate::pool::blas_handles::BlasHandles;
+use crate::pool::deferred::DeferredFrees;
+use crate::pool::device_memory::DeviceMemory;
+use crate::pool::events::Mark;
+use crate::pool::pinned::PinnedPool;
+use crate::pool::workspaces::Workspaces;
+use crate::services::{Owner, Services};
+use crate::sharing::Sharing;
+use crate::stream::core::StreamCore;
+use highwater_hal::Result;
+
+/// What everybody who uses a runtime refers to; the thread that serves its shares refers to what is inside. The last user
+/// ends that thread, so that the runtime ends where it was dropped last, and before that drop has returned.
+pub(crate) struct Users(pub(crate) Arc<RuntimeInner>);
+
+impl Deref for Users {
+    type Target = RuntimeInner;
+
+    #[inline]
+    fn deref(&self) -> &RuntimeInner {
+        &self.0
+    }
+}
+
+impl Users {
+    /// What is shared, with the thread that serves it.
+    pub(crate) fn sharing(&self, operation: &'static str) -> Result<&Arc<Sharing>> {
+        let sharing = match self.sharing.get() {
+            Some(sharing) => sharing,
+            None => {
+                let fresh = Arc::new(Sharing::new(Arc::clone(&self.frees), operation)?);
+                self.sharing.get_or_init(|| fresh)
+            }
+        };
+        sharing.start(operation)?;
+        Ok(sharing)
+    }
+}
+
+impl Drop for Users {
+    fn drop(&mut self) {
+        if self.0.services.generation.is_current()
+            && let Some(sharing) = self.0.sharing.get()
+            && !self.0.services.backend.is_exiting()
+        {
+            sharing.stop();
+        }
+        if in_capture() {
+            let_go(Arc::<RuntimeInner>::clone(&self.0));
+        }
+    }
+}
+
+/// The pools of a runtime, each with its own work. They end in the order that `shutdown.rs` gives.
+pub(crate) struct RuntimeInner {
+    pub(crate) services: Arc<Services>,
+    pub(crate) handles: BlasHandles,
+    pub(crate) workspaces: Arc<Workspaces>,
+    pub(crate) frees: Arc<DeferredFrees>,
+    pub(crate) pinned: PinnedPool,
+    /// Made with the first share or open.
+    pub(crate) sharing: OnceLock<Arc<Sharing>>,
+    /// The vendor's legacy default stream of each device: one for all users, so that its calls take turns.
+    pub(crate) legacy_streams: Box<[Mutex<Weak<StreamCore>>]>,
+    pub(super) closed: AtomicBool,
+}
+
+impl Deref for RuntimeInner {
+    type Target = Services;
+
+    #[inline]
+    fn deref(&self) -> &Services {
+        &self.services
+    }
+}
+
+impl RuntimeInner {
+    pub(super) fn new(services: Arc<Services>, host_cache_bytes: Option<u64>) -> Arc<Self> {
+        let memory = Arc::new(DeviceMemory::new(Arc::clone(&services)));
+        let inner = Arc::new(Self {
+            handles: BlasHandles::new(Arc::clone(&memory)),
+            workspaces: Arc::new(Workspaces::new(Arc::clone(&memory))),
+            frees: Arc::new(DeferredFrees::new(memory)),
+            pinned: PinnedPool::new(Arc::clone(&services), host_cache_bytes),
+            sharing: OnceLock::new(),
+            legacy_streams: services.devices.iter().map(|_| Mutex::default()).collect(),
+            closed: AtomicBool::new(false),
+            services,
+        });
+        let owner: Weak<Self> = Arc::downgrade(&inner);
+        inner.services.set_owner(owner);
+        inner
+    }
+
+    /// Frees idle objects.
+    pub(super) fn trim(&self) -> Result<()> {
+        let handles = self.retry_refused().and(self.handles.trim());
+        let memory = handles.and(self.frees.reclaim(false)).and(self.workspaces.trim(false)).and(self.pinned.trim());
+        memory.and(self.destroy_idle_events())
+    }
+}
+
+impl Owner for RuntimeInner {
+    fn trim_in_passing(&self) {
+        if self.frees.len() > 0
+            && !in_capture()
+            && let Err(error) = self.frees.reclaim(false)
+        {
+            // Refused releases are counted, and no reason to fail.
+            tracing::debug!("memory could not be freed in passing: {error}");
+        }
+        self.pinned.trim_to_cap();
+    }
+
+    fn trim_device_memory(&self) {
+        if let Some(sharing) = self.sharing.get() {
+            sharing.collect();
+        }
+        // A release that is refused is counted, and the allocation tries with what the others freed.
+        for freed in [self.frees.reclaim(true), self.workspaces.trim(true), self.handles.trim()] {
+            if let Err(error) = freed {
+                tracing::debug!("not everything could be freed: {error}");
+            }
+        }
+    }
+
+    fn keep_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+        self.handles.keep_spare(keys, after);
+    }
+}
+
+#[cfg(test)]
+impl RuntimeInner {
+    /// Holds every lock of the runtime's pools, for the fork test.
+    pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
+        let sharing = self.sharing.get().map(|sharing| sharing.hold_locks());
+        let places: Vec<_> = self.legacy_streams.iter().map(Mutex::lock).collect();
+        let pools = (self.handles.hold_locks(), self.workspaces.hold_locks(), self.frees.hold_locks());
+        crate::testing::Held((self.services.hold_locks(), pools, self.pinned.hold_locks(), places, sharing))
+    }
+
+    /// Whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.services.is_locked()
+            || self.handles.is_locked()
+            || self.workspaces.is_locked()
+            || self.frees.is_locked()
+            || self.pinned.is_locked()
+            || self.legacy_streams.iter().any(Mutex::is_locked)
+            || self.sharing.get().is_some_and(|sharing| sharing.is_locked())
+    }
+}

@@ -1,0 +1,211 @@
+//! The runtime: one open backend with its pools.
+
+mod inner;
+mod options;
+mod shutdown;
+mod statistics;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use options::RuntimeOptions;
+pub use statistics::Statistics;
+
+pub(crate) use inner::{RuntimeInner, Users};
+
+use crate::capture::thread::refuse_in_capture;
+use crate::gate::CaptureGate;
+use crate::ledger::DeviceBlockInfo;
+use crate::pool::events::EventPool;
+use crate::services::{DeviceState, Services};
+use crate::workspace_config;
+use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
+
+/// An open backend with its pools. Cheap to clone; all clones are the same runtime.
+///
+/// Devices, streams, events and buffers keep their runtime alive. When the last of them is dropped, the runtime waits
+/// for the devices and frees everything; [`Runtime::close`] does so and reports the result. Waiting for a device would
+/// lose the captures on it. So the end of a runtime first waits until no runtime of the process captures there. A
+/// runtime that is dropped inside a capture ends right after that capture, in the same thread.
+///
+/// ```
+/// use highwater_core::{GemmShape, Runtime};
+/// use highwater_mock::{MockGpu, MockOptions};
+///
+/// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+/// let device = runtime.device(0)?;
+/// let stream = device.create_stream()?;
+/// let a = stream.upload(&[1.0_f32, 2.0, 3.0, 4.0])?; // 2 x 2, column-major
+/// let b = stream.upload(&[1.0_f32, 0.0, 0.0, 1.0])?;
+/// let c = device.allocate::<f32>(4)?;
+/// stream.blas()?.gemm(&GemmShape::of::<f32>(2, 2, 2), 1.0, &a, &b, 0.0, &c)?;
+/// assert_eq!(stream.download(&c)?, [1.0, 2.0, 3.0, 4.0]);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Runtime {
+    pub(crate) inner: Arc<Users>,
+}
+
+impl fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runtime").field("backend", self.inner.backend.identity()).finish_non_exhaustive()
+    }
+}
+
+impl Runtime {
+    /// A runtime over an open backend, with default options.
+    ///
+    /// # Errors
+    /// What the backend gives when it is asked about its devices.
+    pub fn new(backend: Arc<dyn Backend>) -> Result<Self> {
+        Self::with_options(backend, &RuntimeOptions::new())
+    }
+
+    /// A runtime over an open backend.
+    ///
+    /// # Errors
+    /// As [`Runtime::new`].
+    pub fn with_options(backend: Arc<dyn Backend>, options: &RuntimeOptions) -> Result<Self> {
+        let generation = Generation::current();
+        let identity = backend.identity();
+        let device = |ordinal| {
+            let capabilities = backend.capabilities(ordinal)?;
+            let blas = options.blas_workspace_bytes.unwrap_or_else(|| {
+                workspace_config::blas_workspace_bytes(
+                    identity.blas_workspace_variables,
+                    capabilities.blas_workspace_bytes,
+                )
+            });
+            let lt = options.lt_workspace_bytes.unwrap_or_else(|| {
+                workspace_config::lt_workspace_bytes(identity.lt_workspace_variables, capabilities.lt_workspace_bytes)
+            });
+            let align = |bytes: usize| bytes.next_multiple_of(capabilities.workspace_alignment.max(1));
+            let info = backend.device_info(ordinal)?;
+            Ok(DeviceState {
+                capture_gate: CaptureGate::of(identity.tag, &info),
+                info,
+                capabilities,
+                events: EventPool::new(ordinal, generation),
+                blas_workspace_bytes: if capabilities.blas_workspace { align(blas) } else { 0 },
+                lt_workspace_bytes: if capabilities.blas_workspace { align(lt) } else { 0 },
+            })
+        };
+        let devices = (0..backend.device_count()).map(device).collect::<Result<Box<[_]>>>()?;
+        let services = Arc::new(Services::new(backend, generation, options.numerics, devices));
+        let inner = RuntimeInner::new(services, options.host_cache_bytes);
+        Ok(Self { inner: Arc::new(Users(inner)) })
+    }
+
+    /// Who the backend is.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        self.inner.backend.identity()
+    }
+
+    /// The backend itself. The caller must keep the memory that a capture begun here records, because core does not
+    /// know of it.
+    #[must_use]
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.inner.backend
+    }
+
+    /// Number of devices.
+    #[must_use]
+    pub fn device_count(&self) -> u32 {
+        // The count came from the backend as a u32.
+        u32::try_from(self.inner.devices.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
+    /// a stream is synchronised. It also retries streams, events and graphs that the backend refused to destroy. In a
+    /// thread inside a capture it does nothing.
+    ///
+    /// A vendor's free may wait for all work on the device. CUDA's does, and it blocks other threads that allocate or
+    /// enqueue meanwhile. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate),
+    /// or keep the buffers.
+    ///
+    /// # Errors
+    /// What the backend gives when it is asked about an event; nothing is lost.
+    pub fn reclaim(&self) -> Result<()> {
+        self.inner.check("reclaim")?;
+        self.inner.retry_refused().and(self.inner.frees.reclaim(false))
+    }
+
+    /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
+    /// unused mappings of other processes' memory, and idle events.
+    ///
+    /// # Errors
+    /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
+    /// capture. Handles stay while any runtime captures on a device of this runtime.
+    pub fn trim(&self) -> Result<()> {
+        self.inner.check("trim")?;
+        refuse_in_capture("trim")?;
+        if let Some(sharing) = self.inner.sharing.get() {
+            sharing.unmap_idle();
+        }
+        self.inner.trim()
+    }
+
+    /// The block of device memory that an address points into, if this runtime gave it out.
+    #[must_use]
+    pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
+        if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
+    }
+
+    /// Ends the runtime. Waits for captures of other runtimes on its devices and for the devices themselves, then frees
+    /// everything. Returns the objects that the backend still counts as alive: none, unless other code uses the same
+    /// backend.
+    ///
+    /// # Errors
+    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has a
+    ///   buffer of it open. Nothing is closed, and the message counts the live objects by kind.
+    /// - `Capture`: this thread is inside a capture.
+    /// - Else the first refusal of the backend. The rest is freed all the same.
+    pub fn close(self) -> Result<LiveObjects> {
+        self.inner.check("close")?;
+        refuse_in_capture("close")?;
+        let backend = Arc::clone(&self.inner.backend);
+        if let Some(sharing) = self.inner.sharing.get() {
+            // The service refers to the runtime now and then.
+            sharing.stop();
+            sharing.collect();
+            let (blocks, bytes) = sharing.limbo();
+            if blocks > 0 {
+                let holders = sharing.holders_of_limbo();
+                sharing.start("close")?;
+                return Err(Error::new(
+                    ErrorKind::InvalidState,
+                    "close",
+                    format!("other processes ({holders:?}) have {blocks} buffers of this runtime open, {bytes} bytes"),
+                )
+                .with_hint("let them drop what they have opened, or end, first"));
+            }
+        }
+        let users = Arc::try_unwrap(self.inner).map_err(|shared| {
+            if let Some(sharing) = shared.sharing.get()
+                && let Err(error) = sharing.start("close")
+            {
+                tracing::warn!("shares are not served any more: {error}");
+            }
+            // The remaining objects are in use elsewhere. A refusal was counted and logged.
+            let _ = shared.trim();
+            let others = match Arc::strong_count(&shared) - 1 {
+                1 => "1 other object of the runtime is alive".to_owned(),
+                others => format!("{others} other objects of the runtime are alive"),
+            };
+            let live = shared.backend.live_objects();
+            Error::new(ErrorKind::InvalidState, "close", format!("{others}; the backend counts {live}"))
+                .with_hint("drop its devices, streams, events, buffers and clones first")
+        })?;
+        let inner = Arc::clone(&users.0);
+        drop(users);
+        let mut inner = Arc::try_unwrap(inner).map_err(|_| {
+            Error::new(ErrorKind::InvalidState, "close", "a stream of the runtime is being dropped by another thread")
+                .with_hint("wait for the threads that use the runtime; it ends with that stream")
+        })?;
+        inner.give_everything_back()?;
+        drop(inner);
+        Ok(backend.live_objects())
+    }
+}

@@ -1,0 +1,92 @@
+//! The end of a runtime: the order in which its pools end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::inner::RuntimeInner;
+use crate::capture::thread::{in_capture, nothing_is_executed};
+use crate::gate::CaptureGate;
+use crate::pool::blas_handles::PooledHandle;
+use crate::services::{DeviceState, twice};
+use highwater_hal::Result;
+
+/// Leaves handles to the end of the process.
+fn leave(handles: Vec<PooledHandle>) {
+    handles.into_iter().for_each(std::mem::forget);
+}
+
+impl RuntimeInner {
+    /// Waits for the devices and frees everything that the runtime holds. Called once no other object refers to it.
+    pub(super) fn give_everything_back(&mut self) -> Result<()> {
+        if self.closed.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        // The next steps would lose the captures of other runtimes on the same devices.
+        let gates = self.devices.iter().map(|device| &device.capture_gate);
+        let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
+        let Some(_quiet) = quiet else {
+            // The thread of the capture is ending, so no later call ends the runtime.
+            tracing::warn!("a runtime ended inside a capture; its memory and objects stay allocated");
+            leave(self.handles.take_all());
+            return Err(nothing_is_executed("close"));
+        };
+        // The last user of the runtime has ended the service; where that was the service itself, it does nothing more.
+        if let Some(sharing) = self.sharing.get() {
+            sharing.hang_up();
+        }
+        // A refusal here is retried below.
+        let _ = self.destroy_dropped();
+        let mut result = Ok(());
+        for mut pooled in self.handles.take_all() {
+            result = result.and(self.note(pooled.handle.destroy()));
+        }
+        let wait = |device: &DeviceState| {
+            // Twice: what is at stake is all memory, and the second try is free.
+            let first = self.backend.synchronize_device(device.info.ordinal);
+            first.or_else(|_| self.note(self.backend.synchronize_device(device.info.ordinal)))
+        };
+        if let Err(error) = self.devices.iter().try_for_each(wait) {
+            // Work may be outstanding on a device that cannot be waited for: its memory is left alone.
+            tracing::warn!("a device could not be waited for; memory is left allocated");
+            return Err(error);
+        }
+        // From here on nothing is outstanding: every block can be freed and every event is passed.
+        if let Some(sharing) = self.sharing.get().map(Arc::clone) {
+            sharing.end_imports();
+            sharing.collect();
+            let (blocks, bytes) = sharing.limbo();
+            if blocks > 0 {
+                let holders = sharing.holders_of_limbo();
+                tracing::warn!("{blocks} buffers ({bytes} bytes) stay allocated: processes {holders:?} have them open");
+            }
+        }
+        result = result.and(twice(self.frees.take_all(), |free| {
+            // SAFETY: the devices have executed everything, and the owner of the block is gone.
+            self.note(unsafe { self.frees.free(free) }.map(|_| ()))
+        }));
+        // SAFETY: the devices have executed everything, and every buffer keeps the runtime, so none is left.
+        result = result.and(unsafe { self.pinned.free_all() });
+        result = result.and(twice(self.workspaces.take_all(), |(device, workspace)| {
+            // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
+            self.note(unsafe { self.frees.memory.free(*device, workspace.ptr, None) })
+        }));
+        // A refusal here is retried like the rest.
+        let _ = self.destroy_idle_events();
+        result.and(self.insist_on_refused())
+    }
+}
+
+impl Drop for RuntimeInner {
+    fn drop(&mut self) {
+        if self.may_release() {
+            // Refusals were counted and logged; a destructor has nobody to tell.
+            let _ = self.give_everything_back();
+        } else if self.generation.is_current() {
+            if let Some(sharing) = self.sharing.get() {
+                sharing.abandon();
+            }
+            // The process is exiting: the driver may be gone before the handles are, so they are left on purpose.
+            leave(self.handles.take_all());
+        }
+    }
+}

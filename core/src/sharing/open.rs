@@ -1,0 +1,83 @@
+//! [`Runtime::open_shared`]: buffers of other processes.
+
+use super::{Imported, Ticket};
+use crate::buffer::DeviceBuffer;
+use crate::capture::thread::{in_capture, refuse_in_capture};
+use crate::device_block::{DeviceBlock, Origin};
+use crate::runtime::Runtime;
+use highwater_hal::{Element, Error, ErrorKind, Result};
+
+impl Runtime {
+    /// Opens a buffer that another process shares, or the original where it is this runtime's own. Returns when the device
+    /// work that was enqueued before the share is done.
+    ///
+    /// The first open of an allocation asks its exporter and maps the memory; the mapping is kept for further opens. The
+    /// buffer is used like any other and keeps the memory in the exporter; dropping it does not wait.
+    ///
+    /// # Errors
+    /// - `Expired`: the exporter has ended or freed the buffer, or the ticket is of another boot or machine.
+    /// - `InvalidArgument`: the range is no whole number of values of `T`, or starts between two.
+    /// - `DeviceMissing`: this process does not see the ticket's device.
+    /// - `PermissionDenied`: the exporter belongs to another user.
+    /// - `Unsupported`: the device here does not have the ticket's transport.
+    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The wait is 2 seconds for an
+    ///   exporter that did not answer the last time.
+    /// - `OperatingSystem`: no descriptor, thread or address is left, here or in the exporter.
+    /// - `Capture`: this thread is inside a capture.
+    pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
+        const OPERATION: &str = "open_shared";
+        let inner = &self.inner;
+        inner.check(OPERATION)?;
+        refuse_in_capture(OPERATION)?;
+        let size = size_of::<T>() as u64;
+        if size == 0 || !ticket.offset.is_multiple_of(size) || !ticket.length.is_multiple_of(size) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("{} bytes at offset {} are no values of {} bytes each", ticket.length, ticket.offset, size),
+            )
+            .with_hint("open the ticket with the type that was shared"));
+        }
+        let start = usize::try_from(ticket.offset / size).unwrap_or(usize::MAX);
+        let range = start..start.saturating_add(usize::try_from(ticket.length / size).unwrap_or(usize::MAX));
+        let uuid = ticket.device_uuid();
+        let device = inner.devices.iter().find(|device| device.info.uuid == uuid).ok_or_else(|| {
+            Error::new(
+                ErrorKind::DeviceMissing,
+                OPERATION,
+                format!(
+                    "none of the {} devices here has the UUID {:032x}",
+                    inner.devices.len(),
+                    u128::from_be_bytes(uuid)
+                ),
+            )
+            .with_hint("make the exporter's device visible to this process")
+        })?;
+        let sharing = inner.sharing("open_shared")?;
+        if sharing.is_own(ticket) {
+            return Ok(DeviceBuffer::part(self.clone(), sharing.original(ticket)?, range));
+        }
+        if !device.capabilities.ipc_transports.contains(ticket.transport) {
+            return Err(Error::lacks(OPERATION, "ipc_transports"));
+        }
+        let import = sharing.open(ticket, device.info.ordinal)?;
+        let (device, ptr) = (import.device, import.ptr);
+        let origin = Origin::Shared(Box::new(Imported::new(self.clone(), import)));
+        Ok(DeviceBuffer::part(self.clone(), DeviceBlock::new(&inner.frees, device, ptr, origin), range))
+    }
+
+    /// Looks after what other processes have let go of, and gives back what was only kept for them. This also happens by
+    /// itself, as soon as they let go or die. Returns the bytes that nobody else holds any more. In a thread that is inside a
+    /// capture it does nothing.
+    ///
+    /// # Errors
+    /// `Forked` or `ShuttingDown`.
+    pub fn collect(&self) -> Result<u64> {
+        self.inner.check("collect")?;
+        let Some(sharing) = self.inner.sharing.get().filter(|_| !in_capture()) else { return Ok(0) };
+        let (_, before) = sharing.limbo();
+        sharing.collect();
+        let (_, after) = sharing.limbo();
+        Ok(before.saturating_sub(after))
+    }
+}

@@ -1,0 +1,71 @@
+//! The two ends of shared memory, as the origins of blocks.
+
+use std::sync::{Arc, OnceLock};
+
+use super::{ExportKey, Import, Ticket};
+use crate::device_block::{DeviceBlock, SharedMemory};
+use crate::pool::events::Mark;
+use crate::runtime::Runtime;
+use highwater_hal::{Result, Transport};
+
+/// Memory of this process that others can open.
+pub(crate) struct Exported {
+    runtime: Runtime,
+    transport: Transport,
+    bytes: usize,
+    /// The allocation in the exporter's books, once it was shared.
+    key: OnceLock<ExportKey>,
+}
+
+impl Exported {
+    pub(crate) fn new(runtime: Runtime, transport: Transport, bytes: usize) -> Self {
+        Self { runtime, transport, bytes, key: OnceLock::new() }
+    }
+}
+
+impl SharedMemory for Exported {
+    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket> {
+        let inner = &self.runtime.inner;
+        let uuid = inner.device(block.device).info.uuid;
+        inner.sharing("share")?.share(block, &self.key, self.transport, self.bytes as u64, uuid, after)
+    }
+
+    fn release(&self, block: &mut DeviceBlock) {
+        let free = block.to_free(None);
+        // Other processes may have it open: then it waits in limbo.
+        let free = match (self.key.get(), self.runtime.inner.sharing.get()) {
+            (Some(key), Some(sharing)) => sharing.close(*key, free),
+            _ => Some(free),
+        };
+        if let Some(free) = free {
+            self.runtime.inner.frees.defer(free);
+        }
+    }
+}
+
+/// Memory of another process, counted there.
+pub(crate) struct Imported {
+    runtime: Runtime,
+    import: Arc<Import>,
+}
+
+impl Imported {
+    pub(crate) fn new(runtime: Runtime, import: Arc<Import>) -> Self {
+        Self { runtime, import }
+    }
+}
+
+impl SharedMemory for Imported {
+    /// The exporter's other importers cannot know of work here, so it is waited for.
+    fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket> {
+        after.iter().try_for_each(|mark| self.runtime.inner.is_passed(mark, true).map(drop))?;
+        Ok(self.import.ticket.clone())
+    }
+
+    fn release(&self, block: &mut DeviceBlock) {
+        if let Some(sharing) = self.runtime.inner.sharing.get() {
+            let (after, unmarked) = block.outstanding();
+            sharing.release_after(Arc::clone(&self.import), after, unmarked);
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Copies and fills, and the memory that they use.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Stream;
+use super::submission::TurnState;
+use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
+use crate::pinned::{PinnedSlice, PinnedSliceMut};
+use crate::pool::host::PinnedBlock;
+use crate::pool::pinned::PinnedPool;
+use highwater_hal::{
+    DeviceMemoryKind, Element, Error, ErrorKind, FillPattern, Location, MemoryCopy, MemoryFill, Result,
+};
+
+/// A copy of page-locked memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum CopyKind {
+    ToDevice,
+    ToHost,
+    /// To the host, for values that are waited for: not to be recorded in a capture.
+    Awaited,
+}
+
+/// An operation that was not enqueued as a whole.
+struct NotEnqueued {
+    error: Error,
+    /// Whether a part of it was.
+    in_part: bool,
+}
+
+impl Stream {
+    /// Allocates device memory in the order of this stream, which is faster for scratch memory. The contents are
+    /// unspecified.
+    ///
+    /// The memory may have belonged to a buffer whose work on this stream is outstanding. So the first use on each
+    /// other stream waits, on the device, for all earlier work of this stream. A graph that another stream records
+    /// waits at each launch, not during recording. This orders only the allocation; order later work on the buffer with
+    /// [`Stream::wait`].
+    ///
+    /// # Errors
+    /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false; `Capture`
+    /// also where the stream takes part in a capture of another thread.
+    pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
+        if !self.runtime.inner.device(self.device()).capabilities.stream_ordered_memory {
+            return Err(Error::lacks("allocate", "stream_ordered_memory"));
+        }
+        if self.core.owner.is_some() {
+            // Any thread may drop the buffer, and would have to free it in the order of the stream.
+            let message = "other threads could not free memory allocated in the order of a per-thread default stream";
+            return Err(Error::new(ErrorKind::Unsupported, "allocate", message).with_hint("use `Device::allocate`"));
+        }
+        let kind = DeviceMemoryKind::StreamOrdered(self.core.id);
+        DeviceBuffer::with_home(self.runtime.clone(), self.device(), len, kind, Some(Arc::clone(&self.core)))
+    }
+
+    pub(crate) fn check_slice(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
+        if !slice.block.is_of(&self.core) {
+            return Err(Error::new(
+                ErrorKind::InvalidPointer,
+                operation,
+                format!("{slice:?} belongs to another runtime than the stream"),
+            )
+            .with_hint("allocate from the stream's own runtime"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_here(&self, operation: &'static str, slice: &Untyped<'_>) -> Result<()> {
+        self.check_slice(operation, slice)?;
+        if slice.block.device != self.device() {
+            return Err(Error::new(
+                ErrorKind::WrongDevice,
+                operation,
+                format!("{slice:?} is on device {}, the stream on device {}", slice.block.device, self.device()),
+            )
+            .with_hint("use a stream of the buffer's device"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_len(operation: &'static str, src: usize, dst: usize) -> Result<()> {
+        if src != dst {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                operation,
+                format!("the source has {src} values, the destination {dst}"),
+            )
+            .with_hint("copy between equal lengths; `slice` gives a part of a buffer"));
+        }
+        Ok(())
+    }
+
+    /// Enqueues a copy of page-locked memory to the device. Returns at once; the buffer remembers that it is in use.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the lengths differ, `WrongDevice` where `dst` is not on this stream's device; else what
+    /// the backend gives.
+    pub fn copy_to_device<'h, 'd, T: Element>(
+        &self,
+        src: impl Into<PinnedSlice<'h, T>>,
+        dst: impl Into<DeviceSlice<'d, T>>,
+    ) -> Result<()> {
+        self.copy_pinned("copy_to_device", &src.into(), dst.into(), CopyKind::ToDevice)
+    }
+
+    /// Enqueues a copy of device memory to page-locked memory. Returns at once; the buffer remembers that it is in use,
+    /// and [`PinnedBuffer::read`](crate::PinnedBuffer::read) waits for the values.
+    ///
+    /// # Errors
+    /// As [`Stream::copy_to_device`].
+    pub fn copy_to_host<'d, 'h, T: Element>(
+        &self,
+        src: impl Into<DeviceSlice<'d, T>>,
+        dst: impl Into<PinnedSliceMut<'h, T>>,
+    ) -> Result<()> {
+        self.copy_pinned("copy_to_host", &dst.into().0, src.into(), CopyKind::ToHost)
+    }
+
+    pub(super) fn copy_pinned<T: Element>(
+        &self,
+        operation: &'static str,
+        host: &PinnedSlice<'_, T>,
+        device: DeviceSlice<'_, T>,
+        kind: CopyKind,
+    ) -> Result<()> {
+        let backend = self.backend(operation)?;
+        let to_host = kind != CopyKind::ToDevice;
+        let inner = &self.runtime.inner;
+        if !Arc::ptr_eq(&host.runtime().inner, inner) {
+            return Err(Error::new(
+                ErrorKind::InvalidPointer,
+                operation,
+                format!("{host:?} belongs to another runtime than the stream"),
+            )
+            .with_hint("allocate from the stream's own runtime"));
+        }
+        self.check_here(operation, &device.untyped())?;
+        let (src_len, dst_len) = if to_host { (device.len(), host.len()) } else { (host.len(), device.len()) };
+        Self::check_len(operation, src_len, dst_len)?;
+        let block = host.block();
+        let range = host.bytes();
+        let part_of = |part: &Range<usize>| {
+            let ptr = device.ptr().offset(part.start - range.start);
+            let on_device = Location::Device { device: device.device(), ptr };
+            let on_host = Location::Host(block.ptr.offset(part.start));
+            let (dst, src) = if to_host { (on_host, on_device) } else { (on_device, on_host) };
+            MemoryCopy::new(dst, src, part.len())
+        };
+        let noted = device.block.note_use(&self.core)?;
+        let recordable = kind != CopyKind::Awaited;
+        self.use_pinned(operation, block, to_host, recordable, |turn| {
+            let kept = turn.keep_device(operation, noted, &[device.block]);
+            kept.map_err(|error| NotEnqueued { error, in_part: false })?;
+            // No vendor copies across the border between two registrations.
+            block.cut(range.clone()).try_for_each(|part| {
+                // SAFETY: both ranges lie in one live block each, that of the host in one registration. The device block is
+                // freed, and the host block used again or touched by the CPU, only after this stream has passed the copy:
+                // `note_use` and `use_pinned` see to that, and the latter has made this stream wait for every other stream
+                // whose use would race with the copy. Where the copy is recorded, the graph keeps both, and each launch
+                // does the same.
+                let enqueued = unsafe { backend.copy(&part_of(&part), self.core.id) };
+                enqueued.map_err(|error| NotEnqueued { error, in_part: part.start > range.start })
+            })
+        })
+    }
+
+    /// Enqueues a copy between device buffers, of this stream's device or to or from another one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where the lengths differ or the ranges overlap, `WrongDevice` where neither is on this stream's
+    /// device, `Unsupported` between devices where `peer_copy` is false; else what the backend gives.
+    pub fn copy<'s, 'd, T: Element>(
+        &self,
+        src: impl Into<DeviceSlice<'s, T>>,
+        dst: impl Into<DeviceSlice<'d, T>>,
+    ) -> Result<()> {
+        const OPERATION: &str = "copy";
+        let (src, dst) = (src.into(), dst.into());
+        let backend = self.backend(OPERATION)?;
+        self.check_slice(OPERATION, &src.untyped())?;
+        self.check_slice(OPERATION, &dst.untyped())?;
+        Self::check_len(OPERATION, src.len(), dst.len())?;
+        if src.device() != dst.device() && !self.runtime.inner.device(self.device()).capabilities.peer_copy {
+            return Err(Error::lacks(OPERATION, "peer_copy"));
+        }
+        if src.device() != self.device() {
+            self.check_here(OPERATION, &dst.untyped())?;
+        }
+        if src.untyped().overlaps(src.bytes(), &dst.untyped(), dst.bytes()) {
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{src:?} and {dst:?} overlap"))
+                .with_hint("copy through a third buffer"));
+        }
+        let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
+        let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
+        let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);
+        let mut turn = self.core.enter(OPERATION)?;
+        turn.keep_device(OPERATION, noted, &[src.block, dst.block])?;
+        // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
+        // has passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot reach either.
+        unsafe { backend.copy(&copy, self.core.id) }
+    }
+
+    /// Enqueues a fill with one value, whose size is 1, 2 or 4 bytes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another size, `WrongDevice` for a buffer of another device; else what the backend gives.
+    pub fn fill<'d, T: Element>(&self, dst: impl Into<DeviceSlice<'d, T>>, value: T) -> Result<()> {
+        let dst = dst.into();
+        let bytes = bytemuck::bytes_of(&value);
+        let pattern = match *bytes {
+            [a] => FillPattern::U8(a),
+            [a, b] => FillPattern::U16(u16::from_ne_bytes([a, b])),
+            [a, b, c, d] => FillPattern::U32(u32::from_ne_bytes([a, b, c, d])),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    "fill",
+                    format!("a value of {} bytes; devices fill with 1, 2 or 4", bytes.len()),
+                )
+                .with_hint("use `fill_zero`, or upload the values"));
+            }
+        };
+        self.enqueue_fill(dst, pattern, dst.len())
+    }
+
+    /// Enqueues a fill with zero bytes, for values of any size.
+    ///
+    /// # Errors
+    /// As [`Stream::fill`].
+    pub fn fill_zero<'d, T: Element>(&self, dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
+        let dst = dst.into();
+        self.enqueue_fill(dst, FillPattern::U8(0), dst.bytes())
+    }
+
+    fn enqueue_fill<T: Element>(&self, dst: DeviceSlice<'_, T>, pattern: FillPattern, count: usize) -> Result<()> {
+        let backend = self.backend("fill")?;
+        self.check_here("fill", &dst.untyped())?;
+        let noted = dst.block.note_use(&self.core)?;
+        let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
+        let mut turn = self.core.enter("fill")?;
+        turn.keep_device("fill", noted, &[dst.block])?;
+        // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill, or after the
+        // graph that keeps it. Its start is
+        // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.
+        unsafe { backend.fill(&fill, self.core.id) }
+    }
+
+    /// Records that the stream uses a block, in an operation that is enqueued by `enqueue`.
+    ///
+    /// Uses of other streams that would race with it on the host memory are waited for first, on the device. Where the
+    /// operation is recorded in a capture, each launch does that instead; it is refused there unless `recordable`.
+    fn use_pinned(
+        &self,
+        operation: &'static str,
+        block: &PinnedBlock,
+        writes: bool,
+        recordable: bool,
+        enqueue: impl FnOnce(&mut TurnState) -> Result<(), NotEnqueued>,
+    ) -> Result<()> {
+        let (inner, stream) = (&self.runtime.inner, &self.core);
+        let begun = block.uses.begin(stream.key, writes).map_err(|_| {
+            // The borrow of the buffer keeps such access and copies apart.
+            Error::new(ErrorKind::InvalidState, operation, "the CPU is accessing the page-locked memory")
+        })?;
+        // Not before: an operation that this one has waited for may have failed.
+        PinnedPool::check_marked(&block.uses)?;
+        // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
+        let mut mark = inner.device(stream.id.device()).events.take(&*inner.backend)?;
+        let mut turn = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
+        if let Some(recording) = &mut turn.recording {
+            let surplus = recording.keep_pinned(block.keep(), writes);
+            let enqueued = enqueue(&mut turn);
+            drop(turn);
+            surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
+            return enqueued.map_err(|refused| refused.error);
+        }
+        for mark in &begun.racing {
+            inner.backend.stream_wait_event(stream.id, mark.event())?;
+        }
+        let enqueued = match enqueue(&mut turn) {
+            Ok(()) => Ok(()),
+            // The stream uses the block, as if all had been enqueued.
+            Err(NotEnqueued { error, in_part: true }) => Err(error),
+            Err(NotEnqueued { error, in_part: false }) => return Err(error),
+        };
+        if let Err(error) = stream.record(&mut turn, &mut mark) {
+            // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
+            // with the block: it is never touched or given out again, and freed when the runtime ends.
+            let waited = stream.wait_for_all(turn).map_err(|_| {
+                block.uses.unmarked.store(true, Ordering::Relaxed);
+                error
+            });
+            return waited.and(enqueued);
+        }
+        drop(turn);
+        if begun.settle(Arc::new(mark)) {
+            inner.pinned.forget_passed(&block.uses);
+        }
+        enqueued
+    }
+}

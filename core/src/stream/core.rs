@@ -1,0 +1,284 @@
+//! The state that the users of a stream share.
+//!
+//! The handle of the per-thread default stream names another stream in each thread, so a stream over it belongs to the
+//! thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a mark, which it cannot
+//! record. So the end of each turn records a mark.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, ThreadId};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::submission::TurnState;
+use crate::capture::thread::let_go;
+use crate::pool::PoolKey;
+use crate::pool::events::{EventPool, Mark, Point};
+use crate::pool::workspaces::{IdleWorkspace, Workspaces};
+use crate::services::{Dropped, Services};
+use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
+
+/// What the users of a stream share; the last of them ends the stream. It does not keep the runtime alive.
+///
+/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
+/// cache.
+#[repr(C)]
+pub(crate) struct StreamCore {
+    pub(crate) id: StreamId,
+    /// Tells the stream from every other of the process, also from ones that have ended; never 0.
+    pub(crate) key: u64,
+    /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
+    bound_as: AtomicU64,
+    pub(super) turn: Mutex<TurnState>,
+    /// True if a call must check more before it enqueues: its thread, or a capture by other code.
+    pub(super) asks: bool,
+    /// Whether other code may capture the stream, so that the backend has to be asked.
+    pub(super) ask_capture: bool,
+    /// True if the device can capture. Other code may have the id of any stream and capture it.
+    pub(super) can_capture: bool,
+    pub(crate) services: Arc<Services>,
+    /// What the device multiplies.
+    pub(crate) products: Products,
+    own_process: fork::Guard,
+    pub(crate) workspaces: Arc<Workspaces>,
+    /// The keys of the BLAS handles and the Lt handles that can be bound to the stream.
+    pub(crate) blas_key: PoolKey,
+    pub(crate) lt_key: PoolKey,
+    /// For the per-thread default stream: its thread.
+    pub(super) owner: Option<Owner>,
+    /// Whether the last reference destroys the stream: not for the vendor's default streams.
+    owned: bool,
+    end: Arc<StreamEnd>,
+    /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
+    pub(super) settled: Condvar,
+    /// Set by the first BLAS call; `None` inside where workspaces are switched off.
+    pub(super) blas_workspace: OnceLock<Option<Workspace>>,
+    /// Set by the first Lt call that finds no BLAS workspace that is large enough.
+    pub(super) lt_workspace: OnceLock<Option<Workspace>>,
+    /// Whether a thread is making the workspace; not held while it does.
+    pub(super) making_workspace: Mutex<bool>,
+    pub(super) workspace_made: Condvar,
+}
+
+/// The thread that a stream belongs to, with the events for the marks that its calls record.
+pub(crate) struct Owner {
+    thread: ThreadId,
+    pub(super) events: Arc<EventPool>,
+}
+
+impl Owner {
+    /// The calling thread.
+    pub(super) fn current(events: Arc<EventPool>) -> Self {
+        Self { thread: thread::current().id(), events }
+    }
+
+    pub(super) fn is_here(&self) -> bool {
+        self.thread == thread::current().id()
+    }
+}
+
+/// How a stream came to be.
+#[derive(Default)]
+pub(super) struct Origin {
+    /// True if the last reference destroys the stream.
+    pub(super) owned: bool,
+    /// True if other code made the stream and may capture it.
+    pub(super) foreign: bool,
+    /// For the per-thread default stream: its thread.
+    pub(super) owner: Option<Owner>,
+}
+
+/// What is left of a stream when it has ended: the mark of its last work.
+#[derive(Debug, Default)]
+pub(crate) struct StreamEnd {
+    /// `Some` once the stream has ended; inside, `None` if its end could not be marked.
+    last: Mutex<Option<Option<Arc<Mark>>>>,
+    ended: Condvar,
+}
+
+impl StreamEnd {
+    /// The last mark of a stream that has ended.
+    pub(crate) fn if_ended(&self) -> Option<Arc<Mark>> {
+        self.last.lock().clone().flatten()
+    }
+
+    /// Waits for the thread that ends the stream, and returns the last mark.
+    pub(crate) fn wait(&self) -> Option<Arc<Mark>> {
+        let mut last = self.last.lock();
+        while last.is_none() {
+            self.ended.wait(&mut last);
+        }
+        last.clone().flatten()
+    }
+}
+
+impl fmt::Debug for StreamCore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StreamCore")
+            .field("id", &self.id)
+            .field("blas_workspace", &self.blas_workspace)
+            .finish_non_exhaustive()
+    }
+}
+
+impl StreamCore {
+    pub(super) fn new(
+        services: Arc<Services>,
+        workspaces: Arc<Workspaces>,
+        id: StreamId,
+        Origin { owned, foreign, owner }: Origin,
+    ) -> Arc<Self> {
+        let device = id.device();
+        let state = services.device(device);
+        let key = Self::next_key();
+        let capabilities = &state.capabilities;
+        let key_of = |kind| PoolKey { device, affinity: if state.handle_per_stream(kind) { key } else { 0 } };
+        Arc::new(Self {
+            id,
+            key,
+            products: Products::of(capabilities),
+            own_process: fork::Guard::of(services.generation),
+            blas_key: key_of(BlasKind::Blas),
+            lt_key: key_of(BlasKind::Lt),
+            owned,
+            end: Arc::default(),
+            turn: Mutex::default(),
+            settled: Condvar::new(),
+            bound_as: AtomicU64::new(key),
+            asks: owner.is_some() || (foreign && capabilities.capture),
+            ask_capture: foreign && capabilities.capture,
+            can_capture: capabilities.capture,
+            owner,
+            blas_workspace: OnceLock::new(),
+            lt_workspace: OnceLock::new(),
+            making_workspace: Mutex::new(false),
+            workspaces,
+            services,
+            workspace_made: Condvar::new(),
+        })
+    }
+
+    pub(crate) fn end(&self) -> Arc<StreamEnd> {
+        Arc::clone(&self.end)
+    }
+
+    /// A key that no stream and no capture had before.
+    pub(crate) fn next_key() -> u64 {
+        static KEYS: AtomicU64 = AtomicU64::new(1);
+        // Relaxed: only that no two are equal matters.
+        KEYS.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Whether this process is the one that made the stream.
+    #[inline(always)]
+    pub(crate) fn is_own_process(&self) -> bool {
+        self.own_process.is_current()
+    }
+
+    /// A mark after everything that was enqueued on the stream so far, captures left out.
+    pub(crate) fn mark(&self) -> Result<Arc<Mark>> {
+        if self.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
+            let latest = self.turn().latest.clone();
+            return latest.ok_or_else(|| not_the_owner("record_event"));
+        }
+        let mut mark = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
+        let mut turn = self.enter("record_event")?;
+        if let Some(recording) = &turn.recording {
+            return Ok(Arc::clone(&recording.before));
+        }
+        self.refuse_if_captured("record_event")?;
+        self.record(&mut turn, &mut mark)?;
+        drop(turn);
+        Ok(Arc::new(mark))
+    }
+
+    /// Records a mark after all work enqueued on the stream so far. The caller must have the turn, so that the numbers
+    /// follow the order of the records.
+    pub(crate) fn record(&self, turn: &mut TurnState, mark: &mut Mark) -> Result<()> {
+        self.services.backend.record_event(mark.event(), self.id)?;
+        turn.marks += 1;
+        mark.set_point(Point { stream: self.key, number: turn.marks });
+        Ok(())
+    }
+
+    /// Under which handles are bound to the stream now.
+    #[inline]
+    pub(crate) fn bound_as(&self) -> u64 {
+        // Relaxed: whoever enqueues looks again when it has the turn, under which the key changes.
+        self.bound_as.load(Ordering::Relaxed)
+    }
+
+    /// Binds handles under another key from here on. The caller has the turn.
+    pub(crate) fn bind_to(&self, key: u64) {
+        self.bound_as.store(key, Ordering::Relaxed);
+    }
+}
+
+/// Wakes the threads that wait for the end of a stream, also if the backend panics in it.
+struct Ending<'s> {
+    end: &'s StreamEnd,
+    last: Option<Arc<Mark>>,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        *self.end.last.lock() = Some(self.last.take());
+        self.end.ended.notify_all();
+    }
+}
+
+impl Drop for StreamCore {
+    fn drop(&mut self) {
+        if !self.is_own_process() {
+            return;
+        }
+        // A runtime that is ending has no buffer left to ask, and frees all workspaces itself.
+        let owner = self.services.owner();
+        let may_release =
+            if owner.is_some() { self.services.may_release() } else { !self.services.backend.is_exiting() };
+        let mut ending = Ending { end: &self.end, last: None };
+        let last = owner
+            .as_ref()
+            .filter(|_| may_release)
+            .and_then(|_| self.mark().inspect_err(|error| self.services.count_failed_release(error)).ok());
+        ending.last.clone_from(&last);
+        drop(ending);
+        if !may_release {
+            return;
+        }
+        if let Some(owner) = &owner {
+            if let Some(last) = &last {
+                let workspaces = [&self.blas_workspace, &self.lt_workspace].into_iter().filter_map(OnceLock::get);
+                for &workspace in workspaces.flatten() {
+                    let idle = IdleWorkspace { workspace, after: Some(Arc::clone(last)) };
+                    self.workspaces.give_back(self.id.device(), idle);
+                }
+            }
+            owner.keep_handles_of([self.blas_key, self.lt_key], last.as_ref());
+        }
+        match &owner {
+            _ if !self.owned => {}
+            Some(_) => self.services.destroy_or_defer(Dropped::Stream(self.id)),
+            None => {
+                // No later call can retry, so it is done at once.
+                let destroyed = self.services.backend.destroy_stream(self.id);
+                if let Err(error) = destroyed.or_else(|_| self.services.backend.destroy_stream(self.id)) {
+                    tracing::warn!("a stream could not be destroyed: {error}");
+                }
+            }
+        }
+        // This may be the last reference to the runtime.
+        owner.into_iter().for_each(|owner| let_go(owner));
+    }
+}
+
+#[cold]
+pub(super) fn not_the_owner(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::InvalidState,
+        operation,
+        "the per-thread default stream belongs to another thread; its handle names a different stream in this one",
+    )
+    .with_hint("use it only in the thread that made it, or share a stream of `create_stream`")
+}

@@ -1,0 +1,163 @@
+//! [`Stream`]: a queue of device operations.
+
+pub(crate) mod copies;
+pub(crate) mod core;
+mod order;
+pub(crate) mod submission;
+mod values;
+mod workspace;
+
+use std::sync::Arc;
+
+pub use values::Scope;
+
+use self::core::{Origin, Owner, StreamCore, not_the_owner};
+use crate::runtime::Runtime;
+use highwater_hal::{Backend, Result, StreamId};
+
+/// A queue of operations of one device, executed in the order of the calls.
+///
+/// Dropping a stream never waits and loses no work: what was enqueued is executed, and buffers that were used on it know
+/// when that is.
+///
+/// ```
+/// use highwater_core::Runtime;
+/// use highwater_mock::{MockGpu, MockOptions};
+///
+/// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
+/// let device = runtime.device(0)?;
+/// let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+/// let buffer = device.allocate::<u32>(1000)?;
+/// producer.fill(&buffer, 7_u32)?;
+/// consumer.wait(&producer.record()?)?; // the device waits, not the CPU
+/// assert_eq!(consumer.download(&buffer)?, vec![7; 1000]);
+/// # Ok::<(), highwater_core::Error>(())
+/// ```
+///
+/// Any thread may use a stream, except a per-thread default stream
+/// ([`Device::per_thread_default_stream`](crate::Device::per_thread_default_stream)), whose calls return `InvalidState`
+/// in other threads. Any thread may drop a stream and the buffers that it used.
+#[derive(Debug, Clone)]
+pub struct Stream {
+    runtime: Runtime,
+    core: Arc<StreamCore>,
+}
+
+impl Stream {
+    pub(crate) fn new(runtime: Runtime, id: StreamId, owned: bool) -> Self {
+        Self::of(runtime, id, Origin { owned, ..Origin::default() })
+    }
+
+    /// A stream that other code made and may capture.
+    pub(crate) fn foreign(runtime: Runtime, id: StreamId) -> Self {
+        Self::of(runtime, id, Origin { owned: true, foreign: true, owner: None })
+    }
+
+    /// The calling thread's default stream.
+    pub(crate) fn per_thread_default(runtime: Runtime, device: u32) -> Result<Self> {
+        let id = StreamId::per_thread_default(runtime.identity().tag, device);
+        let events = Arc::clone(&runtime.inner.device(device).events);
+        let owner = Owner::current(events);
+        let stream = Self::of(runtime, id, Origin { owned: false, foreign: true, owner: Some(owner) });
+        // A mark exists from here on.
+        stream.core.enter_outside("record_event")?;
+        Ok(stream)
+    }
+
+    fn of(runtime: Runtime, id: StreamId, origin: Origin) -> Self {
+        let (services, workspaces) = (Arc::clone(&runtime.inner.services), Arc::clone(&runtime.inner.workspaces));
+        Self { core: StreamCore::new(services, workspaces, id, origin), runtime }
+    }
+
+    /// The legacy default stream: the one that others have, so that all share its turn and its workspace.
+    pub(crate) fn legacy_default(runtime: Runtime, device: u32) -> Self {
+        let place = runtime.inner.legacy_streams[device as usize].lock();
+        if let Some(core) = place.upgrade() {
+            drop(place);
+            return Self { runtime, core };
+        }
+        drop(place);
+        let id = StreamId::legacy_default(runtime.identity().tag, device);
+        let fresh = Self::new(runtime, id, false);
+        let mut place = fresh.runtime.inner.legacy_streams[device as usize].lock();
+        let stands = place.upgrade();
+        if stands.is_none() {
+            *place = Arc::downgrade(&fresh.core);
+        }
+        drop(place);
+        match stands {
+            Some(core) => Self { runtime: fresh.runtime.clone(), core },
+            None => fresh,
+        }
+    }
+
+    /// The stream's id, for calls of the backend itself.
+    #[must_use]
+    pub fn id(&self) -> StreamId {
+        self.core.id
+    }
+
+    /// Returns the vendor's handle of the stream as a number, for kernels and copies that the program enqueues itself.
+    /// It is a `cudaStream_t` on CUDA and a `hipStream_t` on ROCm.
+    ///
+    /// The handle is valid while this stream or a clone of it lives. The caller must not destroy it, and must capture
+    /// it only with [`Stream::capture`]. The caller must note the memory that its work uses: device memory before the work
+    /// is enqueued, with [`Stream::note_device_use`], and page-locked memory after it, with [`Stream::note_host_use`].
+    ///
+    /// # Errors
+    /// `Unsupported` if `foreign_objects` is false; `InvalidState` for the per-thread default stream of another thread,
+    /// because the number names a different stream here; else the backend's error.
+    pub fn raw(&self) -> Result<u64> {
+        const OPERATION: &str = "raw_stream";
+        let backend = self.backend(OPERATION)?;
+        if self.core.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
+            return Err(not_the_owner(OPERATION));
+        }
+        backend.raw_stream(self.core.id)
+    }
+
+    /// Ordinal of the stream's device.
+    #[must_use]
+    pub fn device(&self) -> u32 {
+        self.core.id.device()
+    }
+
+    /// The runtime that the stream belongs to.
+    #[must_use]
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    pub(crate) fn core(&self) -> &Arc<StreamCore> {
+        &self.core
+    }
+
+    pub(crate) fn backend(&self, operation: &'static str) -> Result<&dyn Backend> {
+        self.runtime.inner.check(operation)?;
+        Ok(&*self.runtime.inner.backend)
+    }
+
+    // ---------------------------------------------------------------- order
+
+    /// Whether everything enqueued so far has been executed; does not wait.
+    ///
+    /// # Errors
+    /// `Capture` where the stream takes part in a capture; else what the backend gives, and an error of earlier work may
+    /// show up here.
+    pub fn is_complete(&self) -> Result<bool> {
+        let backend = self.backend("query_stream")?;
+        let _turn = self.core.enter_outside("query_stream")?;
+        Ok(backend.query_stream(self.core.id)?.is_complete())
+    }
+
+    /// Waits until everything enqueued so far has been executed.
+    ///
+    /// # Errors
+    /// As [`Stream::is_complete`].
+    pub fn synchronize(&self) -> Result<()> {
+        self.backend("synchronize_stream")?;
+        self.core.wait_for_all(self.core.enter_to_wait("synchronize_stream")?)?;
+        self.runtime.inner.trim_in_passing();
+        Ok(())
+    }
+}

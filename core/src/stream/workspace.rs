@@ -1,0 +1,151 @@
+//! The workspaces of a stream and of its captures.
+
+use super::core::StreamCore;
+use crate::pool::workspaces::IdleWorkspace;
+use highwater_hal::{BlasKind, ErrorKind, Result, Workspace};
+
+impl StreamCore {
+    /// Takes a workspace of `bytes` for work that is enqueued on the stream from here on; `None` for 0 bytes.
+    ///
+    /// # Errors
+    /// `Capture` if the stream takes part in a capture, which cannot wait for earlier work of the workspace.
+    pub(crate) fn take_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
+        let device = self.id.device();
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let Some(idle) = self.workspaces.take(device, bytes) else {
+            return self.workspaces.allocate(device, bytes).map(Some);
+        };
+        if let Some(mark) = &idle.after {
+            let wait = |_turn| self.services.backend.stream_wait_event(self.id, mark.event());
+            if let Err(error) = self.enter_outside("stream_wait_event").and_then(wait) {
+                self.workspaces.give_back(device, idle);
+                return Err(error);
+            }
+        }
+        Ok(Some(idle.workspace))
+    }
+
+    /// Gives a workspace back, for use after the work enqueued on the stream so far.
+    pub(crate) fn give_back_workspace(&self, workspace: Workspace) {
+        match self.mark() {
+            Ok(mark) => self.workspaces.give_back(self.id.device(), IdleWorkspace { workspace, after: Some(mark) }),
+            // It stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
+            Err(error) => self.services.count_failed_release(&error),
+        }
+    }
+
+    /// The workspace for the stream's calls of one kind, allocated by the first of them.
+    fn workspace(&self, kind: BlasKind) -> Result<Option<Workspace>> {
+        let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
+        if let Some(workspace) = self.existing_workspace(kind, bytes) {
+            return Ok(workspace);
+        }
+        // One thread allocates, outside the lock; the others wait for it instead of allocating workspaces that nobody needs.
+        let mut making = self.making_workspace.lock();
+        while *making {
+            self.workspace_made.wait(&mut making);
+        }
+        if let Some(workspace) = self.existing_workspace(kind, bytes) {
+            return Ok(workspace);
+        }
+        *making = true;
+        drop(making);
+        let _made = Made(self);
+        let workspace = self.take_workspace(bytes)?;
+        let cell = if kind == BlasKind::Lt { &self.lt_workspace } else { &self.blas_workspace };
+        Ok(*cell.get_or_init(|| workspace))
+    }
+
+    /// Lt calls use the BLAS workspace where there is one: all calls of the stream take turns.
+    fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
+        let blas = self.blas_workspace.get().copied();
+        if kind != BlasKind::Lt {
+            return blas;
+        }
+        let large_enough = |blas: &Option<Workspace>| blas.map_or(0, |workspace| workspace.bytes) >= bytes;
+        self.lt_workspace.get().copied().or_else(|| blas.filter(large_enough))
+    }
+
+    /// What a handle has to be bound to for calls on this stream: the key, and the workspace.
+    pub(crate) fn binding(&self, kind: BlasKind) -> Result<(u64, Option<Workspace>)> {
+        let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
+        // No capture, as far as can be seen without the turn: whoever enqueues looks at the key again when it has it.
+        if self.bound_as() == self.key
+            && let Some(workspace) = self.existing_workspace(kind, bytes)
+        {
+            return Ok((self.key, workspace));
+        }
+        loop {
+            let mut turn = self.turn();
+            let Some(recording) = &mut turn.recording else {
+                drop(turn);
+                match self.workspace(kind) {
+                    // A capture began meanwhile.
+                    Err(error) if error.kind() == ErrorKind::Capture && self.turn().recording.is_some() => continue,
+                    workspace => return Ok((self.key, workspace?)),
+                }
+            };
+            let key = recording.key;
+            if let Some(workspace) = recording.existing_workspace(kind, bytes) {
+                return Ok((key, workspace));
+            }
+            let reserved = recording.take_reserved(bytes);
+            drop(turn);
+            let idle = match reserved {
+                _ if bytes == 0 => None,
+                Some(idle) => Some(idle),
+                None => Some(self.workspaces.take_or_allocate(self.id.device(), bytes)?),
+            };
+            let mut turn = self.turn();
+            let recording = turn.recording.as_mut().filter(|recording| recording.key == key);
+            if let Some(recording) = recording
+                && recording.existing_workspace(kind, bytes).is_none()
+            {
+                let workspace = idle.as_ref().map(|idle| idle.workspace);
+                let place =
+                    if kind == BlasKind::Lt { &mut recording.lt_workspace } else { &mut recording.blas_workspace };
+                *place = Some(workspace);
+                if let Some(idle) = idle {
+                    recording.own(idle);
+                }
+                return Ok((key, workspace));
+            }
+            drop(turn);
+            // Another thread was quicker, or the capture has ended meanwhile.
+            if let Some(idle) = idle {
+                self.workspaces.give_back(self.id.device(), idle);
+            }
+        }
+    }
+
+    /// A workspace that belongs to the capture that the stream takes part in; `None` where it takes part in none.
+    pub(crate) fn captured_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
+        let Some(key) = self.turn().recording.as_ref().map(|recording| recording.key) else { return Ok(None) };
+        let idle = self.workspaces.take_or_allocate(self.id.device(), bytes)?;
+        let mut turn = self.turn();
+        match turn.recording.as_mut().filter(|recording| recording.key == key) {
+            Some(recording) => {
+                let workspace = idle.workspace;
+                recording.own(idle);
+                Ok(Some(workspace))
+            }
+            None => {
+                drop(turn);
+                self.workspaces.give_back(self.id.device(), idle);
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Lets the threads go on that wait for a stream's workspace, also where making it failed: then the next one tries.
+struct Made<'s>(&'s StreamCore);
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        *self.0.making_workspace.lock() = false;
+        self.0.workspace_made.notify_all();
+    }
+}
