@@ -23,7 +23,7 @@ use highwater_hal::{
 
 /// A backend over a vendor's driver.
 ///
-/// BLAS handles, the host allocator and the sharing keep what they need of it alive.
+/// BLAS handles, the host allocator and the sharing keep the shared state alive.
 #[derive(Debug)]
 pub struct DriverBackend<P: Platform> {
     state: Arc<DriverState<P>>,
@@ -32,7 +32,7 @@ pub struct DriverBackend<P: Platform> {
 }
 
 impl<P: Platform> DriverBackend<P> {
-    /// The backend over what a vendor crate has opened.
+    /// Creates the backend over an opened vendor.
     #[must_use]
     pub fn new(opened: Opened<P>) -> Self {
         let shares = opened.devices.iter().any(|(_, capabilities)| !capabilities.ipc_transports.is_empty());
@@ -42,7 +42,7 @@ impl<P: Platform> DriverBackend<P> {
         Self { state, host, ipc }
     }
 
-    /// What the backend and its handles share.
+    /// Returns the state that the backend shares with its handles.
     #[must_use]
     pub const fn state(&self) -> &Arc<DriverState<P>> {
         &self.state
@@ -52,7 +52,7 @@ impl<P: Platform> DriverBackend<P> {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
 
-    /// Makes the vendor's call again after the pool has given back what it keeps, where memory was exhausted.
+    /// Makes the vendor's call, and repeats it after trimming the pool if memory was exhausted.
     fn with_trimmed_pool(&self, device: u32, mut call: impl FnMut() -> i32) -> i32 {
         let code = call();
         if code == self.state.platform.quirks().out_of_memory && self.state.trim_pool(device) { call() } else { code }
@@ -93,13 +93,13 @@ fn interprocess_in_capture(operation: &'static str) -> Error {
         .with_hint("record it before or after the capture; the capture goes on")
 }
 
-/// An optional call; a device whose capability says that it can has it.
+/// Returns an optional call, which a device with the capability `ability` has.
 fn required<T>(operation: &'static str, call: Option<T>, ability: &str) -> Result<T> {
     call.ok_or_else(|| Error::lacks(operation, ability))
 }
 
-// SAFETY: streams, events and copies are the vendor's own, which keep the order of streams and answer queries by it, as the
-// author of the `Platform` vouches. An id stands for one vendor handle, which no call uses after it was destroyed.
+// SAFETY: Streams, events and copies are the vendor's own. They keep the order of streams, and queries report it, as
+// the author of the `Platform` promises. An id names one vendor handle, which no call uses after its destruction.
 unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn identity(&self) -> &Identity {
         &self.state.identity
@@ -135,7 +135,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn live_objects(&self) -> LiveObjects {
         let state = &*self.state;
         let mut live = LiveObjects::default();
-        // A child owns nothing of its parent's, and a lock may be held by a thread that it does not have.
+        // A child owns nothing of its parent, and a lock may be held by a thread that the child lacks.
         if !state.is_own_process() {
             return live;
         }
@@ -181,7 +181,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             StreamPriority::High => HIGH,
         };
         state.streams.insert(OPERATION, device, raw, flags).inspect_err(|_| {
-            // SAFETY: nobody else knows the stream.
+            // SAFETY: No other code knows the stream.
             unsafe { (state.platform.calls().stream_destroy)(raw) };
         })
     }
@@ -195,7 +195,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
                 .with_hint("destroy only what `create_stream` gave"));
         }
-        // Whoever keeps a foreign stream may destroy it from here on.
+        // The owner of a foreign stream may destroy it from here on.
         state.streams.remove(OPERATION, stream, FOREIGN, |removed| state.destroy_raw_stream(OPERATION, removed))
     }
 
@@ -207,7 +207,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = state.stream(OPERATION, stream)?;
         state.refuse_in_capture(OPERATION, &held)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // A default stream is not announced, so no fence makes the question known.
+        // A default stream has no hazard pointer, so no fence publishes the query.
         let _relaxed = state.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
         // SAFETY: the stream is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().stream_query)(held.raw()) })
@@ -236,7 +236,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
-        // SAFETY: the call takes nothing.
+        // SAFETY: The call takes no argument.
         state.check(OPERATION, unsafe { (state.platform.calls().device_synchronize)() })
     }
 
@@ -268,7 +268,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         let (quirks, raw) = (state.platform.quirks(), RawStream(raw));
-        // In both vendors, handles below are names of default streams.
+        // In both vendors, handles up to 2 name default streams.
         if raw.0 <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
             let hint = if raw == quirks.per_thread_stream {
                 "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`"
@@ -278,7 +278,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{} is a default stream", raw.0))
                 .with_hint(hint));
         }
-        // SAFETY: the caller vouches that the stream is alive.
+        // SAFETY: The caller promises that the stream is alive.
         match unsafe { state.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
@@ -321,7 +321,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.check(OPERATION, unsafe { (state.platform.calls().event_create)(&mut raw, vendor_flags) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
-            // SAFETY: nobody else knows the event.
+            // SAFETY: No other code knows the event.
             unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }
@@ -389,7 +389,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let quirks = state.platform.quirks();
         // SAFETY: both events are held, and the call writes one number that lives until it returns.
         match unsafe { (state.platform.calls().event_elapsed_time)(&mut milliseconds, first.raw(), last.raw()) } {
-            // A negative time, of an end that comes first, is none.
+            // A negative time, of an end before its start, becomes 0.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
                 Err(Error::new(ErrorKind::InvalidState, OPERATION, "one of the events has not been reached yet")
@@ -460,11 +460,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         Err(error)
                     }
                 })?;
-                // Names the allocation among those of all processes.
+                // Identifies the allocation among those of all processes.
                 let token = match highwater_hal::random(OPERATION) {
                     Ok(token) => token,
                     Err(error) => {
-                        // SAFETY: nobody else knows the block.
+                        // SAFETY: No other code knows the block.
                         unsafe { state.platform.free_shared(OPERATION, &block) }?;
                         return Err(error);
                     }
@@ -494,7 +494,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             Self::same_device(OPERATION, stream, "the memory", device)?;
         }
         if let Some(held) = &held {
-            // The graph would free it, once for each launch, and nobody without one.
+            // The graph would free the block at each launch, and without a launch it would never be freed.
             state.refuse_in_capture(OPERATION, held)?;
         }
         let block = {
@@ -514,7 +514,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 };
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
             }
-            // Out of the table before it is freed, so that the address can be given out again by then.
+            // Removed from the table before it is freed, because the address can be issued again as soon as it is free.
             let Some(block) = blocks.remove(&ptr) else { return Ok(()) };
             block
         };
@@ -522,7 +522,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let outcome = (|| {
             let _relaxed = if held.is_none() { Some(state.relaxed()) } else { None };
             let _current = state.make_current(OPERATION, device)?;
-            // SAFETY: the caller vouches that nothing uses the block, beyond what precedes the free on the stream.
+            // SAFETY: The caller promises that nothing uses the block, beyond work that precedes the free on the
+            // stream.
             unsafe {
                 match (&block.kind, &held) {
                     (BlockKind::Shared { block, .. }, _) => state.platform.free_shared(OPERATION, block),
@@ -560,7 +561,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         let calls = state.platform.calls();
-        // SAFETY: the caller vouches for both ranges; the stream is held.
+        // SAFETY: The caller promises that both ranges are valid, and the stream is held.
         let code = unsafe {
             match (dst, src) {
                 (Location::Host(_), Location::Host(_)) => {
@@ -589,7 +590,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     if stream.device() != from {
                         Self::same_device(OPERATION, stream, "the destination", to)?;
                     }
-                    // The vendors lose a capture by it.
+                    // Both vendors lose a capture by a peer copy.
                     state.refuse_in_capture(OPERATION, &held)?;
                     state.enable_peer(OPERATION, from, to)?;
                     state.enable_peer(OPERATION, to, from)?;
@@ -618,7 +619,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let _current = state.current_for(OPERATION, &held, device)?;
         let (calls, raw) = (state.platform.calls(), held.raw());
-        // SAFETY: the caller vouches for the range; the stream is held.
+        // SAFETY: The caller promises that the range is valid, and the stream is held.
         let code = unsafe {
             match pattern {
                 FillPattern::U8(value) => (calls.memset_d8_async)(dst, value, count, raw),
@@ -638,7 +639,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = state.stream(OPERATION, stream)?;
         self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if held.is_default() {
-            // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
+            // The per-thread stream is a different stream in each thread, so its capture could not be counted.
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
                 .with_hint("capture a stream that `create_stream` gave"));
         }
@@ -653,10 +654,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             CaptureMode::Relaxed => capture_mode::RELAXED,
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
-        // Before it begins, so that no call of another thread meets a capture that it does not know of.
+        // Counted before it begins, so that no call of another thread meets an unknown capture.
         state.captures.began(stream.device());
         if mode == CaptureMode::Global {
-            // Threads that ask have looked before, and are answered first.
+            // Queries that did not see the capture are answered first.
             thread_records::wait_for_questions();
         }
         // SAFETY: the stream is held.
@@ -672,7 +673,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         held.set_capturing_thread(if mode == CaptureMode::Relaxed { 0 } else { state::this_thread() });
         if held.set_flag(CAPTURES, true) {
-            // Other code has ended the capture before, which was counted until now.
+            // Foreign code has ended the previous capture, which was counted until now.
             state.captures.ended(stream.device());
         }
         outcome
@@ -689,7 +690,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
                 .with_hint("call `begin_capture` first"));
         }
-        // The vendor would answer with an error and end the capture.
+        // The vendor would return an error and end the capture.
         if !held.can_end_here() {
             return Err(Error::new(
                 ErrorKind::Capture,
@@ -703,13 +704,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let code = unsafe { end(held.raw(), &mut raw) };
         let status = state.capture_status(OPERATION, held.raw()).unwrap_or(0);
         let dead = code != 0 && state.has_died(stream, code, status, held.flags() & CAPTURES != 0);
-        // A stream that joined a capture does not end it.
+        // Ending a capture on a stream that joined it does not end it.
         if (dead || status == capture_status::NONE) && held.set_flag(CAPTURES, false) {
             state.captures.ended(stream.device());
         }
         if state.streams_die() && (dead || status == capture_status::NONE) {
             let origin = held.raw();
-            // From here on it may be destroyed.
+            // The stream may be destroyed from here on.
             drop(held);
             if dead {
                 state.replace_dead(OPERATION, stream, origin)?;
@@ -721,7 +722,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.made(OPERATION, raw)?;
         state.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_destroy {
-                // SAFETY: nobody else knows the graph.
+                // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
             }
         })
@@ -754,7 +755,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.made(OPERATION, raw)?;
         state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_exec_destroy {
-                // SAFETY: nobody else knows the graph.
+                // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
             }
         })
@@ -770,7 +771,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.refuse_in_capture(OPERATION, &held)?;
         let launch = required(OPERATION, state.platform.calls().graph_launch, "capture")?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held; the caller vouches for the memory that the graph recorded.
+        // SAFETY: Both are held. The caller promises that the memory in the graph is valid.
         state.check(OPERATION, unsafe { launch(executable.raw(), held.raw()) })
     }
 
@@ -840,7 +841,7 @@ impl<P: Platform> DriverBackend<P> {
     }
 }
 
-/// Refuses sizes that no vendor call is needed for.
+/// Refuses sizes that need no vendor call.
 fn check_size(operation: &'static str, bytes: usize, most: u64) -> Result<()> {
     if bytes == 0 {
         return Err(Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1"));

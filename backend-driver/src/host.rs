@@ -11,7 +11,7 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, 
 #[derive(Debug)]
 pub(super) struct DriverHost<P: Platform>(Arc<DriverState<P>>);
 
-/// Page-locked memory belongs to every device, so its abilities are those of the first.
+/// Page-locked memory belongs to all devices, so the first device's capabilities apply.
 const ANY_DEVICE: u32 = 0;
 
 impl<P: Platform> DriverHost<P> {
@@ -19,7 +19,7 @@ impl<P: Platform> DriverHost<P> {
         Self(state)
     }
 
-    /// Takes the block that starts at `ptr` out of the table.
+    /// Removes the block that starts at `ptr` from the table.
     fn take(&self, operation: &'static str, ptr: HostPtr, registered: bool) -> Result<HostBlock> {
         let mut blocks = self.0.host_blocks.lock();
         match blocks.get(&ptr.address()).copied() {
@@ -41,9 +41,9 @@ fn no_bytes(operation: &'static str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1")
 }
 
-// SAFETY: the vendor's page-locked memory is as large as asked for, readable and writable, aligned to a page, apart from
-// all other memory until it is freed, and holds bytes, whatever they are: it comes from the kernel or from the vendor's pool,
-// not from an allocator of this language.
+// SAFETY: The vendor's page-locked memory has the requested size and is readable, writable and aligned to a page. It is
+// distinct from all other memory until it is freed. Its bytes are initialized, because they come from the kernel or the
+// vendor's pool, not from a Rust allocator.
 unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         const OPERATION: &str = "host_allocate";
@@ -84,7 +84,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
-            // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
+            // SAFETY: The address is the start of memory from the vendor, and the caller promises that nothing uses it.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_free_host)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
@@ -121,14 +121,14 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
                     .with_hint("register memory once, and not what `allocate` gave"));
             }
-            // In the table first, so that nobody else registers it meanwhile.
+            // Added to the table first, so that no other thread registers the range meanwhile.
             blocks.insert(start, HostBlock { bytes, registered: true });
         }
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
             let flags = state.platform.quirks().register_flags;
-            // SAFETY: the caller vouches that the range is mapped and stays so.
+            // SAFETY: The caller promises that the range is mapped and stays mapped.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_host_register)(ptr.as_ptr(), bytes, flags) })
         })();
         if outcome.is_err() {
@@ -146,7 +146,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
-            // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
+            // SAFETY: The address is the start of a registered range, and the caller promises that no work uses it.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_host_unregister)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
@@ -163,7 +163,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let (start, inside) = state.host_block(OPERATION, ptr)?;
         let _current = state.make_current(OPERATION, device)?;
         let mut address = DevicePtr::new(0);
-        // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
+        // SAFETY: The start is page-locked, and the call writes one number, which outlives it.
         let code = unsafe { (state.platform.calls().mem_host_get_device_pointer)(&mut address, start as *mut u8, 0) };
         state.check(OPERATION, code)?;
         Ok(address.offset(inside))

@@ -12,7 +12,7 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharin
 #[derive(Debug)]
 pub(super) struct DriverIpc<P: Platform>(Arc<DriverState<P>>);
 
-/// The error of a transport that the device lacks.
+/// Returns the error of a transport that the device lacks.
 #[cold]
 pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Error {
     let message = format!("the device does not share by {transport:?}");
@@ -22,8 +22,8 @@ pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Erro
 
 const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
 
-/// The payload of a handle whose memory travels as a descriptor: it says which allocation that is, so that a second open
-/// finds the first, and how large it is.
+/// Returns the payload of a handle whose memory travels as a descriptor. It identifies the allocation, so that a second
+/// open finds the first, and holds the size.
 fn seal(token: [u8; 16], bytes: u64, uuid: &[u8; 16]) -> [u8; 64] {
     let mut payload = [0; 64];
     payload[..8].copy_from_slice(&MAGIC);
@@ -41,7 +41,7 @@ fn checksum(payload: &[u8; 64], uuid: &[u8; 16]) -> [u8; 4] {
     hash.finalize().to_le_bytes()
 }
 
-/// Whether the payload is one of `seal` for this many bytes of that device.
+/// Returns whether `seal` made the payload for this number of bytes of that device.
 fn is_sealed(payload: &[u8; 64], bytes: u64, uuid: &[u8; 16]) -> bool {
     payload[..8] == MAGIC && payload[24..32] == bytes.to_le_bytes() && payload[60..] == checksum(payload, uuid)
 }
@@ -51,7 +51,7 @@ fn refused(operation: &'static str, message: String) -> Error {
         .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID")
 }
 
-/// Of what a vendor answers to 64 bytes that are no handle, nothing is written down.
+/// Vendors do not document their codes for 64 bytes that are no handle, so these codes become `InvalidArgument`.
 fn no_handle(error: Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidState | ErrorKind::InvalidHandle | ErrorKind::InvalidPointer | ErrorKind::Vendor => {
@@ -78,7 +78,7 @@ impl<P: Platform> DriverIpc<P> {
         ))
     }
 
-    /// The vendor's part of an open.
+    /// Opens a handle in the vendor's library.
     fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(DevicePtr, Option<SharedBlock>)> {
         const OPERATION: &str = "open_memory";
         let state = &*self.0;
@@ -102,7 +102,7 @@ impl<P: Platform> DriverIpc<P> {
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
                 if let Some(close) = state.platform.calls().ipc_close_mem_handle {
-                    // SAFETY: it was just opened, and nobody uses it.
+                    // SAFETY: The memory was just opened, and nothing uses it.
                     unsafe { close(address) };
                 }
                 state.check(OPERATION, code)?;
@@ -113,7 +113,8 @@ impl<P: Platform> DriverIpc<P> {
         Ok((address, None))
     }
 
-    /// Counts one more open of what is mapped already; `None` where this thread has to map it, for which a place is kept.
+    /// Counts another open of mapped memory. Returns `None` if this thread must map it; the table then holds a place
+    /// for it.
     fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<DevicePtr>> {
         let mut mapped = self.0.mapped.lock();
         loop {
@@ -122,7 +123,7 @@ impl<P: Platform> DriverIpc<P> {
                     mapped.insert(key, Mapped { address: None, bytes: wanted, opens: 1, block: None });
                     return Ok(None);
                 }
-                // The handle's own word for how large it is counts no more than at the first time.
+                // The size in a handle is trusted only for the first open.
                 Some(Mapped { address: Some(_), bytes, .. }) if *bytes < wanted => {
                     let message = format!("the handle is of {wanted} bytes, {bytes} were mapped by it before");
                     return Err(refused("open_memory", message));
@@ -257,14 +258,14 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                 found.opens -= 1;
                 return Ok(());
             }
-            // Who opens it meanwhile waits until it is unmapped.
+            // A thread that opens it meanwhile waits until it is unmapped.
             found.address = None;
             (*key, found.bytes, found.block.take())
         };
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, device)?;
-            // SAFETY: the caller vouches that no work uses the mapping.
+            // SAFETY: The caller promises that no work uses the mapping.
             unsafe {
                 match (&block, state.platform.calls().ipc_close_mem_handle) {
                     (Some(block), _) => state.platform.free_shared(OPERATION, block),
@@ -326,7 +327,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         state.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
-            // SAFETY: nobody else knows the event.
+            // SAFETY: No other code knows the event.
             unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }

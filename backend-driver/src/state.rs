@@ -447,8 +447,8 @@ impl<P: Platform> DriverState<P> {
         relaxed
     }
 
-    /// Puts this thread into the relaxed mode for a query, if a capture may be open. The exchange would add half to the
-    /// cost of a query. A capture that begins meanwhile waits for the query. Without a thread record to wait for, the
+    /// Puts this thread into the relaxed mode for a query, if a capture may be open. Relaxing every query would take a
+    /// third of its time. A capture that begins meanwhile waits for the query. Without a thread record to wait for, the
     /// query is always relaxed.
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
