@@ -89,8 +89,8 @@ pub fn open_backend<P: Platform>(
 
 #[cold]
 fn interprocess_in_capture(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Capture, operation, "an event for several processes cannot be recorded in a capture")
-        .with_hint("record it before or after the capture; the capture goes on")
+    Error::new(ErrorKind::Capture, operation, "an interprocess event cannot be recorded in a capture")
+        .with_hint("record the event before or after the capture; the capture is still open")
 }
 
 /// Returns an optional call, which a device with the capability `ability` has.
@@ -193,7 +193,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             state.stream(OPERATION, stream)?;
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
-                .with_hint("destroy only what `create_stream` gave"));
+                .with_hint("destroy only streams that `create_stream` returned"));
         }
         // The owner of a foreign stream may destroy it from here on.
         state.streams.remove(OPERATION, stream, FOREIGN, |removed| state.destroy_raw_stream(OPERATION, removed))
@@ -231,8 +231,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         state.device(OPERATION, device)?;
         if state.captures.are_open_on(device) {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
-                .with_hint("end the capture first, or wait for single streams"));
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "a stream of the device has an open capture")
+                .with_hint("end the capture first, or synchronize with single streams"));
         }
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
@@ -275,16 +275,20 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             } else {
                 "use `StreamId::legacy_default`, or `Device::legacy_default_stream`"
             };
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{} is a default stream", raw.0))
-                .with_hint(hint));
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("the handle {} names a default stream, expected a created one", raw.0),
+            )
+            .with_hint(hint));
         }
         // SAFETY: The caller promises that the stream is alive.
         match unsafe { state.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
-                let message = format!("the stream {:#x} is not one of device {device}", raw.0);
+                let message = format!("the stream {:#x} does not belong to device {device}", raw.0);
                 return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
-                    .with_hint("name the device that the stream was made on"));
+                    .with_hint("pass the device on which the stream was created"));
             }
             Err(code) => return Err(state.platform.codes().error(OPERATION, code)),
         }
@@ -303,7 +307,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                "an event has timing or is for other processes, not both",
+                "the options ask for timing and interprocess, expected at most one of them",
             ));
         }
         if options.timing {
@@ -377,11 +381,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         for (id, held) in [(start, &first), (end, &last)] {
             if held.flags() & (TIMING | FOREIGN) == 0 {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{id:?} has no timing"))
-                    .with_hint("make both events with `EventOptions::with_timing`"));
+                    .with_hint("create both events with `EventOptions::with_timing`"));
             }
         }
         if start.device() != end.device() {
-            let message = format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare");
+            let message = format!("{start:?} and {end:?} belong to different devices, expected one device");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
         let _relaxed = state.relaxed();
@@ -392,7 +396,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             // A negative time, of an end before its start, becomes 0.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
-                Err(Error::new(ErrorKind::InvalidState, OPERATION, "one of the events has not been reached yet")
+                Err(Error::new(ErrorKind::InvalidState, OPERATION, "one of the events is not done yet")
                     .with_code(i64::from(code))
                     .with_hint("synchronize with the later event first"))
             }
@@ -419,7 +423,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         if raw == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "0 is no event"));
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle is 0, expected an event"));
         }
         state.note_foreign();
         state.events.insert(OPERATION, device, RawEvent(raw), FOREIGN)
@@ -501,16 +505,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             let mut blocks = state.blocks.lock();
             let found = blocks.get(&ptr).filter(|block| block.device == device);
             let Some(found) = found else {
-                let message = format!("{ptr:?} is no block of device {device}");
+                let message = format!("{ptr:?} is not the start of a live block of device {device}");
                 return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, message)
-                    .with_hint("free exactly what `allocate` gave for this device, once"));
+                    .with_hint("free each address of `allocate` once, on its own device"));
             };
             let ordered = matches!(found.kind, BlockKind::StreamOrdered);
             if ordered != stream.is_some() {
                 let message = if ordered {
-                    "stream-ordered memory is freed in the order of a stream, and none was named"
+                    "the memory is stream-ordered and no stream was passed, expected the stream to free it on"
                 } else {
-                    "the memory is not stream-ordered, and a stream was named"
+                    "the memory is not stream-ordered and a stream was passed, expected none"
                 };
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
             }
@@ -565,8 +569,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let code = unsafe {
             match (dst, src) {
                 (Location::Host(_), Location::Host(_)) => {
-                    return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "both sides are host memory")
-                        .with_hint("copy between host blocks with the CPU"));
+                    return Err(Error::new(
+                        ErrorKind::InvalidArgument,
+                        OPERATION,
+                        "source and destination are host memory, expected device memory on at least one side",
+                    )
+                    .with_hint("copy between host blocks with the CPU"));
                 }
                 _ if bytes == 0 => 0,
                 (Location::Device { ptr, .. }, Location::Host(host)) => {
@@ -580,7 +588,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 {
                     Self::same_device(OPERATION, stream, "the memory", to)?;
                     if dst < src.offset(bytes) && src < dst.offset(bytes) {
-                        let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
+                        let message =
+                            format!("{bytes} bytes at {src:?} and at {dst:?} overlap, expected separate ranges");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
                     (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
@@ -614,7 +623,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let size = pattern.bytes();
         if !dst.is_aligned_to(size) {
-            let message = format!("{dst:?} is not a multiple of the {size} bytes of the pattern");
+            let message = format!("the destination is {dst:?}, expected a multiple of the pattern's {size} bytes");
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
         }
         let _current = state.current_for(OPERATION, &held, device)?;
@@ -641,10 +650,10 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         if held.is_default() {
             // The per-thread stream is a different stream in each thread, so its capture could not be counted.
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
-                .with_hint("capture a stream that `create_stream` gave"));
+                .with_hint("capture a stream that `create_stream` returned"));
         }
         if state.is_capturing(OPERATION, held.raw())? {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream takes part in a capture already")
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream already takes part in a capture")
                 .with_hint("end that capture first"));
         }
         let begin = required(OPERATION, state.platform.calls().stream_begin_capture, "capture")?;
@@ -687,7 +696,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         let end = required(OPERATION, state.platform.calls().stream_end_capture, "capture")?;
         if held.is_default() || !state.is_capturing(OPERATION, held.raw())? {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream has no open capture")
                 .with_hint("call `begin_capture` first"));
         }
         // The vendor would return an error and end the capture.
@@ -695,7 +704,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(
                 ErrorKind::Capture,
                 OPERATION,
-                "the capture was begun on another thread, and is open still",
+                "the capture began on another thread and is still open",
             )
             .with_hint("end the capture on the thread that began it, or begin it in relaxed mode"));
         }
@@ -844,11 +853,11 @@ impl<P: Platform> DriverBackend<P> {
 /// Refuses sizes that need no vendor call.
 fn check_size(operation: &'static str, bytes: usize, most: u64) -> Result<()> {
     if bytes == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1"));
+        return Err(Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were requested, expected at least 1"));
     }
     if bytes as u64 > most {
-        let message = format!("{bytes} bytes were asked for, the device has {most}");
-        return Err(Error::new(ErrorKind::OutOfMemory, operation, message).with_hint("ask for less"));
+        let message = format!("{bytes} bytes were requested, expected at most the device's {most}");
+        return Err(Error::new(ErrorKind::OutOfMemory, operation, message).with_hint("request fewer bytes"));
     }
     Ok(())
 }

@@ -162,7 +162,7 @@ impl<P: Platform> Drop for DriverBlas<P> {
             return;
         }
         if let Err(error) = self.close() {
-            tracing::warn!("a BLAS handle was not destroyed: {error}");
+            tracing::warn!("a BLAS handle was leaked: {error}");
         }
     }
 }
@@ -171,7 +171,7 @@ impl<P: Platform> Drop for DriverBlas<P> {
 #[cold]
 #[must_use]
 pub fn destroyed(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
+    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("create a new handle")
 }
 
 /// Returns the error of a BLAS handle that is bound to no stream.
@@ -198,8 +198,8 @@ pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, wor
 
 #[cold]
 fn too_large(operation: &'static str, shape: &GemmShape) -> Error {
-    let message = format!("{shape:?} has a size that the vendor's BLAS cannot count");
-    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller ones")
+    let message = format!("{shape:?} has a size beyond the range of the vendor's BLAS");
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller products")
 }
 
 /// The sizes of a product in the type that a call takes.

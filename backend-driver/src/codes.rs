@@ -44,11 +44,11 @@ impl Codes {
     #[must_use]
     pub fn error(&self, operation: &'static str, code: i32) -> Error {
         match self.find(code) {
-            Some(row) => Error::new(row.kind, operation, format!("{} answered {}", self.library, row.name))
+            Some(row) => Error::new(row.kind, operation, format!("{} returned {}", self.library, row.name))
                 .with_code(i64::from(code))
                 .with_hint(row.hint),
             None => {
-                let message = format!("{} answered the code {code}, which this version does not know", self.library);
+                let message = format!("{} returned the code {code}, which this version does not know", self.library);
                 Error::new(ErrorKind::Vendor, operation, message)
                     .with_code(i64::from(code))
                     .with_hint("look the code up in the vendor's manual")
@@ -77,7 +77,7 @@ mod tests {
     fn a_known_code_keeps_its_number_name_and_hint() {
         let error = CODES.error("allocate", 2);
         assert_eq!((error.kind(), error.code(), error.hint()), (ErrorKind::OutOfMemory, Some(2), "free some"));
-        assert!(error.message().contains("Test answered TEST_NO_MEMORY"), "{error}");
+        assert!(error.message().contains("Test returned TEST_NO_MEMORY"), "{error}");
         assert!(CODES.check("allocate", 0).is_ok());
     }
 

@@ -94,7 +94,7 @@ impl<P: Platform> DriverState<P> {
         // SAFETY: Only this backend knows the event, and forgets it here.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
         if code != 0 {
-            tracing::warn!("an event is left: {}", self.platform.codes().error("end_capture", code));
+            tracing::warn!("a completion event was leaked: {}", self.platform.codes().error("end_capture", code));
         }
     }
 
@@ -210,7 +210,7 @@ impl<P: Platform> DriverState<P> {
             match outcome {
                 Ok(()) => {}
                 Err(error) if member.stream == stream => answer = Err(error),
-                Err(error) => tracing::warn!("a stream that had joined a lost capture is lost: {error}"),
+                Err(error) => tracing::warn!("a stream that had joined a lost capture was not replaced: {error}"),
             }
         }
         answer
@@ -232,10 +232,9 @@ impl<P: Platform> DriverState<P> {
     fn replace_stream(&self, operation: &'static str, stream: StreamId, before: Option<RawEvent>) -> Result<()> {
         let flags = self.stream(operation, stream)?.flags();
         if flags & FOREIGN != 0 {
-            let message =
-                format!("{stream:?} died with its capture, and other code made it, which alone can replace it");
+            let message = format!("{stream:?} died with its capture, and foreign code owns it");
             return Err(Error::new(ErrorKind::InvalidState, operation, message)
-                .with_hint("destroy the id, and have whoever made the stream destroy it and make another"));
+                .with_hint("destroy the id, then replace the stream in the code that created it"));
         }
         let priority = match (flags & LOW != 0, flags & HIGH != 0) {
             (true, _) => StreamPriority::Low,
@@ -285,7 +284,7 @@ impl<P: Platform> DriverState<P> {
             if place > 0
                 && let Err(error) = self.replace_member(operation, &member)
             {
-                tracing::warn!("a stream that had joined a lost capture is lost: {error}");
+                tracing::warn!("a stream that had joined a lost capture was not replaced: {error}");
             }
             self.destroy_completion_event(member.before);
         }

@@ -163,7 +163,7 @@ fn a_stream_of_other_code_cannot_be_replaced_and_says_so() {
     fake.lose(foreign);
     let error = end(&fake, id);
     assert_eq!(error.kind(), ErrorKind::InvalidState);
-    assert!(error.hint().contains("whoever made the stream"), "{error}");
+    assert!(error.hint().contains("the code that created it"), "{error}");
     assert_eq!(raw(&fake, id), foreign);
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();

@@ -29,16 +29,16 @@ impl<P: Platform> DriverHost<P> {
             }
             _ => {
                 let how = if registered { "register" } else { "allocate" };
-                let message = format!("{ptr:?} is not the start of memory that `{how}` was called for, or no longer");
+                let message = format!("{ptr:?} is not the start of live memory of `{how}`");
                 Err(Error::new(ErrorKind::InvalidPointer, operation, message)
-                    .with_hint(format!("pass the address that `{how}` gave or was given, once")))
+                    .with_hint(format!("pass each address of `{how}` once")))
             }
         }
     }
 }
 
 fn no_bytes(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1")
+    Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were requested, expected at least 1")
 }
 
 // SAFETY: The vendor's page-locked memory has the requested size and is readable, writable and aligned to a page. It is
@@ -62,8 +62,8 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             kind => return Err(Error::unknown(OPERATION, &kind)),
         };
         if isize::try_from(bytes).is_err() {
-            let message = format!("{bytes} bytes are more than the address space");
-            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("ask for less"));
+            let message = format!("{bytes} bytes were requested, expected at most half of the address space");
+            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("request fewer bytes"));
         }
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
@@ -99,17 +99,16 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         state.enter(OPERATION)?;
         state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         if options.kind != HostMemoryKind::Default {
-            let message = "memory that exists already cannot be made write-combined";
-            return Err(
-                Error::new(ErrorKind::Unsupported, OPERATION, message).with_hint("register it as the default kind")
-            );
+            let message = "registered memory cannot be write-combined";
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
+                .with_hint("register the memory as `HostMemoryKind::Default`"));
         }
         if bytes == 0 {
             return Err(no_bytes(OPERATION));
         }
         let start = ptr.address();
         let Some(end) = start.checked_add(bytes) else {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range reaches past the address space"));
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range exceeds the address space"));
         };
         {
             let mut blocks = state.host_blocks.lock();
@@ -119,7 +118,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
                 let message =
                     format!("{bytes} bytes at {ptr:?} overlap {} page-locked bytes at {other:#x}", block.bytes);
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                    .with_hint("register memory once, and not what `allocate` gave"));
+                    .with_hint("register each range once, and no memory of `allocate`"));
             }
             // Added to the table first, so that no other thread registers the range meanwhile.
             blocks.insert(start, HostBlock { bytes, registered: true });

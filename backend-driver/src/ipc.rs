@@ -15,9 +15,9 @@ pub(super) struct DriverIpc<P: Platform>(Arc<DriverState<P>>);
 /// Returns the error of a transport that the device lacks.
 #[cold]
 pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Error {
-    let message = format!("the device does not share by {transport:?}");
+    let message = format!("the device does not support the transport {transport:?}");
     Error::new(ErrorKind::Unsupported, operation, message)
-        .with_hint("ask the capability `ipc_transports` which transports there are")
+        .with_hint("use a transport of the capability `ipc_transports`")
 }
 
 const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
@@ -48,14 +48,14 @@ fn is_sealed(payload: &[u8; 64], bytes: u64, uuid: &[u8; 16]) -> bool {
 
 fn refused(operation: &'static str, message: String) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, message)
-        .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID")
+        .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID")
 }
 
 /// Vendors do not document their codes for 64 bytes that are no handle, so these codes become `InvalidArgument`.
 fn no_handle(error: Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidState | ErrorKind::InvalidHandle | ErrorKind::InvalidPointer | ErrorKind::Vendor => {
-            let message = format!("this is no handle of another process's memory: {}", error.message());
+            let message = format!("the handle does not name memory of another process: {}", error.message());
             refused(error.operation(), message).with_code(error.code().unwrap_or(0))
         }
         _ => error,
@@ -74,7 +74,7 @@ impl<P: Platform> DriverIpc<P> {
         }
         Err(refused(
             operation,
-            format!("the handle is of the device with the UUID {uuid:02x?}, device {device} has {own:02x?}"),
+            format!("the handle names the device with the UUID {uuid:02x?}, expected {own:02x?} of device {device}"),
         ))
     }
 
@@ -106,7 +106,8 @@ impl<P: Platform> DriverIpc<P> {
                     unsafe { close(address) };
                 }
                 state.check(OPERATION, code)?;
-                let message = format!("the handle is of {} bytes, its memory of {bytes}", handle.bytes);
+                let message =
+                    format!("the handle names {} bytes, expected at most the {bytes} of its memory", handle.bytes);
                 return Err(refused(OPERATION, message));
             }
         }
@@ -125,7 +126,8 @@ impl<P: Platform> DriverIpc<P> {
                 }
                 // The size in a handle is trusted only for the first open.
                 Some(Mapped { address: Some(_), bytes, .. }) if *bytes < wanted => {
-                    let message = format!("the handle is of {wanted} bytes, {bytes} were mapped by it before");
+                    let message =
+                        format!("the handle names {wanted} bytes, expected at most the {bytes} of its first open");
                     return Err(refused("open_memory", message));
                 }
                 Some(Mapped { address: Some(address), opens, .. }) => {
@@ -153,9 +155,9 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{ptr:?} was not allocated to be shared by {transport:?}"),
+                format!("{ptr:?} is not the start of memory that can be shared by {transport:?}"),
             )
-            .with_hint("allocate it as `DeviceMemoryKind::Shareable` with this transport")
+            .with_hint("allocate the memory as `DeviceMemoryKind::Shareable` with this transport")
         };
         let exported = {
             let blocks = state.blocks.lock();
@@ -209,14 +211,14 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     return Err(refused(OPERATION, "the handle has no descriptor".to_owned()));
                 }
                 if !is_sealed(&handle.payload, handle.bytes, &handle.device_uuid) {
-                    return Err(refused(OPERATION, "the payload is none that was exported".to_owned()));
+                    return Err(refused(OPERATION, "the payload is not an exported one".to_owned()));
                 }
             }
             Transport::Legacy | Transport::Fabric => {}
             transport => return Err(unsupported(OPERATION, transport)),
         }
         if handle.bytes == 0 {
-            return Err(refused(OPERATION, "the handle is of 0 bytes".to_owned()));
+            return Err(refused(OPERATION, "the handle names 0 bytes, expected at least 1".to_owned()));
         }
         let key = (device, handle.transport as u32, handle.payload);
         if let Some(address) = self.open_again(key, handle.bytes)? {
@@ -252,7 +254,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     OPERATION,
                     format!("{ptr:?} is not open for device {device}"),
                 )
-                .with_hint("close what `open_memory` gave, as often as it was opened"));
+                .with_hint("close each address of `open_memory` as often as it was opened"));
             };
             if found.opens > 1 {
                 found.opens -= 1;
@@ -293,9 +295,9 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{event:?} was not made for other processes"),
+                format!("{event:?} is not an interprocess event"),
             )
-            .with_hint("make the event with `EventOptions::with_interprocess`"));
+            .with_hint("create the event with `EventOptions::with_interprocess`"));
         }
         let uuid = state.device(OPERATION, event.device())?.info.uuid;
         let Some(export) = state.platform.calls().ipc_get_event_handle else {

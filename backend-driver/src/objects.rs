@@ -159,7 +159,7 @@ impl<I: IdOf> Objects<I> {
                 let index = book.slots;
                 let (chunk, _) = place(index);
                 if chunk >= CHUNKS {
-                    let message = format!("{index} {}s exist, there is no room for more", I::NAME);
+                    let message = format!("{index} {}s exist, which is the limit", I::NAME);
                     return Err(Error::new(ErrorKind::OutOfMemory, operation, message));
                 }
                 if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
@@ -173,11 +173,11 @@ impl<I: IdOf> Objects<I> {
             }
         };
         let Some(slot) = self.slot(index) else {
-            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids has lost a slot"));
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids lost a slot"));
         };
         let generation = (slot.state.load(Ordering::Relaxed) >> 32) as u32 + 1;
         let Some(non_zero) = NonZeroU32::new(generation) else {
-            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids was used up"));
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids has no generation left"));
         };
         slot.raw.store(raw.number(), Ordering::Relaxed);
         slot.flags.store(flags, Ordering::Relaxed);
@@ -303,10 +303,10 @@ impl<I: IdOf> Objects<I> {
     #[cold]
     fn unknown(&self, operation: &'static str, id: I) -> Error {
         if id.parts().tag == self.tag {
-            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
-                .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
+            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist"))
+                .with_hint(format!("the {} was destroyed or never existed; create a new one", I::NAME))
         } else {
-            let message = format!("{id:?} was issued by another backend than backend {}", self.tag.get());
+            let message = format!("{id:?} was issued by another backend, expected backend {}", self.tag.get());
             Error::new(ErrorKind::InvalidHandle, operation, message)
                 .with_hint(format!("pass a {} that this backend created", I::NAME))
         }
@@ -348,7 +348,7 @@ impl<I: IdOf> Objects<I> {
             if removed_now.slot == removed.slot && !removed_now.replaced {
                 answer = outcome;
             } else if let Err(error) = outcome {
-                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+                tracing::warn!("an object whose destruction was postponed was leaked: {error}");
             }
         });
         answer
@@ -380,7 +380,7 @@ impl<I: IdOf> Objects<I> {
         };
         self.sweep_with(Some(replaced), |removed| {
             if let Err(error) = destroy(removed) {
-                tracing::warn!("a handle that was replaced is left: {error}");
+                tracing::warn!("a replaced handle was leaked: {error}");
             }
         });
         Ok(())
@@ -390,7 +390,7 @@ impl<I: IdOf> Objects<I> {
     pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>) {
         self.sweep_with(None, |removed| {
             if let Err(error) = destroy(removed) {
-                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+                tracing::warn!("an object whose destruction was postponed was leaked: {error}");
             }
         });
     }

@@ -81,7 +81,7 @@ pub(crate) fn heavy_fence() {
         Instant::now()
     });
     if is_first {
-        tracing::warn!("the system denies `membarrier`, which it granted before; every call makes a fence from now on");
+        tracing::warn!("the system denies `membarrier` after granting it; every call fences from now on");
     }
     let rest = STORES_ARE_SEEN.saturating_sub(denied.elapsed());
     if !rest.is_zero() {

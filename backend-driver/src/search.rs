@@ -137,11 +137,11 @@ impl Search {
         let lacks: Vec<&str> =
             library.required_symbols.iter().copied().filter(|symbol| !opened.has_symbol(symbol)).collect();
         if !lacks.is_empty() {
-            let message = format!("{} was opened as {}, but lacks {}", opened.name(), library.what, lacks.join(", "));
+            let message = format!("{} was opened as {} but lacks {}", opened.name(), library.what, lacks.join(", "));
             self.opened.push(opened.name().to_owned());
             return Err(Error::new(ErrorKind::SymbolMissing, OPERATION, message).with_hint(match given {
-                Some(_) => format!("{} is set: let it name {}, or unset it", library.path_variable, library.what),
-                None => format!("update the package that {} comes from", library.what),
+                Some(_) => format!("{} is set: point it at {}, or unset it", library.path_variable, library.what),
+                None => format!("update the package of {}", library.what),
             }));
         }
         if self.settled.is_none() {
@@ -178,13 +178,11 @@ impl Search {
             && let Some(major) = name.and_then(|name| name.major)
             && major != *settled
         {
-            let message = format!(
-                "{} belongs to major version {major}, but {by} was opened, of major version {settled}",
-                opened.name()
-            );
+            let message =
+                format!("{} belongs to major version {major}, expected major version {settled} of {by}", opened.name());
             self.opened.push(opened.name().to_owned());
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                .with_hint(format!("{variable} is set: let it name a file of major version {settled}, or unset it")));
+                .with_hint(format!("{variable} is set: point it at a file of major version {settled}, or unset it")));
         }
         Ok((opened, name))
     }
@@ -233,7 +231,7 @@ impl Search {
             }
         }
         let tried: Vec<String> = self.tried[first..].iter().map(ToString::to_string).collect();
-        let partner = self.settled.as_ref().map(|(_, by)| format!(", to go with {by}")).unwrap_or_default();
+        let partner = self.settled.as_ref().map(|(_, by)| format!(" to match {by}")).unwrap_or_default();
         let message = format!("{} could not be opened{partner}; tried {}", library.what, tried.join("; "));
         Err(Error::new(ErrorKind::LibraryMissing, OPERATION, message).with_hint(format!(
             "install {}, or set {} to the full path of its file",
@@ -265,7 +263,7 @@ fn too_old(library: &VendorLibrary, file: &str, old: LibraryName) -> Error {
     let version = old.major.map(|major| format!(" (major version {major})")).unwrap_or_default();
     let message = format!("{file}{version} is too old to be used as {}", library.what);
     Error::new(ErrorKind::Unsupported, OPERATION, message)
-        .with_hint(format!("install a version that has {}", accepted.join(" or ")))
+        .with_hint(format!("install a version with {}", accepted.join(" or ")))
 }
 
 #[cfg(test)]

@@ -268,7 +268,7 @@ impl<P: Platform> DriverState<P> {
     fn out_of_service(&self, operation: &'static str) -> Error {
         if self.generation.is_current() {
             Error::new(ErrorKind::ShuttingDown, operation, "the process has begun to exit")
-                .with_hint("end threads that use the device before `main` returns")
+                .with_hint("join threads that use the device before `main` returns")
         } else {
             Generation::error(operation)
         }
@@ -327,9 +327,8 @@ impl<P: Platform> DriverState<P> {
 
     #[cold]
     fn no_device(&self, operation: &'static str, device: u32) -> Error {
-        let message = format!("device {device} was asked for, there are {}", self.devices.len());
-        Error::new(ErrorKind::InvalidArgument, operation, message)
-            .with_hint("ordinals count from 0 and are below `device_count`")
+        let message = format!("the ordinal is {device}, expected less than {}", self.devices.len());
+        Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("pass an ordinal below `device_count`")
     }
 
     /// Returns the capabilities of a device.
@@ -410,9 +409,9 @@ impl<P: Platform> DriverState<P> {
         let tag = self.identity.tag;
         let issued = [StreamId::legacy_default(tag, id.device()), StreamId::per_thread_default(tag, id.device())];
         let Some(device) = self.devices.get(id.device() as usize).filter(|_| issued.contains(&id)) else {
-            let message = format!("{id:?} is no default stream of backend {}", tag.get());
+            let message = format!("{id:?} is not a default stream of backend {}", tag.get());
             return Err(Error::new(ErrorKind::InvalidHandle, operation, message)
-                .with_hint("make the id with this backend's tag and a device that it has"));
+                .with_hint("create the id with this backend's tag and an existing device"));
         };
         let quirks = self.platform.quirks();
         let (can, name, raw) = if id.is_legacy_default() {
@@ -583,9 +582,9 @@ impl<P: Platform> DriverState<P> {
             _ => Err(Error::new(
                 ErrorKind::InvalidPointer,
                 operation,
-                format!("{ptr:?} is no page-locked memory of this backend"),
+                format!("{ptr:?} is not page-locked memory of this backend"),
             )
-            .with_hint("pass an address inside what `allocate` or `register` was called for")),
+            .with_hint("pass an address in memory of `allocate` or `register`")),
         }
     }
 
@@ -651,14 +650,14 @@ fn in_capture(operation: &'static str) -> Error {
 
 #[cold]
 pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
-    let message = format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device());
+    let message = format!("{stream:?} belongs to device {}, expected device {device} of {what}", stream.device());
     Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
 }
 
 #[cold]
 pub(super) fn nothing(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Vendor, operation, "the vendor answered with success and gave nothing")
-        .with_hint("look for an error of the device before this call")
+    Error::new(ErrorKind::Vendor, operation, "the vendor reported success and returned no object")
+        .with_hint("look for an earlier error of the device")
 }
 
 impl<P: Platform> Drop for DriverState<P> {

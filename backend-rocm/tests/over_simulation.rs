@@ -467,7 +467,7 @@ fn r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it() {
     // SAFETY: this test began it.
     let error = unsafe { backend.end_capture(id) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
-    assert!(error.hint().contains("whoever made the stream"), "{error}");
+    assert!(error.hint().contains("the code that created it"), "{error}");
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();
     // SAFETY: nobody uses the stream any more.
