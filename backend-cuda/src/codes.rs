@@ -1,11 +1,11 @@
-//! What CUDA's and cuBLAS's codes mean.
+//! The meaning of CUDA's and cuBLAS's codes.
 
 use cudarc::cublas::sys::cublasStatus_t;
 use cudarc::driver::sys::CUresult;
 use highwater_driver::{Code, Codes};
 use highwater_hal::ErrorKind;
 
-/// Rows of one kind, each with its hint.
+/// Creates rows from codes of the driver, each with its kind and hint.
 macro_rules! rows {
     ($($code:ident: $kind:ident, $hint:expr;)*) => {
         &[$(Code::new(CUresult::$code as i32, stringify!($code), ErrorKind::$kind, $hint)),*]
@@ -15,7 +15,7 @@ macro_rules! rows {
 const LOST: &str = "the context is lost for the whole process: end it, and look for the cause in the work before";
 const CAPTURED: &str = "end the capture and begin again; make the calls that a capture forbids before or after it";
 
-/// The driver's.
+/// The codes of the driver.
 pub(crate) static CUDA: Codes = Codes {
     library: "CUDA",
     rows: rows! {
@@ -81,7 +81,7 @@ macro_rules! status_rows {
     };
 }
 
-/// Those of cuBLAS and cuBLASLt.
+/// The codes of cuBLAS and cuBLASLt.
 pub(crate) static CUBLAS: Codes = Codes {
     library: "cuBLAS",
     rows: status_rows! {
@@ -176,7 +176,7 @@ mod tests {
         );
     }
 
-    /// Each row of the table is one of the expected, and the other way round; the raw code is kept.
+    /// Checks that the table has exactly the expected rows, and that each error keeps its code.
     fn check(codes: &Codes, expected: &[(i32, ErrorKind)]) {
         for &(code, kind) in expected {
             let error = codes.error("test", code);

@@ -127,7 +127,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
-        // SAFETY: the call writes two numbers that live until it returns.
+        // SAFETY: The call writes two numbers, which outlive it.
         state.check(OPERATION, unsafe { (state.platform.calls().mem_get_info)(&mut free, &mut seen) })?;
         Ok(MemoryInfo { free: (free as u64).min(total), total })
     }
@@ -209,7 +209,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         // A default stream has no hazard pointer, so no fence publishes the query.
         let _relaxed = state.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().stream_query)(held.raw()) })
     }
 
@@ -221,7 +221,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.refuse_in_capture(OPERATION, &held)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         let _relaxed = state.relaxed();
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         state.check(OPERATION, unsafe { (state.platform.calls().stream_synchronize)(held.raw()) })
     }
 
@@ -246,7 +246,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held.
+        // SAFETY: Both are held.
         let wait = || unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
         if state.streams_die() && state.may_capture() && !held.is_default() {
             return state.wait_and_perhaps_join(OPERATION, stream, &held, wait);
@@ -321,7 +321,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         state.check(OPERATION, unsafe { (state.platform.calls().event_create)(&mut raw, vendor_flags) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
@@ -347,7 +347,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(interprocess_in_capture(OPERATION));
         }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held.
+        // SAFETY: Both are held.
         state.check(OPERATION, unsafe { (state.platform.calls().event_record)(mark.raw(), held.raw()) })
     }
 
@@ -358,7 +358,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let asking = thread_records::ask();
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed_if_capturing(asking.as_ref());
-        // SAFETY: the event is held.
+        // SAFETY: The event is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().event_query)(mark.raw()) })
     }
 
@@ -368,7 +368,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed();
-        // SAFETY: the event is held.
+        // SAFETY: The event is held.
         state.check(OPERATION, unsafe { (state.platform.calls().event_synchronize)(mark.raw()) })
     }
 
@@ -391,7 +391,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let mut milliseconds = 0.0_f32;
         let quirks = state.platform.quirks();
-        // SAFETY: both events are held, and the call writes one number that lives until it returns.
+        // SAFETY: Both events are held, and the call writes one number, which outlives it.
         match unsafe { (state.platform.calls().event_elapsed_time)(&mut milliseconds, first.raw(), last.raw()) } {
             // A negative time, of an end before its start, becomes 0.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
@@ -477,7 +477,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             }
             plain => {
                 let mut address = DevicePtr::new(0);
-                // SAFETY: the call writes one number that lives until it returns.
+                // SAFETY: The call writes one number, which outlives it.
                 let code = self.with_trimmed_pool(device, || unsafe { (calls.mem_alloc)(&mut address, bytes) });
                 state.check(OPERATION, code)?;
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
@@ -669,7 +669,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             // Queries that did not see the capture are answered first.
             thread_records::wait_for_questions();
         }
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         let begin = || unsafe { begin(held.raw(), number) };
         let outcome = if state.streams_die() {
             state.begin_mortal_capture(OPERATION, stream, &held, begin)
@@ -709,7 +709,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             .with_hint("end the capture on the thread that began it, or begin it in relaxed mode"));
         }
         let mut raw = RawGraph::NULL;
-        // SAFETY: the stream is held, and the call writes one number that lives until it returns.
+        // SAFETY: The stream is held, and the call writes one number, which outlives it.
         let code = unsafe { end(held.raw(), &mut raw) };
         let status = state.capture_status(OPERATION, held.raw()).unwrap_or(0);
         let dead = code != 0 && state.has_died(stream, code, status, held.flags() & CAPTURES != 0);
@@ -759,7 +759,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
-        // SAFETY: the graph is held, and the call writes one number that lives until it returns.
+        // SAFETY: The graph is held, and the call writes one number, which outlives it.
         state.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
         state.made(OPERATION, raw)?;
         state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
@@ -841,7 +841,7 @@ impl<P: Platform> DriverBackend<P> {
         let _current = state.make_current(OPERATION, device)?;
         state.pool(device);
         let mut address = DevicePtr::new(0);
-        // SAFETY: the stream is held, and the call writes one number that lives until it returns.
+        // SAFETY: The stream is held, and the call writes one number, which outlives it.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
         state.check(OPERATION, code)?;
         state.made(OPERATION, address)?;

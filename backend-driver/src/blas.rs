@@ -44,7 +44,7 @@ impl<P: Platform> DriverBlas<P> {
         let quirks = state.platform.quirks();
         state.platform.may_create_blas(device)?;
         let mut raw = RawBlas::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
         state.made(OPERATION, raw)?;
         let products = Products::of(state.capabilities(OPERATION, device)?);
@@ -119,7 +119,7 @@ impl<P: Platform> DriverBlas<P> {
     #[inline(never)]
     fn bind_again(&self, operation: &'static str, stream: RawStream) -> Result<()> {
         let calls = &self.state.platform.blas().calls;
-        // SAFETY: the handle is alive, and so is the stream.
+        // SAFETY: The handle is alive, and so is the stream.
         self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
         match (self.workspace, calls.set_workspace) {
             (Some(workspace), Some(set)) if self.state.platform.quirks().set_stream_resets_workspace => {
@@ -139,7 +139,7 @@ impl<P: Platform> DriverBlas<P> {
         let outcome = {
             let _relaxed = self.state.relaxed();
             let _current = self.state.make_current(OPERATION, self.device)?;
-            // SAFETY: the handle is alive, and is not used after this.
+            // SAFETY: The handle is alive, and is not used after this.
             let code = unsafe { (self.state.platform.blas().calls.destroy)(self.raw) };
             self.check(OPERATION, code)
         };
@@ -380,7 +380,7 @@ impl Arguments {
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
         let [stride_a, stride_b, stride_c] = strides;
-        // SAFETY: as in `single`.
+        // SAFETY: As in `single`.
         unsafe {
             call(
                 handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
@@ -406,12 +406,12 @@ unsafe fn enqueue(
     let GemmShape { m, n, k, lda, ldb, ldc, .. } = gemm.shape;
     let usual = gemm.shape.batch.is_none() & (gemm.alpha != 0.0) & ((m | n | k | lda | ldb | ldc) <= i32::MAX as usize);
     if !usual {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         return unsafe { enqueue_unusual(operation, blas, numbers, handle, gemm) };
     }
     let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
     let factors = Factors::of(gemm);
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.calls.gemm_ex, sizes, leading) })
 }
 
@@ -476,7 +476,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let raw = {
             let held = self.state.stream_for_handle(OPERATION, stream, self.device)?;
             let blas = self.state.platform.blas();
-            // SAFETY: the handle is alive, and the stream is held.
+            // SAFETY: The handle is alive, and the stream is held.
             blas.codes.check(OPERATION, unsafe { (blas.calls.set_stream)(self.raw, held.raw()) })?;
             held.raw()
         };
@@ -531,7 +531,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                 MathMode::Tf32 => modes.tf32,
                 _ => return Err(Error::unknown(OPERATION, &mode)),
             };
-            // SAFETY: the handle is alive.
+            // SAFETY: The handle is alive.
             self.check(OPERATION, unsafe { set(self.raw, number) })?;
         }
         // Only F32 has a choice of precision.
@@ -549,7 +549,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
-        // SAFETY: the handle is alive.
+        // SAFETY: The handle is alive.
         self.check(OPERATION, unsafe { (self.state.platform.blas().calls.set_atomics_mode)(self.raw, number) })
     }
 

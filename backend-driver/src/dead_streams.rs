@@ -61,7 +61,7 @@ impl<P: Platform> DriverState<P> {
             StreamPriority::Normal => 0,
             StreamPriority::High => greatest,
         };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { (calls.stream_create_with_priority)(&mut raw, flags, priority) })?;
         self.made(operation, raw)
     }
@@ -78,7 +78,7 @@ impl<P: Platform> DriverState<P> {
         let _current = self.make_current(operation, device)?;
         let mut event = RawEvent::NULL;
         let plain = self.platform.quirks().event_flags.plain;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         self.check(operation, unsafe { (calls.event_create)(&mut event, plain) })?;
         self.made(operation, event)?;
         // SAFETY: The event was just created, and the stream is held.

@@ -16,13 +16,13 @@ fn raw(fake: &Fake, stream: StreamId) -> u64 {
 
 /// Ends the capture, which fails.
 fn end(fake: &Fake, stream: StreamId) -> Error {
-    // SAFETY: the tests began it.
+    // SAFETY: The tests began it.
     unsafe { fake.backend.end_capture(stream) }.unwrap_err()
 }
 
 fn use_it(fake: &Fake, stream: StreamId) {
     let fill = MemoryFill::new(0, DevicePtr::new(0x1000), FillPattern::U8(1), 16);
-    // SAFETY: nobody follows the address.
+    // SAFETY: Nobody follows the address.
     unsafe { fake.backend.fill(&fill, stream) }.unwrap();
     fake.backend.synchronize_stream(stream).unwrap();
 }
@@ -56,7 +56,7 @@ fn a_stream_that_died_is_replaced_under_its_id_behind_its_earlier_work() {
         backend.synchronize_device(0).unwrap();
         // And it can be captured again.
         backend.begin_capture(id, CaptureMode::Global).unwrap();
-        // SAFETY: this test began it.
+        // SAFETY: This test began it.
         backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
         assert_eq!(raw(&fake, id), after);
         backend.destroy_stream(id).unwrap();
@@ -135,7 +135,7 @@ fn a_lost_capture_leaves_that_of_another_thread_alone() {
             ends.wait();
             ends.wait();
             assert_eq!([raw(&fake, theirs), raw(&fake, their_other)], theirs_before);
-            // SAFETY: this thread began it.
+            // SAFETY: This thread began it.
             backend.destroy_graph(unsafe { backend.end_capture(theirs) }.unwrap()).unwrap();
         });
         ends.wait();
@@ -157,7 +157,7 @@ fn a_stream_of_other_code_cannot_be_replaced_and_says_so() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
     let foreign = fake.foreign();
-    // SAFETY: the stream is alive until it is given back.
+    // SAFETY: The stream is alive until it is given back.
     let id = unsafe { backend.stream_from_raw(0, foreign) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     fake.lose(foreign);
@@ -180,22 +180,22 @@ fn a_handle_that_was_bound_to_the_dead_stream_is_bound_again_and_keeps_its_works
     let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(id).unwrap();
     let ptr = DevicePtr::new(0x1000);
-    // SAFETY: nobody follows the address.
+    // SAFETY: Nobody follows the address.
     unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { handle.gemm(&gemm) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     fake.lose(before);
     end(&fake, id);
     for _ in 0..2 {
-        // SAFETY: as above.
+        // SAFETY: As above.
         unsafe { handle.gemm(&gemm) }.unwrap();
     }
     assert_eq!(fake.bindings_of(handle.raw()), [before, raw(&fake, id)]);
     assert_eq!(fake.calls("blas_set_workspace").len(), 1);
     // Its own workspace comes back by a call, not by binding the stream.
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { handle.set_workspace(None) }.unwrap();
     assert_eq!((fake.calls("blas_set_workspace").len(), fake.bindings_of(handle.raw()).len()), (2, 2));
     handle.destroy().unwrap();

@@ -44,7 +44,7 @@ impl<D> DriverCache<D> {
         if self.first.get().is_some_and(|generation| !generation.is_current()) {
             return Err(Generation::error("open"));
         }
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let found = unsafe { search.open(library, paths(library.path_variable).as_deref(), accepts) }?;
         let known = |name: &str| self.open.lock().iter().find(|(opened, _)| opened == name).map(|(_, driver)| *driver);
         if let Some(driver) = known(found.library.name()) {

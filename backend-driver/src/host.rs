@@ -68,7 +68,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
         let mut address = std::ptr::null_mut();
-        // SAFETY: the call writes one address that lives until it returns.
+        // SAFETY: The call writes one address, which outlives it.
         state.check(OPERATION, unsafe { (state.platform.calls().mem_host_alloc)(&mut address, bytes, flags) })?;
         let address = NonNull::new(address).ok_or_else(|| super::state::nothing(OPERATION))?;
         let ptr = HostPtr::new(address);

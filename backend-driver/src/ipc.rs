@@ -93,12 +93,12 @@ impl<P: Platform> DriverIpc<P> {
         };
         let mut address = DevicePtr::new(0);
         let flag = state.platform.quirks().ipc_open_flag;
-        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        // SAFETY: The call writes one number, which outlives it, and takes the handle by value.
         state.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
         state.made(OPERATION, address)?;
         if let Some(range) = state.platform.calls().mem_get_address_range {
             let (mut start, mut bytes) = (DevicePtr::new(0), 0);
-            // SAFETY: the call writes two numbers that live until it returns.
+            // SAFETY: The call writes two numbers, which outlive it.
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
                 if let Some(close) = state.platform.calls().ipc_close_mem_handle {
@@ -189,7 +189,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     return Err(unsupported(OPERATION, transport));
                 };
                 let mut payload = IpcHandle([0; 64]);
-                // SAFETY: the call writes 64 bytes that live until it returns.
+                // SAFETY: The call writes 64 bytes, which outlive it.
                 state.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
                 Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
             }
@@ -306,7 +306,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
-        // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
+        // SAFETY: The event is held, and the call writes 64 bytes, which outlive it.
         state.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
         Ok(EventHandle::new(uuid, payload.0))
     }
@@ -325,7 +325,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
-        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        // SAFETY: The call writes one number, which outlives it, and takes the handle by value.
         state.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {

@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_failure_carries_the_loaders_words_and_names_the_library_once() {
-        // SAFETY: there is no such library.
+        // SAFETY: There is no such library.
         let failure = unsafe { Library::open("libhighwater-no-such.so.1") }.unwrap_err();
         assert!(failure.reason.contains("cannot open shared object file"), "{failure:?}");
         assert_eq!(failure.to_string().matches("libhighwater-no-such.so.1").count(), 1, "{failure}");

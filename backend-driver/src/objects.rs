@@ -208,7 +208,7 @@ impl<I: IdOf> Objects<I> {
         if parts.tag != self.tag || parts.slot >= FIRST_CHUNK || slots.is_null() {
             return None;
         }
-        // SAFETY: as in `slot`.
+        // SAFETY: As in `slot`.
         Some(unsafe { &*slots.add(parts.slot as usize) })
     }
 
@@ -526,7 +526,7 @@ mod tests {
         let id = table.insert("t", 1, RawStream(5), 0).unwrap();
         assert_eq!(other.hold("t", id).unwrap_err().kind(), ErrorKind::InvalidHandle);
         for forged in [IdParts { device: 0, ..id.parts() }, IdParts { slot: 40_000_000, ..id.parts() }] {
-            // SAFETY: no runtime uses this table.
+            // SAFETY: No runtime uses this table.
             let forged = unsafe { StreamId::from_parts(forged) };
             assert_eq!(table.hold("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
         }

@@ -127,7 +127,7 @@ impl Search {
         given: Option<&Path>,
         accepts: impl Fn(&LibraryName) -> bool,
     ) -> Result<Found, Error> {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let (opened, name) = unsafe {
             match given {
                 Some(path) => self.open_given(library, path),
@@ -221,7 +221,7 @@ impl Search {
             }
         }
         for old in library.too_old {
-            // SAFETY: as above.
+            // SAFETY: As above.
             match unsafe { Library::open(old.file) } {
                 Ok(opened) => {
                     self.opened.push(opened.name().to_owned());

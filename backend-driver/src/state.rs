@@ -198,7 +198,7 @@ pub struct Relaxed<'r, P: Platform> {
 impl<P: Platform> Drop for Relaxed<'_, P> {
     fn drop(&mut self) {
         if let Some((_, exchange)) = self.exchange {
-            // SAFETY: the call reads and writes one number that lives until it returns.
+            // SAFETY: The call reads and writes one number that lives until it returns.
             unsafe { exchange(&mut self.previous) };
         }
     }
@@ -615,19 +615,19 @@ impl<P: Platform> DriverState<P> {
             return Ok(());
         }
         let _relaxed = self.relaxed();
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }
 
     pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed<RawGraph>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_destroy else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 
     pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed<RawGraphExec>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 }

@@ -200,7 +200,7 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
 /// # Safety
 /// `out` is valid for writes.
 unsafe fn give<T>(out: *mut T, value: T) -> i32 {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     unsafe { out.write(value) };
     0
 }
@@ -210,7 +210,7 @@ unsafe fn give<T>(out: *mut T, value: T) -> i32 {
 /// # Safety
 /// `out` is valid for writes.
 unsafe fn give_handle<R: Raw>(out: *mut R, number: u64) -> i32 {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     unsafe { give(out, R::from_number(number)) }
 }
 
@@ -233,7 +233,7 @@ fn destroy(name: &'static str, object: u64) -> i32 {
 macro_rules! vendor_functions {
     ($($name:ident($($argument:ident: $type:ty),*) $body:block)*) => {
         $(
-            // SAFETY: not unsafe by itself; the out-parameters are those of the table's callers, who let them live until the
+            // SAFETY: Not unsafe by itself; the out-parameters are those of the table's callers, who let them live until the
             // call returns.
             unsafe extern "C" fn $name($($argument: $type),*) -> i32 $body
         )*
@@ -247,7 +247,7 @@ vendor_functions! {
         needs_context("stream_create_with_priority", &[], |vendor| {
             let made = vendor.made("stream_create_with_priority");
             vendor.streams_made.push((made, priority));
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
@@ -263,11 +263,11 @@ vendor_functions! {
         })
     }
     get_stream_priority_range(least: *mut i32, greatest: *mut i32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("get_stream_priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
     }
     event_create(out: *mut RawEvent, _flags: u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("event_create", &[], |vendor| unsafe { give_handle(out, vendor.made("event_create")) })
     }
     event_destroy(event: RawEvent) { destroy("event_destroy", event.number()) }
@@ -285,7 +285,7 @@ vendor_functions! {
     event_query(event: RawEvent) { call("event_query", &[event.number()], |_| 0) }
     event_synchronize(event: RawEvent) { call("event_synchronize", &[event.number()], |_| 0) }
     event_elapsed_time(out: *mut f32, start: RawEvent, end: RawEvent) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("event_elapsed_time", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
     }
     device_synchronize() { needs_context("device_synchronize", &[], |_| 0) }
@@ -293,13 +293,13 @@ vendor_functions! {
         needs_context("mem_alloc", &[], |vendor| {
             let made = vendor.made("mem_alloc");
             vendor.memory.insert(made, bytes);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
     mem_free(memory: DevicePtr) { destroy("mem_free", memory.number()) }
     mem_get_info(free: *mut usize, total: *mut usize) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_get_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
     }
     memcpy_htod_async(_to: DevicePtr, _from: *const u8, _bytes: usize, stream: RawStream) { call("memcpy_htod_async", &[stream.number()], |_| 0) }
@@ -311,7 +311,7 @@ vendor_functions! {
     mem_host_alloc(out: *mut *mut u8, _bytes: usize, _flags: u32) {
         needs_context("mem_host_alloc", &[], |vendor| {
             let made = vendor.made("mem_host_alloc");
-            // SAFETY: see the macro. Nobody follows the address.
+            // SAFETY: See the macro. Nobody follows the address.
             unsafe { give(out, std::ptr::without_provenance_mut(made as usize)) }
         })
     }
@@ -319,17 +319,17 @@ vendor_functions! {
     mem_host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("mem_host_register", &[], |_| 0) }
     mem_host_unregister(_memory: *mut u8) { needs_context("mem_host_unregister", &[], |_| 0) }
     mem_host_get_device_pointer(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_host_get_device_pointer", &[], |_| unsafe { give_handle(out, memory.addr() as u64) })
     }
     mem_alloc_async(out: *mut DevicePtr, _bytes: usize, stream: RawStream) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_alloc_async", &[stream.number()], |vendor| unsafe { give_handle(out, vendor.made("mem_alloc_async")) })
     }
     mem_free_async(memory: DevicePtr, stream: RawStream) {
         let (memory, stream) = (memory.get(), stream.0); call("mem_free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
     device_get_default_mem_pool(out: *mut RawMemPool, _device: i32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("device_get_default_mem_pool", &[], |vendor| unsafe { give_handle(out, vendor.made("device_get_default_mem_pool")) })
     }
     mem_pool_set_attribute(pool: RawMemPool, _which: u32, _value: *mut u64) { call("mem_pool_set_attribute", &[pool.number()], |_| 0) }
@@ -358,7 +358,7 @@ vendor_functions! {
             Some(Some(thread)) if thread != std::thread::current().id() => WRONG_THREAD,
             Some(_) => {
                 let made = vendor.made("stream_end_capture");
-                // SAFETY: see the macro.
+                // SAFETY: See the macro.
                 unsafe { give_handle(out, made) }
             }
             None => INVALID,
@@ -367,32 +367,32 @@ vendor_functions! {
     }
     stream_is_capturing(stream: RawStream, out: *mut u32) {
         let stream = stream.0;
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("stream_is_capturing", &[stream], |vendor| unsafe {
             let lost = u32::from(vendor.dead.contains(&stream)) * 2;
             give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
         })
     }
     thread_exchange_stream_capture_mode(mode: *mut u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         unsafe { give(mode, MODE.replace(*mode)) }
     }
     graph_instantiate_with_flags(out: *mut RawGraphExec, graph: RawGraph, _flags: u64) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("graph_instantiate_with_flags", &[graph.number()], |vendor| unsafe { give_handle(out, vendor.made("graph_instantiate_with_flags")) })
     }
     graph_launch(graph: RawGraphExec, stream: RawStream) { call("graph_launch", &[graph.number(), stream.number()], |_| 0) }
     graph_destroy(graph: RawGraph) { destroy("graph_destroy", graph.number()) }
     graph_exec_destroy(graph: RawGraphExec) { destroy("graph_exec_destroy", graph.number()) }
     ipc_get_mem_handle(out: *mut IpcHandle, memory: DevicePtr) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_get_mem_handle", &[memory.number()], |_| unsafe { give(out, IpcHandle([7; 64])) })
     }
     ipc_open_mem_handle(out: *mut DevicePtr, _handle: IpcHandle, _flags: u32) {
         needs_context("ipc_open_mem_handle", &[], |vendor| {
             let made = vendor.made("ipc_open_mem_handle");
             vendor.memory.insert(made, OPENED_BYTES);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
@@ -401,20 +401,20 @@ vendor_functions! {
         let memory = memory.get();
         call("mem_get_address_range", &[memory], |vendor| {
             let found = vendor.memory.get(&memory).copied().unwrap_or(0);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(start, memory) + give(bytes, found) }
         })
     }
     ipc_get_event_handle(out: *mut IpcHandle, event: RawEvent) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_get_event_handle", &[event.number()], |_| unsafe { give(out, IpcHandle([8; 64])) })
     }
     ipc_open_event_handle(out: *mut RawEvent, _handle: IpcHandle) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_open_event_handle", &[], |vendor| unsafe { give_handle(out, vendor.made("ipc_open_event_handle")) })
     }
     blas_create(out: *mut RawBlas) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("blas_create", &[], |vendor| unsafe { give_handle(out, vendor.made("blas_create")) })
     }
     blas_destroy(handle: RawBlas) { destroy("blas_destroy", handle.number()) }
@@ -531,7 +531,7 @@ static BLAS: Blas = Blas {
 #[derive(Debug)]
 pub(super) struct FakePlatform(&'static Quirks);
 
-// SAFETY: nothing that the room frees is memory: addresses are numbers that nobody follows.
+// SAFETY: Nothing that the room frees is memory: addresses are numbers that nobody follows.
 unsafe impl Platform for FakePlatform {
     /// The context that was current.
     type Previous = u64;

@@ -40,9 +40,9 @@ struct Table {
     object: Object,
 }
 
-// SAFETY: the cell is what the model is about: loom fails the test where two threads touch it unordered.
+// SAFETY: The cell is what the model is about: loom fails the test where two threads touch it unordered.
 unsafe impl Sync for Table {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Send for Table {}
 
 impl Table {
@@ -60,7 +60,7 @@ impl Table {
         let record = self.registry.take();
         let hazard = record.announce(self.address()).expect("a record of one's own has room");
         if !self.object.stale.load(Ordering::Acquire) {
-            // SAFETY: read only.
+            // SAFETY: Read only.
             let alive = self.object.handle.with(|handle| unsafe { *handle });
             assert!(alive, "a call used a handle that was destroyed");
         }
@@ -79,7 +79,7 @@ impl Table {
         if self.registry.is_announced(self.address(), &fenced) {
             return false;
         }
-        // SAFETY: nobody uses it, which is what is under test.
+        // SAFETY: Nobody uses it, which is what is under test.
         self.object.handle.with_mut(|handle| unsafe { *handle = false });
         true
     }
@@ -147,7 +147,7 @@ fn an_announcement_apart_is_seen_like_any_other() {
         let call = thread::spawn(move || {
             let hazard = other.registry.announce_apart(other.address());
             if !other.object.stale.load(Ordering::Acquire) {
-                // SAFETY: read only.
+                // SAFETY: Read only.
                 assert!(other.object.handle.with(|handle| unsafe { *handle }));
             }
             drop(hazard);
@@ -169,7 +169,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
             let hazards = record.announce_both(one.address(), two.address()).expect("a record of one's own has room");
             for table in [&one, &two] {
                 if !table.object.stale.load(Ordering::Acquire) {
-                    // SAFETY: read only.
+                    // SAFETY: Read only.
                     assert!(table.object.handle.with(|handle| unsafe { *handle }));
                 }
             }
@@ -178,7 +178,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
         second.object.stale.store(true, Ordering::Relaxed);
         let fenced = Fenced::now();
         if !first.registry.is_announced(second.address(), &fenced) {
-            // SAFETY: nobody uses it, which is what is under test.
+            // SAFETY: Nobody uses it, which is what is under test.
             second.object.handle.with_mut(|handle| unsafe { *handle = false });
         }
         let destroyed = first.remove();

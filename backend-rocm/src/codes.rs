@@ -1,9 +1,9 @@
-//! What HIP's and hipBLAS's codes mean.
+//! The meaning of HIP's and hipBLAS's codes.
 
 use highwater_driver::{Code, Codes};
 use highwater_hal::ErrorKind;
 
-/// Rows, each with its number, the vendor's name, what a program can do about it, and the hint.
+/// Creates rows, each with the code, the vendor's name, the kind and the hint.
 macro_rules! table {
     ($($code:literal $name:ident $kind:ident $hint:expr;)*) => {
         &[$(Code::new($code, stringify!($name), ErrorKind::$kind, $hint)),*]
@@ -14,7 +14,7 @@ const LOST: &str = "the device is lost for the whole process: end it, and look f
 const CAPTURED: &str = "end the capture and begin again; make the calls that a capture forbids before or after it";
 const INVISIBLE: &str = "no device is visible: look at `rocminfo`, at the rights to /dev/kfd, and at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES";
 
-/// The runtime's.
+/// The codes of the runtime.
 pub(crate) static HIP: Codes = Codes {
     library: "HIP",
     rows: table! {
@@ -63,7 +63,7 @@ pub(crate) static HIP: Codes = Codes {
     },
 };
 
-/// Those of hipBLAS, the same in version 2 and 3.
+/// The codes of hipBLAS 2 and 3.
 pub(crate) static HIPBLAS: Codes = Codes {
     library: "hipBLAS",
     rows: table! {
@@ -85,7 +85,7 @@ pub(crate) static HIPBLAS: Codes = Codes {
 mod tests {
     use super::*;
 
-    /// Each row is one of the expected, and the other way round; the raw code and the name are kept.
+    /// Checks that the table has exactly the expected rows, and that each error keeps its code and name.
     fn hold(codes: &Codes, expected: &[(i32, ErrorKind)]) {
         let rows: Vec<(i32, ErrorKind)> = codes.rows.iter().map(|row| (row.code, row.kind)).collect();
         assert_eq!(rows, expected);

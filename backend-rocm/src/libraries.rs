@@ -1,7 +1,8 @@
 //! The names of AMD's libraries.
 //!
-//! HIP and hipBLAS count their versions apart, and only pairs of one ROCm release work together: hipBLAS 3 takes other
-//! data types under the same symbols than hipBLAS 2. So each hipBLAS carries the major version of the HIP it goes with.
+//! HIP and hipBLAS have separate version numbers, and only pairs of one ROCm release work together. hipBLAS 3 takes
+//! other numbers for the same types than hipBLAS 2. Each name of hipBLAS therefore carries the major version of its
+//! HIP.
 
 use std::path::{Path, PathBuf};
 
@@ -24,13 +25,13 @@ pub(crate) const HIPBLAS: VendorLibrary = VendorLibrary {
     required_symbols: &["hipblasCreate"],
 };
 
-/// Where AMD's installer puts the libraries, beyond the loader's path: the release that is set as the default, then the others, the
+/// Returns the library folders of AMD's installer beyond the loader's path: the default release, then the others,
 /// newest first.
 pub(crate) fn folders() -> Vec<PathBuf> {
     releases().into_iter().map(|release| release.join("lib")).collect()
 }
 
-/// The folders of ROCm releases.
+/// Returns the folders of ROCm releases.
 pub(crate) fn releases() -> Vec<PathBuf> {
     releases_in(Path::new("/opt"))
 }
@@ -48,11 +49,11 @@ fn releases_in(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The major version that HIP has to have because one is in this process already, whoever opened it: a second one does not load, or
-/// loads and breaks the first. `None` where there is none.
+/// Returns the major version of the HIP that this process has loaded, if any. A second major version does not load, or
+/// breaks the first.
 ///
 /// # Errors
-/// `InvalidState` where `given`, or the version that is there, is of another.
+/// `InvalidState` if `given` has another major version, and `Unsupported` if the loaded version is too old.
 pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option<&Path>) -> Result<Option<u32>, Error> {
     let Some((file, major)) = loaded.and_then(|(file, name)| Some((file, name.major?))) else { return Ok(None) };
     let refused = |wanted: &str, hint: String| {
