@@ -53,11 +53,11 @@ use crate::platform::Cuda;
 ///
 /// # Errors
 /// - `LibraryMissing` if a library cannot be opened or is a toolkit's stub, with all names tried and the loader's
-/// reasons.
+///   reasons.
 /// - `SymbolMissing` if a library lacks a required symbol.
 /// - `DeviceMissing` if no device is visible.
 /// - `InvalidArgument` if `HIGHWATER_CUDA_LIBRARY`, `HIGHWATER_CUBLASLT_LIBRARY` and `HIGHWATER_CUBLAS_LIBRARY` name
-/// files of different major versions.
+///   files of different major versions.
 /// - `Unsupported` if the driver is older than CUDA 12.2.
 pub fn open() -> Result<Arc<dyn Backend>, Unavailable> {
     let environment = environment_path("VIRTUAL_ENV");

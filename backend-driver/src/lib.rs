@@ -7,7 +7,7 @@
 //!
 //! This crate is responsible for:
 //! - Ids. Each id names one vendor handle, and a stale or forged id is `InvalidHandle`. Vendors crash on a destroyed
-//! handle.
+//!   handle.
 //! - Destruction. No handle is destroyed while a call of another thread uses it.
 //! - The current device. Each call leaves the thread's current device as it was.
 //! - Captures. A call that would lose a capture is refused, or is made in the relaxed mode.
@@ -22,10 +22,10 @@
 //! # Life cycle of a driver
 //!
 //! 1. [`open_backend`] runs a [`Search`], which opens the vendor's libraries. It reports each failure as an
-//! [`Unavailable`](highwater_hal::Unavailable).
+//!    [`Unavailable`](highwater_hal::Unavailable).
 //! 2. [`DriverCache`] initializes the driver once for each library file. Several backends share one driver.
 //! 3. The vendor crate fills its tables with [`vendor_calls!`](crate::vendor_calls). A missing required symbol is an
-//! error here and never later.
+//!    error here and never later.
 //! 4. [`DriverBackend`] serves calls. Its [`DriverState`] lives until the last BLAS handle is dropped.
 //! 5. Libraries are never closed, because callbacks, exit handlers and threads of a driver outlive every user.
 //!
