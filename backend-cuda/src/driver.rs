@@ -76,7 +76,8 @@ impl Driver {
         // SAFETY: The call writes one number, which outlives it. It needs no initialization.
         check(unsafe { (own.driver_get_version)(&mut version) })?;
         if version < OLDEST {
-            let message = format!("{} is a driver of CUDA {}", found.library.name(), written(version));
+            let message =
+                format!("{} is a driver of CUDA {}, expected a newer one", found.library.name(), written(version));
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
                 .with_hint(format!("install a driver of CUDA {} or newer", written(OLDEST))));
         }

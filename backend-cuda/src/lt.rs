@@ -196,7 +196,7 @@ impl Plan {
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
         let bias = if self.has_bias { arguments.bias } else { None };
         if self.has_bias && bias.is_none() {
-            return invalid("the plan adds a bias, and none is given".to_owned())
+            return invalid("the plan adds a bias and none was passed".to_owned())
                 .with_hint("pass a bias of m elements");
         }
         let [of_factors, of_results] = self.alignments;
@@ -209,14 +209,13 @@ impl Plan {
         ];
         for (what, ptr, alignment) in operands {
             if let Some(ptr) = ptr.filter(|ptr| !ptr.is_aligned_to(alignment)) {
-                return invalid(format!("{what} is at {ptr:?}, the plan was made for multiples of {alignment}"))
-                    .with_hint("align it, or make the plan with a smaller `alignment`");
+                return invalid(format!("{what} is at {ptr:?}, expected a multiple of {alignment}"))
+                    .with_hint("align the operand, or create the plan with a smaller `alignment`");
             }
         }
-        let message =
-            format!("the plan needs {} bytes of workspace, {workspace_bytes} are bound", self.workspace_bytes);
+        let message = format!("the workspace has {workspace_bytes} bytes, expected at least {}", self.workspace_bytes);
         Error::new(ErrorKind::InvalidState, operation, message)
-            .with_hint("call `set_workspace` with as much as the plan was made for")
+            .with_hint("call `set_workspace` with the bytes of the plan's options")
     }
 }
 
@@ -332,9 +331,10 @@ impl LtBlas {
         }
         let element = options.shape.data_type.bytes().min(options.shape.output.bytes());
         if options.alignment < element || !options.alignment.is_power_of_two() {
-            let message = format!("an alignment of {} was asked for", options.alignment);
+            let message =
+                format!("the alignment is {}, expected a power of two of at least {element}", options.alignment);
             return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
-                .with_hint(format!("pass a power of two that is at least the {element} bytes of an element")));
+                .with_hint("pass at least the bytes of an element"));
         }
         Ok(())
     }
@@ -439,7 +439,7 @@ impl LtBlas {
                 operation,
                 format!("cuBLASLt has no kernel for {options:?}"),
             )
-            .with_hint("give it more workspace, a larger alignment, or use a BLAS handle"));
+            .with_hint("pass more workspace or a larger alignment, or use a BLAS handle"));
         }
         CUBLAS.check(operation, result.state)?;
         Ok(Plan {
@@ -593,7 +593,7 @@ impl Call<'_> {
 }
 
 fn too_large(operation: &'static str, value: usize) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than cuBLASLt can count"))
+    Error::new(ErrorKind::InvalidArgument, operation, format!("the size {value} is beyond the range of cuBLASLt"))
 }
 
 fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {
@@ -623,7 +623,7 @@ impl Drop for LtBlas {
             return;
         }
         if let Err(error) = self.close() {
-            tracing::warn!("an Lt handle was not destroyed: {error}");
+            tracing::warn!("an Lt handle was leaked: {error}");
         }
     }
 }
@@ -679,8 +679,8 @@ impl BlasHandle for LtBlas {
 
     unsafe fn gemm(&mut self, _gemm: &Gemm) -> Result<()> {
         self.enter("gemm")?;
-        Err(Error::new(ErrorKind::Unsupported, "gemm", "an Lt handle makes plans, and no products without one")
-            .with_hint("use a handle of kind `Blas`, or `create_plan` and `run_plan`"))
+        Err(Error::new(ErrorKind::Unsupported, "gemm", "an Lt handle computes products only by plans")
+            .with_hint("call `create_plan` and `run_plan`, or use a handle of kind `Blas`"))
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
@@ -748,6 +748,6 @@ impl BlasHandle for LtBlas {
 
 #[cold]
 fn no_plan(operation: &'static str, plan: PlanId) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, format!("{plan:?} is no plan of this handle, or no longer"))
+    Error::new(ErrorKind::InvalidHandle, operation, format!("{plan:?} is not a live plan of this handle"))
         .with_hint("create the plan on this handle")
 }

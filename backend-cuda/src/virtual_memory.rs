@@ -78,7 +78,7 @@ impl VirtualMemoryCalls {
         let code = unsafe { (self.mem_get_allocation_granularity)(&mut granularity, properties, LEAST) };
         codes::CUDA.check(operation, code)?;
         bytes.checked_next_multiple_of(granularity.max(1)).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes are more than the address space"))
+            Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes exceed the address space"))
         })
     }
 
@@ -146,7 +146,7 @@ impl VirtualMemoryCalls {
         };
         for code in codes {
             if let Err(error) = codes::CUDA.check(operation, code) {
-                tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
+                tracing::warn!("a part of {} bytes of shared memory was leaked: {error}", block.bytes);
             }
         }
         Ok(())
@@ -184,7 +184,7 @@ impl VirtualMemoryCalls {
         };
         codes::CUDA.check(OPERATION, code)?;
         if descriptor < 0 {
-            return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA answered with success and no descriptor"));
+            return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA reported success and returned no descriptor"));
         }
         // SAFETY: The descriptor was just created, and no other code knows it.
         Ok(handle.with_descriptor(Descriptor::new(unsafe { OwnedFd::from_raw_fd(descriptor) })))
@@ -200,7 +200,7 @@ impl VirtualMemoryCalls {
             (Some(descriptor), _) => std::ptr::without_provenance(descriptor.as_ref().as_raw_fd() as usize),
             (None, _) => {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle has no descriptor")
-                    .with_hint("pass the handle with the descriptor that travelled beside it"));
+                    .with_hint("pass the handle with its descriptor"));
             }
         };
         let mut memory = RawAllocation::NULL;
@@ -213,10 +213,10 @@ impl VirtualMemoryCalls {
                 _ => Error::new(
                     ErrorKind::InvalidArgument,
                     OPERATION,
-                    format!("this is no handle of shared memory: {}", error.message()),
+                    format!("the handle does not name shared memory: {}", error.message()),
                 )
                 .with_code(error.code().unwrap_or(0))
-                .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID"),
+                .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID"),
             }
         };
         codes::CUDA.check(OPERATION, code).map_err(not_one)?;

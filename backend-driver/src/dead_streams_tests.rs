@@ -1,4 +1,4 @@
-//! Streams that die with their capture, over a vendor of Rust functions whose streams do.
+//! Tests of streams that die with a lost capture, over a fake vendor.
 
 use super::testing::{Fake, INVALID};
 use highwater_hal::{
@@ -14,7 +14,7 @@ fn raw(fake: &Fake, stream: StreamId) -> u64 {
     fake.backend.raw_stream(stream).unwrap()
 }
 
-/// Ends the capture, which fails.
+/// Ends the capture and returns its error.
 fn end(fake: &Fake, stream: StreamId) -> Error {
     // SAFETY: The tests began it.
     unsafe { fake.backend.end_capture(stream) }.unwrap_err()
@@ -27,7 +27,7 @@ fn use_it(fake: &Fake, stream: StreamId) {
     fake.backend.synchronize_stream(stream).unwrap();
 }
 
-/// Lets `other` join the capture that `origin` takes part in.
+/// Makes `other` join the capture of `origin`.
 fn join(fake: &Fake, origin: StreamId, other: StreamId) {
     let event = fake.backend.create_event(0, &EventOptions::new()).unwrap();
     fake.backend.record_event(event, origin).unwrap();
@@ -49,12 +49,12 @@ fn a_stream_that_died_is_replaced_under_its_id_behind_its_earlier_work() {
         let after = raw(&fake, id);
         assert!(after != before && !fake.is_alive(before));
         assert_eq!(fake.priority_of(after), fake.priority_of(before));
-        // Behind an event of the old stream, from before the capture.
+        // The new stream waits for an event of the old one from before the capture.
         let waits = fake.waits_of(after);
         assert_eq!(waits.iter().map(|event| fake.recorded_on(*event)).collect::<Vec<_>>(), [Some(before)]);
         use_it(&fake, id);
         backend.synchronize_device(0).unwrap();
-        // And it can be captured again.
+        // The new stream can be captured.
         backend.begin_capture(id, CaptureMode::Global).unwrap();
         // SAFETY: This test began it.
         backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
@@ -74,12 +74,12 @@ fn every_stream_that_had_joined_is_replaced_and_others_are_not() {
     backend.begin_capture(origin, CaptureMode::ThreadLocal).unwrap();
     join(&fake, origin, joined);
     join(&fake, joined, late);
-    // A wait that joins nothing.
+    // A wait that joins no capture.
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     backend.record_event(event, apart).unwrap();
     backend.stream_wait_event(apart, event).unwrap();
     backend.destroy_event(event).unwrap();
-    // Who joined cannot end it.
+    // A stream that joined cannot end the capture.
     fake.answer("stream_end_capture", INVALID);
     assert_eq!(end(&fake, joined).code(), Some(i64::from(INVALID)));
     assert_eq!(raw(&fake, joined), before[1]);
@@ -131,7 +131,7 @@ fn a_lost_capture_leaves_that_of_another_thread_alone() {
         scope.spawn(|| {
             backend.begin_capture(theirs, CaptureMode::ThreadLocal).unwrap();
             join(&fake, theirs, their_other);
-            // Meanwhile the other one is lost, and ended on its own thread.
+            // Meanwhile, the other capture is lost, and ended on its own thread.
             ends.wait();
             ends.wait();
             assert_eq!([raw(&fake, theirs), raw(&fake, their_other)], theirs_before);
@@ -194,7 +194,7 @@ fn a_handle_that_was_bound_to_the_dead_stream_is_bound_again_and_keeps_its_works
     }
     assert_eq!(fake.bindings_of(handle.raw()), [before, raw(&fake, id)]);
     assert_eq!(fake.calls("blas_set_workspace").len(), 1);
-    // Its own workspace comes back by a call, not by binding the stream.
+    // A call restores the handle's own workspace. Binding the stream does not.
     // SAFETY: As above.
     unsafe { handle.set_workspace(None) }.unwrap();
     assert_eq!((fake.calls("blas_set_workspace").len(), fake.bindings_of(handle.raw()).len()), (2, 2));
@@ -213,7 +213,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
     let held = backend.state().stream("t", id).unwrap();
     fake.lose(before);
     end(&fake, id);
-    // This thread's own use puts it off.
+    // This thread's own use postpones the destruction.
     assert!(fake.is_alive(before) && held.raw().0 == before && raw(&fake, id) != before);
     drop(held);
     use_it(&fake, id);
@@ -258,7 +258,7 @@ fn a_capture_that_fails_to_begin_or_whose_stream_is_destroyed_leaves_nothing() {
     join(&fake, origin, joined);
     fake.lose(raw(&fake, origin));
     backend.destroy_stream(origin).unwrap();
-    // Who had joined is freed of it.
+    // The stream that had joined is replaced.
     assert_ne!(raw(&fake, joined), before);
     use_it(&fake, joined);
     backend.synchronize_device(0).unwrap();

@@ -1,4 +1,4 @@
-//! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
+//! Tests of the four traits over a fake vendor: the calls, their context and mode, and the state after errors.
 
 use super::state::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
@@ -30,7 +30,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     let graph = unsafe { backend.end_capture(id) }.unwrap();
     backend.destroy_graph(graph).unwrap();
     idle("ended");
-    // Another thread cannot end it, and does no harm; its own can.
+    // Another thread cannot end the capture and does no harm. Its own thread can.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
     let ends = fake.calls("stream_end_capture").len();
     std::thread::scope(|scope| {
@@ -42,7 +42,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     // SAFETY: As above.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
     idle("ended on its own thread");
-    // In relaxed mode any thread can.
+    // In relaxed mode, any thread can end it.
     backend.begin_capture(id, CaptureMode::Relaxed).unwrap();
     let graph = std::thread::scope(|scope| {
         // SAFETY: As above.
@@ -50,7 +50,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     });
     backend.destroy_graph(graph).unwrap();
     idle("ended in relaxed mode");
-    // Other code ends it; the next one counts once too.
+    // Foreign code ends the capture. The next capture counts once too.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
     fake.end_foreign_capture(backend.raw_stream(id).unwrap());
     backend.begin_capture(id, CaptureMode::Global).unwrap();
@@ -64,7 +64,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     assert_eq!(fake.alive(), 0);
 }
 
-/// The enums of the contract may grow, so matches outside it have a wildcard. This test walks the lists instead.
+/// The enums of the contract may grow, so matches outside it have a wildcard. This test covers every variant instead.
 #[test]
 fn no_choice_of_the_contract_is_unknown_here() {
     fn known<T>(answer: Result<T>) {
@@ -96,7 +96,7 @@ fn no_choice_of_the_contract_is_unknown_here() {
     DataType::ALL.iter().for_each(|&data_type| assert_ne!(quirks.type_code(data_type), -1, "{data_type:?}"));
 }
 
-/// A new field would be ignored here without a word.
+/// A new field would be ignored here without a compile error.
 #[test]
 fn the_options_of_the_contract_have_no_other_fields() {
     let shown = |value: &dyn std::fmt::Debug| format!("{value:?}");
@@ -189,7 +189,7 @@ fn a_foreign_stream_is_not_used_any_more_once_it_was_given_back() {
             // From here on its owner may destroy it.
             fake.destroy_foreign(raw);
         });
-        // Who destroys has made the id stale, and waits.
+        // The thread that destroys has made the id stale, and waits.
         while backend.query_stream(id).is_ok() {
             std::thread::yield_now();
         }
@@ -409,14 +409,14 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
     let backend = &fake.backend;
     let (first, second) = (stream(&fake), stream(&fake));
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
-    // A default stream is always asked in relaxed mode: nothing would make a capture wait for it.
+    // A query of a default stream is always relaxed, because no capture would wait for it.
     backend.query_stream(StreamId::legacy_default(backend.identity().tag, 0)).unwrap();
     assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [2]);
     fake.hold_up("event_query");
     std::thread::scope(|scope| {
         let asks = scope.spawn(|| backend.query_event(event));
         fake.wait_for("event_query");
-        // One that forbids nothing to other threads does not wait.
+        // A capture that forbids nothing to other threads does not wait.
         backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
         let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
         while !backend.state().may_capture() {
@@ -428,7 +428,7 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
         asks.join().unwrap().unwrap();
         begins.join().unwrap().unwrap();
     });
-    // Who asks from here on sees it.
+    // A later query sees the capture.
     backend.query_event(event).unwrap();
     assert_eq!(fake.calls("event_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
 }
@@ -509,7 +509,7 @@ fn a_product_goes_to_the_call_that_can_count_it() {
     }
     let names = ["gemm_ex", "gemm_strided_batched_ex", "gemm_ex_64", "gemm_strided_batched_ex_64"];
     assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
-    // What not even those count.
+    // A size that no call can express.
     let mut endless = shape;
     endless.ldb = usize::MAX;
     // SAFETY: As above.
@@ -525,7 +525,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
     let id = stream(&fake);
     let kind = DeviceMemoryKind::StreamOrdered(id);
     fake.hold_up("device_get_default_mem_pool");
-    // A thread that sets the pool up holds nobody up.
+    // A thread that sets up the pool blocks no other thread.
     std::thread::scope(|scope| {
         let allocate = || backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
         let first = scope.spawn(allocate);
@@ -553,7 +553,7 @@ fn flags_that_are_set_twice_are_told_apart() {
 
 // ------------------------------------------------------------------------------------------------ a sandbox
 
-/// Set in the process that the test below starts.
+/// The variable that marks the child process of the test below.
 const SANDBOXED: &str = "HIGHWATER_TEST_SANDBOXED";
 
 /// Makes the kernel refuse `membarrier` to this thread from now on, as a sandbox that begins after opening does.
@@ -564,7 +564,7 @@ fn deny_membarrier() {
     let compare = code(libc::BPF_JMP, libc::BPF_JEQ, libc::BPF_K);
     let give = code(libc::BPF_RET, libc::BPF_K, 0);
     let mut filter = [
-        // The description of a call begins with its number.
+        // The description of a system call begins with its number.
         libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
         libc::sock_filter { code: compare, jt: 0, jf: 1, k: libc::SYS_membarrier as u32 },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: refuse },
@@ -596,7 +596,7 @@ fn what_is_destroyed_after_membarrier_is_denied_is_destroyed() {
     let backend = &fake.backend;
     let streams: Vec<_> = (0..400).map(|_| stream(&fake)).collect();
     let (used, idle) = streams.split_last().unwrap();
-    // A thread is in a call that uses a stream while the others are destroyed.
+    // One thread is in a call that uses a stream, while the other streams are destroyed.
     let (destroyed, live) = std::thread::scope(|scope| {
         fake.hold_up("stream_query");
         scope.spawn(|| backend.query_stream(*used));

@@ -1,14 +1,14 @@
-//! Model checking of the announcements that keep a vendor's handle from being destroyed under a call: every interleaving of the
-//! threads below is tried.
+//! Model checks of the hazard pointers that keep a vendor's handle alive during a call. loom tries every interleaving
+//! of the threads below.
 //!
-//! The file under test is compiled against loom's types; its `crate::primitive` is the module here.
+//! `hazards.rs` is compiled with loom's types; its `crate::primitive` is the module here.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
 
 mod primitive {
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
 
-    /// Both sides as plain fences: what a barrier of the system does to the other threads is not loom's to model.
+    /// Both sides as plain fences. loom cannot model the barrier that the system makes in other threads.
     pub(crate) fn heavy_fence() {
         fence(Ordering::SeqCst);
     }
@@ -28,8 +28,8 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
 
-/// An object of a table: whether its id is stale, and the vendor's handle, which loom watches: to use it while it is being
-/// destroyed fails the test.
+/// An object of a table: whether its id is stale, and the vendor's handle. loom fails the test if the handle is used
+/// while it is destroyed.
 struct Object {
     stale: AtomicBool,
     handle: UnsafeCell<bool>,
@@ -55,7 +55,7 @@ impl Table {
         std::ptr::from_ref(&self.object).cast_mut().cast()
     }
 
-    /// A call: announces, looks, uses.
+    /// Makes a call: publishes a hazard pointer, re-checks the object, and uses it.
     fn call(&self) {
         let record = self.registry.take();
         let hazard = record.announce(self.address()).expect("a record of one's own has room");
@@ -68,7 +68,7 @@ impl Table {
         record.give_back();
     }
 
-    /// Makes the id stale; `true` where the handle could be destroyed at once.
+    /// Makes the id stale. Returns whether the handle could be destroyed at once.
     fn remove(&self) -> bool {
         self.object.stale.store(true, Ordering::Relaxed);
         self.sweep()
@@ -93,7 +93,7 @@ fn a_handle_is_not_destroyed_under_a_call() {
         let call = thread::spawn(move || other.call());
         let destroyed = table.remove();
         call.join().unwrap();
-        // What was put off is destroyed by a later sweep.
+        // A later sweep destroys a postponed handle.
         assert!(destroyed || table.sweep());
     });
 }
@@ -116,7 +116,7 @@ fn a_question_sees_the_capture_or_the_capture_waits_for_it() {
         captures.store(true, Ordering::Relaxed);
         table.registry.wait_for_questions(thread::yield_now);
         let begun_after = answered.load(Ordering::Relaxed);
-        // Where the question did not see the capture, it was answered before the vendor was told to begin.
+        // If the query did not see the capture, it was answered before the vendor began the capture.
         assert!(asks.join().unwrap() || begun_after);
     });
 }

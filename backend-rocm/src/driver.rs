@@ -51,7 +51,7 @@ impl Driver {
         // SAFETY: The call writes one number, which outlives it. It needs no initialization.
         codes::HIP.check("open", unsafe { (own.runtime_get_version)(&mut version) })?;
         if major(version) < 6 {
-            let message = format!("{} is HIP {}", found.library.name(), written(version));
+            let message = format!("{} is HIP {}, expected HIP 6 or 7", found.library.name(), written(version));
             return Err(
                 Error::new(ErrorKind::Unsupported, "open", message).with_hint("install the HIP runtime of ROCm 6 or 7")
             );

@@ -44,12 +44,11 @@ impl Kernels {
         }
         let folders: Vec<String> = self.0.iter().map(|folder| display_foreign(folder).to_string()).collect();
         let message = format!(
-            "rocBLAS has no kernels for {architecture} and would end the process at the first product: {wanted} was looked for in {}",
+            "rocBLAS has no kernels for {architecture} and would end the process at the first product; no {wanted} in {}",
             folders.join(", ")
         );
-        Err(Error::new(ErrorKind::Unsupported, "create_blas_handle", message).with_hint(format!(
-            "install the rocBLAS kernels for {architecture}, or let {VARIABLE} name the folder that holds them"
-        )))
+        Err(Error::new(ErrorKind::Unsupported, "create_blas_handle", message)
+            .with_hint(format!("install the rocBLAS kernels for {architecture}, or set {VARIABLE} to their folder")))
     }
 }
 

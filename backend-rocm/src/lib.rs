@@ -55,7 +55,7 @@ use crate::platform::Rocm;
 /// - `SymbolMissing` if a library lacks a required symbol.
 /// - `DeviceMissing` if no device is visible.
 /// - `InvalidArgument` if `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files of different releases.
-/// - `InvalidState` if the process has loaded another major version of HIP.
+/// - `InvalidState` if `HIGHWATER_HIP_LIBRARY` names another major version than the HIP that the process has loaded.
 /// - `Unsupported` for HIP 5 and older.
 pub fn open() -> Result<Arc<dyn Backend>, Unavailable> {
     // SAFETY: Any process may open AMD's libraries at any time. The variables belong to the user who starts the
@@ -123,12 +123,12 @@ fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
         return Ok(());
     }
     let message = format!(
-        "{} goes with HIP {major}, but HIP {} was opened",
+        "{} requires HIP {major}, but HIP {} was opened",
         hipblas.library.name(),
         driver::written(driver.version)
     );
     Err(Error::new(ErrorKind::InvalidArgument, "open", message).with_hint(format!(
-        "{} is set: let it name the hipBLAS of the same ROCm release as HIP, or unset it",
+        "{} is set: point it at the hipBLAS of the same ROCm release as HIP, or unset it",
         libraries::HIPBLAS.path_variable
     )))
 }

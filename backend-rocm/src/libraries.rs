@@ -58,7 +58,7 @@ pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option
     let Some((file, major)) = loaded.and_then(|(file, name)| Some((file, name.major?))) else { return Ok(None) };
     let refused = |wanted: &str, hint: String| {
         let message = format!(
-            "{wanted}, but {} of major version {major} is in this process already, and two major versions of HIP do not work in one",
+            "{wanted}, but the process has loaded {} of major version {major}, and two major versions of HIP do not work in one process",
             display_foreign(&file)
         );
         Err(Error::new(ErrorKind::InvalidState, "open", message).with_hint(hint))
@@ -66,20 +66,18 @@ pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option
     if HIP.too_old.iter().any(|name| name.major == Some(major)) {
         let accepted: Vec<&str> = HIP.names.iter().map(|name| name.file).collect();
         let message = format!(
-            "{} (major version {major}) is too old to be used as {}, and is in this process already, which keeps others out",
+            "{} (major version {major}) is too old to be used as {}, and the process has loaded it already",
             display_foreign(&file),
             HIP.what
         );
-        return Err(Error::new(ErrorKind::Unsupported, "open", message).with_hint(format!(
-            "install a version that has {}, and let all of the process use it",
-            accepted.join(" or ")
-        )));
+        return Err(Error::new(ErrorKind::Unsupported, "open", message)
+            .with_hint(format!("install a version with {}, and use it in the whole process", accepted.join(" or "))));
     }
     let wanted = given.and_then(|path| HIP.name_of(path));
     match wanted.and_then(|name| name.major) {
         Some(wanted) if wanted != major => refused(
-            &format!("HIP {wanted} was asked for"),
-            format!("let {} name a file of major version {major}, or unset it", HIP.path_variable),
+            &format!("HIP {wanted} was requested"),
+            format!("point {} at a file of major version {major}, or unset it", HIP.path_variable),
         ),
         _ => Ok(Some(major)),
     }
@@ -115,7 +113,7 @@ mod tests {
         assert_eq!(loaded_major(there("libamdhip64.so.6"), Some(same)).unwrap(), Some(6));
         let error = loaded_major(there("libamdhip64.so.7"), Some(same)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState);
-        assert!(error.message().contains("HIP 6 was asked for"), "{error}");
+        assert!(error.message().contains("HIP 6 was requested"), "{error}");
         assert!(error.message().contains("/somewhere/libamdhip64.so.7 of major version 7"), "{error}");
         assert!(error.hint().contains("HIGHWATER_HIP_LIBRARY"), "{error}");
         let error = loaded_major(there("libamdhip64.so.5"), None).unwrap_err();
