@@ -1,5 +1,5 @@
-//! The tables of calls, held against bindings that were generated from NVIDIA's headers: each call has its symbol, and
-//! arguments and an answer of the same size and kind (number or floating-point number).
+//! Checks the tables of calls against bindings that were generated from NVIDIA's headers. Each call must have its
+//! symbol, and arguments and a result of the same size and kind (integer or floating point).
 
 use cudarc::{cublas, cublaslt, driver};
 use highwater_driver::abi_check::{check, declared, in_header};
@@ -62,7 +62,7 @@ fn the_drivers_calls_are_those_of_its_header() {
             ipc_open_event_handle = cuIpcOpenEventHandle(_, _);
         }
     };
-    // The header of CUDA 13 has only the successor of this call, which older drivers lack; the arguments are the same.
+    // The header of CUDA 13 has only the successor of this call, which older drivers lack. The arguments are the same.
     check(Calls::NAMES, driver_symbol, &pairs, &["event_elapsed_time"]);
     let successor = in_header(driver::sys::cuEventElapsedTime_v2 as unsafe fn(_, _, _) -> _);
     assert_eq!(declared(|table: &Calls| table.event_elapsed_time), successor);
@@ -140,7 +140,8 @@ fn the_calls_of_cublas_are_those_of_its_header() {
             set_emulation_strategy = cublasSetEmulationStrategy(_, _);
         }
     };
-    // These calls are newer than the header of CUDA 13.0, which has the types of their arguments: enums of 32 bits.
+    // These calls are newer than the header of CUDA 13.0. That header has the types of their arguments, which are
+    // 32-bit enums.
     let later = [
         "get_emulation_special_values_support",
         "set_emulation_special_values_support",

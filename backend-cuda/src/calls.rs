@@ -1,4 +1,4 @@
-//! The tables of calls that only CUDA has, and the vendor's symbols behind the tables that it shares.
+//! The tables of calls that only CUDA has, and NVIDIA's symbols for the names in all tables.
 
 use highwater_driver::{BlasSettings, RawBlas, RawStream, raw_handles, vendor_calls};
 use highwater_hal::DevicePtr;
@@ -14,37 +14,37 @@ vendor_calls! {
     /// The driver's calls beyond [`Calls`](highwater_driver::Calls).
     pub(crate) struct CudaCalls {
         required {
-            /// Initialises the driver: flags.
+            /// Initializes the driver: flags.
             init: "Init" (u32);
-            /// The version of CUDA that the driver knows: 1000 * major + 10 * minor.
+            /// Returns the CUDA version of the driver, 1000 * major + 10 * minor: out.
             driver_get_version: "DriverGetVersion" (*mut i32);
-            /// How many devices there are.
+            /// Returns the number of devices: out.
             device_get_count: "DeviceGetCount" (*mut i32);
-            /// The device of an ordinal.
+            /// Returns the device of an ordinal: out, ordinal.
             device_get: "DeviceGet" (*mut i32, i32);
-            /// A device's name: out, room, device.
+            /// Returns a device's name: out, its bytes, device.
             device_get_name: "DeviceGetName" (*mut u8, i32, i32);
-            /// A device's UUID, that of its part where it is partitioned.
+            /// Returns the UUID of a device, or of its MIG partition: out, device.
             device_get_uuid: "DeviceGetUuid_v2" (*mut [u8; 16], i32);
-            /// A device's memory in bytes.
+            /// Returns a device's memory in bytes: out, device.
             device_total_mem: "DeviceTotalMem_v2" (*mut usize, i32);
-            /// A device's PCI address: out, room, device.
+            /// Returns a device's PCI address: out, its bytes, device.
             device_get_pci_bus_id: "DeviceGetPCIBusId" (*mut u8, i32, i32);
-            /// A number about a device: out, which, device.
+            /// Returns an attribute of a device: out, attribute, device.
             device_get_attribute: "DeviceGetAttribute" (*mut i32, i32, i32);
-            /// Whether a device reaches another's memory: out, device, peer.
+            /// Returns whether a device can access a peer's memory: out, device, peer.
             device_can_access_peer: "DeviceCanAccessPeer" (*mut i32, i32, i32);
-            /// A device's primary context, counted: out, device.
+            /// Retains a device's primary context: out, device.
             device_primary_ctx_retain: "DevicePrimaryCtxRetain" (*mut RawContext, i32);
-            /// The calling thread's context.
+            /// Returns the calling thread's context: out.
             ctx_get_current: "CtxGetCurrent" (*mut RawContext);
-            /// Makes a context current until it is popped.
+            /// Makes a context current until it is popped: context.
             ctx_push_current: "CtxPushCurrent_v2" (RawContext);
-            /// Makes current what was before.
+            /// Makes the previous context current: out.
             ctx_pop_current: "CtxPopCurrent_v2" (*mut RawContext);
-            /// Lets the current context use a peer's memory: peer context, flags.
+            /// Lets the current context access a peer's memory: peer context, flags.
             ctx_enable_peer_access: "CtxEnablePeerAccess" (RawContext, u32);
-            /// The context of a stream: stream, out.
+            /// Returns the context of a stream: stream, out.
             stream_get_ctx: "StreamGetCtx" (RawStream, *mut RawContext);
             /// Copies between devices: destination, its context, source, its context, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, RawContext, DevicePtr, RawContext, usize, RawStream);
@@ -54,28 +54,28 @@ vendor_calls! {
 }
 
 vendor_calls! {
-    /// The calls of virtual memory, which a driver has all of or lacks.
+    /// The calls of virtual memory. A driver has all of them or none.
     pub(crate) struct VirtualMemoryCalls {
         required {
-            /// Makes device memory without an address: out, bytes, properties, flags.
+            /// Creates an allocation: out, bytes, properties, flags.
             mem_create: "MemCreate" (*mut RawAllocation, usize, *const crate::virtual_memory::Properties, u64);
-            /// Gives it back.
+            /// Releases an allocation.
             mem_release: "MemRelease" (RawAllocation);
-            /// What sizes have to be multiples of: out, properties, which.
+            /// Returns the granularity of allocations: out, properties, option.
             mem_get_allocation_granularity: "MemGetAllocationGranularity" (*mut usize, *const crate::virtual_memory::Properties, u32);
-            /// Reserves addresses: out, bytes, alignment, wish, flags.
+            /// Reserves addresses: out, bytes, alignment, preferred address, flags.
             mem_address_reserve: "MemAddressReserve" (*mut DevicePtr, usize, usize, DevicePtr, u64);
-            /// Gives addresses back.
+            /// Frees reserved addresses: address, bytes.
             mem_address_free: "MemAddressFree" (DevicePtr, usize);
-            /// Maps memory: address, bytes, offset, memory, flags.
+            /// Maps an allocation: address, bytes, offset, allocation, flags.
             mem_map: "MemMap" (DevicePtr, usize, usize, RawAllocation, u64);
-            /// Unmaps it.
+            /// Unmaps an allocation: address, bytes.
             mem_unmap: "MemUnmap" (DevicePtr, usize);
-            /// Says who may use it: address, bytes, descriptions, how many.
+            /// Grants access to mapped memory: address, bytes, descriptions, their number.
             mem_set_access: "MemSetAccess" (DevicePtr, usize, *const crate::virtual_memory::Access, usize);
-            /// Makes a handle of it: out, memory, type, flags.
+            /// Exports an allocation: out, allocation, handle type, flags.
             mem_export_to_shareable_handle: "MemExportToShareableHandle" (*mut u8, RawAllocation, u32, u64);
-            /// Opens a handle: out, handle, type.
+            /// Imports an allocation: out, handle, handle type.
             mem_import_from_shareable_handle: "MemImportFromShareableHandle" (*mut RawAllocation, *const u8, u32);
         }
         optional {}
@@ -86,46 +86,46 @@ vendor_calls! {
     /// cuBLAS's calls beyond [`BlasCalls`](highwater_driver::BlasCalls).
     pub(crate) struct CublasCalls {
         required {
-            /// A part of the version: which, out.
+            /// Returns a part of the version: part, out.
             get_property: "GetProperty" (u32, *mut i32);
         }
         optional {
-            /// The number of multiprocessors that kernels are chosen for: handle, out.
+            /// Returns the number of multiprocessors that kernels are chosen for: handle, out.
             get_sm_count_target: "GetSmCountTarget" (RawBlas, *mut i32);
-            /// Sets it: handle, number.
+            /// Sets the number of multiprocessors: handle, number.
             set_sm_count_target: "SetSmCountTarget" (RawBlas, i32);
-            /// The strategy of emulation: handle, out.
+            /// Returns the strategy of emulation: handle, out.
             get_emulation_strategy: "GetEmulationStrategy" (RawBlas, *mut i32);
-            /// Sets it: handle, strategy.
+            /// Sets the strategy of emulation: handle, strategy.
             set_emulation_strategy: "SetEmulationStrategy" (RawBlas, i32);
-            /// The special values that emulation keeps: handle, out.
+            /// Returns the special values that emulation keeps: handle, out.
             get_emulation_special_values_support: "GetEmulationSpecialValuesSupport" (RawBlas, *mut i32);
-            /// Sets them: handle, mask.
+            /// Sets the special values that emulation keeps: handle, mask.
             set_emulation_special_values_support: "SetEmulationSpecialValuesSupport" (RawBlas, i32);
-            /// The control of the bits of emulation: handle, out.
+            /// Returns the mantissa control of emulation: handle, out.
             get_fixed_point_emulation_mantissa_control: "GetFixedPointEmulationMantissaControl" (RawBlas, *mut i32);
-            /// Sets it: handle, control.
+            /// Sets the mantissa control of emulation: handle, control.
             set_fixed_point_emulation_mantissa_control: "SetFixedPointEmulationMantissaControl" (RawBlas, i32);
-            /// The most bits of emulation: handle, out.
+            /// Returns the largest number of mantissa bits: handle, out.
             get_fixed_point_emulation_max_mantissa_bit_count: "GetFixedPointEmulationMaxMantissaBitCount" (RawBlas, *mut i32);
-            /// Sets it: handle, bits.
+            /// Sets the largest number of mantissa bits: handle, bits.
             set_fixed_point_emulation_max_mantissa_bit_count: "SetFixedPointEmulationMaxMantissaBitCount" (RawBlas, i32);
-            /// The offset added to those bits: handle, out.
+            /// Returns the offset of the mantissa bits: handle, out.
             get_fixed_point_emulation_mantissa_bit_offset: "GetFixedPointEmulationMantissaBitOffset" (RawBlas, *mut i32);
-            /// Sets it: handle, bits.
+            /// Sets the offset of the mantissa bits: handle, bits.
             set_fixed_point_emulation_mantissa_bit_offset: "SetFixedPointEmulationMantissaBitOffset" (RawBlas, i32);
-            /// Sets the address at which products report their bits: handle, an address on the device or 0.
+            /// Sets the address to which products report their mantissa bits: handle, device address or 0.
             set_fixed_point_emulation_mantissa_bit_count_pointer: "SetFixedPointEmulationMantissaBitCountPointer" (RawBlas, DevicePtr);
         }
     }
 }
 
-/// The two calls that read and set a setting of a handle.
+/// The calls that read and write a setting of a handle.
 type Setting =
     (Option<unsafe extern "C" fn(RawBlas, *mut i32) -> i32>, Option<unsafe extern "C" fn(RawBlas, i32) -> i32>);
 
 impl CublasCalls {
-    /// The settings that only cuBLAS handles have. A logger belongs to the process and not to a handle.
+    /// Returns the settings that only cuBLAS handles have. A logger belongs to the process, not to a handle.
     fn settings(&self) -> [Setting; 6] {
         [
             (self.get_sm_count_target, self.set_sm_count_target),
@@ -140,7 +140,7 @@ impl CublasCalls {
         ]
     }
 
-    /// Reads the settings of a fresh handle. The defaults depend on the version and on environment variables.
+    /// Reads the settings of a new handle. The defaults depend on the version and on environment variables.
     ///
     /// # Safety
     /// The caller must pass a live handle.
@@ -148,12 +148,12 @@ impl CublasCalls {
         self.settings().map(|(get, set)| {
             let (get, _) = get.zip(set)?;
             let mut value = 0;
-            // SAFETY: the caller vouches for the handle; the call writes one number that lives until it returns.
+            // SAFETY: The caller promises a live handle. The call writes one number, which outlives it.
             (unsafe { get(handle, &mut value) } == 0).then_some(value)
         })
     }
 
-    /// Restores all these settings.
+    /// Restores these settings.
     ///
     /// # Safety
     /// The caller must pass a live handle.
@@ -164,22 +164,22 @@ impl CublasCalls {
         let done = |code| if code == 0 { Ok(()) } else { Err(code) };
         for ((_, set), value) in self.settings().into_iter().zip(fresh) {
             if let (Some(set), Some(value)) = (set, value) {
-                // SAFETY: passed on from the caller.
+                // SAFETY: As the caller promises.
                 done(unsafe { set(handle, *value) })?;
             }
         }
-        // SAFETY: passed on from the caller. No address stands for no report, as on a fresh handle.
+        // SAFETY: As the caller promises. The null address turns reports off, as on a new handle.
         self.set_fixed_point_emulation_mantissa_bit_count_pointer
             .map_or(Ok(()), |set| done(unsafe { set(handle, DevicePtr::new(0)) }))
     }
 }
 
-/// Numbers of the parts of a version.
+/// The parts of a version: major, minor, patch.
 pub(crate) const VERSION_PARTS: [u32; 3] = [0, 1, 2];
 
-/// The driver's symbol of a name in the tables.
+/// Returns the driver's symbol for a name in the tables.
 pub(crate) fn driver_symbol(name: &str) -> String {
-    /// Those whose arguments have changed since their first version.
+    /// Calls whose arguments changed after their first version.
     const SECOND: [&str; 13] = [
         "StreamDestroy",
         "EventDestroy",
@@ -203,7 +203,7 @@ pub(crate) fn driver_symbol(name: &str) -> String {
     }
 }
 
-/// cuBLAS's symbol of a name in the tables.
+/// Returns cuBLAS's symbol for a name in the tables.
 pub(crate) fn blas_symbol(name: &str) -> String {
     match name {
         "Create" | "Destroy" | "SetStream" | "SetWorkspace" | "SetPointerMode" => format!("cublas{name}_v2"),
@@ -211,7 +211,7 @@ pub(crate) fn blas_symbol(name: &str) -> String {
     }
 }
 
-/// cuBLASLt's symbol of a name in the tables.
+/// Returns cuBLASLt's symbol for a name in the tables.
 pub(crate) fn lt_symbol(name: &str) -> String {
     format!("cublasLt{name}")
 }

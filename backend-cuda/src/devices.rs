@@ -1,4 +1,4 @@
-//! What CUDA's devices are and can do.
+//! The properties and capabilities of NVIDIA's devices.
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use highwater_driver::text;
@@ -10,7 +10,7 @@ use crate::platform::Cuda;
 
 const OPERATION: &str = "open";
 
-/// Every device, by ordinal.
+/// Returns all devices, by ordinal.
 pub(crate) fn describe(cuda: &Cuda) -> Result<Vec<(DeviceInfo, Capabilities)>, Error> {
     (0_u32..)
         .zip(&cuda.driver.devices)
@@ -22,7 +22,7 @@ fn info(cuda: &Cuda, ordinal: u32, device: &Device) -> Result<DeviceInfo, Error>
     let (calls, number) = (&cuda.driver.own, device.number);
     let check = |code| codes::CUDA.check(OPERATION, code);
     let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 32]);
-    // SAFETY: each call writes at most what it is told there is room for, and all of it lives until the call returns.
+    // SAFETY: Each call writes at most the bytes that it is given, which outlive it.
     unsafe {
         check((calls.device_get_name)(name.as_mut_ptr(), name.len() as i32, number))?;
         check((calls.device_get_uuid)(&mut uuid, number))?;
@@ -52,7 +52,7 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.gemm_f64 = true;
     can.gemm_f16 = (major, minor) >= (5, 3);
     can.gemm_bf16 = major >= 8;
-    // Whatever types of 16 bits there are go to 32 bits too.
+    // All 16-bit factor types can have a 32-bit result.
     can.gemm_mixed = can.gemm_f16 || can.gemm_bf16;
     can.tf32 = major >= 8;
     can.atomics_mode = true;
@@ -75,18 +75,18 @@ fn capabilities(cuda: &Cuda, device: &Device) -> Capabilities {
     can.create_during_capture = true;
     can.host_address_is_device_address = has(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)
         && has(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
-    // What one registration stalls the GPU calls of other threads by grows with its bytes: some 4 ms for these.
+    // A registration stalls the GPU calls of other threads for a time that grows with its size: about 4 ms for 64 MiB.
     can.register_piece_bytes = 64 << 20;
     can.ipc_transports = transports(cuda, device);
     can.shareable_memory = !can.ipc_transports.is_empty();
     can.workspace_alignment = 256;
-    // What NVIDIA's manual recommends: 32 MiB from Hopper on.
+    // NVIDIA's manual recommends these sizes: 32 MiB from Hopper on.
     can.blas_workspace_bytes = if major >= 9 { 32 << 20 } else { 4 << 20 };
     can.lt_workspace_bytes = can.blas_workspace_bytes;
     can
 }
 
-/// The ways of sharing that work here.
+/// Returns the transports that work on this machine.
 fn transports(cuda: &Cuda, device: &Device) -> Transports {
     let has = |which| cuda.driver.attribute(device.number, which) != 0;
     let calls = &cuda.driver.calls;
@@ -100,7 +100,7 @@ fn transports(cuda: &Cuda, device: &Device) -> Transports {
     {
         transports = transports.with(Transport::Descriptor);
     }
-    // A device can have the attribute where no handle can be made.
+    // A device can report the attribute on a machine that cannot create handles.
     if has(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
         && memory.works(device.number, Transport::Fabric)
     {

@@ -1,5 +1,4 @@
-//! NVIDIA's driver, initialised once for each library file and kept to the end of the process, with the primary context of
-//! each device.
+//! NVIDIA's driver, initialized once for each library file, with the primary context of each device.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,27 +11,27 @@ use crate::calls::{self, CudaCalls, RawContext, VirtualMemoryCalls};
 use crate::quirks::QUIRKS;
 use crate::{codes, libraries};
 
-/// The oldest version of CUDA that a driver may know: 12.2.
+/// The oldest supported CUDA version of a driver: 12.2.
 const OLDEST: i32 = 12_020;
 
-/// The smallest block of zeros, enough for most products.
+/// The smallest block of zeros. It suffices for most products.
 const LEAST_ZEROS: usize = 64 << 10;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A driver that was initialised.
+/// An initialized driver.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) calls: Calls,
     pub(crate) own: CudaCalls,
     /// `None` for a driver that lacks virtual memory.
     pub(crate) virtual_memory: Option<VirtualMemoryCalls>,
-    /// The version of CUDA that it knows: 1000 * major + 10 * minor.
+    /// The CUDA version of the driver: 1000 * major + 10 * minor.
     pub(crate) version: i32,
     pub(crate) devices: Vec<Device>,
-    /// The captures that are open in it.
+    /// The captures that are open in the driver.
     pub(crate) captures: Arc<Captures>,
 }
 
@@ -40,55 +39,57 @@ pub(crate) struct Driver {
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) number: i32,
-    /// Retained when it is first needed and never released: a last release would end every library's work in it.
+    /// Retained on first use and never released. The last release would end the work of every library in the context.
     context: OnceLock<RawContext>,
-    /// Blocks of zeros: their addresses and bytes. They are never written again, and never freed, because graphs refer
-    /// to them.
+    /// The addresses and bytes of blocks of zeros. The blocks are never written again and never freed, because graphs
+    /// refer to them.
     zeros: Mutex<Vec<(DevicePtr, usize)>>,
 }
 
 impl Driver {
-    /// The driver that the search finds, initialised.
+    /// Returns the initialized driver that the search finds.
     ///
     /// # Safety
-    /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
+    /// The caller must ensure that this process may run the constructors of all libraries that the names or `paths`
+    /// select.
     pub(crate) unsafe fn open(
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
     ) -> Result<&'static Self, Error> {
         static OPEN: DriverCache<Driver> = DriverCache::new();
-        // SAFETY: passed on from the caller; a library that goes by this name, or that a variable names as it, exports what the
-        // driver exports.
+        // SAFETY: As the caller promises. A library with this name, or one that a variable names as the driver, exports
+        // the driver's symbols.
         unsafe { OPEN.open(search, &libraries::NVIDIA_DRIVER, paths, |_| true, |found| Self::initialize(found)) }
     }
 
     /// # Safety
-    /// The library is NVIDIA's driver.
+    /// The caller must ensure that the library is NVIDIA's driver.
     unsafe fn initialize(found: &Found) -> Result<Self, Error> {
         const OPERATION: &str = "open";
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let (calls, own) = unsafe {
             (Calls::load(&found.library, calls::driver_symbol), CudaCalls::load(&found.library, calls::driver_symbol))
         };
         let (calls, own) = found.both(calls, own, "install a driver of CUDA 12.2 or newer")?;
         let check = |code| codes::CUDA.check(OPERATION, code);
         let mut version = 0;
-        // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
+        // SAFETY: The call writes one number, which outlives it. It needs no initialization.
         check(unsafe { (own.driver_get_version)(&mut version) })?;
         if version < OLDEST {
-            let message = format!("{} is a driver of CUDA {}", found.library.name(), written(version));
+            let message =
+                format!("{} is a driver of CUDA {}, expected a newer one", found.library.name(), written(version));
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
                 .with_hint(format!("install a driver of CUDA {} or newer", written(OLDEST))));
         }
-        // SAFETY: the call takes flags, of which there are none.
+        // SAFETY: The call takes only flags, and 0 is the only valid value.
         check(unsafe { (own.init)(0) })?;
         highwater_hal::exit::watch();
         let mut count = 0;
-        // SAFETY: as above.
+        // SAFETY: As above.
         check(unsafe { (own.device_get_count)(&mut count) })?;
         let number = |ordinal| {
             let mut number = 0;
-            // SAFETY: as above.
+            // SAFETY: As above.
             check(unsafe { (own.device_get)(&mut number, ordinal) })?;
             Ok(Device { number, context: OnceLock::new(), zeros: Mutex::default() })
         };
@@ -97,12 +98,12 @@ impl Driver {
             return Err(codes::CUDA.error(OPERATION, cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE as i32));
         }
         let captures = Arc::new(Captures::new(devices.len()));
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let virtual_memory = unsafe { VirtualMemoryCalls::load(&found.library, calls::driver_symbol) }.ok();
         Ok(Self { calls, own, virtual_memory, version, devices, captures })
     }
 
-    /// The primary context of a device, retained once.
+    /// Returns the primary context of a device, which is retained once.
     #[inline]
     pub(crate) fn context(&self, device: u32) -> Result<RawContext, i32> {
         const INVALID_DEVICE: i32 = cudarc::driver::sys::CUresult::CUDA_ERROR_INVALID_DEVICE as i32;
@@ -113,8 +114,8 @@ impl Driver {
         }
     }
 
-    /// The address of `bytes` zeros on the current device. The calling thread must be allowed calls that a capture
-    /// forbids. Products read the zeros from any stream, because they are written before this returns.
+    /// Returns the address of `bytes` zeros on the current device. The calling thread must be in the relaxed capture
+    /// mode. The zeros are written before this call returns, so products on any stream can read them.
     ///
     /// # Errors
     /// The driver's code.
@@ -126,27 +127,28 @@ impl Driver {
         if let Some(address) = find() {
             return Ok(address);
         }
-        // Each block is at least twice the one before, so there are few of them.
+        // Each block is at least twice as large as the previous one, so there are few of them.
         let bytes = bytes.checked_next_power_of_two().unwrap_or(bytes).max(LEAST_ZEROS);
         let address = self.make_zeros(bytes)?;
         lock(&state.zeros).push((address, bytes));
         Ok(address)
     }
 
-    /// New memory of the current device, filled with zeros.
+    /// Allocates memory of the current device and fills it with zeros.
     fn make_zeros(&self, bytes: usize) -> Result<DevicePtr, i32> {
         let calls = &self.calls;
         let done = |code| if code == 0 { Ok(()) } else { Err(code) };
         let (mut address, mut stream) = (DevicePtr::new(0), RawStream::NULL);
-        // SAFETY: each call writes one number that lives until it returns.
+        // SAFETY: Each call writes one number, which outlives it.
         unsafe {
             done((calls.mem_alloc)(&mut address, bytes))?;
-            // A stream of its own: a fill on another stream could be recorded, or a default stream could wait for it.
+            // The fill runs on a stream of its own. On another stream, it could be captured, or a default stream could
+            // wait for it.
             let filled =
                 done((calls.stream_create_with_priority)(&mut stream, QUIRKS.stream_flags, 0)).and_then(|()| {
                     let filled = done((calls.memset_d8_async)(address, 0, bytes, stream));
                     let filled = filled.and_then(|()| done((calls.stream_synchronize)(stream)));
-                    // It is idle, or the device is lost.
+                    // The stream is idle, or the device is lost.
                     filled.and(done((calls.stream_destroy)(stream)))
                 });
             if filled.is_err() {
@@ -156,14 +158,14 @@ impl Driver {
         }
     }
 
-    /// Makes a context current that is not, where asking for the one that is has given `code`; the answer is what was pushed.
+    /// Pushes a context that is not current. `code` is the result of the query for the current context.
     #[cold]
     #[inline(never)]
     pub(crate) fn enter(&self, code: i32, context: RawContext) -> Result<Option<()>, i32> {
         if code != 0 {
             return Err(code);
         }
-        // SAFETY: the context is the device's primary one, retained for good.
+        // SAFETY: The context is the device's primary one, which is never released.
         match unsafe { (self.own.ctx_push_current)(context) } {
             0 => Ok(Some(())),
             code => Err(code),
@@ -172,25 +174,25 @@ impl Driver {
 
     #[cold]
     fn retain(&self, device: &Device) -> Result<RawContext, i32> {
-        // Two threads may both retain it; one count too many does no harm, as none is given back.
+        // Two threads may both retain the context. The extra count is harmless, because none is released.
         let mut context = RawContext::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         match unsafe { (self.own.device_primary_ctx_retain)(&mut context, device.number) } {
             0 => Ok(*device.context.get_or_init(|| context)),
             code => Err(code),
         }
     }
 
-    /// The first device whose context was retained; the first of all where none was.
+    /// Returns the first device whose context is retained, or 0 if none is.
     pub(crate) fn first_with_context(&self) -> u32 {
         let found = self.devices.iter().position(|device| device.context.get().is_some());
         found.and_then(|ordinal| u32::try_from(ordinal).ok()).unwrap_or(0)
     }
 
-    /// A number about a device; 0 where the driver does not know it.
+    /// Returns an attribute of a device; 0 if the driver does not know it.
     pub(crate) fn attribute(&self, device: i32, which: Attribute) -> i32 {
         let mut value = 0;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         match unsafe { (self.own.device_get_attribute)(&mut value, which as i32, device) } {
             0 => value,
             _ => 0,
@@ -198,7 +200,7 @@ impl Driver {
     }
 }
 
-/// A version as people write it: `12.2`.
+/// Formats a version: `12.2`.
 pub(crate) fn written(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }

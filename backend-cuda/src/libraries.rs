@@ -1,8 +1,8 @@
 //! The names of NVIDIA's libraries.
 //!
-//! The driver has had one file name since CUDA began. It is asked for with its version, because the name without one is
-//! also that of the stub in a toolkit, which opens everywhere and drives nothing. cuBLASLt comes before cuBLAS: cuBLAS
-//! depends on it and would otherwise take whichever the loader's path holds, perhaps of another version.
+//! The driver has always had one file name. The name without a version is never opened, because it is also the name of
+//! a toolkit's stub, which opens on any machine and drives no device. cuBLASLt is opened before cuBLAS. Otherwise,
+//! cuBLAS would load any version of it on the loader's path.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,8 @@ pub(crate) const CUBLAS: VendorLibrary = VendorLibrary {
     required_symbols: &["cublasCreate_v2"],
 };
 
-/// Where NVIDIA's installers put cuBLAS, beyond the loader's path: the packages of a Python environment, then the toolkit.
+/// Returns the folders of NVIDIA's installers beyond the loader's path: the packages of a Python environment, then the
+/// toolkit.
 pub(crate) fn folders(environment: Option<PathBuf>) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     if let Some(environment) = environment {

@@ -1,4 +1,4 @@
-//! cuBLASLt: plans, which are products whose kernel was chosen once, with what follows them.
+//! Plans over cuBLASLt: products whose kernel is chosen once, with their epilogues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,10 +27,10 @@ raw_handles! {
     pub(crate) RawMatmulPreference;
 }
 
-/// An algorithm, which only cuBLASLt reads.
+/// An algorithm in cuBLASLt's own format.
 type Algorithm = [u64; 8];
 
-/// An answer of the heuristic: the vendor's layout, with a number in place of its enum.
+/// A result of the heuristic, in the vendor's layout with a number instead of the enum.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(crate) struct HeuristicResult {
@@ -57,29 +57,29 @@ vendor_calls! {
     /// cuBLASLt's calls.
     pub(crate) struct LtCalls {
         required {
-            /// Makes a handle.
+            /// Creates a handle.
             create: "Create" (*mut RawLt);
             /// Destroys a handle.
             destroy: "Destroy" (RawLt);
-            /// Makes a description of a product: out, compute type, type of the factors.
+            /// Creates a description of a product: out, compute type, type of alpha and beta.
             matmul_desc_create: "MatmulDescCreate" (*mut RawMatmulDesc, i32, i32);
-            /// Destroys it.
+            /// Destroys a description.
             matmul_desc_destroy: "MatmulDescDestroy" (RawMatmulDesc);
-            /// Sets an attribute: description, which, value, its bytes.
+            /// Sets an attribute of a description: description, attribute, value, its bytes.
             matmul_desc_set_attribute: "MatmulDescSetAttribute" (RawMatmulDesc, u32, *const u8, usize);
-            /// Makes a layout: out, type, rows, columns, leading dimension.
+            /// Creates a layout: out, type, rows, columns, leading dimension.
             matrix_layout_create: "MatrixLayoutCreate" (*mut RawMatrixLayout, i32, u64, u64, i64);
-            /// Destroys it.
+            /// Destroys a layout.
             matrix_layout_destroy: "MatrixLayoutDestroy" (RawMatrixLayout);
-            /// Sets an attribute: layout, which, value, its bytes.
+            /// Sets an attribute of a layout: layout, attribute, value, its bytes.
             matrix_layout_set_attribute: "MatrixLayoutSetAttribute" (RawMatrixLayout, u32, *const u8, usize);
-            /// Makes a wish.
+            /// Creates a matmul preference.
             matmul_preference_create: "MatmulPreferenceCreate" (*mut RawMatmulPreference);
-            /// Destroys it.
+            /// Destroys a matmul preference.
             matmul_preference_destroy: "MatmulPreferenceDestroy" (RawMatmulPreference);
-            /// Sets an attribute: wish, which, value, its bytes.
+            /// Sets an attribute of a preference: preference, attribute, value, its bytes.
             matmul_preference_set_attribute: "MatmulPreferenceSetAttribute" (RawMatmulPreference, u32, *const u8, usize);
-            /// Chooses algorithms: handle, description, layouts of A, B, C, D, wish, how many, out, how many there were.
+            /// Returns algorithms: handle, description, layouts of A, B, C and D, preference, limit, out, out number.
             matmul_algo_get_heuristic: "MatmulAlgoGetHeuristic" (
                 RawLt,
                 RawMatmulDesc,
@@ -117,7 +117,7 @@ vendor_calls! {
     }
 }
 
-/// A description, a layout or a wish of cuBLASLt, destroyed when dropped. These are objects of the host alone.
+/// A description, a layout or a preference of cuBLASLt, destroyed when dropped. These objects exist on the host only.
 #[derive(Debug)]
 struct Owned<R: Copy> {
     raw: R,
@@ -127,7 +127,7 @@ struct Owned<R: Copy> {
 
 impl<R: Copy> Drop for Owned<R> {
     fn drop(&mut self) {
-        // SAFETY: the object was made by the call that this one belongs to, and is not used any more.
+        // SAFETY: The matching call created the object, and nothing uses it any more.
         unsafe { (self.destroy)(self.raw) };
     }
 }
@@ -135,7 +135,7 @@ impl<R: Copy> Drop for Owned<R> {
 impl<R: Copy> Owned<R> {
     /// Sets an attribute.
     fn set<T: Copy>(&self, operation: &'static str, which: u32, value: &T) -> Result<()> {
-        // SAFETY: the object is alive, and the call reads the value's bytes before it returns.
+        // SAFETY: The object is alive, and the call reads the value's bytes before it returns.
         CUBLAS.check(operation, unsafe {
             (self.set_attribute)(self.raw, which, std::ptr::from_ref(value).cast(), size_of::<T>())
         })
@@ -151,16 +151,16 @@ struct Plan {
     c: Owned<RawMatrixLayout>,
     algorithm: Algorithm,
     workspace_bytes: usize,
-    /// Of A and B, and of C, D and the bias, in bytes.
+    /// The alignments of A and B, and of C, D and the bias, in bytes.
     alignments: [usize; 2],
     doubles: bool,
     has_bias: bool,
-    /// The bias that the description refers to.
+    /// The bias in the description.
     bias: Option<DevicePtr>,
 }
 
 impl Plan {
-    /// Whether an operand is not aligned as the plan was made for.
+    /// Returns whether an operand is less aligned than the plan requires.
     #[inline]
     fn misplaces(&self, arguments: &PlanArguments) -> bool {
         let bias = if self.has_bias { arguments.bias.map_or(0, DevicePtr::get) } else { 0 };
@@ -176,7 +176,7 @@ impl Plan {
         if self.doubles { alpha != 0.0 } else { alpha as f32 != 0.0 }
     }
 
-    /// The fault of a run, if any.
+    /// Returns the fault of a run, if any.
     #[inline]
     fn refuses(
         &self,
@@ -190,13 +190,13 @@ impl Plan {
             .then(|| self.refusal(operation, arguments, bytes))
     }
 
-    /// What is wrong with a run.
+    /// Describes the fault of a run.
     #[cold]
     fn refusal(&self, operation: &'static str, arguments: &PlanArguments, workspace_bytes: usize) -> Error {
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
         let bias = if self.has_bias { arguments.bias } else { None };
         if self.has_bias && bias.is_none() {
-            return invalid("the plan adds a bias, and none is given".to_owned())
+            return invalid("the plan adds a bias and none was passed".to_owned())
                 .with_hint("pass a bias of m elements");
         }
         let [of_factors, of_results] = self.alignments;
@@ -209,14 +209,13 @@ impl Plan {
         ];
         for (what, ptr, alignment) in operands {
             if let Some(ptr) = ptr.filter(|ptr| !ptr.is_aligned_to(alignment)) {
-                return invalid(format!("{what} is at {ptr:?}, the plan was made for multiples of {alignment}"))
-                    .with_hint("align it, or make the plan with a smaller `alignment`");
+                return invalid(format!("{what} is at {ptr:?}, expected a multiple of {alignment}"))
+                    .with_hint("align the operand, or create the plan with a smaller `alignment`");
             }
         }
-        let message =
-            format!("the plan needs {} bytes of workspace, {workspace_bytes} are bound", self.workspace_bytes);
+        let message = format!("the workspace has {workspace_bytes} bytes, expected at least {}", self.workspace_bytes);
         Error::new(ErrorKind::InvalidState, operation, message)
-            .with_hint("call `set_workspace` with as much as the plan was made for")
+            .with_hint("call `set_workspace` with the bytes of the plan's options")
     }
 }
 
@@ -224,9 +223,9 @@ impl Plan {
 #[derive(Debug)]
 struct Planned {
     options: PlanOptions,
-    /// `None` where k is 0, which cuBLASLt does not describe.
+    /// `None` for k = 0, which cuBLASLt cannot describe.
     product: Option<Plan>,
-    /// The plan for runs in which A and B do not matter. The first such run makes it.
+    /// The plan for runs in which A and B do not matter. The first such run creates it.
     without_factors: Option<Plan>,
 }
 
@@ -234,11 +233,11 @@ struct Planned {
 pub(crate) struct LtBlas {
     state: Arc<DriverState<Cuda>>,
     device: u32,
-    /// The vendor's handle; none once it was destroyed.
+    /// The vendor's handle; null once it is destroyed.
     raw: RawLt,
     stream: Option<StreamId>,
     workspace: Option<Workspace>,
-    /// By their numbers, which ascend. `None` for products without an element, which cuBLASLt does not describe.
+    /// The plans by their ascending numbers. A product without elements is `None`, because cuBLASLt cannot describe it.
     plans: Vec<(u64, Option<Box<Planned>>)>,
     next_plan: u64,
     /// Counted until the handle is destroyed.
@@ -252,10 +251,10 @@ impl fmt::Debug for LtBlas {
 }
 
 impl LtBlas {
-    /// Makes a handle; the device is current.
+    /// Creates a handle. The device is current.
     pub(crate) fn create(state: &Arc<DriverState<Cuda>>, device: u32) -> Result<Self> {
         let mut raw = RawLt::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         CUBLAS.check("create_blas_handle", unsafe { (state.platform().lt.create)(&mut raw) })?;
         Ok(Self {
             state: Arc::clone(state),
@@ -274,7 +273,7 @@ impl LtBlas {
         if self.raw == RawLt::NULL { Err(destroyed(operation)) } else { Ok(()) }
     }
 
-    /// Where a plan stands in `plans`.
+    /// Returns the index of a plan in `plans`.
     #[inline]
     fn place_of(&self, plan: PlanId) -> Option<usize> {
         self.plans.binary_search_by_key(&plan.get(), |(id, _)| *id).ok()
@@ -286,7 +285,7 @@ impl LtBlas {
         let outcome = {
             let _current = self.state.make_current(OPERATION, self.device)?;
             self.plans.clear();
-            // SAFETY: the handle is alive, and is not used after this.
+            // SAFETY: The handle is alive, and is not used after this.
             CUBLAS.check(OPERATION, unsafe { (self.state.platform().lt.destroy)(self.raw) })
         };
         self.raw = RawLt::NULL;
@@ -306,7 +305,7 @@ impl LtBlas {
         let table = &self.state.platform().lt;
         let mut raw = RawMatrixLayout::NULL;
         let ld = i64::try_from(ld).map_err(|_| too_large(operation, ld))?;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         let code = unsafe { (table.matrix_layout_create)(&mut raw, data_type, rows as u64, columns as u64, ld) };
         CUBLAS.check(operation, code)?;
         let layout =
@@ -332,9 +331,10 @@ impl LtBlas {
         }
         let element = options.shape.data_type.bytes().min(options.shape.output.bytes());
         if options.alignment < element || !options.alignment.is_power_of_two() {
-            let message = format!("an alignment of {} was asked for", options.alignment);
+            let message =
+                format!("the alignment is {}, expected a power of two of at least {element}", options.alignment);
             return Err(Error::new(ErrorKind::InvalidArgument, operation, message)
-                .with_hint(format!("pass a power of two that is at least the {element} bytes of an element")));
+                .with_hint("pass at least the bytes of an element"));
         }
         Ok(())
     }
@@ -353,7 +353,7 @@ impl LtBlas {
             _ => QUIRKS.compute_codes.f32,
         };
         let mut raw = RawMatmulDesc::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         CUBLAS.check(operation, unsafe { (table.matmul_desc_create)(&mut raw, compute, scales) })?;
         let product = Owned { raw, destroy: table.matmul_desc_destroy, set_attribute: table.matmul_desc_set_attribute };
         for (which, transpose) in [
@@ -387,7 +387,7 @@ impl LtBlas {
         )?;
         let c = self.layout(operation, result, shape.m, shape.n, shape.ldc, batch(|batch| batch.stride_c))?;
         let mut raw = RawMatmulPreference::NULL;
-        // SAFETY: as above.
+        // SAFETY: As above.
         CUBLAS.check(operation, unsafe { (table.matmul_preference_create)(&mut raw) })?;
         let preference = Owned {
             raw,
@@ -398,7 +398,7 @@ impl LtBlas {
         let set_small = |which: Preference, value: u32| preference.set(operation, which as u32, &value);
         set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, options.workspace_bytes as u64)?;
         let alignments = [shape.data_type, shape.output].map(|of| options.alignment.max(of.bytes()));
-        // 256 is the most that the heuristic makes use of.
+        // The heuristic distinguishes alignments up to 256.
         let [of_factors, of_results] = alignments.map(|bytes| u32::try_from(bytes.min(256)).unwrap_or(256));
         for (which, alignment) in [
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_factors),
@@ -409,15 +409,15 @@ impl LtBlas {
             set_small(which, alignment)?;
         }
         use sys::cublasLtReductionScheme_t as Scheme;
-        // Parts of a sum are added in the workspace, as they were computed and in a fixed order. The other schemes add them as
-        // the result is stored, which costs halves most of their digits, or in place, as the kernels come.
+        // Partial sums are added in the workspace, in the compute type and in a fixed order. The other schemes add them
+        // in the result's type, which costs halves most of their digits, or in place, in the order of the kernels.
         let mut schemes = Scheme::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         if options.atomics_mode == AtomicsMode::Allowed && matches!(shape.output, DataType::F32 | DataType::F64) {
             schemes |= Scheme::CUBLASLT_REDUCTION_SCHEME_INPLACE as u32;
         }
         set_small(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes)?;
         let (mut result, mut found) = (HeuristicResult::default(), 0);
-        // SAFETY: all objects are alive; the call writes one choice and one number, which live until it returns.
+        // SAFETY: All objects are alive. The call writes one result and one number, which outlive it.
         let code = unsafe {
             (table.matmul_algo_get_heuristic)(
                 self.raw,
@@ -439,7 +439,7 @@ impl LtBlas {
                 operation,
                 format!("cuBLASLt has no kernel for {options:?}"),
             )
-            .with_hint("give it more workspace, a larger alignment, or use a BLAS handle"));
+            .with_hint("pass more workspace or a larger alignment, or use a BLAS handle"));
         }
         CUBLAS.check(operation, result.state)?;
         Ok(Plan {
@@ -456,7 +456,8 @@ impl LtBlas {
         })
     }
 
-    /// A plan for `epilogue(beta * C)`. A column of zeros times a row of zeros, from one block, replaces A and B.
+    /// Creates a plan for `epilogue(beta * C)`. A column of zeros times a row of zeros, from one block, replaces A and
+    /// B.
     fn plan_without_factors(&self, operation: &'static str, options: &PlanOptions) -> Result<Plan> {
         let mut options = *options;
         let shape = &mut options.shape;
@@ -465,16 +466,16 @@ impl LtBlas {
         if let Some(batch) = &mut shape.batch {
             (batch.stride_a, batch.stride_b) = (0, 0);
         }
-        // The workspace of the first plan may be less than another algorithm needs. A sum of one term needs none.
+        // Another algorithm may need more workspace than the first plan. A sum of one term needs none.
         options.workspace_bytes = 0;
         self.plan(operation, &options)
     }
 
-    /// Runs a plan whose alpha or k is 0. Some algorithms of cuBLASLt then leave the epilogue out, or refuse the
-    /// product. With any other alpha, A and B would show in D.
+    /// Runs a plan with alpha = 0 or k = 0. Some algorithms of cuBLASLt then omit the epilogue or refuse the product.
+    /// With any other alpha, A and B would affect D.
     ///
     /// # Safety
-    /// As [`BlasHandle::run_plan`].
+    /// The same as for [`BlasHandle::run_plan`].
     #[cold]
     #[inline(never)]
     unsafe fn run_without_factors(
@@ -517,10 +518,10 @@ impl LtBlas {
         }
         let mut arguments = *arguments;
         (arguments.a, arguments.b) = (zeros, zeros);
-        // The addend of beta * C is -0, which keeps the sign of a 0.
+        // -0 is added to beta * C, which keeps the sign of a zero.
         arguments.alpha = if arguments.beta == 0.0 { 1.0 } else { -1.0 };
         let call = Call { state: &state, handle: self.raw, stream: self.stream, workspace: self.workspace };
-        // SAFETY: passed on from the caller; the zeros stay for good.
+        // SAFETY: As the caller promises. The zeros are never freed.
         unsafe { call.run(operation, self.device, plan, &arguments) }
     }
 }
@@ -538,7 +539,7 @@ impl Call<'_> {
     /// Enqueues a run that passed all checks.
     ///
     /// # Safety
-    /// As [`BlasHandle::run_plan`].
+    /// The same as for [`BlasHandle::run_plan`].
     #[inline(always)]
     unsafe fn run(
         self,
@@ -565,8 +566,8 @@ impl Call<'_> {
         } else {
             [(&raw const floats[0]).cast(), (&raw const floats[1]).cast()]
         };
-        // SAFETY: the handle, the stream and the plan are alive. The caller vouches for the matrices and the workspace.
-        // The call reads the factors before it returns.
+        // SAFETY: The handle, the stream and the plan are alive. The caller promises that the matrices and the
+        // workspace are valid. The call reads the factors before it returns.
         let code = unsafe {
             (lt.matmul)(
                 handle,
@@ -592,7 +593,7 @@ impl Call<'_> {
 }
 
 fn too_large(operation: &'static str, value: usize) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation, format!("{value} is more than cuBLASLt can count"))
+    Error::new(ErrorKind::InvalidArgument, operation, format!("the size {value} is beyond the range of cuBLASLt"))
 }
 
 fn epilogue_code(operation: &'static str, epilogue: Epilogue) -> Result<u32> {
@@ -616,12 +617,13 @@ impl Drop for LtBlas {
             return;
         }
         if !self.state.is_in_service() {
-            // Left on purpose: at exit and in a forked child the vendor is not called, not even for objects of the host.
+            // Leaked on purpose: at exit and in a forked child, the vendor is not called, not even for objects of the
+            // host.
             std::mem::forget((self.count.take(), std::mem::take(&mut self.plans)));
             return;
         }
         if let Err(error) = self.close() {
-            tracing::warn!("an Lt handle was not destroyed: {error}");
+            tracing::warn!("an Lt handle was leaked: {error}");
         }
     }
 }
@@ -640,7 +642,7 @@ impl BlasHandle for LtBlas {
         self.enter(OPERATION)?;
         self.state.stream_for_handle(OPERATION, stream, self.device)?;
         self.stream = Some(stream);
-        // As the capability says of every handle of the device.
+        // Binding a stream resets the workspace, as for every handle of the device.
         self.workspace = None;
         Ok(())
     }
@@ -661,7 +663,7 @@ impl BlasHandle for LtBlas {
         if mode == MathMode::Tf32 {
             self.state.require(OPERATION, self.device, |can| can.tf32, "tf32")?;
         }
-        // A plan has its own.
+        // Each plan has its own math mode.
         Ok(())
     }
 
@@ -671,14 +673,14 @@ impl BlasHandle for LtBlas {
         if mode == AtomicsMode::Allowed {
             self.state.require(OPERATION, self.device, |can| can.atomics_mode, "atomics_mode")?;
         }
-        // A plan has its own.
+        // Each plan has its own atomics mode.
         Ok(())
     }
 
     unsafe fn gemm(&mut self, _gemm: &Gemm) -> Result<()> {
         self.enter("gemm")?;
-        Err(Error::new(ErrorKind::Unsupported, "gemm", "an Lt handle makes plans, and no products without one")
-            .with_hint("use a handle of kind `Blas`, or `create_plan` and `run_plan`"))
+        Err(Error::new(ErrorKind::Unsupported, "gemm", "an Lt handle computes products only by plans")
+            .with_hint("call `create_plan` and `run_plan`, or use a handle of kind `Blas`"))
     }
 
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
@@ -709,14 +711,14 @@ impl BlasHandle for LtBlas {
         let Some(planned) = &mut self.plans[index].1 else { return Ok(()) };
         let plan = match &mut planned.product {
             Some(plan) if plan.reads_factors(arguments.alpha) => plan,
-            // SAFETY: passed on from the caller.
+            // SAFETY: As the caller promises.
             _ => return unsafe { self.run_without_factors(OPERATION, index, arguments) },
         };
         if let Some(refusal) = plan.refuses(OPERATION, arguments, self.workspace) {
             return Err(refusal);
         }
         let call = Call { state: &self.state, handle: self.raw, stream: self.stream, workspace: self.workspace };
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         unsafe { call.run(OPERATION, self.device, plan, arguments) }
     }
 
@@ -734,7 +736,7 @@ impl BlasHandle for LtBlas {
 
     fn reset(&mut self) -> Result<()> {
         self.enter("reset")?;
-        // A handle of cuBLASLt has no settings: logger and cache are the process's.
+        // A cuBLASLt handle has no settings. Its logger and cache belong to the process.
         (self.stream, self.workspace) = (None, None);
         Ok(())
     }
@@ -746,6 +748,6 @@ impl BlasHandle for LtBlas {
 
 #[cold]
 fn no_plan(operation: &'static str, plan: PlanId) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, format!("{plan:?} is no plan of this handle, or no longer"))
+    Error::new(ErrorKind::InvalidHandle, operation, format!("{plan:?} is not a live plan of this handle"))
         .with_hint("create the plan on this handle")
 }

@@ -1,4 +1,4 @@
-//! CUDA as the driver room sees it.
+//! CUDA as a [`Platform`].
 
 use std::sync::Arc;
 
@@ -33,11 +33,11 @@ impl Cuda {
     }
 }
 
-// SAFETY: the calls are those of NVIDIA's driver and of cuBLAS, looked up under their own symbols and declared with their own
-// arguments (`abi_check.rs` holds them against another declaration); NVIDIA's manuals promise the order of streams, what
-// queries answer and what copies move.
+// SAFETY: The calls are those of NVIDIA's driver and of cuBLAS. They were looked up under their own symbols and are
+// declared with their own arguments, which `abi_check.rs` checks. NVIDIA's manuals promise the order of streams, the
+// results of queries and the effect of copies.
 unsafe impl Platform for Cuda {
-    /// The context is pushed and popped.
+    /// The previous context is on the driver's stack of contexts.
     type Previous = ();
 
     fn calls(&self) -> &Calls {
@@ -64,8 +64,8 @@ unsafe impl Platform for Cuda {
     fn make_current(&self, device: u32) -> Result<Option<()>, i32> {
         let context = self.driver.context(device)?;
         let mut current = RawContext::NULL;
-        // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
-        // code of the thread may change it.
+        // SAFETY: The call writes one number, which outlives it. The current context is queried each time, because
+        // foreign code may change it.
         let code = unsafe { (self.driver.own.ctx_get_current)(&mut current) };
         if code == 0 && current == context { Ok(None) } else { self.driver.enter(code, context) }
     }
@@ -73,20 +73,20 @@ unsafe impl Platform for Cuda {
     #[inline(always)]
     fn restore(&self, (): ()) {
         let mut popped = RawContext::NULL;
-        // SAFETY: the call writes one number that lives until it returns. It pops what `make_current` pushed.
+        // SAFETY: The call writes one number, which outlives it. It pops the context that `make_current` pushed.
         unsafe { (self.driver.own.ctx_pop_current)(&mut popped) };
     }
 
     fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32> {
         let own = &self.driver.own;
         let mut reaches = 0;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         match unsafe { (own.device_can_access_peer)(&mut reaches, self.number(device), self.number(peer)) } {
             0 if reaches != 0 => {}
             0 => return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED as i32),
             code => return Err(code),
         }
-        // SAFETY: the context is the peer's primary one, retained for good.
+        // SAFETY: The context is the peer's primary one, which is never released.
         match unsafe { (own.ctx_enable_peer_access)(self.driver.context(peer)?, 0) } {
             0 => Ok(()),
             code if code == CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED as i32 => Ok(()),
@@ -102,7 +102,7 @@ unsafe impl Platform for Cuda {
         stream: RawStream,
     ) -> i32 {
         match (self.driver.context(dst.0), self.driver.context(src.0)) {
-            // SAFETY: the caller vouches for both ranges and the stream.
+            // SAFETY: The caller promises that both ranges and the stream are valid.
             (Ok(to), Ok(from)) => unsafe { (self.driver.own.memcpy_peer_async)(dst.1, to, src.1, from, bytes, stream) },
             (Err(code), _) | (_, Err(code)) => code,
         }
@@ -110,7 +110,7 @@ unsafe impl Platform for Cuda {
 
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
         let mut context = RawContext::NULL;
-        // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
+        // SAFETY: The caller promises that the stream is alive. The call writes one number, which outlives it.
         match unsafe { (self.driver.own.stream_get_ctx)(stream, &mut context) } {
             0 => Ok(context == self.driver.context(device)?),
             code => Err(code),
@@ -122,7 +122,7 @@ unsafe impl Platform for Cuda {
     }
 
     unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         unsafe { self.virtual_memory(operation)?.free(operation, block) }
     }
 
@@ -135,12 +135,12 @@ unsafe impl Platform for Cuda {
     }
 
     fn blas_settings(&self, handle: RawBlas) -> BlasSettings {
-        // SAFETY: the handle was just made.
+        // SAFETY: The handle was just created.
         unsafe { self.cublas.settings_of(handle) }
     }
 
     fn restore_blas(&self, handle: RawBlas, fresh: &BlasSettings) -> Result<(), i32> {
-        // SAFETY: the handle is alive.
+        // SAFETY: The handle is alive.
         unsafe { self.cublas.restore(handle, fresh) }
     }
 

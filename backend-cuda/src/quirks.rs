@@ -1,4 +1,4 @@
-//! How CUDA behaves, as data.
+//! CUDA's behavior as data.
 
 use cudarc::cublas::sys::{
     cublasAtomicsMode_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t, cublasOperation_t, cudaDataType_t,
@@ -10,7 +10,7 @@ use highwater_driver::{
     AtomicsModes, ComputeCodes, EventFlags, HostFlags, MathModes, Quirks, RawStream, TransposeCodes, TypeCodes,
 };
 
-/// Parts of a sum are added in 32 bits, also where the result has 16: cuBLAS adds them as halves by default.
+/// Partial sums are added in 32 bits even for a 16-bit result. By default, cuBLAS adds them in 16 bits.
 const FULL_SUMS: u32 = cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION as u32;
 
 const PINNED: u32 = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;

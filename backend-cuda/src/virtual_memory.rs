@@ -1,4 +1,4 @@
-//! Device memory that is made apart from its address, which is what can be shared by a descriptor or over a fabric.
+//! Device memory through CUDA's virtual memory calls, which can be shared by a descriptor or over a fabric.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
@@ -9,7 +9,7 @@ use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Resul
 use crate::calls::{RawAllocation, VirtualMemoryCalls};
 use crate::codes;
 
-/// What memory is made for: the driver's own layout, with numbers in place of its enums.
+/// The properties of an allocation, in the driver's layout with numbers instead of enums.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Properties {
@@ -20,7 +20,7 @@ pub(crate) struct Properties {
     flags: u64,
 }
 
-/// Where memory is.
+/// The location of memory.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Location {
@@ -28,7 +28,7 @@ pub(crate) struct Location {
     id: i32,
 }
 
-/// Who may use memory.
+/// The access to memory.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Access {
@@ -71,43 +71,43 @@ impl VirtualMemoryCalls {
         }
     }
 
-    /// `bytes`, rounded up to what the driver maps.
+    /// Rounds `bytes` up to the driver's granularity.
     fn round(&self, operation: &'static str, properties: &Properties, bytes: usize) -> Result<usize> {
         let mut granularity = 0;
-        // SAFETY: the call reads the properties and writes one number, which live until it returns.
+        // SAFETY: The call reads the properties and writes one number, which outlive it.
         let code = unsafe { (self.mem_get_allocation_granularity)(&mut granularity, properties, LEAST) };
         codes::CUDA.check(operation, code)?;
         bytes.checked_next_multiple_of(granularity.max(1)).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes are more than the address space"))
+            Error::new(ErrorKind::OutOfMemory, operation, format!("{bytes} bytes exceed the address space"))
         })
     }
 
-    /// Whether memory for the transport can be made at all: what the device's attributes say is not enough.
+    /// Returns whether memory for the transport can be created. The device's attributes do not suffice to tell.
     pub(crate) fn works(&self, device: i32, transport: Transport) -> bool {
         let properties = Self::properties(device, transport);
         let Ok(bytes) = self.round("open", &properties, 1) else { return false };
         let mut memory = RawAllocation::NULL;
-        // SAFETY: as above; what was made is given back.
+        // SAFETY: As above. The allocation is released.
         unsafe { (self.mem_create)(&mut memory, bytes, &properties, 0) == 0 && (self.mem_release)(memory) == 0 }
     }
 
-    /// Makes memory and maps it; the device is current.
+    /// Creates and maps memory. The device is current.
     pub(crate) fn allocate(&self, device: i32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
         const OPERATION: &str = "allocate";
         let properties = Self::properties(device, transport);
         let bytes = self.round(OPERATION, &properties, bytes)?;
         let mut memory = RawAllocation::NULL;
-        // SAFETY: the call reads the properties and writes one number, which live until it returns.
+        // SAFETY: The call reads the properties and writes one number, which outlive it.
         codes::CUDA.check(OPERATION, unsafe { (self.mem_create)(&mut memory, bytes, &properties, 0) })?;
         self.place(OPERATION, device, memory, bytes)
     }
 
-    /// Gives memory an address; where that fails, the memory is given back.
+    /// Maps an allocation. If that fails, releases the allocation.
     fn place(&self, operation: &'static str, device: i32, memory: RawAllocation, bytes: usize) -> Result<SharedBlock> {
         let mut address = DevicePtr::new(0);
         let access = Access { location: Self::location(device), flags: READ_AND_WRITE };
-        // SAFETY: the memory was just made or imported with at least these bytes, or mapping it fails; numbers and
-        // descriptions live until the calls return, and what was reserved and mapped is given back on failure.
+        // SAFETY: The allocation was just created or imported with at least these bytes, or the mapping fails. Numbers
+        // and descriptions outlive the calls. Reserved and mapped addresses are freed on failure.
         let code = unsafe {
             match (self.mem_address_reserve)(&mut address, bytes, 0, DevicePtr::new(0), 0) {
                 0 => match (self.mem_map)(address, bytes, 0, memory, 0) {
@@ -127,26 +127,26 @@ impl VirtualMemoryCalls {
                 code => code,
             }
         };
-        // SAFETY: nothing maps the memory.
+        // SAFETY: Nothing maps the memory.
         unsafe { (self.mem_release)(memory) };
         Err(codes::CUDA.error(operation, code))
     }
 
-    /// Gives a block back.
+    /// Frees a block.
     ///
     /// # Safety
-    /// Nothing uses it any more.
+    /// The caller must ensure that nothing uses the block.
     pub(crate) unsafe fn free(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
-        // SAFETY: the block is mapped, and nothing uses it.
+        // SAFETY: The block is mapped, and nothing uses it.
         codes::CUDA.check(operation, unsafe { (self.mem_unmap)(block.address, block.bytes) })?;
-        // The mapping is gone: what fails from here on cannot be tried again as a whole.
-        // SAFETY: the addresses are reserved and hold nothing; nothing maps the memory.
+        // The mapping is gone, so later failures cannot be repeated as a whole and are only logged.
+        // SAFETY: The addresses are reserved and hold no mapping. Nothing maps the allocation.
         let codes = unsafe {
             [(self.mem_address_free)(block.address, block.bytes), (self.mem_release)(RawAllocation(block.allocation))]
         };
         for code in codes {
             if let Err(error) = codes::CUDA.check(operation, code) {
-                tracing::warn!("a part of {} bytes of shared memory was not given back: {error}", block.bytes);
+                tracing::warn!("a part of {} bytes of shared memory was leaked: {error}", block.bytes);
             }
         }
         Ok(())
@@ -161,7 +161,7 @@ impl VirtualMemoryCalls {
         const OPERATION: &str = "export_memory";
         let number = handle_type(transport);
         if transport == Transport::Fabric {
-            // SAFETY: the call writes the 64 bytes of a fabric handle, which live until it returns.
+            // SAFETY: The call writes the 64 bytes of a fabric handle, which outlive it.
             let code = unsafe {
                 (self.mem_export_to_shareable_handle)(
                     handle.payload.as_mut_ptr(),
@@ -173,7 +173,7 @@ impl VirtualMemoryCalls {
             return codes::CUDA.check(OPERATION, code).map(|()| handle);
         }
         let mut descriptor: i32 = -1;
-        // SAFETY: the call writes one descriptor, which lives until it returns.
+        // SAFETY: The call writes one descriptor, which outlives it.
         let code = unsafe {
             (self.mem_export_to_shareable_handle)(
                 (&raw mut descriptor).cast(),
@@ -184,39 +184,39 @@ impl VirtualMemoryCalls {
         };
         codes::CUDA.check(OPERATION, code)?;
         if descriptor < 0 {
-            return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA answered with success and no descriptor"));
+            return Err(Error::new(ErrorKind::Vendor, OPERATION, "CUDA reported success and returned no descriptor"));
         }
-        // SAFETY: the descriptor was just made, and nobody else knows it.
+        // SAFETY: The descriptor was just created, and no other code knows it.
         Ok(handle.with_descriptor(Descriptor::new(unsafe { OwnedFd::from_raw_fd(descriptor) })))
     }
 
-    /// Opens a handle of another process; the device is current.
+    /// Opens a handle of another process. The device is current.
     pub(crate) fn open(&self, device: i32, handle: &MemoryHandle) -> Result<SharedBlock> {
         const OPERATION: &str = "open_memory";
         let number = handle_type(handle.transport);
         let argument: *const u8 = match (&handle.descriptor, handle.transport) {
             (_, Transport::Fabric) => handle.payload.as_ptr(),
-            // The driver takes the descriptor's number in place of a pointer.
+            // The driver takes the number of the descriptor in place of a pointer.
             (Some(descriptor), _) => std::ptr::without_provenance(descriptor.as_ref().as_raw_fd() as usize),
             (None, _) => {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle has no descriptor")
-                    .with_hint("pass the handle with the descriptor that travelled beside it"));
+                    .with_hint("pass the handle with its descriptor"));
             }
         };
         let mut memory = RawAllocation::NULL;
-        // SAFETY: the descriptor is open, or the handle is 64 bytes, and the number lives until the call returns.
+        // SAFETY: The descriptor is open, or the handle has 64 bytes. The number outlives the call.
         let code = unsafe { (self.mem_import_from_shareable_handle)(&mut memory, argument, number) };
         let not_one = |error: Error| {
-            // Of which error the driver makes of something that is no handle, nothing is written down.
+            // The driver's codes for bytes that are no handle are not documented.
             match error.kind() {
                 ErrorKind::OutOfMemory | ErrorKind::DeviceLost | ErrorKind::PermissionDenied => error,
                 _ => Error::new(
                     ErrorKind::InvalidArgument,
                     OPERATION,
-                    format!("this is no handle of shared memory: {}", error.message()),
+                    format!("the handle does not name shared memory: {}", error.message()),
                 )
                 .with_code(error.code().unwrap_or(0))
-                .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID"),
+                .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID"),
             }
         };
         codes::CUDA.check(OPERATION, code).map_err(not_one)?;
@@ -225,7 +225,7 @@ impl VirtualMemoryCalls {
         match bytes {
             Ok(bytes) => self.place(OPERATION, device, memory, bytes).map_err(not_one),
             Err(error) => {
-                // SAFETY: nothing maps the memory.
+                // SAFETY: Nothing maps the memory.
                 unsafe { (self.mem_release)(memory) };
                 Err(error)
             }

@@ -36,17 +36,17 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
 #[test]
 fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     let Some(backend) = open("a_child_that_opens_the_backend_again_is_told_of_the_fork") else { return };
-    // SAFETY: the child calls the backend, which takes no lock in a child, and ends with `_exit`.
+    // SAFETY: The child calls the backend, which takes no lock in a child, and ends with `_exit`.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let opened = highwater_cuda::open().err().map(|unavailable| unavailable.error.kind());
         let used = backend.create_stream(0, &StreamOptions::new()).err().map(|error| error.kind());
         let told = opened == Some(ErrorKind::Forked) && used == Some(ErrorKind::Forked);
-        // SAFETY: ends the child without running anything else.
+        // SAFETY: Ends the child without running anything else.
         unsafe { libc::_exit(if told { 0 } else { 1 }) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child made above.
+    // SAFETY: Waits for the child made above.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(status, 0);
     // The parent goes on, and opens again.
@@ -84,7 +84,7 @@ fn a_plan_of_no_elements_is_made_and_writes_nothing() {
         let shape = GemmShape::new(DataType::F32, m, n, 3);
         let plan = handle.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 0)).unwrap();
         let nowhere = highwater_core::DevicePtr::new(0x1000);
-        // SAFETY: there is no element, so no address is followed.
+        // SAFETY: There is no element, so no address is followed.
         unsafe { handle.run_plan(plan, &PlanArguments::new(nowhere, nowhere, nowhere, Some(nowhere))) }.unwrap();
         handle.destroy_plan(plan).unwrap();
     }
@@ -96,7 +96,7 @@ fn a_plan_of_no_elements_is_made_and_writes_nothing() {
 /// The context that is current in this thread.
 fn current() -> usize {
     let mut context = std::ptr::null_mut();
-    // SAFETY: the call writes one pointer that lives until it returns.
+    // SAFETY: The call writes one pointer that lives until it returns.
     assert_eq!(unsafe { cudarc::driver::sys::cuCtxGetCurrent(&mut context) } as u32, 0);
     context.addr()
 }
@@ -112,7 +112,7 @@ fn make_calls(backend: &dyn Backend) {
     for stream in [stream, legacy] {
         let fill = MemoryFill::new(0, block, FillPattern::U32(0x3f80_0000), 1024);
         let copy = MemoryCopy::new(Location::Host(host), Location::Device { device: 0, ptr: block.offset(2048) }, 2048);
-        // SAFETY: the ranges lie inside the blocks, which live until the stream was waited for; the matrices are 16 x 16.
+        // SAFETY: The ranges lie inside the blocks, which live until the stream was waited for; the matrices are 16 x 16.
         unsafe {
             backend.fill(&fill, stream).unwrap();
             handle.set_stream(stream).unwrap();
@@ -122,12 +122,12 @@ fn make_calls(backend: &dyn Backend) {
         }
         backend.record_event(event, stream).unwrap();
         backend.synchronize_event(event).unwrap();
-        // SAFETY: the copy is done; the memory holds 512 numbers.
+        // SAFETY: The copy is done; the memory holds 512 numbers.
         let values = unsafe { std::slice::from_raw_parts(host.as_ptr().cast::<f32>(), 512) };
         assert!(values[..256].iter().all(|value| *value == 16.0) && values[256..].iter().all(|value| *value == 1.0));
     }
     handle.destroy().unwrap();
-    // SAFETY: nothing uses them any more.
+    // SAFETY: Nothing uses them any more.
     unsafe {
         backend.host_allocator().free(host).unwrap();
         backend.free(0, block, None).unwrap();
@@ -162,7 +162,7 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     let Some(backend) = open("streams_and_memory_of_cudarc_and_of_the_backend_work_together") else { return };
     let context = cudarc::driver::CudaContext::new(0).unwrap();
     let theirs = context.new_stream().unwrap();
-    // SAFETY: the stream lives to the end of this test.
+    // SAFETY: The stream lives to the end of this test.
     let wrapped = unsafe { backend.stream_from_raw(0, theirs.cu_stream().addr() as u64) }.unwrap();
     let block = backend.allocate(0, &AllocateOptions::new(4096)).unwrap();
     // Work of both on their stream, in order: their bytes go to our memory after our fill, and come back.
@@ -172,14 +172,14 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     let here = |offset: usize| Location::Device { device: 0, ptr: block.offset(offset) };
     let from = Location::Device { device: 0, ptr: highwater_core::DevicePtr::new(source) };
     let host = backend.host_allocator().allocate(4096, &HostOptions::new()).unwrap();
-    // SAFETY: the ranges lie inside the blocks, which live until the stream was waited for.
+    // SAFETY: The ranges lie inside the blocks, which live until the stream was waited for.
     unsafe {
         backend.fill(&fill, wrapped).unwrap();
         backend.copy(&MemoryCopy::new(here(1024), from, 1024), wrapped).unwrap();
         backend.copy(&MemoryCopy::new(Location::Host(host), here(0), 4096), wrapped).unwrap();
     }
     theirs.synchronize().unwrap();
-    // SAFETY: the copy is done.
+    // SAFETY: The copy is done.
     let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), 4096) };
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if (1024..2048).contains(&at) { 7 } else { 1 }));
     // What was wrapped is forgotten, not destroyed, and what they give up of the context does not end ours.
@@ -188,7 +188,7 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     theirs.synchronize().unwrap();
     drop(_uses);
     drop((slice, theirs, context));
-    // SAFETY: nothing uses them any more.
+    // SAFETY: Nothing uses them any more.
     unsafe {
         backend.free(0, block, None).unwrap();
         backend.host_allocator().free(host).unwrap();
@@ -250,7 +250,7 @@ fn page_locked_memory_makes_no_context_on_a_device_that_is_not_used() {
     }
     let is_active = |device: i32| {
         let (mut flags, mut active) = (0, 0);
-        // SAFETY: the call writes two numbers that live until it returns.
+        // SAFETY: The call writes two numbers, which outlive it.
         let code = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) };
         assert_eq!(code as u32, 0);
         active != 0
@@ -258,7 +258,7 @@ fn page_locked_memory_makes_no_context_on_a_device_that_is_not_used() {
     let block = backend.allocate(1, &AllocateOptions::new(64)).unwrap();
     let host = backend.host_allocator().allocate(64, &HostOptions::new()).unwrap();
     assert!(is_active(1) && !is_active(0));
-    // SAFETY: nothing uses them.
+    // SAFETY: Nothing uses them.
     unsafe {
         backend.host_allocator().free(host).unwrap();
         backend.free(1, block, None).unwrap();
@@ -274,12 +274,12 @@ fn a_product_that_loses_the_device_is_told_as_that() {
     handle.set_stream(stream).unwrap();
     // Addresses that are reserved, and map no memory.
     let mut nowhere = 0;
-    // SAFETY: the call writes one number that lives until it returns.
+    // SAFETY: The call writes one number, which outlives it.
     let code = unsafe { cudarc::driver::sys::cuMemAddressReserve(&mut nowhere, 4 << 20, 0, 0, 0) };
     assert_eq!(code as u32, 0);
     let at = |offset: u64| highwater_core::DevicePtr::new(nowhere + offset);
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 64, 64, 64), at(0), at(1 << 20), at(2 << 20));
-    // SAFETY: breaks the contract on purpose: the device faults, and nobody uses it afterwards.
+    // SAFETY: Breaks the contract on purpose: the device faults, and nobody uses it afterwards.
     let enqueued = unsafe { handle.gemm(&gemm) };
     let error = enqueued.and_then(|()| backend.synchronize_stream(stream)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
@@ -294,7 +294,7 @@ fn a_product_that_loses_the_device_is_told_as_that() {
 /// The caller must name a function of that type.
 unsafe fn cublas<F: Copy>(symbol: &str) -> F {
     let file = highwater_driver::loaded_files("libcublas.so").pop().unwrap();
-    // SAFETY: the library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller vouches for the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()
@@ -320,15 +320,15 @@ fn settings_of_foreign_code_do_not_stay_on_a_handle() {
         ("cublasSetEmulationStrategy", "cublasGetEmulationStrategy", 2, 0),
     ];
     for (set, get, foreign, fresh) in settings {
-        // SAFETY: the vendor's functions, with its arguments.
+        // SAFETY: The vendor's functions, with its arguments.
         let (set, get) = unsafe { (cublas::<Set>(set), cublas::<Get>(get)) };
         let mut lease = stream.blas().unwrap();
-        // SAFETY: the handle is lent for the call.
+        // SAFETY: The handle is lent for the call.
         lease.with_raw(|raw| assert_eq!(unsafe { set(raw.handle, foreign) }, 0)).unwrap();
         lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
         assert_eq!(stream.download(&c).unwrap(), [16.0; 256]);
         let mut found = u32::MAX;
-        // SAFETY: as above; the number lives until the call returns.
+        // SAFETY: As above; the number lives until the call returns.
         lease.with_raw(|raw| assert_eq!(unsafe { get(raw.handle, &mut found) }, 0)).unwrap();
         assert_eq!(found, fresh);
     }
@@ -395,7 +395,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
     let theirs = context.per_thread_stream();
     let handle = theirs.cu_stream().addr() as u64;
     assert_eq!(handle, 2);
-    // SAFETY: default streams never end.
+    // SAFETY: Default streams never end.
     let wrap = |handle| unsafe { device.stream_from_raw(handle) };
     for (handle, is_legacy) in [(handle, false), (1, true)] {
         let stream = wrap(handle).unwrap();
@@ -404,7 +404,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
         stream.fill(&block, 7).unwrap();
         // The legacy stream and the stream of a thread wait for each other, so no other wait is needed.
         let mut bytes = vec![0_u8; 1024];
-        // SAFETY: the range belongs to the block, and the copy is complete when the call returns.
+        // SAFETY: The range belongs to the block, and the copy is complete when the call returns.
         unsafe {
             cudarc::driver::result::memcpy_dtoh_async(&mut bytes, block.ptr().get(), theirs.cu_stream()).unwrap();
         }

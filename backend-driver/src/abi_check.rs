@@ -1,7 +1,7 @@
-//! Holds tables of vendor calls against bindings that were generated from a vendor's headers: each call has its symbol, and
-//! arguments and an answer of the same size and kind (number or floating-point number). For unit tests.
+//! Checks tables of vendor calls against bindings that were generated from a vendor's headers. Each call must have its
+//! symbol, and arguments and a result of the same size and kind (integer or floating point). For unit tests.
 
-/// How an argument is passed: its size, and whether in a register for floating-point numbers.
+/// How an argument is passed: its size, and whether it uses a floating-point register.
 pub type Class = (usize, bool);
 
 fn class<T>() -> Class {
@@ -9,12 +9,12 @@ fn class<T>() -> Class {
     (size_of::<T>(), name == "f32" || name == "f64")
 }
 
-/// The arguments and the answer of a function.
+/// The arguments and the result of a function.
 pub trait Signature: Copy {
-    /// The sizes of the answer and the arguments.
+    /// The sizes of the result and the arguments.
     const SIZES: &'static [usize];
 
-    /// How they are passed.
+    /// Returns how the result and the arguments are passed.
     fn classes() -> Vec<Class>;
 }
 
@@ -49,40 +49,40 @@ macro_rules! all_signatures {
 
 all_signatures!(A B C D E F G H I J K L M N O P Q R S T U V W);
 
-/// The classes of a field of a table; no table is needed to know its type.
+/// Returns the classes of a table's field. The field's type suffices, so no table is needed.
 pub fn declared<Table, Call: Signature>(_: fn(&Table) -> Call) -> Vec<Class> {
     Call::classes()
 }
 
-/// Those of a field that may be empty.
+/// Returns the classes of an optional field.
 pub fn declared_optional<Table, Call: Signature>(_: fn(&Table) -> Option<Call>) -> Vec<Class> {
     Call::classes()
 }
 
-/// Those of a function.
+/// Returns the classes of a function in a header.
 pub fn in_header<Call: Signature>(_: Call) -> Vec<Class> {
     Call::classes()
 }
 
-/// The sizes of a field of a table.
+/// Returns the sizes of a table's field.
 #[must_use]
 pub const fn sizes<Table, Call: Signature>(_: fn(&Table) -> Call) -> &'static [usize] {
     Call::SIZES
 }
 
-/// Those of a field that may be empty.
+/// Returns the sizes of an optional field.
 #[must_use]
 pub const fn sizes_optional<Table, Call: Signature>(_: fn(&Table) -> Option<Call>) -> &'static [usize] {
     Call::SIZES
 }
 
-/// Those of a function.
+/// Returns the sizes of a function in a header.
 #[must_use]
 pub const fn sizes_in_header<Call: Signature>(_: Call) -> &'static [usize] {
     Call::SIZES
 }
 
-/// Whether two functions take and give what is as large.
+/// Returns whether two functions have arguments and results of the same sizes.
 #[must_use]
 pub const fn alike(one: &[usize], other: &[usize]) -> bool {
     let mut index = 0;
@@ -92,11 +92,11 @@ pub const fn alike(one: &[usize], other: &[usize]) -> bool {
     index == one.len() && index == other.len()
 }
 
-/// A field of a table, the vendor's symbol, what the table declares and what the header says.
+/// A field of a table, the vendor's symbol, the classes in the table and the classes in the header.
 pub type Pair = (&'static str, &'static str, Vec<Class>, Vec<Class>);
 
-/// Checks, when this is compiled, that a table's fields and the functions of a binding crate's module take and give what is as
-/// large. The functions are of the kind `rust` or `c`. None of them is linked to.
+/// Checks at compile time that a table's fields and the functions of a binding crate have arguments and results of the
+/// same sizes. The functions are of the kind `rust` or `c`. None of them is linked.
 #[macro_export]
 macro_rules! abi_sizes {
     (@kind rust ($($argument:tt),*)) => { unsafe fn($($argument),*) -> _ };
@@ -129,7 +129,7 @@ macro_rules! abi_sizes {
     };
 }
 
-/// The same, and the pairs of fields and functions for [`check`].
+/// Checks the sizes, and returns the pairs of fields and functions for [`check`].
 #[macro_export]
 macro_rules! abi_pairs {
     (
@@ -163,10 +163,11 @@ macro_rules! abi_pairs {
     }};
 }
 
-/// Holds a table's fields against the pairs: every field but those in `apart` is in one, under its own symbol.
+/// Checks a table's fields against the pairs. Every field, except those in `apart`, must be in one pair under its own
+/// symbol.
 ///
 /// # Panics
-/// Where they differ.
+/// If a field and its function differ.
 pub fn check(names: &[(&str, &str)], symbol: fn(&str) -> String, pairs: &[Pair], apart: &[&str]) {
     for (field, name) in names {
         if apart.contains(field) {

@@ -23,7 +23,7 @@ use highwater_hal::{
 
 /// A backend over a vendor's driver.
 ///
-/// BLAS handles, the host allocator and the sharing keep what they need of it alive.
+/// BLAS handles, the host allocator and the sharing keep the shared state alive.
 #[derive(Debug)]
 pub struct DriverBackend<P: Platform> {
     state: Arc<DriverState<P>>,
@@ -32,7 +32,7 @@ pub struct DriverBackend<P: Platform> {
 }
 
 impl<P: Platform> DriverBackend<P> {
-    /// The backend over what a vendor crate has opened.
+    /// Creates the backend over an opened vendor.
     #[must_use]
     pub fn new(opened: Opened<P>) -> Self {
         let shares = opened.devices.iter().any(|(_, capabilities)| !capabilities.ipc_transports.is_empty());
@@ -42,7 +42,7 @@ impl<P: Platform> DriverBackend<P> {
         Self { state, host, ipc }
     }
 
-    /// What the backend and its handles share.
+    /// Returns the state that the backend shares with its handles.
     #[must_use]
     pub const fn state(&self) -> &Arc<DriverState<P>> {
         &self.state
@@ -52,7 +52,7 @@ impl<P: Platform> DriverBackend<P> {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
 
-    /// Makes the vendor's call again after the pool has given back what it keeps, where memory was exhausted.
+    /// Makes the vendor's call, and repeats it after trimming the pool if memory was exhausted.
     fn with_trimmed_pool(&self, device: u32, mut call: impl FnMut() -> i32) -> i32 {
         let code = call();
         if code == self.state.platform.quirks().out_of_memory && self.state.trim_pool(device) { call() } else { code }
@@ -89,17 +89,17 @@ pub fn open_backend<P: Platform>(
 
 #[cold]
 fn interprocess_in_capture(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Capture, operation, "an event for several processes cannot be recorded in a capture")
-        .with_hint("record it before or after the capture; the capture goes on")
+    Error::new(ErrorKind::Capture, operation, "an interprocess event cannot be recorded in a capture")
+        .with_hint("record the event before or after the capture; the capture is still open")
 }
 
-/// An optional call; a device whose capability says that it can has it.
+/// Returns an optional call, which a device with the capability `ability` has.
 fn required<T>(operation: &'static str, call: Option<T>, ability: &str) -> Result<T> {
     call.ok_or_else(|| Error::lacks(operation, ability))
 }
 
-// SAFETY: streams, events and copies are the vendor's own, which keep the order of streams and answer queries by it, as the
-// author of the `Platform` vouches. An id stands for one vendor handle, which no call uses after it was destroyed.
+// SAFETY: Streams, events and copies are the vendor's own. They keep the order of streams, and queries report it, as
+// the author of the `Platform` promises. An id names one vendor handle, which no call uses after its destruction.
 unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn identity(&self) -> &Identity {
         &self.state.identity
@@ -127,7 +127,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let (mut free, mut seen) = (0, 0);
-        // SAFETY: the call writes two numbers that live until it returns.
+        // SAFETY: The call writes two numbers, which outlive it.
         state.check(OPERATION, unsafe { (state.platform.calls().mem_get_info)(&mut free, &mut seen) })?;
         Ok(MemoryInfo { free: (free as u64).min(total), total })
     }
@@ -135,7 +135,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
     fn live_objects(&self) -> LiveObjects {
         let state = &*self.state;
         let mut live = LiveObjects::default();
-        // A child owns nothing of its parent's, and a lock may be held by a thread that it does not have.
+        // A child owns nothing of its parent, and a lock may be held by a thread that the child lacks.
         if !state.is_own_process() {
             return live;
         }
@@ -181,7 +181,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             StreamPriority::High => HIGH,
         };
         state.streams.insert(OPERATION, device, raw, flags).inspect_err(|_| {
-            // SAFETY: nobody else knows the stream.
+            // SAFETY: No other code knows the stream.
             unsafe { (state.platform.calls().stream_destroy)(raw) };
         })
     }
@@ -193,9 +193,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         if stream.is_legacy_default() || stream.is_per_thread_default() {
             state.stream(OPERATION, stream)?;
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "a default stream cannot be destroyed")
-                .with_hint("destroy only what `create_stream` gave"));
+                .with_hint("destroy only streams that `create_stream` returned"));
         }
-        // Whoever keeps a foreign stream may destroy it from here on.
+        // The owner of a foreign stream may destroy it from here on.
         state.streams.remove(OPERATION, stream, FOREIGN, |removed| state.destroy_raw_stream(OPERATION, removed))
     }
 
@@ -207,9 +207,9 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = state.stream(OPERATION, stream)?;
         state.refuse_in_capture(OPERATION, &held)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // A default stream is not announced, so no fence makes the question known.
+        // A default stream has no hazard pointer, so no fence publishes the query.
         let _relaxed = state.relaxed_if_capturing(asking.as_ref().filter(|_| !held.is_default()));
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().stream_query)(held.raw()) })
     }
 
@@ -221,7 +221,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.refuse_in_capture(OPERATION, &held)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         let _relaxed = state.relaxed();
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         state.check(OPERATION, unsafe { (state.platform.calls().stream_synchronize)(held.raw()) })
     }
 
@@ -231,12 +231,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         state.device(OPERATION, device)?;
         if state.captures.are_open_on(device) {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "a capture is open on a stream of the device")
-                .with_hint("end the capture first, or wait for single streams"));
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "a stream of the device has an open capture")
+                .with_hint("end the capture first, or synchronize with single streams"));
         }
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
-        // SAFETY: the call takes nothing.
+        // SAFETY: The call takes no argument.
         state.check(OPERATION, unsafe { (state.platform.calls().device_synchronize)() })
     }
 
@@ -246,7 +246,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         let (held, event) = state.stream_and_event(OPERATION, stream, event)?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held.
+        // SAFETY: Both are held.
         let wait = || unsafe { (state.platform.calls().stream_wait_event)(held.raw(), event.raw(), 0) };
         if state.streams_die() && state.may_capture() && !held.is_default() {
             return state.wait_and_perhaps_join(OPERATION, stream, &held, wait);
@@ -268,23 +268,27 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         let (quirks, raw) = (state.platform.quirks(), RawStream(raw));
-        // In both vendors, handles below are names of default streams.
+        // In both vendors, handles up to 2 name default streams.
         if raw.0 <= 2 || raw == quirks.legacy_stream || raw == quirks.per_thread_stream {
             let hint = if raw == quirks.per_thread_stream {
                 "use `StreamId::per_thread_default`, or `Device::per_thread_default_stream`"
             } else {
                 "use `StreamId::legacy_default`, or `Device::legacy_default_stream`"
             };
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{} is a default stream", raw.0))
-                .with_hint(hint));
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                OPERATION,
+                format!("the handle {} names a default stream, expected a created one", raw.0),
+            )
+            .with_hint(hint));
         }
-        // SAFETY: the caller vouches that the stream is alive.
+        // SAFETY: The caller promises that the stream is alive.
         match unsafe { state.platform.stream_is_of(raw, device) } {
             Ok(true) => {}
             Ok(false) => {
-                let message = format!("the stream {:#x} is not one of device {device}", raw.0);
+                let message = format!("the stream {:#x} does not belong to device {device}", raw.0);
                 return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message)
-                    .with_hint("name the device that the stream was made on"));
+                    .with_hint("pass the device on which the stream was created"));
             }
             Err(code) => return Err(state.platform.codes().error(OPERATION, code)),
         }
@@ -303,7 +307,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                "an event has timing or is for other processes, not both",
+                "the options ask for timing and interprocess, expected at most one of them",
             ));
         }
         if options.timing {
@@ -317,11 +321,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         state.check(OPERATION, unsafe { (state.platform.calls().event_create)(&mut raw, vendor_flags) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, flags).inspect_err(|_| {
-            // SAFETY: nobody else knows the event.
+            // SAFETY: No other code knows the event.
             unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }
@@ -343,7 +347,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             return Err(interprocess_in_capture(OPERATION));
         }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held.
+        // SAFETY: Both are held.
         state.check(OPERATION, unsafe { (state.platform.calls().event_record)(mark.raw(), held.raw()) })
     }
 
@@ -354,7 +358,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let asking = thread_records::ask();
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed_if_capturing(asking.as_ref());
-        // SAFETY: the event is held.
+        // SAFETY: The event is held.
         state.answer(OPERATION, unsafe { (state.platform.calls().event_query)(mark.raw()) })
     }
 
@@ -364,7 +368,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         let mark = state.events.hold(OPERATION, event)?;
         let _relaxed = state.relaxed();
-        // SAFETY: the event is held.
+        // SAFETY: The event is held.
         state.check(OPERATION, unsafe { (state.platform.calls().event_synchronize)(mark.raw()) })
     }
 
@@ -377,22 +381,22 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         for (id, held) in [(start, &first), (end, &last)] {
             if held.flags() & (TIMING | FOREIGN) == 0 {
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, format!("{id:?} has no timing"))
-                    .with_hint("make both events with `EventOptions::with_timing`"));
+                    .with_hint("create both events with `EventOptions::with_timing`"));
             }
         }
         if start.device() != end.device() {
-            let message = format!("{start:?} and {end:?} belong to two devices, whose clocks do not compare");
+            let message = format!("{start:?} and {end:?} belong to different devices, expected one device");
             return Err(Error::new(ErrorKind::WrongDevice, OPERATION, message));
         }
         let _relaxed = state.relaxed();
         let mut milliseconds = 0.0_f32;
         let quirks = state.platform.quirks();
-        // SAFETY: both events are held, and the call writes one number that lives until it returns.
+        // SAFETY: Both events are held, and the call writes one number, which outlives it.
         match unsafe { (state.platform.calls().event_elapsed_time)(&mut milliseconds, first.raw(), last.raw()) } {
-            // A negative time, of an end that comes first, is none.
+            // A negative time, of an end before its start, becomes 0.
             0 => Ok((f64::from(milliseconds) * 1e6) as u64),
             code if code == quirks.not_ready => {
-                Err(Error::new(ErrorKind::InvalidState, OPERATION, "one of the events has not been reached yet")
+                Err(Error::new(ErrorKind::InvalidState, OPERATION, "one of the events is not done yet")
                     .with_code(i64::from(code))
                     .with_hint("synchronize with the later event first"))
             }
@@ -419,7 +423,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.enter(OPERATION)?;
         self.state.require(OPERATION, device, |can| can.foreign_objects, "foreign_objects")?;
         if raw == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "0 is no event"));
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the handle is 0, expected an event"));
         }
         state.note_foreign();
         state.events.insert(OPERATION, device, RawEvent(raw), FOREIGN)
@@ -460,11 +464,11 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                         Err(error)
                     }
                 })?;
-                // Names the allocation among those of all processes.
+                // Identifies the allocation among those of all processes.
                 let token = match highwater_hal::random(OPERATION) {
                     Ok(token) => token,
                     Err(error) => {
-                        // SAFETY: nobody else knows the block.
+                        // SAFETY: No other code knows the block.
                         unsafe { state.platform.free_shared(OPERATION, &block) }?;
                         return Err(error);
                     }
@@ -473,7 +477,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             }
             plain => {
                 let mut address = DevicePtr::new(0);
-                // SAFETY: the call writes one number that lives until it returns.
+                // SAFETY: The call writes one number, which outlives it.
                 let code = self.with_trimmed_pool(device, || unsafe { (calls.mem_alloc)(&mut address, bytes) });
                 state.check(OPERATION, code)?;
                 (address, if plain.is_some() { BlockKind::Legacy } else { BlockKind::Plain })
@@ -494,27 +498,27 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             Self::same_device(OPERATION, stream, "the memory", device)?;
         }
         if let Some(held) = &held {
-            // The graph would free it, once for each launch, and nobody without one.
+            // The graph would free the block at each launch, and without a launch it would never be freed.
             state.refuse_in_capture(OPERATION, held)?;
         }
         let block = {
             let mut blocks = state.blocks.lock();
             let found = blocks.get(&ptr).filter(|block| block.device == device);
             let Some(found) = found else {
-                let message = format!("{ptr:?} is no block of device {device}");
+                let message = format!("{ptr:?} is not the start of a live block of device {device}");
                 return Err(Error::new(ErrorKind::InvalidPointer, OPERATION, message)
-                    .with_hint("free exactly what `allocate` gave for this device, once"));
+                    .with_hint("free each address of `allocate` once, on its own device"));
             };
             let ordered = matches!(found.kind, BlockKind::StreamOrdered);
             if ordered != stream.is_some() {
                 let message = if ordered {
-                    "stream-ordered memory is freed in the order of a stream, and none was named"
+                    "the memory is stream-ordered and no stream was passed, expected the stream to free it on"
                 } else {
-                    "the memory is not stream-ordered, and a stream was named"
+                    "the memory is not stream-ordered and a stream was passed, expected none"
                 };
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
             }
-            // Out of the table before it is freed, so that the address can be given out again by then.
+            // Removed from the table before it is freed, because the address can be issued again as soon as it is free.
             let Some(block) = blocks.remove(&ptr) else { return Ok(()) };
             block
         };
@@ -522,7 +526,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let outcome = (|| {
             let _relaxed = if held.is_none() { Some(state.relaxed()) } else { None };
             let _current = state.make_current(OPERATION, device)?;
-            // SAFETY: the caller vouches that nothing uses the block, beyond what precedes the free on the stream.
+            // SAFETY: The caller promises that nothing uses the block, beyond work that precedes the free on the
+            // stream.
             unsafe {
                 match (&block.kind, &held) {
                     (BlockKind::Shared { block, .. }, _) => state.platform.free_shared(OPERATION, block),
@@ -560,12 +565,16 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let _current = state.current_for(OPERATION, &held, stream.device())?;
         let calls = state.platform.calls();
-        // SAFETY: the caller vouches for both ranges; the stream is held.
+        // SAFETY: The caller promises that both ranges are valid, and the stream is held.
         let code = unsafe {
             match (dst, src) {
                 (Location::Host(_), Location::Host(_)) => {
-                    return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "both sides are host memory")
-                        .with_hint("copy between host blocks with the CPU"));
+                    return Err(Error::new(
+                        ErrorKind::InvalidArgument,
+                        OPERATION,
+                        "source and destination are host memory, expected device memory on at least one side",
+                    )
+                    .with_hint("copy between host blocks with the CPU"));
                 }
                 _ if bytes == 0 => 0,
                 (Location::Device { ptr, .. }, Location::Host(host)) => {
@@ -579,7 +588,8 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                 {
                     Self::same_device(OPERATION, stream, "the memory", to)?;
                     if dst < src.offset(bytes) && src < dst.offset(bytes) {
-                        let message = format!("{bytes} bytes at {src:?} and at {dst:?} overlap");
+                        let message =
+                            format!("{bytes} bytes at {src:?} and at {dst:?} overlap, expected separate ranges");
                         return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
                     }
                     (calls.memcpy_dtod_async)(dst, src, bytes, held.raw())
@@ -589,7 +599,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
                     if stream.device() != from {
                         Self::same_device(OPERATION, stream, "the destination", to)?;
                     }
-                    // The vendors lose a capture by it.
+                    // Both vendors lose a capture by a peer copy.
                     state.refuse_in_capture(OPERATION, &held)?;
                     state.enable_peer(OPERATION, from, to)?;
                     state.enable_peer(OPERATION, to, from)?;
@@ -613,12 +623,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         let size = pattern.bytes();
         if !dst.is_aligned_to(size) {
-            let message = format!("{dst:?} is not a multiple of the {size} bytes of the pattern");
+            let message = format!("the destination is {dst:?}, expected a multiple of the pattern's {size} bytes");
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message));
         }
         let _current = state.current_for(OPERATION, &held, device)?;
         let (calls, raw) = (state.platform.calls(), held.raw());
-        // SAFETY: the caller vouches for the range; the stream is held.
+        // SAFETY: The caller promises that the range is valid, and the stream is held.
         let code = unsafe {
             match pattern {
                 FillPattern::U8(value) => (calls.memset_d8_async)(dst, value, count, raw),
@@ -638,12 +648,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let held = state.stream(OPERATION, stream)?;
         self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         if held.is_default() {
-            // The per-thread one names another stream in each thread, so that a capture on it could not be told of.
+            // The per-thread stream is a different stream in each thread, so its capture could not be counted.
             return Err(Error::new(ErrorKind::Capture, OPERATION, "a default stream cannot be captured")
-                .with_hint("capture a stream that `create_stream` gave"));
+                .with_hint("capture a stream that `create_stream` returned"));
         }
         if state.is_capturing(OPERATION, held.raw())? {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream takes part in a capture already")
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream already takes part in a capture")
                 .with_hint("end that capture first"));
         }
         let begin = required(OPERATION, state.platform.calls().stream_begin_capture, "capture")?;
@@ -653,13 +663,13 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
             CaptureMode::Relaxed => capture_mode::RELAXED,
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
-        // Before it begins, so that no call of another thread meets a capture that it does not know of.
+        // Counted before it begins, so that no call of another thread meets an unknown capture.
         state.captures.began(stream.device());
         if mode == CaptureMode::Global {
-            // Threads that ask have looked before, and are answered first.
+            // Queries that did not see the capture are answered first.
             thread_records::wait_for_questions();
         }
-        // SAFETY: the stream is held.
+        // SAFETY: The stream is held.
         let begin = || unsafe { begin(held.raw(), number) };
         let outcome = if state.streams_die() {
             state.begin_mortal_capture(OPERATION, stream, &held, begin)
@@ -672,7 +682,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         }
         held.set_capturing_thread(if mode == CaptureMode::Relaxed { 0 } else { state::this_thread() });
         if held.set_flag(CAPTURES, true) {
-            // Other code has ended the capture before, which was counted until now.
+            // Foreign code has ended the previous capture, which was counted until now.
             state.captures.ended(stream.device());
         }
         outcome
@@ -686,30 +696,30 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         self.state.require(OPERATION, stream.device(), |can| can.capture, "capture")?;
         let end = required(OPERATION, state.platform.calls().stream_end_capture, "capture")?;
         if held.is_default() || !state.is_capturing(OPERATION, held.raw())? {
-            return Err(Error::new(ErrorKind::Capture, OPERATION, "no capture is open on the stream")
+            return Err(Error::new(ErrorKind::Capture, OPERATION, "the stream has no open capture")
                 .with_hint("call `begin_capture` first"));
         }
-        // The vendor would answer with an error and end the capture.
+        // The vendor would return an error and end the capture.
         if !held.can_end_here() {
             return Err(Error::new(
                 ErrorKind::Capture,
                 OPERATION,
-                "the capture was begun on another thread, and is open still",
+                "the capture began on another thread and is still open",
             )
             .with_hint("end the capture on the thread that began it, or begin it in relaxed mode"));
         }
         let mut raw = RawGraph::NULL;
-        // SAFETY: the stream is held, and the call writes one number that lives until it returns.
+        // SAFETY: The stream is held, and the call writes one number, which outlives it.
         let code = unsafe { end(held.raw(), &mut raw) };
         let status = state.capture_status(OPERATION, held.raw()).unwrap_or(0);
         let dead = code != 0 && state.has_died(stream, code, status, held.flags() & CAPTURES != 0);
-        // A stream that joined a capture does not end it.
+        // Ending a capture on a stream that joined it does not end it.
         if (dead || status == capture_status::NONE) && held.set_flag(CAPTURES, false) {
             state.captures.ended(stream.device());
         }
         if state.streams_die() && (dead || status == capture_status::NONE) {
             let origin = held.raw();
-            // From here on it may be destroyed.
+            // The stream may be destroyed from here on.
             drop(held);
             if dead {
                 state.replace_dead(OPERATION, stream, origin)?;
@@ -721,7 +731,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.made(OPERATION, raw)?;
         state.graphs.insert(OPERATION, stream.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_destroy {
-                // SAFETY: nobody else knows the graph.
+                // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
             }
         })
@@ -749,12 +759,12 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, graph.device())?;
         let mut raw = RawGraphExec::NULL;
-        // SAFETY: the graph is held, and the call writes one number that lives until it returns.
+        // SAFETY: The graph is held, and the call writes one number, which outlives it.
         state.check(OPERATION, unsafe { instantiate(&mut raw, recorded.raw(), 0) })?;
         state.made(OPERATION, raw)?;
         state.graph_execs.insert(OPERATION, graph.device(), raw, 0).inspect_err(|_| {
             if let Some(destroy) = state.platform.calls().graph_exec_destroy {
-                // SAFETY: nobody else knows the graph.
+                // SAFETY: No other code knows the graph.
                 unsafe { destroy(raw) };
             }
         })
@@ -770,7 +780,7 @@ unsafe impl<P: Platform> Backend for DriverBackend<P> {
         state.refuse_in_capture(OPERATION, &held)?;
         let launch = required(OPERATION, state.platform.calls().graph_launch, "capture")?;
         let _current = state.current_for(OPERATION, &held, stream.device())?;
-        // SAFETY: both are held; the caller vouches for the memory that the graph recorded.
+        // SAFETY: Both are held. The caller promises that the memory in the graph is valid.
         state.check(OPERATION, unsafe { launch(executable.raw(), held.raw()) })
     }
 
@@ -831,7 +841,7 @@ impl<P: Platform> DriverBackend<P> {
         let _current = state.make_current(OPERATION, device)?;
         state.pool(device);
         let mut address = DevicePtr::new(0);
-        // SAFETY: the stream is held, and the call writes one number that lives until it returns.
+        // SAFETY: The stream is held, and the call writes one number, which outlives it.
         let code = self.with_trimmed_pool(device, || unsafe { allocate(&mut address, bytes, held.raw()) });
         state.check(OPERATION, code)?;
         state.made(OPERATION, address)?;
@@ -840,14 +850,14 @@ impl<P: Platform> DriverBackend<P> {
     }
 }
 
-/// Refuses sizes that no vendor call is needed for.
+/// Refuses sizes that need no vendor call.
 fn check_size(operation: &'static str, bytes: usize, most: u64) -> Result<()> {
     if bytes == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1"));
+        return Err(Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were requested, expected at least 1"));
     }
     if bytes as u64 > most {
-        let message = format!("{bytes} bytes were asked for, the device has {most}");
-        return Err(Error::new(ErrorKind::OutOfMemory, operation, message).with_hint("ask for less"));
+        let message = format!("{bytes} bytes were requested, expected at most the device's {most}");
+        return Err(Error::new(ErrorKind::OutOfMemory, operation, message).with_hint("request fewer bytes"));
     }
     Ok(())
 }

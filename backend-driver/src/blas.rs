@@ -12,19 +12,19 @@ use highwater_hal::{
     Products, Result, StreamId, Transpose, Workspace,
 };
 
-/// One handle of the vendor's BLAS.
+/// A handle of the vendor's BLAS.
 pub(super) struct DriverBlas<P: Platform> {
     state: Arc<DriverState<P>>,
     device: u32,
-    /// The vendor's handle; none once it was destroyed.
+    /// The vendor's handle; null once it is destroyed.
     raw: RawBlas,
-    /// The stream that is bound, and its vendor handle at that time.
+    /// The bound stream, and its vendor handle when it was bound.
     stream: Option<(StreamId, RawStream)>,
     workspace: Option<Workspace>,
     numbers: Numbers,
-    /// What the device multiplies.
+    /// The products that the device supports.
     products: Products,
-    /// The settings that only this vendor's handles have, as read from the fresh handle.
+    /// The settings that only this vendor's handles have, read from the new handle.
     settings: BlasSettings,
     /// Counted until the handle is destroyed.
     count: Option<HandleCount<P>>,
@@ -37,14 +37,14 @@ impl<P: Platform> fmt::Debug for DriverBlas<P> {
 }
 
 impl<P: Platform> DriverBlas<P> {
-    /// Makes a handle; the device is current.
+    /// Creates a handle. The device is current.
     pub(super) fn create(state: &Arc<DriverState<P>>, device: u32) -> Result<Self> {
         const OPERATION: &str = "create_blas_handle";
         let blas = state.platform.blas();
         let quirks = state.platform.quirks();
         state.platform.may_create_blas(device)?;
         let mut raw = RawBlas::NULL;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         blas.codes.check(OPERATION, unsafe { (blas.calls.create)(&mut raw) })?;
         state.made(OPERATION, raw)?;
         let products = Products::of(state.capabilities(OPERATION, device)?);
@@ -62,23 +62,23 @@ impl<P: Platform> DriverBlas<P> {
         if let (Some(modes), Some(set)) = (quirks.math_modes, blas.calls.set_math_mode)
             && modes.full != 0
         {
-            // SAFETY: the handle was just made.
+            // SAFETY: The handle was just created.
             blas.codes.check(OPERATION, unsafe { set(raw, modes.full) })?;
         }
         if quirks.atomics_allowed_at_first {
-            // SAFETY: the handle was just made.
+            // SAFETY: The handle was just created.
             let code = unsafe { (blas.calls.set_atomics_mode)(raw, quirks.atomics_modes.not_allowed) };
             blas.codes.check(OPERATION, code)?;
         }
         Ok(handle)
     }
 
-    /// Restores the state after [`DriverBlas::create`], with the default stream and the handle's own workspace bound.
+    /// Restores the state of a new handle, with the default stream and the handle's own workspace bound.
     fn restore(&mut self, operation: &'static str) -> Result<()> {
         let platform = &self.state.platform;
         let (quirks, calls) = (platform.quirks(), &platform.blas().calls);
-        // SAFETY: each is the vendor's call for a setting of this live handle. The default stream outlives it, and the
-        // null address selects its own workspace.
+        // SAFETY: Each call sets a setting of this live handle. The default stream outlives the handle, and the null
+        // address selects its own workspace.
         unsafe {
             self.check(operation, (calls.set_stream)(self.raw, RawStream::NULL))?;
             if let Some(set) = calls.set_workspace.filter(|_| !quirks.set_stream_resets_workspace) {
@@ -114,16 +114,16 @@ impl<P: Platform> DriverBlas<P> {
         self.state.capabilities(operation, self.device)?.check_product(operation, shape)
     }
 
-    /// Binds the stream that has replaced another under its id, and is held by the caller.
+    /// Binds the stream that replaced a dead one under the same id. The caller holds the stream.
     #[cold]
     #[inline(never)]
     fn bind_again(&self, operation: &'static str, stream: RawStream) -> Result<()> {
         let calls = &self.state.platform.blas().calls;
-        // SAFETY: the handle is alive, and so is the stream.
+        // SAFETY: The handle is alive, and so is the stream.
         self.check(operation, unsafe { (calls.set_stream)(self.raw, stream) })?;
         match (self.workspace, calls.set_workspace) {
             (Some(workspace), Some(set)) if self.state.platform.quirks().set_stream_resets_workspace => {
-                // SAFETY: as above; who bound the workspace vouched for it.
+                // SAFETY: As above. The caller of `set_workspace` promised that the workspace is valid.
                 self.check(operation, unsafe { set(self.raw, workspace.ptr, workspace.bytes) })
             }
             _ => Ok(()),
@@ -139,11 +139,11 @@ impl<P: Platform> DriverBlas<P> {
         let outcome = {
             let _relaxed = self.state.relaxed();
             let _current = self.state.make_current(OPERATION, self.device)?;
-            // SAFETY: the handle is alive, and is not used after this.
+            // SAFETY: The handle is alive, and is not used after this.
             let code = unsafe { (self.state.platform.blas().calls.destroy)(self.raw) };
             self.check(OPERATION, code)
         };
-        // Whatever the vendor said: a second try would be one on a handle that may be gone.
+        // Also after an error, because the handle may be gone.
         self.raw = RawBlas::NULL;
         self.count = None;
         outcome
@@ -156,13 +156,13 @@ impl<P: Platform> Drop for DriverBlas<P> {
             return;
         }
         if !self.state.is_in_service() {
-            // Left on purpose: at exit and in a forked child the vendor is not called. The count refers to the room, which
-            // is left with it.
+            // Leaked on purpose: at exit and in a forked child, the vendor is not called. The count refers to the
+            // state, which leaks with it.
             std::mem::forget(self.count.take());
             return;
         }
         if let Err(error) = self.close() {
-            tracing::warn!("a BLAS handle was not destroyed: {error}");
+            tracing::warn!("a BLAS handle was leaked: {error}");
         }
     }
 }
@@ -171,7 +171,7 @@ impl<P: Platform> Drop for DriverBlas<P> {
 #[cold]
 #[must_use]
 pub fn destroyed(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("make a new one")
+    Error::new(ErrorKind::InvalidHandle, operation, "the handle was destroyed").with_hint("create a new handle")
 }
 
 /// Returns the error of a BLAS handle that is bound to no stream.
@@ -198,11 +198,11 @@ pub fn check_workspace(operation: &'static str, capabilities: &Capabilities, wor
 
 #[cold]
 fn too_large(operation: &'static str, shape: &GemmShape) -> Error {
-    let message = format!("{shape:?} has a size that the vendor's BLAS cannot count");
-    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller ones")
+    let message = format!("{shape:?} has a size beyond the range of the vendor's BLAS");
+    Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("split the product into smaller products")
 }
 
-/// The numbers of a product in the type that a call takes them in.
+/// The sizes of a product in the type that a call takes.
 struct Sizes<N> {
     sizes: [N; 3],
     leading: [N; 3],
@@ -210,7 +210,7 @@ struct Sizes<N> {
 }
 
 impl<N: TryFrom<usize>> Sizes<N> {
-    /// `None` where one of them does not fit.
+    /// Returns the sizes, or `None` if one does not fit.
     #[inline(always)]
     fn of(gemm: &Gemm) -> Option<Self> {
         let fit = |numbers: [usize; 3]| -> Option<[N; 3]> {
@@ -218,7 +218,7 @@ impl<N: TryFrom<usize>> Sizes<N> {
             Some([first?, second?, third?])
         };
         let shape = &gemm.shape;
-        // With a factor of 0 the product of A and B does not matter, NaN in them included: then nothing of them is read.
+        // With alpha = 0, A and B do not matter, not even NaN in them. With k = 0, they are not read.
         let k = if gemm.alpha == 0.0 { 0 } else { shape.k };
         Some(Self {
             sizes: fit([shape.m, shape.n, k])?,
@@ -228,12 +228,12 @@ impl<N: TryFrom<usize>> Sizes<N> {
     }
 }
 
-/// The vendor's numbers for what a product is made of, looked up by the product in place of being told apart.
+/// The vendor's numbers for a product's operations and types, indexed by the contract's enums instead of matched.
 #[derive(Debug)]
 struct Numbers {
     transposes: [i32; 2],
     types: [i32; 4],
-    /// By the type of the factors.
+    /// Indexed by the type of the factors.
     computes: [i32; 4],
     algorithm: i32,
 }
@@ -253,7 +253,7 @@ impl Numbers {
     }
 }
 
-/// Alpha and beta, in the two widths that vendors read them in.
+/// Alpha and beta, in the two widths that vendors read.
 struct Factors {
     doubles: [f64; 2],
     floats: [f32; 2],
@@ -265,7 +265,7 @@ impl Factors {
         Self { doubles: [gemm.alpha, gemm.beta], floats: [gemm.alpha as f32, gemm.beta as f32] }
     }
 
-    /// Where the vendor reads them.
+    /// Returns the addresses of alpha and beta for the vendor.
     #[inline(always)]
     fn places(&self, data_type: DataType) -> [*const u8; 2] {
         let (doubles, floats) = (&self.doubles, &self.floats);
@@ -276,8 +276,7 @@ impl Factors {
     }
 }
 
-/// A product with sizes of 32 or 64 bits: handle, both transposes, m, n, k, alpha, A, its type, lda, B, its type, ldb, beta, C,
-/// its type, ldc, compute type, algorithm.
+/// `gemm_ex` with sizes of 32 or 64 bits.
 type GemmExCall<N> = unsafe extern "C" fn(
     RawBlas,
     i32,
@@ -300,7 +299,7 @@ type GemmExCall<N> = unsafe extern "C" fn(
     i32,
 ) -> i32;
 
-/// A batch, with the same sizes: a stride follows each leading dimension, and the count follows C.
+/// `gemm_strided_batched_ex` with sizes of 32 or 64 bits.
 type GemmStridedBatchedExCall<N> = unsafe extern "C" fn(
     RawBlas,
     i32,
@@ -327,16 +326,16 @@ type GemmStridedBatchedExCall<N> = unsafe extern "C" fn(
     i32,
 ) -> i32;
 
-/// What every call for a product takes besides its sizes.
+/// The arguments of a product call, except its sizes.
 #[derive(Clone, Copy)]
 struct Arguments {
     handle: RawBlas,
     transposes: [i32; 2],
-    /// Of the factors, and of the result.
+    /// The types of the factors and of the result.
     types: [i32; 2],
     compute: i32,
     algorithm: i32,
-    /// Where alpha and beta lie.
+    /// The addresses of alpha and beta.
     scale: [*const u8; 2],
     matrices: [DevicePtr; 3],
 }
@@ -359,12 +358,13 @@ impl Arguments {
     }
 
     /// # Safety
-    /// As [`enqueue`]; the call is one of the vendor's for single products, and the factors are where they were.
+    /// The same as for [`enqueue`]. `call` must be the vendor's call for single products, and the factors must not have
+    /// moved.
     #[inline(always)]
     unsafe fn single<N>(self, call: GemmExCall<N>, [m, n, k]: [N; 3], [lda, ldb, ldc]: [N; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
-        // SAFETY: as the caller vouches; the factors are read during the call.
+        // SAFETY: As the caller promises. The vendor reads the factors during the call.
         unsafe {
             call(
                 handle, op_a, op_b, m, n, k, alpha, a, factor, lda, b, factor, ldb, beta, c, result, ldc, compute,
@@ -374,13 +374,13 @@ impl Arguments {
     }
 
     /// # Safety
-    /// As [`enqueue`]; the call is one of the vendor's for batches, and the factors are where they were.
+    /// The same as for [`enqueue`]. `call` must be the vendor's call for batches, and the factors must not have moved.
     unsafe fn batch<N>(self, call: GemmStridedBatchedExCall<N>, sizes: Sizes<N>, strides: [i64; 3]) -> i32 {
         let Self { handle, transposes: [op_a, op_b], types: [factor, result], compute, algorithm, .. } = self;
         let ([alpha, beta], [a, b, c]) = (self.scale, self.matrices);
         let Sizes { sizes: [m, n, k], leading: [lda, ldb, ldc], count } = sizes;
         let [stride_a, stride_b, stride_c] = strides;
-        // SAFETY: as in `single`.
+        // SAFETY: As in `single`.
         unsafe {
             call(
                 handle, op_a, op_b, m, n, k, alpha, a, factor, lda, stride_a, b, factor, ldb, stride_b, beta, c,
@@ -390,11 +390,11 @@ impl Arguments {
     }
 }
 
-/// Enqueues a product and answers with the vendor's status. Sizes of 32 bits are passed as such where they fit, since every BLAS
-/// has those calls.
+/// Enqueues a product and returns the vendor's status. Sizes that fit are passed in 32 bits, because every BLAS has
+/// those calls.
 ///
 /// # Safety
-/// The handle is alive and bound to a live stream; the rest is as [`BlasHandle::gemm`] says.
+/// The caller must ensure that the handle and its bound stream are alive, and the obligations of [`BlasHandle::gemm`].
 #[inline(always)]
 unsafe fn enqueue(
     operation: &'static str,
@@ -406,19 +406,19 @@ unsafe fn enqueue(
     let GemmShape { m, n, k, lda, ldb, ldc, .. } = gemm.shape;
     let usual = gemm.shape.batch.is_none() & (gemm.alpha != 0.0) & ((m | n | k | lda | ldb | ldc) <= i32::MAX as usize);
     if !usual {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         return unsafe { enqueue_unusual(operation, blas, numbers, handle, gemm) };
     }
     let (sizes, leading) = ([m, n, k].map(|size| size as i32), [lda, ldb, ldc].map(|size| size as i32));
     let factors = Factors::of(gemm);
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     Ok(unsafe { Arguments::of(numbers, handle, gemm, &factors).single(blas.calls.gemm_ex, sizes, leading) })
 }
 
-/// The same for any product, by the first call that can count it.
+/// Enqueues any product by the narrowest call that can express its sizes.
 ///
 /// # Safety
-/// As [`enqueue`].
+/// The same as for [`enqueue`].
 #[cold]
 #[inline(never)]
 unsafe fn enqueue_unusual(
@@ -442,7 +442,7 @@ unsafe fn enqueue_unusual(
             }
         }
     };
-    // SAFETY: passed on from the caller; each call is the vendor's for its kind and width.
+    // SAFETY: As the caller promises. Each call is the vendor's for its kind and width.
     let code = unsafe {
         match (Sizes::<i32>::of(gemm), Sizes::<i64>::of(gemm), strides) {
             (Some(sizes), _, None) => Some(arguments.single(blas.calls.gemm_ex, sizes.sizes, sizes.leading)),
@@ -476,7 +476,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
         let raw = {
             let held = self.state.stream_for_handle(OPERATION, stream, self.device)?;
             let blas = self.state.platform.blas();
-            // SAFETY: the handle is alive, and the stream is held.
+            // SAFETY: The handle is alive, and the stream is held.
             blas.codes.check(OPERATION, unsafe { (blas.calls.set_stream)(self.raw, held.raw()) })?;
             held.raw()
         };
@@ -497,10 +497,10 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             }
             let (blas, resets) = (self.state.platform.blas(), self.state.platform.quirks().set_stream_resets_workspace);
             return match (self.stream, blas.calls.set_workspace) {
-                // Binding the stream again is what puts a handle back on its own workspace.
+                // Binding the stream again restores the handle's own workspace.
                 (Some((stream, _)), _) if resets => self.set_stream(stream),
                 (_, Some(set)) if !resets => {
-                    // SAFETY: the handle is alive, and nothing is bound.
+                    // SAFETY: The handle is alive, and the null address selects its own workspace.
                     self.check(OPERATION, unsafe { set(self.raw, DevicePtr::new(0), 0) })?;
                     self.workspace = None;
                     Ok(())
@@ -512,7 +512,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             return Err(Error::lacks(OPERATION, "blas_workspace"));
         };
         check_workspace(OPERATION, capabilities, wanted)?;
-        // SAFETY: the handle is alive; the caller vouches for the memory.
+        // SAFETY: The handle is alive. The caller promises that the memory is valid.
         self.check(OPERATION, unsafe { set(self.raw, wanted.ptr, wanted.bytes) })?;
         self.workspace = Some(wanted);
         Ok(())
@@ -531,10 +531,10 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
                 MathMode::Tf32 => modes.tf32,
                 _ => return Err(Error::unknown(OPERATION, &mode)),
             };
-            // SAFETY: the handle is alive.
+            // SAFETY: The handle is alive.
             self.check(OPERATION, unsafe { set(self.raw, number) })?;
         }
-        // No other type has a choice.
+        // Only F32 has a choice of precision.
         self.numbers.computes[DataType::F32 as usize] = platform.quirks().compute_code(DataType::F32, mode);
         Ok(())
     }
@@ -549,7 +549,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             AtomicsMode::Allowed => return Err(Error::lacks(OPERATION, "atomics_mode")),
             _ => return Err(Error::unknown(OPERATION, &mode)),
         };
-        // SAFETY: the handle is alive.
+        // SAFETY: The handle is alive.
         self.check(OPERATION, unsafe { (self.state.platform.blas().calls.set_atomics_mode)(self.raw, number) })
     }
 
@@ -570,7 +570,7 @@ impl<P: Platform> BlasHandle for DriverBlas<P> {
             self.bind_again(OPERATION, held.raw())?;
             self.stream = Some((stream, held.raw()));
         }
-        // SAFETY: the handle and its stream are alive; the caller vouches for the matrices.
+        // SAFETY: The handle and its stream are alive. The caller promises that the matrices are valid.
         let code = unsafe { enqueue(OPERATION, state.platform.blas(), &self.numbers, self.raw, gemm) }?;
         self.check(OPERATION, code)
     }

@@ -1,4 +1,4 @@
-//! The captures that are open in a vendor's library, for all backends over it.
+//! The captures that are open in a vendor's library, counted for all backends over it.
 //!
 //! Two openings of a backend call the same library, so a call of one can lose a capture of the other.
 

@@ -1,22 +1,22 @@
-//! What a vendor's codes mean, as one table.
+//! The meaning of a vendor's codes, as a table.
 
 use highwater_hal::{Error, ErrorKind};
 
-/// A code and what it means.
+/// A code and its meaning.
 #[derive(Debug, Clone, Copy)]
 pub struct Code {
     /// The vendor's number.
     pub code: i32,
-    /// The vendor's name for it.
+    /// The vendor's name of the code.
     pub name: &'static str,
-    /// What a program can do about it.
+    /// The kind of error, which tells a program how to react.
     pub kind: ErrorKind,
-    /// What to do, in words; may be empty.
+    /// The remedy in words; may be empty.
     pub hint: &'static str,
 }
 
 impl Code {
-    /// A row of the table.
+    /// Creates a row of the table.
     #[must_use]
     pub const fn new(code: i32, name: &'static str, kind: ErrorKind, hint: &'static str) -> Self {
         Self { code, name, kind, hint }
@@ -26,29 +26,29 @@ impl Code {
 /// The codes of one vendor library.
 #[derive(Debug, Clone, Copy)]
 pub struct Codes {
-    /// The library, for messages: `CUDA`.
+    /// The library's name in messages: `CUDA`.
     pub library: &'static str,
-    /// What is known; in no order.
+    /// The known codes, in any order.
     pub rows: &'static [Code],
 }
 
 impl Codes {
-    /// The row of a code.
+    /// Returns the row of a code.
     #[must_use]
     pub fn find(&self, code: i32) -> Option<&'static Code> {
         self.rows.iter().find(|row| row.code == code)
     }
 
-    /// The error of a call that answered `code`. Codes that nobody knows are `Vendor`.
+    /// Returns the error of a call that returned `code`. An unknown code is `Vendor`.
     #[cold]
     #[must_use]
     pub fn error(&self, operation: &'static str, code: i32) -> Error {
         match self.find(code) {
-            Some(row) => Error::new(row.kind, operation, format!("{} answered {}", self.library, row.name))
+            Some(row) => Error::new(row.kind, operation, format!("{} returned {}", self.library, row.name))
                 .with_code(i64::from(code))
                 .with_hint(row.hint),
             None => {
-                let message = format!("{} answered the code {code}, which this version does not know", self.library);
+                let message = format!("{} returned the code {code}, which this version does not know", self.library);
                 Error::new(ErrorKind::Vendor, operation, message)
                     .with_code(i64::from(code))
                     .with_hint("look the code up in the vendor's manual")
@@ -56,10 +56,10 @@ impl Codes {
         }
     }
 
-    /// Success, or the error of the code.
+    /// Converts a code: 0 is success.
     ///
     /// # Errors
-    /// As [`Codes::error`], for every code but 0.
+    /// The error of [`Codes::error`] for every other code.
     #[inline(always)]
     pub fn check(&self, operation: &'static str, code: i32) -> highwater_hal::Result<()> {
         if code == 0 { Ok(()) } else { Err(self.error(operation, code)) }
@@ -77,7 +77,7 @@ mod tests {
     fn a_known_code_keeps_its_number_name_and_hint() {
         let error = CODES.error("allocate", 2);
         assert_eq!((error.kind(), error.code(), error.hint()), (ErrorKind::OutOfMemory, Some(2), "free some"));
-        assert!(error.message().contains("Test answered TEST_NO_MEMORY"), "{error}");
+        assert!(error.message().contains("Test returned TEST_NO_MEMORY"), "{error}");
         assert!(CODES.check("allocate", 0).is_ok());
     }
 

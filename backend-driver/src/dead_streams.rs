@@ -1,10 +1,13 @@
-//! Streams that die with a capture, for a vendor whose streams do.
+//! Replacement of streams that die with a lost capture.
 //!
-//! A stream promises to work as before after its capture was lost, and its id goes on. So while a capture is open, the room
-//! keeps an event for each stream that takes part, recorded before it did: a dead stream takes neither a wait nor a record, and
-//! what was enqueued before the capture still comes before what the new stream is given. When the capture is lost, a new stream
-//! takes the place of each of them, under its id and behind its event. Handles notice that the vendor's handle is another and bind
-//! again. Nothing here runs for a vendor whose streams survive, and nothing but the waits while a capture is open for others.
+//! The contract says that a stream works as before after its capture was lost, and keeps its id. On some vendors, a
+//! stream that took part in a lost capture stays unusable. While a capture is open on such a vendor, this module keeps
+//! a completion event for each stream that takes part. The event is recorded before the stream takes part, because a
+//! dead stream accepts neither a wait nor a record.
+//!
+//! When the capture is lost, a new stream replaces each dead one under its id. The new stream waits for the event, so
+//! earlier work still comes first. BLAS handles notice the new vendor handle and bind again. On a vendor whose streams
+//! survive, none of this runs.
 
 use super::calls::capture_status;
 use super::objects::Removed;
@@ -16,31 +19,31 @@ use highwater_hal::{Error, ErrorKind, Result, StreamId, StreamPriority};
 /// A capture that this backend began.
 #[derive(Debug)]
 pub(super) struct OpenCapture {
-    /// The vendor's handle of the stream that it began on.
+    /// The vendor's handle of the stream on which the capture began.
     origin: RawStream,
-    /// The thread that began it.
+    /// The thread that began the capture.
     thread: u64,
     members: Vec<Member>,
 }
 
-/// A stream that takes part.
+/// A stream that takes part in a capture.
 #[derive(Debug)]
 struct Member {
     stream: StreamId,
-    /// The vendor's event behind what was enqueued before.
+    /// The completion event of the work before the capture.
     before: RawEvent,
-    /// Whether it is certain that it takes part in this capture, of several that are open.
+    /// Whether the stream certainly takes part in this capture, if several are open.
     certain: bool,
 }
 
 impl<P: Platform> DriverState<P> {
-    /// Whether streams die with their capture.
+    /// Returns whether streams die with a lost capture.
     #[inline(always)]
     pub(super) fn streams_die(&self) -> bool {
         self.platform.quirks().capture_loss_kills_streams.is_some()
     }
 
-    /// Makes a stream of the vendor.
+    /// Creates a stream of the vendor.
     pub(super) fn make_stream(
         &self,
         operation: &'static str,
@@ -51,19 +54,19 @@ impl<P: Platform> DriverState<P> {
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
         let (mut least, mut greatest, mut raw) = (0, 0, RawStream::NULL);
-        // SAFETY: the call writes two numbers that live until it returns.
+        // SAFETY: The call writes two numbers, which outlive it.
         self.check(operation, unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) })?;
         let priority = match priority {
             StreamPriority::Low => least,
             StreamPriority::Normal => 0,
             StreamPriority::High => greatest,
         };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { (calls.stream_create_with_priority)(&mut raw, flags, priority) })?;
         self.made(operation, raw)
     }
 
-    /// An event behind what was enqueued on a stream, which is held by the caller.
+    /// Records a completion event on a stream, which the caller holds.
     fn record_completion_event(
         &self,
         operation: &'static str,
@@ -75,10 +78,10 @@ impl<P: Platform> DriverState<P> {
         let _current = self.make_current(operation, device)?;
         let mut event = RawEvent::NULL;
         let plain = self.platform.quirks().event_flags.plain;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         self.check(operation, unsafe { (calls.event_create)(&mut event, plain) })?;
         self.made(operation, event)?;
-        // SAFETY: the event was just made, and the stream is held.
+        // SAFETY: The event was just created, and the stream is held.
         let recorded = self.check(operation, unsafe { (calls.event_record)(event, stream.raw()) });
         if recorded.is_err() {
             self.destroy_completion_event(event);
@@ -88,14 +91,14 @@ impl<P: Platform> DriverState<P> {
 
     fn destroy_completion_event(&self, event: RawEvent) {
         let _relaxed = self.relaxed();
-        // SAFETY: only the room knows the event, and forgets it here.
+        // SAFETY: Only this backend knows the event, and forgets it here.
         let code = unsafe { (self.platform.calls().event_destroy)(event) };
         if code != 0 {
-            tracing::warn!("an event is left: {}", self.platform.codes().error("end_capture", code));
+            tracing::warn!("a completion event was leaked: {}", self.platform.codes().error("end_capture", code));
         }
     }
 
-    /// Begins a capture by `begin`, and remembers what it takes to outlive its loss.
+    /// Begins a capture by `begin`, and keeps the state that its loss requires.
     #[cold]
     pub(super) fn begin_mortal_capture(
         &self,
@@ -109,7 +112,7 @@ impl<P: Platform> DriverState<P> {
             self.destroy_completion_event(before);
             return Err(error);
         }
-        // One that other code has ended may still be known.
+        // A capture that foreign code ended may still be stored.
         self.forget_capture(held.raw());
         let members = vec![Member { stream, before, certain: true }];
         let capture = OpenCapture { origin: held.raw(), thread: state::this_thread(), members };
@@ -117,7 +120,7 @@ impl<P: Platform> DriverState<P> {
         Ok(())
     }
 
-    /// Makes a stream wait by `wait`, by which it may come to take part in a capture.
+    /// Makes a stream wait by `wait`, which may add the stream to a capture.
     #[cold]
     pub(super) fn wait_and_perhaps_join(
         &self,
@@ -138,7 +141,8 @@ impl<P: Platform> DriverState<P> {
         waits
     }
 
-    /// Notes that the stream takes part. A vendor does not say in which capture: this thread's own is the one, if it has one.
+    /// Stores that the stream takes part in a capture. Vendors do not report which one. A capture of this thread is
+    /// preferred.
     fn note_member(&self, stream: StreamId, before: RawEvent) -> bool {
         let mut open = self.open_captures.lock();
         let (one, here) = (open.len() == 1, state::this_thread());
@@ -149,7 +153,7 @@ impl<P: Platform> DriverState<P> {
         true
     }
 
-    /// Whether the stream has joined a capture that began on another.
+    /// Returns whether the stream joined a capture that began on another stream.
     fn has_joined(&self, stream: StreamId) -> bool {
         let open = self.open_captures.lock();
         open.iter().any(|capture| capture.members.iter().skip(1).any(|member| member.stream == stream))
@@ -161,33 +165,33 @@ impl<P: Platform> DriverState<P> {
         Some(open.swap_remove(index))
     }
 
-    /// Forgets a capture that has ended well.
+    /// Removes a capture that ended with success.
     pub(super) fn forget_capture(&self, origin: RawStream) {
         for member in self.take_capture(origin).into_iter().flat_map(|capture| capture.members) {
             self.destroy_completion_event(member.before);
         }
     }
 
-    /// Whether a capture whose end was answered with `code` has taken its stream with it. `status` is the stream's state after
-    /// it, and `began_here` says that this backend began it.
+    /// Returns whether a capture that ended with `code` killed its stream. `status` is the stream's state afterwards,
+    /// and `began_here` tells whether this backend began the capture.
     pub(super) fn has_died(&self, stream: StreamId, code: i32, status: u32, began_here: bool) -> bool {
         let Some(lost) = self.platform.quirks().capture_loss_kills_streams else { return false };
-        // One that was not joined is open still, and nobody can end it any more.
+        // A stream that was not joined leaves the capture open, and no call can end it any more.
         let dead = code == lost || (code != 0 && status != capture_status::NONE && began_here);
         dead && !self.has_joined(stream)
     }
 
-    /// Puts new streams in the place of those that died with the capture of `stream`, whose handle was `origin`.
+    /// Replaces the streams that died with the capture of `stream`, whose handle was `origin`.
     #[cold]
     pub(super) fn replace_dead(&self, operation: &'static str, stream: StreamId, origin: RawStream) -> Result<()> {
         match self.take_capture(origin) {
             Some(capture) => self.replace_members(operation, stream, capture),
-            // Other code began it: what came before can only be waited for.
+            // Foreign code began the capture, so the only order is to wait for the device.
             None => self.replace_stream(operation, stream, None),
         }
     }
 
-    /// The same for a capture that was taken out of the book. The answer is that of `stream`.
+    /// Replaces the streams of a removed capture. Returns the result for `stream`.
     pub(super) fn replace_members(
         &self,
         operation: &'static str,
@@ -195,7 +199,7 @@ impl<P: Platform> DriverState<P> {
         capture: OpenCapture,
     ) -> Result<()> {
         let mut answer = Ok(());
-        // The one that it began on is the last: without it, the others may be asked in vain.
+        // The first stream is the last to be replaced. Without it, the vendor may not report the state of the others.
         for member in capture.members.into_iter().rev() {
             let outcome = if member.stream == stream {
                 self.replace_stream(operation, stream, Some(member.before))
@@ -206,7 +210,7 @@ impl<P: Platform> DriverState<P> {
             match outcome {
                 Ok(()) => {}
                 Err(error) if member.stream == stream => answer = Err(error),
-                Err(error) => tracing::warn!("a stream that had joined a lost capture is lost: {error}"),
+                Err(error) => tracing::warn!("a stream that had joined a lost capture was not replaced: {error}"),
             }
         }
         answer
@@ -228,10 +232,9 @@ impl<P: Platform> DriverState<P> {
     fn replace_stream(&self, operation: &'static str, stream: StreamId, before: Option<RawEvent>) -> Result<()> {
         let flags = self.stream(operation, stream)?.flags();
         if flags & FOREIGN != 0 {
-            let message =
-                format!("{stream:?} died with its capture, and other code made it, which alone can replace it");
+            let message = format!("{stream:?} died with its capture, and foreign code owns it");
             return Err(Error::new(ErrorKind::InvalidState, operation, message)
-                .with_hint("destroy the id, and have whoever made the stream destroy it and make another"));
+                .with_hint("destroy the id, then replace the stream in the code that created it"));
         }
         let priority = match (flags & LOW != 0, flags & HIGH != 0) {
             (true, _) => StreamPriority::Low,
@@ -241,12 +244,12 @@ impl<P: Platform> DriverState<P> {
         let calls = self.platform.calls();
         let outcome = self.make_stream(operation, stream.device(), priority).and_then(|raw| {
             let ordered = match before {
-                // SAFETY: both were made here, and nobody else destroys them.
+                // SAFETY: Both were created here, and only this backend destroys them.
                 Some(before) => self.check(operation, unsafe { (calls.stream_wait_event)(raw, before, 0) }),
                 None => {
                     let _relaxed = self.relaxed();
                     let _current = self.make_current(operation, stream.device())?;
-                    // SAFETY: the call takes nothing.
+                    // SAFETY: The call takes no argument.
                     self.check(operation, unsafe { (calls.device_synchronize)() })
                 }
             };
@@ -254,7 +257,7 @@ impl<P: Platform> DriverState<P> {
                 self.streams.replace(operation, stream, raw, |dead| self.destroy_raw_stream(operation, dead))
             });
             if replaced.is_err() {
-                // SAFETY: nobody else knows the stream.
+                // SAFETY: No other code knows the stream.
                 unsafe { (calls.stream_destroy)(raw) };
             }
             replaced
@@ -267,28 +270,28 @@ impl<P: Platform> DriverState<P> {
         })
     }
 
-    /// What becomes of a stream's own capture when the stream is destroyed: it ends, and the streams that had joined are freed
-    /// of it. `destroy` makes the vendor's call.
+    /// Destroys a stream on which this backend began a capture: ends the capture and replaces the streams that had
+    /// joined. `destroy` makes the vendor's call.
     pub(super) fn destroy_with_capture(
         &self,
         operation: &'static str,
         stream: &Removed<RawStream>,
         destroy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        // Before another stream can have the same handle.
+        // Before another stream can get the same handle.
         let capture = self.take_capture(stream.raw).filter(|_| stream.flags & CAPTURES != 0);
         for (place, member) in capture.into_iter().flat_map(|capture| capture.members).enumerate() {
             if place > 0
                 && let Err(error) = self.replace_member(operation, &member)
             {
-                tracing::warn!("a stream that had joined a lost capture is lost: {error}");
+                tracing::warn!("a stream that had joined a lost capture was not replaced: {error}");
             }
             self.destroy_completion_event(member.before);
         }
         destroy()
     }
 
-    /// Forgets every capture.
+    /// Removes all captures.
     pub(super) fn forget_captures(&self) {
         let open = std::mem::take(&mut *self.open_captures.lock());
         for member in open.into_iter().flat_map(|capture| capture.members) {

@@ -1,4 +1,4 @@
-//! Streams that die with their capture, over a vendor of Rust functions whose streams do.
+//! Tests of streams that die with a lost capture, over a fake vendor.
 
 use super::testing::{Fake, INVALID};
 use highwater_hal::{
@@ -14,20 +14,20 @@ fn raw(fake: &Fake, stream: StreamId) -> u64 {
     fake.backend.raw_stream(stream).unwrap()
 }
 
-/// Ends the capture, which fails.
+/// Ends the capture and returns its error.
 fn end(fake: &Fake, stream: StreamId) -> Error {
-    // SAFETY: the tests began it.
+    // SAFETY: The tests began it.
     unsafe { fake.backend.end_capture(stream) }.unwrap_err()
 }
 
 fn use_it(fake: &Fake, stream: StreamId) {
     let fill = MemoryFill::new(0, DevicePtr::new(0x1000), FillPattern::U8(1), 16);
-    // SAFETY: nobody follows the address.
+    // SAFETY: Nobody follows the address.
     unsafe { fake.backend.fill(&fill, stream) }.unwrap();
     fake.backend.synchronize_stream(stream).unwrap();
 }
 
-/// Lets `other` join the capture that `origin` takes part in.
+/// Makes `other` join the capture of `origin`.
 fn join(fake: &Fake, origin: StreamId, other: StreamId) {
     let event = fake.backend.create_event(0, &EventOptions::new()).unwrap();
     fake.backend.record_event(event, origin).unwrap();
@@ -49,14 +49,14 @@ fn a_stream_that_died_is_replaced_under_its_id_behind_its_earlier_work() {
         let after = raw(&fake, id);
         assert!(after != before && !fake.is_alive(before));
         assert_eq!(fake.priority_of(after), fake.priority_of(before));
-        // Behind an event of the old stream, from before the capture.
+        // The new stream waits for an event of the old one from before the capture.
         let waits = fake.waits_of(after);
         assert_eq!(waits.iter().map(|event| fake.recorded_on(*event)).collect::<Vec<_>>(), [Some(before)]);
         use_it(&fake, id);
         backend.synchronize_device(0).unwrap();
-        // And it can be captured again.
+        // The new stream can be captured.
         backend.begin_capture(id, CaptureMode::Global).unwrap();
-        // SAFETY: this test began it.
+        // SAFETY: This test began it.
         backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
         assert_eq!(raw(&fake, id), after);
         backend.destroy_stream(id).unwrap();
@@ -74,12 +74,12 @@ fn every_stream_that_had_joined_is_replaced_and_others_are_not() {
     backend.begin_capture(origin, CaptureMode::ThreadLocal).unwrap();
     join(&fake, origin, joined);
     join(&fake, joined, late);
-    // A wait that joins nothing.
+    // A wait that joins no capture.
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     backend.record_event(event, apart).unwrap();
     backend.stream_wait_event(apart, event).unwrap();
     backend.destroy_event(event).unwrap();
-    // Who joined cannot end it.
+    // A stream that joined cannot end the capture.
     fake.answer("stream_end_capture", INVALID);
     assert_eq!(end(&fake, joined).code(), Some(i64::from(INVALID)));
     assert_eq!(raw(&fake, joined), before[1]);
@@ -131,11 +131,11 @@ fn a_lost_capture_leaves_that_of_another_thread_alone() {
         scope.spawn(|| {
             backend.begin_capture(theirs, CaptureMode::ThreadLocal).unwrap();
             join(&fake, theirs, their_other);
-            // Meanwhile the other one is lost, and ended on its own thread.
+            // Meanwhile, the other capture is lost, and ended on its own thread.
             ends.wait();
             ends.wait();
             assert_eq!([raw(&fake, theirs), raw(&fake, their_other)], theirs_before);
-            // SAFETY: this thread began it.
+            // SAFETY: This thread began it.
             backend.destroy_graph(unsafe { backend.end_capture(theirs) }.unwrap()).unwrap();
         });
         ends.wait();
@@ -157,13 +157,13 @@ fn a_stream_of_other_code_cannot_be_replaced_and_says_so() {
     let fake = Fake::mortal();
     let backend = &fake.backend;
     let foreign = fake.foreign();
-    // SAFETY: the stream is alive until it is given back.
+    // SAFETY: The stream is alive until it is given back.
     let id = unsafe { backend.stream_from_raw(0, foreign) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     fake.lose(foreign);
     let error = end(&fake, id);
     assert_eq!(error.kind(), ErrorKind::InvalidState);
-    assert!(error.hint().contains("whoever made the stream"), "{error}");
+    assert!(error.hint().contains("the code that created it"), "{error}");
     assert_eq!(raw(&fake, id), foreign);
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();
@@ -180,22 +180,22 @@ fn a_handle_that_was_bound_to_the_dead_stream_is_bound_again_and_keeps_its_works
     let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(id).unwrap();
     let ptr = DevicePtr::new(0x1000);
-    // SAFETY: nobody follows the address.
+    // SAFETY: Nobody follows the address.
     unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { handle.gemm(&gemm) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     fake.lose(before);
     end(&fake, id);
     for _ in 0..2 {
-        // SAFETY: as above.
+        // SAFETY: As above.
         unsafe { handle.gemm(&gemm) }.unwrap();
     }
     assert_eq!(fake.bindings_of(handle.raw()), [before, raw(&fake, id)]);
     assert_eq!(fake.calls("blas_set_workspace").len(), 1);
-    // Its own workspace comes back by a call, not by binding the stream.
-    // SAFETY: as above.
+    // A call restores the handle's own workspace. Binding the stream does not.
+    // SAFETY: As above.
     unsafe { handle.set_workspace(None) }.unwrap();
     assert_eq!((fake.calls("blas_set_workspace").len(), fake.bindings_of(handle.raw()).len()), (2, 2));
     handle.destroy().unwrap();
@@ -213,7 +213,7 @@ fn a_dead_stream_is_destroyed_only_after_the_calls_that_use_it() {
     let held = backend.state().stream("t", id).unwrap();
     fake.lose(before);
     end(&fake, id);
-    // This thread's own use puts it off.
+    // This thread's own use postpones the destruction.
     assert!(fake.is_alive(before) && held.raw().0 == before && raw(&fake, id) != before);
     drop(held);
     use_it(&fake, id);
@@ -258,7 +258,7 @@ fn a_capture_that_fails_to_begin_or_whose_stream_is_destroyed_leaves_nothing() {
     join(&fake, origin, joined);
     fake.lose(raw(&fake, origin));
     backend.destroy_stream(origin).unwrap();
-    // Who had joined is freed of it.
+    // The stream that had joined is replaced.
     assert_ne!(raw(&fake, joined), before);
     use_it(&fake, joined);
     backend.synchronize_device(0).unwrap();

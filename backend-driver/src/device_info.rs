@@ -1,16 +1,16 @@
-//! What vendors and the system say of a device, made readable.
+//! Reading device properties from the vendor and the system.
 
 use highwater_hal::DeviceInfo;
 
-/// The text up to the first zero, as vendors write names into buffers.
+/// Returns the text before the first zero byte of a vendor's buffer.
 #[must_use]
 pub fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
 }
 
-/// Sets the place where a device is plugged in: its PCI address as the vendor writes it, and the NUMA node that the system
-/// reports for that address. A machine without NUMA reports -1.
+/// Sets the PCI address that the vendor wrote, and the NUMA node that the system reports for it. On a machine without
+/// NUMA, the system reports -1, and no node is set.
 pub fn set_pci_address(info: &mut DeviceInfo, address: &[u8]) {
     let address = text(address).to_lowercase();
     let node = std::fs::read_to_string(format!("/sys/bus/pci/devices/{address}/numa_node")).ok();

@@ -1,4 +1,4 @@
-//! A vendor's driver, initialised once for each library file and kept to the end of the process.
+//! Drivers of a vendor, initialized once for each library file and kept until the process ends.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -8,30 +8,31 @@ use parking_lot::Mutex;
 use super::search::{Found, LibraryName, Search, VendorLibrary};
 use highwater_hal::{Error, ErrorKind, Result, fork::Generation};
 
-/// The drivers of one vendor that were initialised.
+/// The initialized drivers of one vendor.
 #[derive(Debug)]
 pub struct DriverCache<D: 'static> {
-    /// The process that was the first to initialise one. A child of its has none, and cannot make one.
+    /// The process that initialized the first driver. Its forked children cannot initialize one.
     first: OnceLock<Generation>,
-    /// One for each file that was opened.
+    /// One driver for each opened file.
     open: Mutex<Vec<(String, &'static D)>>,
 }
 
 impl<D> DriverCache<D> {
-    /// None yet.
+    /// Creates an empty cache.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "one for each vendor, in a static")]
     pub const fn new() -> Self {
         Self { first: OnceLock::new(), open: Mutex::new(Vec::new()) }
     }
 
-    /// The driver that the search finds, initialised by `initialise` unless it was before.
+    /// Returns the driver that the search finds. `initialize` runs unless the cache holds that driver.
     ///
     /// # Errors
-    /// `Forked` in a child of the process that initialised one, before any lock; as [`Search::open`]; what `initialise` gives.
+    /// `Forked` in a child of the process that initialized a driver, before any lock is taken. The errors of
+    /// [`Search::open`] and of `initialize`.
     ///
     /// # Safety
-    /// As [`Search::open`], for the path that `paths` gives for the library's variable.
+    /// The same as for [`Search::open`], for the path that `paths` returns for the library's variable.
     pub unsafe fn open(
         &self,
         search: &mut Search,
@@ -43,17 +44,17 @@ impl<D> DriverCache<D> {
         if self.first.get().is_some_and(|generation| !generation.is_current()) {
             return Err(Generation::error("open"));
         }
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let found = unsafe { search.open(library, paths(library.path_variable).as_deref(), accepts) }?;
         let known = |name: &str| self.open.lock().iter().find(|(opened, _)| opened == name).map(|(_, driver)| *driver);
         if let Some(driver) = known(found.library.name()) {
             return Ok(driver);
         }
-        // Before it is, so that a child of any time after is told.
+        // Set before the driver is initialized, so that a child forked at any later time is refused.
         self.first.get_or_init(Generation::current);
         let driver = initialize(&found)?;
         let mut open = self.open.lock();
-        // Two threads may both have initialised it, which drivers allow.
+        // Two threads may both have initialized the driver, which vendors allow.
         if let Some((_, driver)) = open.iter().find(|(opened, _)| opened == found.library.name()) {
             return Ok(driver);
         }
@@ -64,7 +65,7 @@ impl<D> DriverCache<D> {
 }
 
 impl Found {
-    /// The error of a library that lacks symbols, `hint` saying where one comes from that has them.
+    /// Returns the error of a library that lacks symbols.
     #[cold]
     #[must_use]
     pub fn lacks(&self, missing: &[String], hint: &str) -> Error {
@@ -72,10 +73,10 @@ impl Found {
         Error::new(ErrorKind::SymbolMissing, "open", message).with_hint(hint)
     }
 
-    /// Both of two tables, or the error that lists every symbol that is missing in either.
+    /// Combines two tables.
     ///
     /// # Errors
-    /// `SymbolMissing`.
+    /// `SymbolMissing`, with all symbols that are missing in either table.
     pub fn both<A, B>(&self, one: Result<A, Vec<String>>, other: Result<B, Vec<String>>, hint: &str) -> Result<(A, B)> {
         match (one, other) {
             (Ok(one), Ok(other)) => Ok((one, other)),

@@ -11,7 +11,7 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, HostAllocator, HostMemoryKind, 
 #[derive(Debug)]
 pub(super) struct DriverHost<P: Platform>(Arc<DriverState<P>>);
 
-/// Page-locked memory belongs to every device, so its abilities are those of the first.
+/// Page-locked memory belongs to all devices, so the first device's capabilities apply.
 const ANY_DEVICE: u32 = 0;
 
 impl<P: Platform> DriverHost<P> {
@@ -19,7 +19,7 @@ impl<P: Platform> DriverHost<P> {
         Self(state)
     }
 
-    /// Takes the block that starts at `ptr` out of the table.
+    /// Removes the block that starts at `ptr` from the table.
     fn take(&self, operation: &'static str, ptr: HostPtr, registered: bool) -> Result<HostBlock> {
         let mut blocks = self.0.host_blocks.lock();
         match blocks.get(&ptr.address()).copied() {
@@ -29,21 +29,21 @@ impl<P: Platform> DriverHost<P> {
             }
             _ => {
                 let how = if registered { "register" } else { "allocate" };
-                let message = format!("{ptr:?} is not the start of memory that `{how}` was called for, or no longer");
+                let message = format!("{ptr:?} is not the start of live memory of `{how}`");
                 Err(Error::new(ErrorKind::InvalidPointer, operation, message)
-                    .with_hint(format!("pass the address that `{how}` gave or was given, once")))
+                    .with_hint(format!("pass each address of `{how}` once")))
             }
         }
     }
 }
 
 fn no_bytes(operation: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were asked for, expected at least 1")
+    Error::new(ErrorKind::InvalidArgument, operation, "0 bytes were requested, expected at least 1")
 }
 
-// SAFETY: the vendor's page-locked memory is as large as asked for, readable and writable, aligned to a page, apart from
-// all other memory until it is freed, and holds bytes, whatever they are: it comes from the kernel or from the vendor's pool,
-// not from an allocator of this language.
+// SAFETY: The vendor's page-locked memory has the requested size and is readable, writable and aligned to a page. It is
+// distinct from all other memory until it is freed. Its bytes are initialized, because they come from the kernel or the
+// vendor's pool, not from a Rust allocator.
 unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         const OPERATION: &str = "host_allocate";
@@ -62,13 +62,13 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
             kind => return Err(Error::unknown(OPERATION, &kind)),
         };
         if isize::try_from(bytes).is_err() {
-            let message = format!("{bytes} bytes are more than the address space");
-            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("ask for less"));
+            let message = format!("{bytes} bytes were requested, expected at most half of the address space");
+            return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message).with_hint("request fewer bytes"));
         }
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
         let mut address = std::ptr::null_mut();
-        // SAFETY: the call writes one address that lives until it returns.
+        // SAFETY: The call writes one address, which outlives it.
         state.check(OPERATION, unsafe { (state.platform.calls().mem_host_alloc)(&mut address, bytes, flags) })?;
         let address = NonNull::new(address).ok_or_else(|| super::state::nothing(OPERATION))?;
         let ptr = HostPtr::new(address);
@@ -84,7 +84,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
-            // SAFETY: the address is the start of memory that the vendor gave, and the caller vouches that nobody uses it.
+            // SAFETY: The address is the start of memory from the vendor, and the caller promises that nothing uses it.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_free_host)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
@@ -99,17 +99,16 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         state.enter(OPERATION)?;
         state.require(OPERATION, ANY_DEVICE, |can| can.host_register, "host_register")?;
         if options.kind != HostMemoryKind::Default {
-            let message = "memory that exists already cannot be made write-combined";
-            return Err(
-                Error::new(ErrorKind::Unsupported, OPERATION, message).with_hint("register it as the default kind")
-            );
+            let message = "registered memory cannot be write-combined";
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, message)
+                .with_hint("register the memory as `HostMemoryKind::Default`"));
         }
         if bytes == 0 {
             return Err(no_bytes(OPERATION));
         }
         let start = ptr.address();
         let Some(end) = start.checked_add(bytes) else {
-            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range reaches past the address space"));
+            return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, "the range exceeds the address space"));
         };
         {
             let mut blocks = state.host_blocks.lock();
@@ -119,16 +118,16 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
                 let message =
                     format!("{bytes} bytes at {ptr:?} overlap {} page-locked bytes at {other:#x}", block.bytes);
                 return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                    .with_hint("register memory once, and not what `allocate` gave"));
+                    .with_hint("register each range once, and no memory of `allocate`"));
             }
-            // In the table first, so that nobody else registers it meanwhile.
+            // Added to the table first, so that no other thread registers the range meanwhile.
             blocks.insert(start, HostBlock { bytes, registered: true });
         }
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
             let flags = state.platform.quirks().register_flags;
-            // SAFETY: the caller vouches that the range is mapped and stays so.
+            // SAFETY: The caller promises that the range is mapped and stays mapped.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_host_register)(ptr.as_ptr(), bytes, flags) })
         })();
         if outcome.is_err() {
@@ -146,7 +145,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, state.platform.device_in_use())?;
-            // SAFETY: the address is the start of a registered range, and the caller vouches that no work uses it.
+            // SAFETY: The address is the start of a registered range, and the caller promises that no work uses it.
             state.check(OPERATION, unsafe { (state.platform.calls().mem_host_unregister)(ptr.as_ptr()) })
         })();
         if outcome.is_err() {
@@ -163,7 +162,7 @@ unsafe impl<P: Platform> HostAllocator for DriverHost<P> {
         let (start, inside) = state.host_block(OPERATION, ptr)?;
         let _current = state.make_current(OPERATION, device)?;
         let mut address = DevicePtr::new(0);
-        // SAFETY: the start is page-locked, and the call writes one number that lives until it returns.
+        // SAFETY: The start is page-locked, and the call writes one number, which outlives it.
         let code = unsafe { (state.platform.calls().mem_host_get_device_pointer)(&mut address, start as *mut u8, 0) };
         state.check(OPERATION, code)?;
         Ok(address.offset(inside))

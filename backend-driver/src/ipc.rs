@@ -12,18 +12,18 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, EventHandle, EventId, IpcSharin
 #[derive(Debug)]
 pub(super) struct DriverIpc<P: Platform>(Arc<DriverState<P>>);
 
-/// The error of a transport that the device lacks.
+/// Returns the error of a transport that the device lacks.
 #[cold]
 pub(super) fn unsupported(operation: &'static str, transport: Transport) -> Error {
-    let message = format!("the device does not share by {transport:?}");
+    let message = format!("the device does not support the transport {transport:?}");
     Error::new(ErrorKind::Unsupported, operation, message)
-        .with_hint("ask the capability `ipc_transports` which transports there are")
+        .with_hint("use a transport of the capability `ipc_transports`")
 }
 
 const MAGIC: [u8; 8] = *b"HWSHMEM\x01";
 
-/// The payload of a handle whose memory travels as a descriptor: it says which allocation that is, so that a second open
-/// finds the first, and how large it is.
+/// Returns the payload of a handle whose memory travels as a descriptor. It identifies the allocation, so that a second
+/// open finds the first, and holds the size.
 fn seal(token: [u8; 16], bytes: u64, uuid: &[u8; 16]) -> [u8; 64] {
     let mut payload = [0; 64];
     payload[..8].copy_from_slice(&MAGIC);
@@ -41,21 +41,21 @@ fn checksum(payload: &[u8; 64], uuid: &[u8; 16]) -> [u8; 4] {
     hash.finalize().to_le_bytes()
 }
 
-/// Whether the payload is one of `seal` for this many bytes of that device.
+/// Returns whether `seal` made the payload for this number of bytes of that device.
 fn is_sealed(payload: &[u8; 64], bytes: u64, uuid: &[u8; 16]) -> bool {
     payload[..8] == MAGIC && payload[24..32] == bytes.to_le_bytes() && payload[60..] == checksum(payload, uuid)
 }
 
 fn refused(operation: &'static str, message: String) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, message)
-        .with_hint("pass a handle as it was exported, with its descriptor, for the device with its UUID")
+        .with_hint("pass the exported handle unchanged, with its descriptor, to the device with its UUID")
 }
 
-/// Of what a vendor answers to 64 bytes that are no handle, nothing is written down.
+/// Vendors do not document their codes for 64 bytes that are no handle, so these codes become `InvalidArgument`.
 fn no_handle(error: Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidState | ErrorKind::InvalidHandle | ErrorKind::InvalidPointer | ErrorKind::Vendor => {
-            let message = format!("this is no handle of another process's memory: {}", error.message());
+            let message = format!("the handle does not name memory of another process: {}", error.message());
             refused(error.operation(), message).with_code(error.code().unwrap_or(0))
         }
         _ => error,
@@ -74,11 +74,11 @@ impl<P: Platform> DriverIpc<P> {
         }
         Err(refused(
             operation,
-            format!("the handle is of the device with the UUID {uuid:02x?}, device {device} has {own:02x?}"),
+            format!("the handle names the device with the UUID {uuid:02x?}, expected {own:02x?} of device {device}"),
         ))
     }
 
-    /// The vendor's part of an open.
+    /// Opens a handle in the vendor's library.
     fn open(&self, device: u32, handle: &MemoryHandle) -> Result<(DevicePtr, Option<SharedBlock>)> {
         const OPERATION: &str = "open_memory";
         let state = &*self.0;
@@ -93,27 +93,29 @@ impl<P: Platform> DriverIpc<P> {
         };
         let mut address = DevicePtr::new(0);
         let flag = state.platform.quirks().ipc_open_flag;
-        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        // SAFETY: The call writes one number, which outlives it, and takes the handle by value.
         state.check(OPERATION, unsafe { open(&mut address, IpcHandle(handle.payload), flag) }).map_err(no_handle)?;
         state.made(OPERATION, address)?;
         if let Some(range) = state.platform.calls().mem_get_address_range {
             let (mut start, mut bytes) = (DevicePtr::new(0), 0);
-            // SAFETY: the call writes two numbers that live until it returns.
+            // SAFETY: The call writes two numbers, which outlive it.
             let code = unsafe { range(&mut start, &mut bytes, address) };
             if code != 0 || start != address || (bytes as u64) < handle.bytes {
                 if let Some(close) = state.platform.calls().ipc_close_mem_handle {
-                    // SAFETY: it was just opened, and nobody uses it.
+                    // SAFETY: The memory was just opened, and nothing uses it.
                     unsafe { close(address) };
                 }
                 state.check(OPERATION, code)?;
-                let message = format!("the handle is of {} bytes, its memory of {bytes}", handle.bytes);
+                let message =
+                    format!("the handle names {} bytes, expected at most the {bytes} of its memory", handle.bytes);
                 return Err(refused(OPERATION, message));
             }
         }
         Ok((address, None))
     }
 
-    /// Counts one more open of what is mapped already; `None` where this thread has to map it, for which a place is kept.
+    /// Counts another open of mapped memory. Returns `None` if this thread must map it; the table then holds a place
+    /// for it.
     fn open_again(&self, key: MappedKey, wanted: u64) -> Result<Option<DevicePtr>> {
         let mut mapped = self.0.mapped.lock();
         loop {
@@ -122,9 +124,10 @@ impl<P: Platform> DriverIpc<P> {
                     mapped.insert(key, Mapped { address: None, bytes: wanted, opens: 1, block: None });
                     return Ok(None);
                 }
-                // The handle's own word for how large it is counts no more than at the first time.
+                // The size in a handle is trusted only for the first open.
                 Some(Mapped { address: Some(_), bytes, .. }) if *bytes < wanted => {
-                    let message = format!("the handle is of {wanted} bytes, {bytes} were mapped by it before");
+                    let message =
+                        format!("the handle names {wanted} bytes, expected at most the {bytes} of its first open");
                     return Err(refused("open_memory", message));
                 }
                 Some(Mapped { address: Some(address), opens, .. }) => {
@@ -152,9 +155,9 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{ptr:?} was not allocated to be shared by {transport:?}"),
+                format!("{ptr:?} is not the start of memory that can be shared by {transport:?}"),
             )
-            .with_hint("allocate it as `DeviceMemoryKind::Shareable` with this transport")
+            .with_hint("allocate the memory as `DeviceMemoryKind::Shareable` with this transport")
         };
         let exported = {
             let blocks = state.blocks.lock();
@@ -186,7 +189,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     return Err(unsupported(OPERATION, transport));
                 };
                 let mut payload = IpcHandle([0; 64]);
-                // SAFETY: the call writes 64 bytes that live until it returns.
+                // SAFETY: The call writes 64 bytes, which outlive it.
                 state.check(OPERATION, unsafe { export(&mut payload, ptr) })?;
                 Ok(MemoryHandle::new(transport, uuid, bytes, payload.0))
             }
@@ -208,14 +211,14 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     return Err(refused(OPERATION, "the handle has no descriptor".to_owned()));
                 }
                 if !is_sealed(&handle.payload, handle.bytes, &handle.device_uuid) {
-                    return Err(refused(OPERATION, "the payload is none that was exported".to_owned()));
+                    return Err(refused(OPERATION, "the payload is not an exported one".to_owned()));
                 }
             }
             Transport::Legacy | Transport::Fabric => {}
             transport => return Err(unsupported(OPERATION, transport)),
         }
         if handle.bytes == 0 {
-            return Err(refused(OPERATION, "the handle is of 0 bytes".to_owned()));
+            return Err(refused(OPERATION, "the handle names 0 bytes, expected at least 1".to_owned()));
         }
         let key = (device, handle.transport as u32, handle.payload);
         if let Some(address) = self.open_again(key, handle.bytes)? {
@@ -251,20 +254,20 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
                     OPERATION,
                     format!("{ptr:?} is not open for device {device}"),
                 )
-                .with_hint("close what `open_memory` gave, as often as it was opened"));
+                .with_hint("close each address of `open_memory` as often as it was opened"));
             };
             if found.opens > 1 {
                 found.opens -= 1;
                 return Ok(());
             }
-            // Who opens it meanwhile waits until it is unmapped.
+            // A thread that opens it meanwhile waits until it is unmapped.
             found.address = None;
             (*key, found.bytes, found.block.take())
         };
         let outcome = (|| {
             let _relaxed = state.relaxed();
             let _current = state.make_current(OPERATION, device)?;
-            // SAFETY: the caller vouches that no work uses the mapping.
+            // SAFETY: The caller promises that no work uses the mapping.
             unsafe {
                 match (&block, state.platform.calls().ipc_close_mem_handle) {
                     (Some(block), _) => state.platform.free_shared(OPERATION, block),
@@ -292,9 +295,9 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{event:?} was not made for other processes"),
+                format!("{event:?} is not an interprocess event"),
             )
-            .with_hint("make the event with `EventOptions::with_interprocess`"));
+            .with_hint("create the event with `EventOptions::with_interprocess`"));
         }
         let uuid = state.device(OPERATION, event.device())?.info.uuid;
         let Some(export) = state.platform.calls().ipc_get_event_handle else {
@@ -303,7 +306,7 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, event.device())?;
         let mut payload = IpcHandle([0; 64]);
-        // SAFETY: the event is held, and the call writes 64 bytes that live until it returns.
+        // SAFETY: The event is held, and the call writes 64 bytes, which outlive it.
         state.check(OPERATION, unsafe { export(&mut payload, held.raw()) })?;
         Ok(EventHandle::new(uuid, payload.0))
     }
@@ -322,11 +325,11 @@ impl<P: Platform> IpcSharing for DriverIpc<P> {
         let _relaxed = state.relaxed();
         let _current = state.make_current(OPERATION, device)?;
         let mut raw = RawEvent::NULL;
-        // SAFETY: the call writes one number that lives until it returns, and takes the handle by value.
+        // SAFETY: The call writes one number, which outlives it, and takes the handle by value.
         state.check(OPERATION, unsafe { open(&mut raw, IpcHandle(handle.payload)) })?;
         state.made(OPERATION, raw)?;
         state.events.insert(OPERATION, device, raw, INTERPROCESS).inspect_err(|_| {
-            // SAFETY: nobody else knows the event.
+            // SAFETY: No other code knows the event.
             unsafe { (state.platform.calls().event_destroy)(raw) };
         })
     }

@@ -1,16 +1,45 @@
-//! What the vendors' drivers do alike, written once.
+//! What CUDA and HIP share: the four traits of [`highwater_hal`] over a table of a vendor's calls.
 //!
-//! CUDA and HIP are twins: their natural backends would share most of their lines. So what they do alike lives here, and
-//! a vendor crate holds only what is its own: the names of its libraries, its table of calls, the meaning of its codes, its
-//! quirks as data, and what the other vendor lacks.
+//! CUDA and HIP have the same model of streams, events, memory, captures and BLAS handles. They differ in names, codes
+//! and a few rules. This crate implements the traits once, and a vendor crate adds only its own part.
 //!
-//! - [`Search`] finds a vendor's libraries and says why a vendor cannot be used ([`Unavailable`](highwater_hal::Unavailable)).
-//! - [`vendor_calls!`](crate::vendor_calls) declares tables of calls; [`Calls`] and [`BlasCalls`] are those that both vendors have alike.
-//! - [`DriverCache`] keeps a vendor's driver, [`Captures`] knows the captures in it, [`loaded_files`] says what other
-//!   code has opened, [`text`] reads what a vendor wrote.
-//! - [`Platform`] is what a vendor crate implements, [`DriverBackend`] the four traits over it.
+//! # Responsibilities
 //!
-//! `docs/driver-mapping.md` of the repository maps every trait method to its calls.
+//! This crate is responsible for:
+//! - Ids. Each id names one vendor handle, and a stale or forged id is `InvalidHandle`. Vendors crash on a destroyed
+//!   handle.
+//! - Destruction. No handle is destroyed while a call of another thread uses it.
+//! - The current device. Each call leaves the thread's current device as it was.
+//! - Captures. A call that would lose a capture is refused, or is made in the relaxed mode.
+//! - Errors. Each vendor code becomes an [`ErrorKind`](highwater_hal::ErrorKind) with the code and a remedy.
+//!
+//! The vendor crate is responsible for the names of its libraries, its tables of calls, the meaning of its codes, its
+//! [`Quirks`], and calls that the other vendor lacks. It implements [`Platform`].
+//!
+//! The caller validates the rest: that memory ranges are valid, that work on memory has ended before it is freed, and
+//! that the matrices of a product fit their shapes. The `# Safety` sections of the traits list these obligations.
+//!
+//! # Life cycle of a driver
+//!
+//! 1. [`open_backend`] runs a [`Search`], which opens the vendor's libraries. It reports each failure as an
+//!    [`Unavailable`](highwater_hal::Unavailable).
+//! 2. [`DriverCache`] initializes the driver once for each library file. Several backends share one driver.
+//! 3. The vendor crate fills its tables with [`vendor_calls!`](crate::vendor_calls). A missing required symbol is an
+//!    error here and never later.
+//! 4. [`DriverBackend`] serves calls. Its [`DriverState`] lives until the last BLAS handle is dropped.
+//! 5. Libraries are never closed, because callbacks, exit handlers and threads of a driver outlive every user.
+//!
+//! # Exit, fork and captures
+//!
+//! Once the process begins to exit, every call returns `ShuttingDown`, and no destructor calls the vendor. In a forked
+//! child, every call returns `Forked` before it takes a lock. A driver does not survive a fork, and its locks may be
+//! held by threads that the child lacks.
+//!
+//! A capture in global mode fails forbidden calls of every thread. [`Captures`] counts the open captures of a library,
+//! so that other calls know when to change to the relaxed mode. On a vendor whose streams die with a lost capture, new
+//! streams replace the dead ones under the same ids.
+//!
+//! `docs/driver-mapping.md` in the repository maps each trait method to its calls.
 
 #[cfg(feature = "abi_check")]
 pub mod abi_check;

@@ -1,14 +1,14 @@
-//! Which files of a library are in this process already, whoever opened them.
+//! The library files that this process has loaded, including those that foreign code loaded.
 
 use std::path::{Path, PathBuf};
 
 use super::search::{LibraryName, VendorLibrary};
 
-/// The files that are mapped into this process.
+/// Returns the files that are mapped into this process.
 fn mapped_files(maps: &str) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = Vec::new();
     for line in maps.lines() {
-        // A file's path is the sixth field, and may hold spaces.
+        // The path is the sixth field and may contain spaces.
         let path = line.splitn(6, ' ').nth(5).map_or("", str::trim_start);
         if path.starts_with('/') && files.last().is_none_or(|last| last != Path::new(path)) {
             files.push(PathBuf::from(path));
@@ -19,7 +19,8 @@ fn mapped_files(maps: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The files in this process whose names begin with `name`: `libamdhip64.so`. None where the system does not tell.
+/// Returns the loaded files whose names begin with `name`, such as `libamdhip64.so`. Returns none if the system does
+/// not list them.
 #[must_use]
 pub fn loaded_files(name: &str) -> Vec<PathBuf> {
     let is_it = |path: &PathBuf| {
@@ -33,7 +34,7 @@ pub fn loaded_files(name: &str) -> Vec<PathBuf> {
 }
 
 impl VendorLibrary {
-    /// The one of the library's names that `path` goes by, or the file that a link leads to; those that are too old included.
+    /// Returns the library name of `path`, or of the file that a link leads to. Names of refused versions are included.
     #[must_use]
     pub fn name_of(&self, path: &Path) -> Option<LibraryName> {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -41,10 +42,10 @@ impl VendorLibrary {
         [path, &real].into_iter().find_map(|path| names().find(|name| name.names(path)))
     }
 
-    /// The file of this library that is in this process already, by a name that is known.
+    /// Returns the loaded file of this library, if its name is known.
     #[must_use]
     pub fn loaded(&self) -> Option<(PathBuf, LibraryName)> {
-        // Names differ behind `.so` only.
+        // Names differ only after `.so`.
         let stem = self.names.first()?.file.split_inclusive(".so").next()?;
         loaded_files(stem).into_iter().find_map(|path| self.name_of(&path).map(|name| (path, name)))
     }

@@ -1,12 +1,11 @@
-//! The tables of a driven backend: which vendor handle an id stands for, and that no handle is destroyed while a call
-//! uses it.
+//! Tables from ids to vendor handles. No handle is destroyed while a call uses it.
 //!
-//! A vendor crashes where a destroyed stream is used, and a safe call may race with the call that destroys. A lock or a
-//! count in the slot would be written by every call of every thread. So a call only announces, in a record of its own
-//! thread, which slots it uses (a *hazard*), then looks whether the slot still holds the id's object, and makes the vendor's
-//! call. Who destroys makes the id stale first, then looks for announcements: as long as one stands, the handle is put
-//! off and destroyed by a later call. A fence on each side orders the two: either the announcement is seen, or the stale
-//! slot is (`hazards.rs`). A removal, or a sweep of any number of handles, makes one.
+//! A vendor crashes on a destroyed stream, and a safe call may race with the call that destroys. A lock or a count in
+//! the slot would be written by every call of every thread. A call therefore publishes a *hazard pointer* to the slot
+//! in the record of its own thread. It then re-checks that the slot holds the object, and calls the vendor. A destroyer
+//! makes the id stale and then looks for hazard pointers. While it finds one, the destruction is postponed to a later
+//! call. A fence on each side ensures that either the hazard pointer or the stale slot is seen (`hazards.rs`). One
+//! fence serves a removal or a sweep of any number of handles.
 
 use std::marker::PhantomData;
 
@@ -18,14 +17,14 @@ use super::hazards::{Fenced, Hazard};
 use super::raw::{IdOf, Raw};
 use super::thread_records;
 
-/// One object: what the id of its generation stands for.
+/// The place of one object in a table.
 #[derive(Debug)]
 pub(super) struct Slot {
-    /// Generation in the upper half, device and [`LIVE`] in the lower one.
+    /// The generation in the upper half; the device and [`LIVE`] in the lower half.
     state: AtomicU64,
     /// The vendor's handle.
     raw: AtomicU64,
-    /// What the room remembers of it.
+    /// The object's flags and a number.
     flags: AtomicU64,
 }
 
@@ -36,14 +35,14 @@ const fn live(generation: u32, device: u32) -> u64 {
     (generation as u64) << 32 | LIVE | device as u64
 }
 
-/// Bits of `Slot::flags` that are flags; the others are a number.
+/// The low bits of `Slot::flags` that are flags. The others are a number.
 const FLAG_BITS: u32 = 8;
 
-/// Slots of the first chunk, which are found the quickest; each further chunk is twice as large as the one before.
+/// Slots in the first chunk, which is the fastest to search. Each further chunk is twice as large as the previous one.
 const FIRST_CHUNK: u32 = 1024;
 const CHUNKS: usize = 20;
 
-/// Where the slot is: its chunk, and the place there.
+/// Returns the chunk of a slot and its index in the chunk.
 #[inline(always)]
 const fn place(slot: u32) -> (usize, usize) {
     let shifted = slot / FIRST_CHUNK + 1;
@@ -61,7 +60,8 @@ impl Slot {
         std::ptr::from_ref(self).cast_mut().cast()
     }
 
-    /// The handle, where the slot still holds the object of these parts. The use was announced before.
+    /// Returns the handle if the slot still holds the object of these parts. The caller has published the hazard
+    /// pointer.
     #[inline(always)]
     fn held<I: IdOf>(&self, parts: &IdParts, hazard: Hazard) -> Option<Held<'_, I>> {
         let stands = self.state.load(Ordering::Acquire) == live(parts.generation.get(), parts.device);
@@ -69,7 +69,7 @@ impl Slot {
     }
 }
 
-/// The objects of one kind that a backend has made.
+/// The objects of one kind.
 #[derive(Debug)]
 pub(super) struct Objects<I: IdOf> {
     tag: BackendTag,
@@ -83,18 +83,18 @@ struct Book<R> {
     slots: u32,
     free: Vec<u32>,
     live: u64,
-    /// Removed, but perhaps still used by a call of another thread.
+    /// Removed objects that a call of another thread may still use.
     put_off: Vec<Removed<R>>,
 }
 
-/// What was taken out of a table and is to be destroyed.
+/// A handle that was removed from a table and must be destroyed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Removed<R> {
     slot: u32,
     pub(super) device: u32,
     pub(super) raw: R,
     pub(super) flags: u64,
-    /// Whether the slot goes on, with another handle.
+    /// Whether the slot stays live with another handle.
     replaced: bool,
 }
 
@@ -107,10 +107,10 @@ pub(super) struct Held<'t, I> {
 }
 
 impl<I: IdOf> Held<'_, I> {
-    /// The vendor's handle.
+    /// Returns the vendor's handle.
     #[inline(always)]
     pub(super) fn raw(&self) -> I::Raw {
-        // Relaxed: written before the state that was seen.
+        // Relaxed: written before the state that was read.
         I::Raw::from_number(self.slot.raw.load(Ordering::Relaxed))
     }
 
@@ -119,7 +119,7 @@ impl<I: IdOf> Held<'_, I> {
         self.slot.flags.load(Ordering::Relaxed)
     }
 
-    /// A number beside the flags, of 56 bits.
+    /// Returns the number beside the flags, which has 56 bits.
     pub(super) fn number(&self) -> u64 {
         self.flags() >> FLAG_BITS
     }
@@ -129,7 +129,7 @@ impl<I: IdOf> Held<'_, I> {
         self.slot.flags.fetch_or(number << FLAG_BITS, Ordering::Relaxed);
     }
 
-    /// Sets or clears a flag; whether it was set before. Of two threads that clear it, one is told so.
+    /// Sets or clears a flag and returns its previous value. If two threads clear a flag, one of them finds it set.
     pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
         let before = if on {
             self.slot.flags.fetch_or(flag, Ordering::Relaxed)
@@ -150,7 +150,7 @@ impl<I: IdOf> Objects<I> {
         }
     }
 
-    /// Takes in a vendor handle and issues its id.
+    /// Adds a vendor handle and issues its id.
     pub(super) fn insert(&self, operation: &'static str, device: u32, raw: I::Raw, flags: u64) -> Result<I> {
         let mut book = self.book.lock();
         let index = match book.free.pop() {
@@ -159,13 +159,13 @@ impl<I: IdOf> Objects<I> {
                 let index = book.slots;
                 let (chunk, _) = place(index);
                 if chunk >= CHUNKS {
-                    let message = format!("{index} {}s exist, there is no room for more", I::NAME);
+                    let message = format!("{index} {}s exist, which is the limit", I::NAME);
                     return Err(Error::new(ErrorKind::OutOfMemory, operation, message));
                 }
                 if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
                     let empty = || Slot { state: AtomicU64::new(0), raw: AtomicU64::new(0), flags: AtomicU64::new(0) };
                     let slots: Box<[Slot]> = (0..chunk_slots(chunk)).map(|_| empty()).collect();
-                    // Release: who finds the chunk finds its slots.
+                    // Release: a thread that reads the chunk reads its slots.
                     self.chunks[chunk].store(Box::into_raw(slots).cast(), Ordering::Release);
                 }
                 book.slots += 1;
@@ -173,19 +173,19 @@ impl<I: IdOf> Objects<I> {
             }
         };
         let Some(slot) = self.slot(index) else {
-            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids has lost a slot"));
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a table of ids lost a slot"));
         };
         let generation = (slot.state.load(Ordering::Relaxed) >> 32) as u32 + 1;
         let Some(non_zero) = NonZeroU32::new(generation) else {
-            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids was used up"));
+            return Err(Error::new(ErrorKind::InvalidState, operation, "a slot of ids has no generation left"));
         };
         slot.raw.store(raw.number(), Ordering::Relaxed);
         slot.flags.store(flags, Ordering::Relaxed);
-        // Release: who sees the state sees the handle.
+        // Release: a thread that reads the state reads the handle.
         slot.state.store(live(generation, device), Ordering::Release);
         book.live += 1;
         let parts = IdParts { slot: index, generation: non_zero, tag: self.tag, device };
-        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        // SAFETY: The id is not forged. The table belongs to the backend, and the slot holds the object from here on.
         Ok(unsafe { I::from_parts(parts) })
     }
 
@@ -196,30 +196,31 @@ impl<I: IdOf> Objects<I> {
         if slots.is_null() {
             return None;
         }
-        // SAFETY: the chunk holds `chunk_slots(chunk)` slots, `place` is below that, and chunks live as long as the table.
+        // SAFETY: The chunk holds `chunk_slots(chunk)` slots, and `place` is below that. Chunks live as long as the
+        // table.
         Some(unsafe { &*slots.add(place) })
     }
 
-    /// The slot of an id of this backend, where it is one of the first chunk's.
+    /// Returns the slot of an id of this backend, if it is in the first chunk.
     #[inline(always)]
     fn first_slot_of(&self, parts: &IdParts) -> Option<&Slot> {
         let slots = self.chunks[0].load(Ordering::Acquire);
         if parts.tag != self.tag || parts.slot >= FIRST_CHUNK || slots.is_null() {
             return None;
         }
-        // SAFETY: as in `slot`.
+        // SAFETY: As in `slot`.
         Some(unsafe { &*slots.add(parts.slot as usize) })
     }
 
-    /// What [`Objects::hold`] gives for the ids of the first slots, in a thread that has announced before and announces nothing
-    /// now: nearly always.
+    /// Holds an object of the first chunk, in a thread that has a record and uses nothing else. This is nearly always
+    /// the case.
     #[inline(always)]
     fn hold_quickly(&self, parts: &IdParts) -> Option<Held<'_, I>> {
         let (record, slot) = (thread_records::known()?, self.first_slot_of(parts)?);
         slot.held(parts, record.announce_first(slot.address())?)
     }
 
-    /// The same of [`Objects::hold_with`].
+    /// Holds two objects as [`Objects::hold_quickly`] does.
     #[inline(always)]
     fn hold_quickly_with<'t, J: IdOf>(
         &'t self,
@@ -233,13 +234,13 @@ impl<I: IdOf> Objects<I> {
         Some((slot.held(parts, hazard)?, other_slot.held(other_parts, other_hazard)?))
     }
 
-    /// The slot of an id of this backend; whether it still holds the id's object is another question.
+    /// Returns the slot of an id of this backend. The slot may hold another object by now.
     #[inline(always)]
     fn slot_of(&self, parts: &IdParts) -> Option<&Slot> {
         if parts.tag == self.tag { self.slot(parts.slot) } else { None }
     }
 
-    /// The vendor handle of `id`, kept from being destroyed until the answer is dropped.
+    /// Returns the vendor handle of `id`, which is not destroyed until the result is dropped.
     #[inline(always)]
     pub(super) fn hold(&self, operation: &'static str, id: I) -> Result<Held<'_, I>> {
         match self.hold_quickly(&id.parts()) {
@@ -248,7 +249,7 @@ impl<I: IdOf> Objects<I> {
         }
     }
 
-    /// The same in any thread, and what is wrong with the id.
+    /// Holds any object in any thread, or reports the fault of the id.
     #[cold]
     #[inline(never)]
     fn hold_any(&self, operation: &'static str, id: I) -> Result<Held<'_, I>> {
@@ -261,7 +262,7 @@ impl<I: IdOf> Objects<I> {
         Err(self.unknown(operation, id))
     }
 
-    /// The vendor handles of two ids of two tables, at the price of one.
+    /// Holds objects of two tables at the cost of one.
     #[inline(always)]
     pub(super) fn hold_with<'t, J: IdOf>(
         &'t self,
@@ -276,7 +277,7 @@ impl<I: IdOf> Objects<I> {
         }
     }
 
-    /// The same in any thread, and what is wrong with the ids.
+    /// Holds any two objects in any thread, or reports the fault of an id.
     #[cold]
     #[inline(never)]
     fn hold_any_with<'t, J: IdOf>(
@@ -302,19 +303,20 @@ impl<I: IdOf> Objects<I> {
     #[cold]
     fn unknown(&self, operation: &'static str, id: I) -> Error {
         if id.parts().tag == self.tag {
-            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist (any more)"))
-                .with_hint(format!("the {} was destroyed; create a new one", I::NAME))
+            Error::new(ErrorKind::InvalidHandle, operation, format!("{id:?} does not exist"))
+                .with_hint(format!("the {} was destroyed or never existed; create a new one", I::NAME))
         } else {
-            let message = format!("{id:?} was issued by another backend than backend {}", self.tag.get());
+            let message = format!("{id:?} was issued by another backend, expected backend {}", self.tag.get());
             Error::new(ErrorKind::InvalidHandle, operation, message)
                 .with_hint(format!("pass a {} that this backend created", I::NAME))
         }
     }
 
-    /// Makes `id` stale. What may be destroyed now is handed to `destroy`, one after the other and outside the lock: this
-    /// object, unless a call is using it, and those that were put off before and are used no more. The answer is that of
-    /// this object's destruction; a handle that is put off counts as destroyed. An object with one of the flags `at_once` is not
-    /// put off: this waits until no call uses it.
+    /// Makes `id` stale and passes its handle to `destroy`, unless a call uses the handle. `destroy` also gets the
+    /// postponed handles that no call uses any more. It runs outside the lock.
+    ///
+    /// Returns the result for this object; a postponed destruction is a success. An object with a flag of `at_once` is
+    /// not postponed: this call waits until no call uses it.
     pub(super) fn remove(
         &self,
         operation: &'static str,
@@ -346,16 +348,17 @@ impl<I: IdOf> Objects<I> {
             if removed_now.slot == removed.slot && !removed_now.replaced {
                 answer = outcome;
             } else if let Err(error) = outcome {
-                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+                tracing::warn!("an object whose destruction was postponed was leaked: {error}");
             }
         });
         answer
     }
 
-    /// Puts another vendor handle under `id`. The old one is handed to `destroy` as in [`Objects::remove`]: calls that had it
-    /// before announce the slot, as do those that have the new one, so it is put off until no call uses either.
+    /// Puts another vendor handle under `id` and passes the old one to `destroy`, as [`Objects::remove`] does. Calls
+    /// with the old handle and calls with the new one publish the same slot. The destruction is therefore postponed
+    /// until no call uses either.
     ///
-    /// A call that reads the new handle follows it to what the vendor has written, which is why no fence is needed for that.
+    /// A call that reads the new handle depends on it for what the vendor wrote, so that read needs no fence.
     pub(super) fn replace(
         &self,
         operation: &'static str,
@@ -370,24 +373,24 @@ impl<I: IdOf> Objects<I> {
             let slot =
                 known.filter(|slot| slot.state.load(Ordering::Relaxed) == live(parts.generation.get(), parts.device));
             let Some(slot) = slot else { return Err(self.unknown(operation, id)) };
-            // Release: who finds the handle finds what it stands for.
+            // Release: a thread that reads the handle reads what it points to.
             let old = I::Raw::from_number(slot.raw.swap(raw.number(), Ordering::Release));
             drop(book);
             Removed { slot: parts.slot, device: parts.device, raw: old, flags: 0, replaced: true }
         };
         self.sweep_with(Some(replaced), |removed| {
             if let Err(error) = destroy(removed) {
-                tracing::warn!("a handle that was replaced is left: {error}");
+                tracing::warn!("a replaced handle was leaked: {error}");
             }
         });
         Ok(())
     }
 
-    /// Destroys what was put off and is used no more.
+    /// Destroys the postponed handles that no call uses any more.
     pub(super) fn sweep(&self, mut destroy: impl FnMut(&Removed<I::Raw>) -> Result<()>) {
         self.sweep_with(None, |removed| {
             if let Err(error) = destroy(removed) {
-                tracing::warn!("an object that was in use when it was destroyed is left: {error}");
+                tracing::warn!("an object whose destruction was postponed was leaked: {error}");
             }
         });
     }
@@ -400,7 +403,7 @@ impl<I: IdOf> Objects<I> {
         if candidates.is_empty() {
             return;
         }
-        // One for all of them: each was made stale before it became a candidate.
+        // One fence for all: each handle was made stale before it became a candidate.
         let fenced = Fenced::now();
         for mut removed in candidates {
             if self.is_used(&removed, &fenced) {
@@ -411,12 +414,12 @@ impl<I: IdOf> Objects<I> {
                 destroy(&removed);
                 continue;
             }
-            // The call that used it may have changed them after it was removed.
+            // The call that used the object may have changed its flags after the removal.
             if let Some(slot) = self.slot(removed.slot) {
                 removed.flags = slot.flags.load(Ordering::Relaxed);
             }
             destroy(&removed);
-            // A slot whose generations are used up is never issued again.
+            // A slot whose generations are exhausted is never issued again.
             let last = self
                 .slot(removed.slot)
                 .is_none_or(|slot| slot.state.load(Ordering::Relaxed) >> 32 == u64::from(u32::MAX));
@@ -426,27 +429,27 @@ impl<I: IdOf> Objects<I> {
         }
     }
 
-    /// Whether a call uses what was removed before the fence.
+    /// Returns whether a call uses the slot of a handle that was removed before the fence.
     fn is_used(&self, removed: &Removed<I::Raw>, fenced: &Fenced) -> bool {
         self.slot(removed.slot).is_some_and(|slot| thread_records::is_announced(slot.address(), fenced))
     }
 
-    /// How many objects there are.
+    /// Returns the number of objects.
     pub(super) fn live(&self) -> u64 {
         self.book.lock().live
     }
 
-    /// The number of handles without a flag whose destruction was put off.
+    /// Returns the number of postponed handles without a flag.
     pub(super) fn put_off_without(&self, flag: u64) -> u64 {
         self.book.lock().put_off.iter().filter(|removed| removed.flags & flag == 0).count() as u64
     }
 
-    /// How many of them have a flag.
+    /// Returns the number of objects with a flag.
     pub(super) fn live_with(&self, flag: u64) -> u64 {
         self.devices_with(flag).len() as u64
     }
 
-    /// The devices of the objects with a flag, one for each object.
+    /// Returns the device of each object with a flag.
     pub(super) fn devices_with(&self, flag: u64) -> Vec<u32> {
         let slots = self.book.lock().slots;
         let device = |slot: &Slot| {
@@ -523,7 +526,7 @@ mod tests {
         let id = table.insert("t", 1, RawStream(5), 0).unwrap();
         assert_eq!(other.hold("t", id).unwrap_err().kind(), ErrorKind::InvalidHandle);
         for forged in [IdParts { device: 0, ..id.parts() }, IdParts { slot: 40_000_000, ..id.parts() }] {
-            // SAFETY: no runtime uses this table.
+            // SAFETY: No runtime uses this table.
             let forged = unsafe { StreamId::from_parts(forged) };
             assert_eq!(table.hold("t", forged).unwrap_err().kind(), ErrorKind::InvalidHandle);
         }
@@ -543,7 +546,7 @@ mod tests {
             .unwrap();
         assert_eq!((destroyed, table.live(), table.put_off_without(1)), (0, 0, 1));
         assert!(table.hold("t", id).is_err());
-        // The slot is not used again before its handle is destroyed.
+        // The slot is not reused before its handle is destroyed.
         let other = table.insert("t", 0, RawStream(10), 0).unwrap();
         assert_ne!(other.parts().slot, id.parts().slot);
         table.sweep(|_| {
@@ -577,7 +580,7 @@ mod tests {
     #[test]
     fn threads_that_use_and_one_that_destroys_never_meet_a_destroyed_object() {
         use std::sync::atomic::AtomicBool;
-        // The handle is an index into this array; destroying marks it.
+        // The handle is an index into this array. Destroying it sets the entry.
         let destroyed: Vec<AtomicBool> = (0..2000).map(|_| AtomicBool::new(false)).collect();
         let table = Objects::<StreamId>::new(BackendTag::next());
         let current = std::sync::Mutex::new(table.insert("t", 0, RawStream(0), 0).unwrap());

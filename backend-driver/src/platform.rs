@@ -1,4 +1,4 @@
-//! What one vendor has of its own: the trait [`Platform`], and its behaviour as data.
+//! The trait [`Platform`], which a vendor crate implements, and the vendor's behavior as data.
 
 use std::fmt;
 use std::sync::Arc;
@@ -84,30 +84,30 @@ pub struct AtomicsModes {
     pub allowed: u32,
 }
 
-/// How a vendor behaves, as data. Each field is named for the behaviour.
+/// A vendor's behavior as data. Each field is named for the behavior.
 #[derive(Debug, Clone, Copy)]
 pub struct Quirks {
     /// The handle of the legacy default stream.
     pub legacy_stream: RawStream,
     /// The handle of the per-thread default stream.
     pub per_thread_stream: RawStream,
-    /// The code of "not done yet".
+    /// The code of a query that found unfinished work.
     pub not_ready: i32,
     /// The code of exhausted memory.
     pub out_of_memory: i32,
-    /// The code of elapsed times that cannot be had, because an event has no timing or was never recorded.
+    /// The code of an elapsed time that does not exist, because an event has no timing or was never recorded.
     pub no_elapsed_time: i32,
-    /// Flags of every stream.
+    /// Flags of each stream.
     pub stream_flags: u32,
     /// Flags of events.
     pub event_flags: EventFlags,
     /// Flags of page-locked memory.
     pub host_flags: HostFlags,
-    /// Flags of memory that is page-locked where it is.
+    /// Flags of registered memory.
     pub register_flags: u32,
-    /// Flag with which memory of other processes is opened.
+    /// The flag for opening memory of another process.
     pub ipc_open_flag: u32,
-    /// Attribute of a pool: bytes that it keeps when it is idle.
+    /// The pool attribute for the bytes that an idle pool keeps.
     pub pool_release_threshold: u32,
     /// Numbers of the operations on a factor.
     pub transpose_codes: TransposeCodes,
@@ -115,17 +115,17 @@ pub struct Quirks {
     pub type_codes: TypeCodes,
     /// Numbers of the compute types.
     pub compute_codes: ComputeCodes,
-    /// Number of the default algorithm.
+    /// The number of the default algorithm.
     pub default_algorithm: i32,
     /// The handle's math modes; `None` if the compute type of each product selects the precision instead.
     pub math_modes: Option<MathModes>,
     /// Numbers of the atomics modes.
     pub atomics_modes: AtomicsModes,
-    /// Whether a fresh handle may add with atomics.
+    /// Whether a new handle allows atomics.
     pub atomics_allowed_at_first: bool,
-    /// Whether binding a stream puts a handle back on its own workspace.
+    /// Whether binding a stream restores the handle's own workspace.
     pub set_stream_resets_workspace: bool,
-    /// The code with which a capture ends that has taken its streams with it, where streams die with a lost capture.
+    /// The code at the end of a lost capture; `None` if streams survive a lost capture.
     pub capture_loss_kills_streams: Option<i32>,
 }
 
@@ -138,13 +138,13 @@ impl Quirks {
             DataType::Bf16 => self.type_codes.bf16,
             DataType::F32 => self.type_codes.f32,
             DataType::F64 => self.type_codes.f64,
-            // The device's capabilities allow no type that this crate does not know.
+            // No device has a capability for a type that this crate does not know.
             _ => -1,
         }
     }
 
-    /// How sums of products of `factor` are computed: the result's type does not matter, since halves accumulate in 32
-    /// bits whatever they are stored as.
+    /// Returns the compute type for factors of type `factor`. The result's type does not matter, because halves
+    /// accumulate in 32 bits.
     pub(super) const fn compute_code(&self, factor: DataType, mode: MathMode) -> i32 {
         match (factor, mode) {
             (DataType::F64, _) => self.compute_codes.f64,
@@ -166,73 +166,74 @@ impl Quirks {
 /// A vendor's BLAS.
 #[derive(Debug, Clone, Copy)]
 pub struct Blas {
-    /// What both vendors have alike.
+    /// Its calls.
     pub calls: BlasCalls,
-    /// What its codes mean.
+    /// The meaning of its codes.
     pub codes: &'static Codes,
 }
 
-/// Settings that a platform reads from a fresh BLAS handle; `None` for a setting that the library lacks.
+/// The settings that a platform reads from a new BLAS handle. A setting that the library lacks is `None`.
 pub type BlasSettings = [Option<i32>; 6];
 
-/// Memory that other processes can open by a descriptor or over a fabric: what was made for it.
+/// Memory that other processes can open by a descriptor or over a fabric.
 #[derive(Debug)]
 pub struct SharedBlock {
-    /// Where it is mapped.
+    /// The mapped address.
     pub address: DevicePtr,
-    /// The vendor's own number for the allocation.
+    /// The vendor's handle of the allocation.
     pub allocation: u64,
-    /// Bytes that were mapped: what was asked for, rounded up.
+    /// The mapped bytes: the requested bytes, rounded up.
     pub bytes: usize,
 }
 
-/// A vendor, as the driver room sees it: its table of calls, the meaning of its codes, its behaviour as data, and what
-/// only it has.
+/// A vendor: its table of calls, the meaning of its codes, its behavior as data, and its own operations.
 ///
 /// # Safety
-/// The room frees memory by the answers of these calls. So the calls are the vendor's own, with the arguments that the
-/// table declares, and keep what the vendor's manual promises of streams, events and copies.
+/// [`DriverBackend`](crate::DriverBackend) frees and reuses memory by the results of these calls. The implementation
+/// must ensure that:
+/// - the calls are the vendor's own, and take the arguments that the tables declare;
+/// - streams, events and copies keep the order that the vendor's manual promises.
 pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
-    /// What makes current again what was before.
+    /// The state that [`Platform::restore`] needs to make the previous device current again.
     type Previous: Copy + fmt::Debug;
 
-    /// The calls of the driver.
+    /// Returns the calls of the driver.
     fn calls(&self) -> &Calls;
 
-    /// What the driver's codes mean.
+    /// Returns the meaning of the driver's codes.
     fn codes(&self) -> &'static Codes;
 
-    /// How the vendor behaves.
+    /// Returns the vendor's behavior.
     fn quirks(&self) -> &'static Quirks;
 
-    /// The BLAS.
+    /// Returns the BLAS.
     fn blas(&self) -> &Blas;
 
-    /// A device that is in use already, for calls that want some device and do not care which: a context takes memory of its
-    /// device. The first where none is in use.
+    /// Returns a device that is already in use, or 0 if none is. Calls that need any device use this one, because a
+    /// context takes memory of its device.
     fn device_in_use(&self) -> u32 {
         0
     }
 
-    /// Makes `device` current in this thread; the answer goes to [`Platform::restore`] where something was changed.
+    /// Makes `device` current in this thread. Returns the previous state, or `None` if `device` was current already.
     ///
     /// # Errors
     /// The vendor's code.
     fn make_current(&self, device: u32) -> Result<Option<Self::Previous>, i32>;
 
-    /// Makes current again what was before.
+    /// Makes the previous device current again.
     fn restore(&self, previous: Self::Previous);
 
-    /// Lets `device` use memory of `peer` directly. Called once for a pair; the device is current.
+    /// Lets `device` access the memory of `peer`. The device is current, and the call is made once for each pair.
     ///
     /// # Errors
-    /// The vendor's code. That it was so already is no error.
+    /// The vendor's code, unless access was enabled before.
     fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32>;
 
-    /// Enqueues a copy from one device to another and answers with the vendor's code.
+    /// Enqueues a copy from one device to another and returns the vendor's code.
     ///
     /// # Safety
-    /// As [`Backend::copy`](highwater_hal::Backend::copy).
+    /// The same as for [`Backend::copy`](highwater_hal::Backend::copy).
     unsafe fn memcpy_peer_async(
         &self,
         dst: (u32, DevicePtr),
@@ -241,70 +242,70 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         stream: RawStream,
     ) -> i32;
 
-    /// Whether `stream`, which other code made, is one of `device`.
+    /// Returns whether a foreign stream belongs to `device`.
     ///
     /// # Safety
-    /// The stream is alive.
+    /// The caller must ensure that the stream is alive.
     ///
     /// # Errors
     /// The vendor's code.
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32>;
 
-    /// Allocates memory that can be shared by a descriptor or over a fabric; the device is current.
+    /// Allocates memory that can be shared by a descriptor or over a fabric. The device is current.
     ///
     /// # Errors
-    /// `Unsupported` where there is no such memory; else what the vendor gives.
+    /// `Unsupported` if the vendor has no such memory, and the vendor's errors.
     fn allocate_shared(&self, device: u32, transport: Transport, bytes: usize) -> Result<SharedBlock> {
         let _ = (device, transport, bytes);
         Err(Error::lacks("allocate", "ipc_transports"))
     }
 
-    /// Frees what [`Platform::allocate_shared`] or [`Platform::open_shared`] gave.
+    /// Frees a block of [`Platform::allocate_shared`] or [`Platform::open_shared`].
     ///
     /// # Errors
-    /// What the vendor gives.
+    /// The vendor's errors.
     ///
     /// # Safety
-    /// Nothing uses the block any more.
+    /// The caller must ensure that nothing uses the block.
     unsafe fn free_shared(&self, operation: &'static str, block: &SharedBlock) -> Result<()> {
         let _ = block;
         Err(Error::lacks(operation, "ipc_transports"))
     }
 
-    /// Makes a handle of memory that [`Platform::allocate_shared`] gave.
+    /// Exports a block of [`Platform::allocate_shared`].
     ///
     /// # Errors
-    /// What the vendor gives.
+    /// The vendor's errors.
     fn export_shared(&self, block: &SharedBlock, transport: Transport, handle: MemoryHandle) -> Result<MemoryHandle> {
         let _ = (block, transport, handle);
         Err(Error::lacks("export_memory", "ipc_transports"))
     }
 
-    /// Opens what [`Platform::export_shared`] made, for `device`, which is current.
+    /// Opens a handle of [`Platform::export_shared`] for `device`, which is current.
     ///
     /// # Errors
-    /// `InvalidArgument` for a handle that cannot be one; else what the vendor gives.
+    /// `InvalidArgument` for bytes that are no handle, and the vendor's errors.
     fn open_shared(&self, device: u32, handle: &MemoryHandle) -> Result<SharedBlock> {
         let _ = (device, handle);
         Err(Error::lacks("open_memory", "ipc_transports"))
     }
 
-    /// What stands in the way of BLAS handles of `device`, where the vendor would not say it by a code.
+    /// Returns whether BLAS handles of `device` can work, for vendors that would not report it by a code.
     ///
     /// # Errors
-    /// `Unsupported`, with what is missing and where it was looked for.
+    /// `Unsupported`, with the missing part and the places that were searched.
     fn may_create_blas(&self, device: u32) -> Result<()> {
         let _ = device;
         Ok(())
     }
 
-    /// Reads the settings of a fresh BLAS handle that only this vendor has, for [`Platform::restore_blas`].
+    /// Reads the settings of a new BLAS handle that only this vendor has, for [`Platform::restore_blas`].
     fn blas_settings(&self, handle: RawBlas) -> BlasSettings {
         let _ = handle;
         BlasSettings::default()
     }
 
-    /// Restores these settings after changes by other code.
+    /// Restores these settings after changes by foreign code.
     ///
     /// # Errors
     /// The vendor's code.
@@ -313,25 +314,25 @@ pub unsafe trait Platform: Send + Sync + fmt::Debug + Sized + 'static {
         Ok(())
     }
 
-    /// Makes a handle for Lt plans.
+    /// Creates a handle for Lt plans.
     ///
     /// # Errors
-    /// `Unsupported` where the vendor has none; else what the vendor gives.
+    /// `Unsupported` if the vendor has no Lt plans, and the vendor's errors.
     fn create_lt(state: &Arc<DriverState<Self>>, device: u32) -> Result<Box<dyn BlasHandle>> {
         let _ = (state, device);
         Err(Error::lacks("create_blas_handle", "lt_plans"))
     }
 }
 
-/// What a vendor crate found out when it opened: who it is, and its devices.
+/// An opened vendor: its identity and its devices.
 #[derive(Debug)]
 pub struct Opened<P> {
     /// The vendor.
     pub platform: P,
-    /// Who the backend is; its tag is that of every id.
+    /// The identity of the backend. Its tag is part of every id.
     pub identity: Identity,
     /// The devices, by ordinal.
     pub devices: Vec<(DeviceInfo, Capabilities)>,
-    /// The captures in the vendor's library: the same for every backend over it.
+    /// The captures in the vendor's library, which all backends over it share.
     pub captures: Arc<Captures>,
 }

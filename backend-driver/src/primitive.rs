@@ -1,6 +1,6 @@
-//! The synchronisation types of this crate, in one place, so that the model checkers can replace them.
+//! The synchronization types of this crate, so that model checkers can replace them.
 //!
-//! `tests/loom_hazards.rs` compiles `hazards.rs` against a module of the same shape over loom's types.
+//! `tests/loom_hazards.rs` compiles `hazards.rs` with a module of the same shape over loom's types.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -9,17 +9,18 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, f
 
 pub(crate) use parking_lot::Mutex;
 
-/// Whether [`heavy_fence`] makes every running thread of the process pass a barrier, so that [`store_and_fence`] needs none.
+/// Whether [`heavy_fence`] makes every running thread of the process pass a barrier, so that [`store_and_fence`] needs
+/// none.
 static IS_ASYMMETRIC: AtomicBool = AtomicBool::new(false);
 
 /// The time when the system first denied the barrier, after it had granted it.
 static DENIED: OnceLock<Instant> = OnceLock::new();
 
-/// The longest time that a store may stay unseen by other processors: thousands of times the actual delay, and several
-/// timer ticks.
+/// The longest time that a store may be invisible to other processors. It is thousands of times the actual delay, and
+/// several timer ticks.
 const STORES_ARE_SEEN: Duration = Duration::from_millis(50);
 
-/// Decides once how the two fences below are made; the answer is [`IS_ASYMMETRIC`].
+/// Decides once how the two fences below work, and returns [`IS_ASYMMETRIC`].
 pub(crate) fn prepare_fences() -> bool {
     static REGISTERED: OnceLock<bool> = OnceLock::new();
     *REGISTERED.get_or_init(|| {
@@ -29,18 +30,18 @@ pub(crate) fn prepare_fences() -> bool {
     })
 }
 
-/// Linux 4.14 and newer has the call, and a sandbox may forbid it.
+/// Linux 4.14 and newer have the call, but a sandbox may forbid it.
 fn membarrier(command: libc::membarrier_cmd) -> bool {
-    // SAFETY: the call takes numbers and touches no memory of the caller's.
+    // SAFETY: The call takes numbers and touches no memory of the caller.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// The frequent side of a pair of fences: stores, and orders the store before everything that follows, as a sequentially
-/// consistent fence behind it would, for whoever looks at it after [`heavy_fence`].
+/// The frequent side of a pair of fences. Stores `value`, and orders the store before everything that follows, as a
+/// sequentially consistent fence would. The order holds for threads that call [`heavy_fence`].
 ///
-/// Where the other side makes this thread pass a barrier, wherever it is by then, only the compiler has to be kept from
-/// reordering. Else, on x86, an exchange does it for half the price of the `mfence` that such a fence is compiled to: every
-/// instruction with a lock prefix is a full barrier there.
+/// While the other side makes this thread pass a barrier, only the compiler must be kept from reordering. Otherwise, on
+/// x86, an exchange costs half as much as the `mfence` of a sequentially consistent fence. Every instruction with a
+/// lock prefix is a full barrier there.
 ///
 /// The choice between the two is read after the store: see [`heavy_fence`].
 #[inline(always)]
@@ -66,7 +67,7 @@ pub(crate) fn store_and_fence(cell: &AtomicPtr<()>, value: *mut ()) {
 /// does every other call until that time is over. Threads that read the choice later make a fence.
 pub(crate) fn heavy_fence() {
     fence(Ordering::SeqCst);
-    // Whoever found the static set has found it after this was decided.
+    // A thread that found the static set found it after this decision.
     if !prepare_fences() {
         return;
     }
@@ -80,7 +81,7 @@ pub(crate) fn heavy_fence() {
         Instant::now()
     });
     if is_first {
-        tracing::warn!("the system denies `membarrier`, which it granted before; every call makes a fence from now on");
+        tracing::warn!("the system denies `membarrier` after granting it; every call fences from now on");
     }
     let rest = STORES_ARE_SEEN.saturating_sub(denied.elapsed());
     if !rest.is_zero() {

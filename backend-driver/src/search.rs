@@ -1,12 +1,11 @@
-//! The libraries of one vendor, as data, and the search for them.
+//! The libraries of a vendor as data, and the search for them.
 //!
-//! A vendor is a handful of libraries that have to go together: the driver, and the matrix libraries over it. Each goes
-//! by several file names, one per major version, and mixing majors gives a process that fails later and elsewhere. So
-//! the search goes down the list of libraries in order; the first one whose file belongs to a major version settles it,
-//! and the libraries after it are only looked for under the names of that version.
+//! A vendor consists of a driver and of matrix libraries over it. Each library has one file name for each major
+//! version, and a process that mixes major versions fails later and elsewhere. The search opens the libraries in order.
+//! The first file with a known major version fixes the version of all later libraries.
 //!
-//! Each library can be named by an environment variable instead, which is then the only file tried: a variable that is
-//! set and wrong is an error, never a reason to take something else.
+//! An environment variable can name the file of a library. That file is then the only one tried. If it cannot be used,
+//! the search fails and tries no other file.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -19,15 +18,15 @@ use highwater_hal::{Error, ErrorKind};
 /// One library of a vendor.
 #[derive(Debug, Clone, Copy)]
 pub struct VendorLibrary {
-    /// What it is, for messages: `the CUDA driver`.
+    /// The library's name in messages: `the CUDA driver`.
     pub what: &'static str,
     /// The environment variable that names the file to open instead of `names`.
     pub path_variable: &'static str,
-    /// The names it goes by, in order of preference.
+    /// The file names, most preferred first.
     pub names: &'static [LibraryName],
-    /// Names of versions that are refused; they are looked for only to say so.
+    /// The file names of refused versions. The search opens them only to report the version.
     pub too_old: &'static [LibraryName],
-    /// Symbols without which the file is not that library, or too old a one.
+    /// The symbols that identify a usable version of the library.
     pub required_symbols: &'static [&'static str],
 }
 
@@ -36,24 +35,24 @@ pub struct VendorLibrary {
 pub struct LibraryName {
     /// The name for the loader: `libcublas.so.13`.
     pub file: &'static str,
-    /// The major version of the vendor's software that the file belongs to; `None` where it goes with any.
+    /// The major version of the vendor's software; `None` for a file that works with any.
     pub major: Option<u32>,
 }
 
 impl LibraryName {
-    /// A file of the vendor's major version `major`.
+    /// Returns the name of a file of the vendor's major version `major`.
     #[must_use]
     pub const fn of_major(file: &'static str, major: u32) -> Self {
         Self { file, major: Some(major) }
     }
 
-    /// A file that goes with any major version.
+    /// Returns the name of a file that works with any major version.
     #[must_use]
     pub const fn of_any(file: &'static str) -> Self {
         Self { file, major: None }
     }
 
-    /// Whether `path` names this file, perhaps with a longer version: `libcublas.so.13.1.0`.
+    /// Returns whether `path` has this file name, perhaps with a longer version: `libcublas.so.13.1.0`.
     pub(super) fn names(&self, path: &Path) -> bool {
         path.file_name().and_then(OsStr::to_str).is_some_and(|name| {
             name.strip_prefix(self.file).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
@@ -61,72 +60,74 @@ impl LibraryName {
     }
 }
 
-/// The path that the environment variable `name` holds, if it is set and not empty.
+/// Returns the path in the environment variable `name`, if it is set and not empty.
 #[must_use]
 pub fn environment_path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// The operation under which a failed search is reported.
+/// The operation in the error of a failed search.
 const OPERATION: &str = "open";
 
-/// The search for a vendor's libraries: what it has found so far, and what it has tried.
+/// A search for a vendor's libraries.
 #[derive(Debug, Default)]
 pub struct Search {
     tried: Vec<OpenFailure>,
     opened: Vec<String>,
-    /// The major version that is settled, and the file that settled it.
+    /// The fixed major version, and the file that fixed it.
     settled: Option<(u32, String)>,
-    /// Folders to look into after the loader's own search.
+    /// Folders to search after the loader's own.
     folders: Vec<PathBuf>,
-    /// The one of them in which a library was found: those that depend on it are looked for there first.
+    /// The folder in which a library was found. Libraries that depend on it are searched there first.
     folder: Option<PathBuf>,
 }
 
-/// A library that the search has opened.
+/// A library that the search opened.
 #[derive(Debug, Clone)]
 pub struct Found {
     /// The library.
     pub library: Library,
-    /// The major version that its file belongs to, where its name says so.
+    /// The major version in the file's name, if any.
     pub major: Option<u32>,
 }
 
 impl Search {
-    /// A search that looks into `folders` after the loader's own.
+    /// Creates a search that looks into `folders` after the loader's own.
     #[must_use]
     pub fn new(folders: Vec<PathBuf>) -> Self {
         Self { folders, ..Self::default() }
     }
 
-    /// The answer that a vendor cannot be used because of `error`, with an account of the search.
+    /// Ends the search with `error` and an account of the files tried.
     #[must_use]
     pub fn fails(self, error: Error) -> Unavailable {
         Unavailable::new(error, self.tried, self.opened)
     }
 
-    /// The files that were opened, in order.
+    /// Returns the opened files, in order.
     #[must_use]
     pub fn opened(&self) -> &[String] {
         &self.opened
     }
 
-    /// Opens `library`: the file `given` and no other, or else the first of its names that `accepts` takes and that goes
-    /// together with what was opened before.
+    /// Opens `library`. Tries only the file `given` if there is one. Otherwise tries the names that `accepts` selects
+    /// and that have the fixed major version.
     ///
     /// # Errors
-    /// `LibraryMissing` or `SymbolMissing` where the vendor's software is not there or not whole, `Unsupported` where it is too old,
-    /// `InvalidArgument` where `given` does not go together with what was opened before.
+    /// - `LibraryMissing` if no file can be opened.
+    /// - `SymbolMissing` if the opened file lacks a required symbol.
+    /// - `Unsupported` if only a refused version is installed.
+    /// - `InvalidArgument` if `given` has another major version than the libraries opened before.
     ///
     /// # Safety
-    /// The names, the folders and `given` are libraries whose constructors this process may run.
+    /// The caller must ensure that this process may run the constructors of all these libraries.
     pub unsafe fn open(
         &mut self,
         library: &VendorLibrary,
         given: Option<&Path>,
         accepts: impl Fn(&LibraryName) -> bool,
     ) -> Result<Found, Error> {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let (opened, name) = unsafe {
             match given {
                 Some(path) => self.open_given(library, path),
@@ -136,11 +137,11 @@ impl Search {
         let lacks: Vec<&str> =
             library.required_symbols.iter().copied().filter(|symbol| !opened.has_symbol(symbol)).collect();
         if !lacks.is_empty() {
-            let message = format!("{} was opened as {}, but lacks {}", opened.name(), library.what, lacks.join(", "));
+            let message = format!("{} was opened as {} but lacks {}", opened.name(), library.what, lacks.join(", "));
             self.opened.push(opened.name().to_owned());
             return Err(Error::new(ErrorKind::SymbolMissing, OPERATION, message).with_hint(match given {
-                Some(_) => format!("{} is set: let it name {}, or unset it", library.path_variable, library.what),
-                None => format!("update the package that {} comes from", library.what),
+                Some(_) => format!("{} is set: point it at {}, or unset it", library.path_variable, library.what),
+                None => format!("update the package of {}", library.what),
             }));
         }
         if self.settled.is_none() {
@@ -153,21 +154,21 @@ impl Search {
     /// Opens the file that the library's variable names, and no other.
     ///
     /// # Safety
-    /// As [`Search::open`].
+    /// The same as for [`Search::open`].
     unsafe fn open_given(
         &mut self,
         library: &VendorLibrary,
         path: &Path,
     ) -> Result<(Library, Option<LibraryName>), Error> {
         let variable = library.path_variable;
-        // SAFETY: the caller vouches for the file.
+        // SAFETY: The caller promises that the file's constructors may run.
         let opened = unsafe { Library::open(path) }.map_err(|failure| {
             let message = format!("{} could not be opened; tried {failure}", library.what);
             self.tried.push(failure);
             Error::new(ErrorKind::LibraryMissing, OPERATION, message)
                 .with_hint(format!("{variable} is set: correct it, or unset it to search the usual names"))
         })?;
-        // A link without a version in its name is followed to the file that has one.
+        // A link without a version in its name leads to a file that has one.
         let name = library.name_of(path);
         if let Some(old) = name.filter(|name| library.too_old.contains(name)) {
             self.opened.push(opened.name().to_owned());
@@ -177,21 +178,19 @@ impl Search {
             && let Some(major) = name.and_then(|name| name.major)
             && major != *settled
         {
-            let message = format!(
-                "{} belongs to major version {major}, but {by} was opened, of major version {settled}",
-                opened.name()
-            );
+            let message =
+                format!("{} belongs to major version {major}, expected major version {settled} of {by}", opened.name());
             self.opened.push(opened.name().to_owned());
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
-                .with_hint(format!("{variable} is set: let it name a file of major version {settled}, or unset it")));
+                .with_hint(format!("{variable} is set: point it at a file of major version {settled}, or unset it")));
         }
         Ok((opened, name))
     }
 
-    /// Opens the first of the library's names, of the settled major version where there is one.
+    /// Opens the first of the library's names that has the fixed major version, if one is fixed.
     ///
     /// # Safety
-    /// As [`Search::open`].
+    /// The same as for [`Search::open`].
     unsafe fn open_known(
         &mut self,
         library: &VendorLibrary,
@@ -207,7 +206,7 @@ impl Search {
             {
                 return Ok((opened, Some(*name)));
             }
-            // SAFETY: the caller vouches for the name.
+            // SAFETY: The caller promises that the constructors of these names may run.
             match unsafe { Library::open(name.file) } {
                 Ok(opened) => return Ok((opened, Some(*name))),
                 Err(failure) => self.tried.push(failure),
@@ -222,7 +221,7 @@ impl Search {
             }
         }
         for old in library.too_old {
-            // SAFETY: as above.
+            // SAFETY: As above.
             match unsafe { Library::open(old.file) } {
                 Ok(opened) => {
                     self.opened.push(opened.name().to_owned());
@@ -232,7 +231,7 @@ impl Search {
             }
         }
         let tried: Vec<String> = self.tried[first..].iter().map(ToString::to_string).collect();
-        let partner = self.settled.as_ref().map(|(_, by)| format!(", to go with {by}")).unwrap_or_default();
+        let partner = self.settled.as_ref().map(|(_, by)| format!(" to match {by}")).unwrap_or_default();
         let message = format!("{} could not be opened{partner}; tried {}", library.what, tried.join("; "));
         Err(Error::new(ErrorKind::LibraryMissing, OPERATION, message).with_hint(format!(
             "install {}, or set {} to the full path of its file",
@@ -242,13 +241,13 @@ impl Search {
 }
 
 impl Search {
-    /// Opens the file of that name in a folder, where there is one.
+    /// Opens a file in a folder, if it exists.
     fn open_in(&mut self, folder: &Path, name: LibraryName) -> Option<Library> {
         let path = folder.join(name.file);
         if !path.exists() {
             return None;
         }
-        // SAFETY: who made the search vouches for the folders and names.
+        // SAFETY: The creator of the search promises that the constructors in these folders may run.
         match unsafe { Library::open(&path) } {
             Ok(opened) => Some(opened),
             Err(failure) => {
@@ -264,7 +263,7 @@ fn too_old(library: &VendorLibrary, file: &str, old: LibraryName) -> Error {
     let version = old.major.map(|major| format!(" (major version {major})")).unwrap_or_default();
     let message = format!("{file}{version} is too old to be used as {}", library.what);
     Error::new(ErrorKind::Unsupported, OPERATION, message)
-        .with_hint(format!("install a version that has {}", accepted.join(" or ")))
+        .with_hint(format!("install a version with {}", accepted.join(" or ")))
 }
 
 #[cfg(test)]
@@ -278,7 +277,7 @@ mod tests {
         VendorLibrary { what, path_variable: "FIRST_PATH", names, too_old: &[], required_symbols: &["malloc"] }
     }
 
-    /// The C library stands for a driver, and the mathematics library, of the same major version, for what is over it.
+    /// The C library stands in for a driver, and the math library of the same major version for a matrix library.
     const FOUND: &[VendorLibrary] = &[
         library("the driver", &[LibraryName::of_major(ABSENT, 7), LibraryName::of_major("libc.so.6", 6)]),
         VendorLibrary {
@@ -299,12 +298,12 @@ mod tests {
         ..library("the driver", &[LibraryName::of_major(ABSENT, 7)])
     }];
 
-    /// Opens one after the other: the files that were opened, or why not all were.
+    /// Opens the libraries in order.
     fn search(libraries: &[VendorLibrary], given: &[(&str, &Path)]) -> std::result::Result<Search, Unavailable> {
         let mut search = Search::default();
         for library in libraries {
             let path = given.iter().find(|(name, _)| *name == library.path_variable).map(|(_, path)| *path);
-            // SAFETY: the names are parts of the C library, which is in this process already, or do not exist.
+            // SAFETY: The names are parts of the C library, which this process has loaded, or do not exist.
             if let Err(error) = unsafe { search.open(library, path, |_| true) } {
                 return Err(search.fails(error));
             }
@@ -333,7 +332,7 @@ mod tests {
     #[test]
     fn majors_are_not_mixed() {
         let found = search(FOUND, &[]).unwrap();
-        // `libdl.so.2` opens as well, and was preferred, but stands for another major version than the driver found.
+        // `libdl.so.2` would open and comes first, but stands for another major version than the driver found.
         assert_eq!(found.opened(), ["libc.so.6", "libm.so.6"]);
         let answer = found.fails(Error::new(ErrorKind::DeviceMissing, OPERATION, "there is none"));
         assert_eq!((answer.tried.len(), answer.opened.len()), (1, 2));

@@ -1,4 +1,5 @@
-//! What a driven backend and its handles share: the vendor, the tables of ids and blocks, and the checks of every call.
+//! The state that a backend shares with its BLAS handles: the vendor, the tables of ids and blocks, and the checks of
+//! every call.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -21,15 +22,15 @@ use highwater_hal::{
     fork::{self, Generation},
 };
 
-/// Set in an object's flags: other code made it and keeps it.
+/// Object flag: foreign code created the object and owns it.
 pub(super) const FOREIGN: u64 = 1;
-/// A stream on which a capture of this backend is open.
+/// Stream flag: a capture that this backend began is open.
 pub(super) const CAPTURES: u64 = 2;
-/// An event with timing.
+/// Event flag: the event has timing.
 pub(super) const TIMING: u64 = 4;
-/// An event that other processes can open.
+/// Event flag: other processes can open the event.
 pub(super) const INTERPROCESS: u64 = 8;
-/// A stream of low priority, and one of high.
+/// Stream flags: low priority, and high priority.
 pub(super) const LOW: u64 = 16;
 pub(super) const HIGH: u64 = 32;
 
@@ -49,7 +50,7 @@ pub(super) enum BlockKind {
     StreamOrdered,
 }
 
-/// A block of page-locked memory, by its start.
+/// A block of page-locked memory. Its start is the key of the table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostBlock {
     pub(super) bytes: usize,
@@ -59,27 +60,27 @@ pub(super) struct HostBlock {
 /// Memory of another process that is mapped here.
 #[derive(Debug)]
 pub(super) struct Mapped {
-    /// `None` while a thread is opening it.
+    /// `None` while a thread maps or unmaps it.
     pub(super) address: Option<DevicePtr>,
-    /// Bytes that the handle was opened for.
+    /// The bytes in the handle that was opened.
     pub(super) bytes: u64,
     pub(super) opens: u64,
-    /// What the vendor crate opened; `None` for a legacy handle.
+    /// The block that the platform opened; `None` for a legacy handle.
     pub(super) block: Option<SharedBlock>,
 }
 
-/// The mappings by what was opened and for which device.
+/// The key of a mapping: device, transport and payload.
 pub(super) type MappedKey = (u32, u32, [u8; 64]);
 
 #[derive(Debug)]
 pub(super) struct DeviceState {
     pub(super) info: DeviceInfo,
     pub(super) capabilities: Capabilities,
-    /// The pool behind stream-ordered memory, once it was set up.
+    /// The pool of stream-ordered memory, once it is set up.
     pub(super) pool: OnceLock<Option<RawMemPool>>,
 }
 
-/// What a driven backend and its handles share.
+/// The state that a backend shares with its BLAS handles.
 pub struct DriverState<P: Platform> {
     pub(super) platform: P,
     pub(super) identity: Identity,
@@ -93,16 +94,17 @@ pub struct DriverState<P: Platform> {
     pub(super) host_blocks: Mutex<BTreeMap<usize, HostBlock>>,
     pub(super) mapped: Mutex<HashMap<MappedKey, Mapped>>,
     pub(super) mapped_changed: Condvar,
-    /// Descriptors that exported handles carry, weakly: who drops the last copy of one tells nobody.
+    /// The descriptors of exported handles, held weakly, because dropping the last copy of a descriptor notifies no
+    /// one.
     pub(super) exported: Mutex<Vec<highwater_hal::DescriptorWatch>>,
     handles: AtomicU64,
-    /// Captures that are open in the vendor's library.
+    /// The captures that are open in the vendor's library.
     pub(super) captures: Arc<Captures>,
-    /// The captures of this backend with their streams, for a vendor whose streams die with their capture.
+    /// The captures of this backend with their streams, for a vendor whose streams die with a lost capture.
     pub(super) open_captures: Mutex<Vec<OpenCapture>>,
-    /// Whether streams of other code were wrapped, whose captures nobody tells this backend of.
+    /// Whether a foreign stream was wrapped. Its captures are unknown here.
     foreign: AtomicBool,
-    /// By device and peer: whether peer access was set up.
+    /// Whether peer access is enabled, by device and peer.
     peers: Vec<OnceLock<bool>>,
 }
 
@@ -115,7 +117,7 @@ impl<P: Platform> fmt::Debug for DriverState<P> {
     }
 }
 
-/// A stream's vendor handle, which is not destroyed while this is alive.
+/// A stream's vendor handle, which is not destroyed while this value is alive.
 #[derive(Debug)]
 pub struct HeldStream<'r> {
     raw: RawStream,
@@ -123,54 +125,54 @@ pub struct HeldStream<'r> {
 }
 
 impl HeldStream<'_> {
-    /// The vendor's handle.
+    /// Returns the vendor's handle.
     #[must_use]
     #[inline(always)]
     pub const fn raw(&self) -> RawStream {
         self.raw
     }
 
-    /// Whether it is a default stream, which is that of the current device.
+    /// Returns whether this is a default stream, which follows the current device.
     #[inline(always)]
     pub(super) const fn is_default(&self) -> bool {
         self.held.is_none()
     }
 
-    /// What the room remembers of it; nothing of a default stream.
+    /// Returns the stream's flags; 0 for a default stream.
     pub(super) fn flags(&self) -> u64 {
         self.held.as_ref().map_or(0, |held| held.flags())
     }
 
-    /// Remembers which thread began a capture that only this thread can end; 0 for a capture that any can.
+    /// Stores the thread that must end the stream's capture; 0 if any thread can end it.
     pub(super) fn set_capturing_thread(&self, thread: u64) {
         if let Some(held) = &self.held {
             held.set_number(thread);
         }
     }
 
-    /// Whether this thread can end the capture that this backend began on the stream.
+    /// Returns whether this thread can end the capture that this backend began on the stream.
     pub(super) fn can_end_here(&self) -> bool {
         let Some(held) = &self.held else { return true };
         held.flags() & CAPTURES == 0 || held.number() == 0 || held.number() == this_thread()
     }
 
-    /// Sets or clears a flag; whether it was set before. A default stream has none.
+    /// Sets or clears a flag and returns its previous value. A default stream has no flags.
     pub(super) fn set_flag(&self, flag: u64, on: bool) -> bool {
         self.held.as_ref().is_some_and(|held| held.set_flag(flag, on))
     }
 }
 
-/// A number of this thread that no other has; not 0.
+/// Returns a number, never 0, that no other thread has.
 pub(super) fn this_thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
         static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
     }
-    // A thread that is ending has lost its number: nobody else has this one either.
+    // An ending thread has lost its number, so it gets another unique one.
     NUMBER.try_with(|number| *number).unwrap_or_else(|_| NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A device that is current in this thread until this is dropped.
+/// Keeps a device current in this thread until it is dropped.
 #[derive(Debug)]
 pub struct Current<'r, P: Platform> {
     platform: &'r P,
@@ -186,7 +188,7 @@ impl<P: Platform> Drop for Current<'_, P> {
     }
 }
 
-/// The calling thread may make calls that a capture forbids, until this is dropped.
+/// Keeps this thread in the relaxed capture mode until it is dropped.
 #[derive(Debug)]
 pub struct Relaxed<'r, P: Platform> {
     exchange: Option<(&'r P, unsafe extern "C" fn(*mut u32) -> i32)>,
@@ -196,13 +198,13 @@ pub struct Relaxed<'r, P: Platform> {
 impl<P: Platform> Drop for Relaxed<'_, P> {
     fn drop(&mut self) {
         if let Some((_, exchange)) = self.exchange {
-            // SAFETY: the call reads and writes one number that lives until it returns.
+            // SAFETY: The call reads and writes one number that lives until it returns.
             unsafe { exchange(&mut self.previous) };
         }
     }
 }
 
-/// One handle that is alive; counted until it is dropped.
+/// Counts one live BLAS handle until it is dropped.
 #[derive(Debug)]
 pub struct HandleCount<P: Platform>(std::sync::Arc<DriverState<P>>);
 
@@ -243,16 +245,16 @@ impl<P: Platform> DriverState<P> {
         }
     }
 
-    /// The vendor.
+    /// Returns the vendor.
     #[must_use]
     pub const fn platform(&self) -> &P {
         &self.platform
     }
 
-    /// Whether this is neither a forked child nor a process that has begun to exit.
+    /// Checks that this process may call the vendor.
     ///
     /// # Errors
-    /// `Forked` and `ShuttingDown`.
+    /// `Forked` in a forked child, and `ShuttingDown` once the process has begun to exit.
     #[inline(always)]
     pub fn enter(&self, operation: &'static str) -> Result<()> {
         if self.generation.is_current() && !highwater_hal::exit::has_begun() {
@@ -266,7 +268,7 @@ impl<P: Platform> DriverState<P> {
     fn out_of_service(&self, operation: &'static str) -> Error {
         if self.generation.is_current() {
             Error::new(ErrorKind::ShuttingDown, operation, "the process has begun to exit")
-                .with_hint("end threads that use the device before `main` returns")
+                .with_hint("join threads that use the device before `main` returns")
         } else {
             Generation::error(operation)
         }
@@ -276,15 +278,14 @@ impl<P: Platform> DriverState<P> {
         self.generation.is_current()
     }
 
-    /// Whether the vendor may still be called: in this process, before its exit.
+    /// Returns whether this process may call the vendor: it is no forked child and has not begun to exit.
     #[must_use]
     #[inline(always)]
     pub fn is_in_service(&self) -> bool {
         self.generation.is_current() && !highwater_hal::exit::has_begun()
     }
 
-    /// The object that a call gave. A vendor that answers with success and gives none would hand out what its other calls
-    /// take for a default.
+    /// Checks that a successful call returned an object. Other calls would take 0 for a default.
     ///
     /// # Errors
     /// `Vendor` for 0.
@@ -293,17 +294,17 @@ impl<P: Platform> DriverState<P> {
         if raw.number() == 0 { Err(nothing(operation)) } else { Ok(raw) }
     }
 
-    /// Success, or what the driver's code means.
+    /// Converts a code of the driver.
     ///
     /// # Errors
-    /// By [`Platform::codes`].
+    /// Every code but 0, as [`Platform::codes`] describes it.
     #[inline(always)]
     pub fn check(&self, operation: &'static str, code: i32) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.platform.codes().error(operation, code)) }
     }
 
-    /// The error of a BLAS call that answered `code`. Where a BLAS only says that something has failed, the driver may know that
-    /// the device is lost.
+    /// Returns the error of a BLAS call that returned `code`. If the code only reports a failure, asks the driver
+    /// whether the device is lost.
     #[cold]
     #[must_use]
     pub fn blas_error(&self, operation: &'static str, codes: &Codes, device: u32, code: i32) -> Error {
@@ -314,7 +315,7 @@ impl<P: Platform> DriverState<P> {
         let (mut free, mut total) = (0, 0);
         let Ok(_current) = self.make_current(operation, device) else { return error };
         let _relaxed = self.relaxed();
-        // SAFETY: the call writes two numbers that live until it returns.
+        // SAFETY: The call writes two numbers, which outlive it.
         let asked = self.check(operation, unsafe { (self.platform.calls().mem_get_info)(&mut free, &mut total) });
         asked.err().filter(|error| error.kind() == ErrorKind::DeviceLost).unwrap_or(error)
     }
@@ -326,21 +327,20 @@ impl<P: Platform> DriverState<P> {
 
     #[cold]
     fn no_device(&self, operation: &'static str, device: u32) -> Error {
-        let message = format!("device {device} was asked for, there are {}", self.devices.len());
-        Error::new(ErrorKind::InvalidArgument, operation, message)
-            .with_hint("ordinals count from 0 and are below `device_count`")
+        let message = format!("the ordinal is {device}, expected less than {}", self.devices.len());
+        Error::new(ErrorKind::InvalidArgument, operation, message).with_hint("pass an ordinal below `device_count`")
     }
 
-    /// What a device can do.
+    /// Returns the capabilities of a device.
     ///
     /// # Errors
-    /// `InvalidArgument` for a device that is not there.
+    /// `InvalidArgument` for a device that does not exist.
     #[inline(always)]
     pub fn capabilities(&self, operation: &'static str, device: u32) -> Result<&Capabilities> {
         Ok(&self.device(operation, device)?.capabilities)
     }
 
-    /// `Unsupported` where the device lacks an ability, which has this name.
+    /// Checks that the device has the capability `name`.
     ///
     /// # Errors
     /// `Unsupported`, and `InvalidArgument` for a device that does not exist.
@@ -354,20 +354,20 @@ impl<P: Platform> DriverState<P> {
         if has(self.capabilities(operation, device)?) { Ok(()) } else { Err(Error::lacks(operation, name)) }
     }
 
-    /// The vendor's handle of a stream that a BLAS handle of `device` is to be bound to.
+    /// Returns the vendor's handle of a stream, for a BLAS handle of `device`.
     ///
     /// # Errors
-    /// As [`DriverState::stream`]; `WrongDevice` for a stream of another device.
+    /// The same as [`DriverState::stream`], and `WrongDevice` for a stream of another device.
     #[inline]
     pub fn stream_for_handle(&self, operation: &'static str, id: StreamId, device: u32) -> Result<HeldStream<'_>> {
         let held = self.stream(operation, id)?;
         if id.device() == device { Ok(held) } else { Err(wrong_device(operation, id, "the handle", device)) }
     }
 
-    /// Makes `device` current until the answer is dropped.
+    /// Makes `device` current until the result is dropped.
     ///
     /// # Errors
-    /// What the vendor gives.
+    /// The vendor's errors.
     #[inline(always)]
     pub fn make_current(&self, operation: &'static str, device: u32) -> Result<Current<'_, P>> {
         match self.platform.make_current(device) {
@@ -376,10 +376,10 @@ impl<P: Platform> DriverState<P> {
         }
     }
 
-    /// The vendor's handle of a stream of this backend.
+    /// Returns the vendor's handle of a stream.
     ///
     /// # Errors
-    /// `InvalidHandle` for a stale, foreign or forged id, `Unsupported` for a default stream that the device lacks.
+    /// `InvalidHandle` for a stale or forged id, and `Unsupported` for a default stream that the device lacks.
     #[inline(always)]
     pub fn stream(&self, operation: &'static str, id: StreamId) -> Result<HeldStream<'_>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
@@ -389,7 +389,7 @@ impl<P: Platform> DriverState<P> {
         Ok(HeldStream { raw: held.raw(), held: Some(held) })
     }
 
-    /// The handles of a stream and an event, at the price of one.
+    /// Returns the handles of a stream and an event at the cost of one.
     #[inline(always)]
     pub(super) fn stream_and_event(
         &self,
@@ -409,9 +409,9 @@ impl<P: Platform> DriverState<P> {
         let tag = self.identity.tag;
         let issued = [StreamId::legacy_default(tag, id.device()), StreamId::per_thread_default(tag, id.device())];
         let Some(device) = self.devices.get(id.device() as usize).filter(|_| issued.contains(&id)) else {
-            let message = format!("{id:?} is no default stream of backend {}", tag.get());
+            let message = format!("{id:?} is not a default stream of backend {}", tag.get());
             return Err(Error::new(ErrorKind::InvalidHandle, operation, message)
-                .with_hint("make the id with this backend's tag and a device that it has"));
+                .with_hint("create the id with this backend's tag and an existing device"));
         };
         let quirks = self.platform.quirks();
         let (can, name, raw) = if id.is_legacy_default() {
@@ -422,7 +422,7 @@ impl<P: Platform> DriverState<P> {
         if can { Ok(HeldStream { raw, held: None }) } else { Err(Error::lacks(operation, name)) }
     }
 
-    /// Makes the stream's device current where the stream's handle does not say which it is.
+    /// Makes the device of a default stream current. The handle of any other stream names its device.
     #[inline(always)]
     pub(super) fn current_for(
         &self,
@@ -433,12 +433,12 @@ impl<P: Platform> DriverState<P> {
         if stream.is_default() { self.make_current(operation, device).map(Some) } else { Ok(None) }
     }
 
-    /// Lets this thread make calls that a capture forbids.
+    /// Puts this thread into the relaxed capture mode, in which a capture forbids no call.
     #[inline(never)]
     pub fn relaxed(&self) -> Relaxed<'_, P> {
         let mut relaxed = Relaxed { exchange: None, previous: capture_mode::RELAXED };
         if let Some(exchange) = self.platform.calls().thread_exchange_stream_capture_mode {
-            // SAFETY: the call reads and writes one number that lives until it returns.
+            // SAFETY: The call reads and writes one number, which outlives it.
             if unsafe { exchange(&mut relaxed.previous) } == 0 {
                 relaxed.exchange = Some((&self.platform, exchange));
             }
@@ -446,15 +446,15 @@ impl<P: Platform> DriverState<P> {
         relaxed
     }
 
-    /// The same for a question, where a capture may be open: relaxing each one would cost it a third of its time. A capture that
-    /// begins meanwhile waits for the question; without a record to wait for, it is relaxed always. Captures of other code are known of
-    /// only if it has lent streams.
+    /// Puts this thread into the relaxed mode for a query, if a capture may be open. Relaxing every query would take a
+    /// third of its time. A capture that begins meanwhile waits for the query. Without a thread record to wait for, the
+    /// query is always relaxed.
     #[inline(always)]
     pub(super) fn relaxed_if_capturing(&self, asking: Option<&Asking>) -> Option<Relaxed<'_, P>> {
         if asking.is_none() || self.captures.may_be_open() { Some(self.relaxed()) } else { None }
     }
 
-    /// The answer of a question.
+    /// Converts the code of a query.
     #[inline(always)]
     pub(super) fn answer(&self, operation: &'static str, code: i32) -> Result<Completion> {
         match code {
@@ -474,29 +474,29 @@ impl<P: Platform> DriverState<P> {
         self.captures.note_foreign();
     }
 
-    /// Whether the stream takes part in a capture, where one may be open at all.
+    /// Returns whether the stream takes part in a capture.
     #[inline(always)]
     pub(super) fn takes_part(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<bool> {
         if !self.may_capture() || stream.is_default() { Ok(false) } else { self.is_capturing(operation, stream.raw) }
     }
 
-    /// Whether the stream takes part in a capture, lost ones included.
+    /// Asks the vendor whether the stream takes part in a capture, which may be lost.
     #[cold]
     pub(super) fn is_capturing(&self, operation: &'static str, raw: RawStream) -> Result<bool> {
         Ok(self.capture_status(operation, raw)? != capture_status::NONE)
     }
 
-    /// The state as the vendor says it: 0 for none, 1 for one that is open, 2 for one that is lost.
+    /// Returns the vendor's [`capture_status`] of a stream.
     #[cold]
     pub(super) fn capture_status(&self, operation: &'static str, raw: RawStream) -> Result<u32> {
         let Some(state) = self.platform.calls().stream_is_capturing else { return Ok(capture_status::NONE) };
         let mut value = capture_status::NONE;
-        // SAFETY: the stream is held by the caller, and the call writes one number that lives until it returns.
+        // SAFETY: The caller holds the stream, and the call writes one number, which outlives it.
         self.check(operation, unsafe { state(raw, &mut value) })?;
         Ok(value)
     }
 
-    /// Refuses what would lose a capture or become a part of it that nobody meant.
+    /// Refuses calls on a capturing stream that would lose the capture or record unintended work.
     #[inline(always)]
     pub(super) fn refuse_in_capture(&self, operation: &'static str, stream: &HeldStream<'_>) -> Result<()> {
         if self.takes_part(operation, stream)? {
@@ -505,7 +505,7 @@ impl<P: Platform> DriverState<P> {
         Ok(())
     }
 
-    /// Counts a handle.
+    /// Counts a live BLAS handle until the result is dropped.
     pub fn count_handle(self: &std::sync::Arc<Self>) -> HandleCount<P> {
         self.handles.fetch_add(1, Ordering::Relaxed);
         HandleCount(std::sync::Arc::clone(self))
@@ -515,7 +515,7 @@ impl<P: Platform> DriverState<P> {
         self.handles.load(Ordering::Relaxed)
     }
 
-    /// Sets peer access up, once for a pair; whether the vendor can.
+    /// Enables peer access once for each pair. Returns whether it is enabled.
     pub(super) fn enable_peer(&self, operation: &'static str, device: u32, peer: u32) -> Result<bool> {
         let Some(state) = self.peers.get(device as usize * self.devices.len() + peer as usize) else {
             return Ok(false);
@@ -525,7 +525,7 @@ impl<P: Platform> DriverState<P> {
         }
         let _relaxed = self.relaxed();
         let _current = self.make_current(operation, device)?;
-        // Two threads may both ask; the second answer is "already".
+        // If two threads enable it, the second gets the code for "already enabled", which is a success.
         let enabled = match self.platform.enable_peer_access(device, peer) {
             Ok(()) => true,
             Err(code) => {
@@ -537,12 +537,13 @@ impl<P: Platform> DriverState<P> {
         Ok(*state.get_or_init(|| enabled))
     }
 
-    /// The pool behind stream-ordered memory, told to keep what is freed.
+    /// Returns the pool of stream-ordered memory, which is set up to keep freed memory.
     pub(super) fn pool(&self, device: u32) -> Option<RawMemPool> {
         let state = self.devices.get(device as usize)?;
         match state.pool.get() {
             Some(pool) => *pool,
-            // Not made inside the cell, where another thread would wait for the vendor. Two threads may both set it up.
+            // The cell is filled after the calls, so that no other thread waits for the vendor. Two threads may both
+            // set up the pool.
             None => {
                 let pool = self.set_up_pool(device);
                 *state.pool.get_or_init(|| pool)
@@ -555,7 +556,7 @@ impl<P: Platform> DriverState<P> {
         let calls = self.platform.calls();
         let (default_pool, set) = (calls.device_get_default_mem_pool?, calls.mem_pool_set_attribute?);
         let (mut pool, mut keep) = (RawMemPool::NULL, u64::MAX);
-        // SAFETY: the calls read and write numbers that live until they return.
+        // SAFETY: The calls read and write numbers, which outlive them.
         let code = unsafe {
             match default_pool(&mut pool, i32::try_from(device).ok()?) {
                 0 => set(pool, self.platform.quirks().pool_release_threshold, &mut keep),
@@ -565,15 +566,15 @@ impl<P: Platform> DriverState<P> {
         (code == 0).then_some(pool)
     }
 
-    /// Gives back what the pool keeps but nobody uses; whether there is a pool.
+    /// Frees the unused memory of the pool. Returns whether that succeeded.
     pub(super) fn trim_pool(&self, device: u32) -> bool {
         let pool = self.devices.get(device as usize).and_then(|state| state.pool.get().copied().flatten());
         let (Some(pool), Some(trim)) = (pool, self.platform.calls().mem_pool_trim_to) else { return false };
-        // SAFETY: the pool is the device's own and never ends.
+        // SAFETY: The pool is the device's own and is never destroyed.
         unsafe { trim(pool, 0) == 0 }
     }
 
-    /// The block of page-locked memory around `ptr`: its start, and how far in it is.
+    /// Returns the start of the page-locked block that contains `ptr`, and the offset of `ptr` in it.
     pub(super) fn host_block(&self, operation: &'static str, ptr: HostPtr) -> Result<(usize, usize)> {
         let blocks = self.host_blocks.lock();
         match blocks.range(..=ptr.address()).next_back() {
@@ -581,9 +582,9 @@ impl<P: Platform> DriverState<P> {
             _ => Err(Error::new(
                 ErrorKind::InvalidPointer,
                 operation,
-                format!("{ptr:?} is no page-locked memory of this backend"),
+                format!("{ptr:?} is not page-locked memory of this backend"),
             )
-            .with_hint("pass an address inside what `allocate` or `register` was called for")),
+            .with_hint("pass an address in memory of `allocate` or `register`")),
         }
     }
 
@@ -594,7 +595,7 @@ impl<P: Platform> DriverState<P> {
                 return Ok(());
             }
             let _relaxed = self.relaxed();
-            // SAFETY: the id is stale or stands for another handle, and no call uses this one.
+            // SAFETY: The id is stale or names another handle, and no call uses this one.
             self.check(operation, unsafe { (self.platform.calls().stream_destroy)(stream.raw) })
         };
         let outcome = if self.streams_die() && stream.flags & CAPTURES != 0 {
@@ -602,7 +603,7 @@ impl<P: Platform> DriverState<P> {
         } else {
             destroy()
         };
-        // A capture ends with its stream, and counts until then.
+        // A capture ends with its stream and is counted until then.
         if stream.flags & CAPTURES != 0 {
             self.captures.ended(stream.device);
         }
@@ -614,25 +615,25 @@ impl<P: Platform> DriverState<P> {
             return Ok(());
         }
         let _relaxed = self.relaxed();
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { (self.platform.calls().event_destroy)(event.raw) })
     }
 
     pub(super) fn destroy_raw_graph(&self, operation: &'static str, graph: &Removed<RawGraph>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_destroy else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 
     pub(super) fn destroy_raw_graph_exec(&self, operation: &'static str, graph: &Removed<RawGraphExec>) -> Result<()> {
         let Some(destroy) = self.platform.calls().graph_exec_destroy else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: As above.
         self.check(operation, unsafe { destroy(graph.raw) })
     }
 }
 
 impl<P: Platform> DriverState<P> {
-    /// Destroys what was in use when it was removed and is used no more.
+    /// Destroys the objects whose destruction was postponed and that no call uses any more.
     pub(super) fn sweep(&self, operation: &'static str) {
         self.streams.sweep(|stream| self.destroy_raw_stream(operation, stream));
         self.events.sweep(|event| self.destroy_raw_event(operation, event));
@@ -649,19 +650,19 @@ fn in_capture(operation: &'static str) -> Error {
 
 #[cold]
 pub(super) fn wrong_device(operation: &'static str, stream: StreamId, what: &str, device: u32) -> Error {
-    let message = format!("{stream:?} is a stream of device {}, {what} belongs to device {device}", stream.device());
+    let message = format!("{stream:?} belongs to device {}, expected device {device} of {what}", stream.device());
     Error::new(ErrorKind::WrongDevice, operation, message).with_hint("use a stream of the same device")
 }
 
 #[cold]
 pub(super) fn nothing(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Vendor, operation, "the vendor answered with success and gave nothing")
-        .with_hint("look for an error of the device before this call")
+    Error::new(ErrorKind::Vendor, operation, "the vendor reported success and returned no object")
+        .with_hint("look for an earlier error of the device")
 }
 
 impl<P: Platform> Drop for DriverState<P> {
     fn drop(&mut self) {
-        // At exit and in a forked child the vendor is not called.
+        // At exit and in a forked child, the vendor is not called.
         if self.is_in_service() {
             self.sweep("close");
             self.forget_captures();
@@ -673,7 +674,7 @@ impl<P: Platform> Drop for DriverState<P> {
 
 #[cfg(test)]
 impl<P: Platform> DriverState<P> {
-    /// Whether a lock of the room is held, which no vendor call may be made under.
+    /// Returns whether a lock of the state is held. The vendor is never called under one.
     pub(super) fn is_locked(&self) -> bool {
         self.blocks.is_locked()
             || self.host_blocks.is_locked()

@@ -1,7 +1,7 @@
-//! A vendor made of Rust functions, for the tests of this module: it notes every call, watches how it is called, and fails or
-//! waits where a test says so.
+//! A fake vendor of Rust functions, for the unit tests. It logs every call, checks how it is called, and fails or waits
+//! on request.
 //!
-//! A table holds plain functions, so the vendor is one for the process, and the tests that use it take turns.
+//! A table holds plain functions, so the process has one fake vendor. The tests that use it take turns.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -23,13 +23,13 @@ use highwater_hal::{
     BackendTag, Capabilities, DeviceInfo, DevicePtr, ErrorKind, Identity, MemoryHandle, Result, Transport, Transports,
 };
 
-/// The code of the fake's own refusals.
+/// The code of the fake's own errors.
 pub(super) const INVALID: i32 = 1;
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_READY: i32 = 600;
 const WRONG_THREAD: i32 = 908;
 const LOST: i32 = 901;
-/// A stream that joined a capture was not waited for: as in the vendor whose streams die, the capture stays open.
+/// A stream that joined a capture was not waited for. The capture stays open, as on the vendor whose streams die.
 const UNJOINED: i32 = 904;
 
 static CODES: Codes = Codes {
@@ -46,7 +46,7 @@ static CODES: Codes = Codes {
 
 static QUIRKS: Quirks = COMMON;
 
-/// Of a vendor whose streams die with their capture, and whose handles keep their workspace.
+/// A vendor whose streams die with a lost capture, and whose handles keep their workspace.
 static MORTAL: Quirks =
     Quirks { capture_loss_kills_streams: Some(LOST), set_stream_resets_workspace: false, math_modes: None, ..COMMON };
 
@@ -73,19 +73,19 @@ const COMMON: Quirks = Quirks {
     capture_loss_kills_streams: None,
 };
 
-/// The context of a device.
+/// Returns the context of a device.
 pub(super) const fn context(device: u32) -> u64 {
     0xC0 + device as u64
 }
 
 thread_local! {
-    /// The context that is current in this thread, 0 for none.
+    /// The context that is current in this thread; 0 for none.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
     /// The thread's capture mode.
     static MODE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// A call that was made.
+/// A logged call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) name: &'static str,
@@ -98,30 +98,30 @@ pub(super) struct Call {
 #[derive(Debug, Default)]
 struct Vendor {
     calls: Vec<Call>,
-    /// What is wrong with how it was called.
+    /// The faults in the calls to the fake.
     faults: Vec<String>,
     answers: HashMap<&'static str, VecDeque<i32>>,
-    /// Calls that succeed and give nothing.
+    /// The calls that succeed and return no object.
     nothing: HashSet<&'static str>,
-    /// Calls that wait.
+    /// The calls that wait.
     waits: HashSet<&'static str>,
     waiting: HashSet<&'static str>,
     alive: HashSet<u64>,
-    /// By stream, the thread that began.
+    /// The thread that began the capture, by stream.
     captures: HashMap<u64, Option<std::thread::ThreadId>>,
-    /// By stream, or by event that was recorded on one that takes part, the stream that its capture began on.
+    /// The stream on which the capture began, by a stream or an event that takes part.
     joined: HashMap<u64, u64>,
-    /// Streams that died with their capture.
+    /// The streams that died with a capture.
     dead: HashSet<u64>,
     /// Bytes by address.
     memory: HashMap<u64, usize>,
     last: u64,
-    /// Ends of captures say that a stream was not joined.
+    /// Whether ends of captures report that a stream was not joined.
     unjoined: bool,
-    /// Events and streams, streams and events.
+    /// The recorded events with their streams, and the waiting streams with their events.
     records_made: Vec<(u64, u64)>,
     waits_made: Vec<(u64, u64)>,
-    /// Streams and their flags and priorities; handles and the streams bound to them.
+    /// The streams with their priorities, and the handles with their bound streams.
     streams_made: Vec<(u64, i32)>,
     bound: Vec<(u64, u64)>,
     state: Weak<DriverState<FakePlatform>>,
@@ -132,7 +132,7 @@ static VENDOR: std::sync::LazyLock<Mutex<Vendor>> = std::sync::LazyLock::new(Mut
 static CHANGED: Condvar = Condvar::new();
 
 impl Vendor {
-    /// The stream that the capture began on in which this one takes part.
+    /// Returns the stream on which the capture of `stream` began.
     fn origin_of(&self, stream: u64) -> Option<u64> {
         let joined = || self.joined.get(&stream).copied().filter(|origin| self.captures.contains_key(origin));
         if self.captures.contains_key(&stream) { Some(stream) } else { joined() }
@@ -142,14 +142,14 @@ impl Vendor {
         if self.nothing.contains(name) {
             return 0;
         }
-        // A multiple of what memory is aligned to, and no default stream.
+        // Aligned as memory is, and different from default streams.
         self.last += 0x10000;
         self.alive.insert(self.last);
         self.last
     }
 }
 
-/// Notes a call that uses `objects`; the scripted answer, or what `act` gives.
+/// Logs a call that uses `objects`. Returns the scripted code, or the result of `act`.
 fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i32) -> i32 {
     let mut vendor = VENDOR.lock();
     vendor.calls.push(Call { name, context: CURRENT.get(), mode: MODE.get() });
@@ -158,7 +158,7 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
             vendor.faults.push(format!("{name} was given {object:#x}, which is destroyed"));
         }
     }
-    // A lock of another thread is free again in a moment, without a call of the vendor; the caller's own is not.
+    // Another thread frees its lock soon, without a call of the vendor. The caller's own lock stays held.
     let stays_locked = |state: &DriverState<FakePlatform>| {
         (0..200).all(|_| {
             let locked = state.is_locked();
@@ -198,9 +198,9 @@ fn call(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i3
 /// Writes through an out-parameter of a call.
 ///
 /// # Safety
-/// `out` is valid for writes.
+/// The caller must ensure that `out` is valid for writes.
 unsafe fn give<T>(out: *mut T, value: T) -> i32 {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     unsafe { out.write(value) };
     0
 }
@@ -208,13 +208,13 @@ unsafe fn give<T>(out: *mut T, value: T) -> i32 {
 /// Writes a handle through an out-parameter of a call.
 ///
 /// # Safety
-/// `out` is valid for writes.
+/// The caller must ensure that `out` is valid for writes.
 unsafe fn give_handle<R: Raw>(out: *mut R, number: u64) -> i32 {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     unsafe { give(out, R::from_number(number)) }
 }
 
-/// Calls that need a current context.
+/// Makes a call that needs a current context.
 fn needs_context(name: &'static str, objects: &[u64], act: impl FnOnce(&mut Vendor) -> i32) -> i32 {
     if CURRENT.get() == 0 { call(name, objects, |_| 201) } else { call(name, objects, act) }
 }
@@ -233,7 +233,7 @@ fn destroy(name: &'static str, object: u64) -> i32 {
 macro_rules! vendor_functions {
     ($($name:ident($($argument:ident: $type:ty),*) $body:block)*) => {
         $(
-            // SAFETY: not unsafe by itself; the out-parameters are those of the table's callers, who let them live until the
+            // SAFETY: Not unsafe by itself; the out-parameters are those of the table's callers, who let them live until the
             // call returns.
             unsafe extern "C" fn $name($($argument: $type),*) -> i32 $body
         )*
@@ -247,7 +247,7 @@ vendor_functions! {
         needs_context("stream_create_with_priority", &[], |vendor| {
             let made = vendor.made("stream_create_with_priority");
             vendor.streams_made.push((made, priority));
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
@@ -263,11 +263,11 @@ vendor_functions! {
         })
     }
     get_stream_priority_range(least: *mut i32, greatest: *mut i32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("get_stream_priority_range", &[], |_| unsafe { give(least, 0) + give(greatest, -5) })
     }
     event_create(out: *mut RawEvent, _flags: u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("event_create", &[], |vendor| unsafe { give_handle(out, vendor.made("event_create")) })
     }
     event_destroy(event: RawEvent) { destroy("event_destroy", event.number()) }
@@ -285,7 +285,7 @@ vendor_functions! {
     event_query(event: RawEvent) { call("event_query", &[event.number()], |_| 0) }
     event_synchronize(event: RawEvent) { call("event_synchronize", &[event.number()], |_| 0) }
     event_elapsed_time(out: *mut f32, start: RawEvent, end: RawEvent) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("event_elapsed_time", &[start.number(), end.number()], |_| unsafe { give(out, -1.0) })
     }
     device_synchronize() { needs_context("device_synchronize", &[], |_| 0) }
@@ -293,13 +293,13 @@ vendor_functions! {
         needs_context("mem_alloc", &[], |vendor| {
             let made = vendor.made("mem_alloc");
             vendor.memory.insert(made, bytes);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
     mem_free(memory: DevicePtr) { destroy("mem_free", memory.number()) }
     mem_get_info(free: *mut usize, total: *mut usize) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_get_info", &[], |_| unsafe { give(free, 1 << 30) + give(total, 1 << 30) })
     }
     memcpy_htod_async(_to: DevicePtr, _from: *const u8, _bytes: usize, stream: RawStream) { call("memcpy_htod_async", &[stream.number()], |_| 0) }
@@ -311,7 +311,7 @@ vendor_functions! {
     mem_host_alloc(out: *mut *mut u8, _bytes: usize, _flags: u32) {
         needs_context("mem_host_alloc", &[], |vendor| {
             let made = vendor.made("mem_host_alloc");
-            // SAFETY: see the macro. Nobody follows the address.
+            // SAFETY: See the macro. Nobody follows the address.
             unsafe { give(out, std::ptr::without_provenance_mut(made as usize)) }
         })
     }
@@ -319,17 +319,17 @@ vendor_functions! {
     mem_host_register(_memory: *mut u8, _bytes: usize, _flags: u32) { needs_context("mem_host_register", &[], |_| 0) }
     mem_host_unregister(_memory: *mut u8) { needs_context("mem_host_unregister", &[], |_| 0) }
     mem_host_get_device_pointer(out: *mut DevicePtr, memory: *mut u8, _flags: u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_host_get_device_pointer", &[], |_| unsafe { give_handle(out, memory.addr() as u64) })
     }
     mem_alloc_async(out: *mut DevicePtr, _bytes: usize, stream: RawStream) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("mem_alloc_async", &[stream.number()], |vendor| unsafe { give_handle(out, vendor.made("mem_alloc_async")) })
     }
     mem_free_async(memory: DevicePtr, stream: RawStream) {
         let (memory, stream) = (memory.get(), stream.0); call("mem_free_async", &[memory, stream], |vendor| { vendor.alive.remove(&memory); 0 }) }
     device_get_default_mem_pool(out: *mut RawMemPool, _device: i32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("device_get_default_mem_pool", &[], |vendor| unsafe { give_handle(out, vendor.made("device_get_default_mem_pool")) })
     }
     mem_pool_set_attribute(pool: RawMemPool, _which: u32, _value: *mut u64) { call("mem_pool_set_attribute", &[pool.number()], |_| 0) }
@@ -346,7 +346,7 @@ vendor_functions! {
     }
     stream_end_capture(stream: RawStream, out: *mut RawGraph) {
         let stream = stream.0;
-        // As the vendor's: on another thread the capture is over, and there is no graph.
+        // As on the vendors, another thread ends the capture and gets no graph.
         call("stream_end_capture", &[stream], |vendor| {
             if vendor.dead.contains(&stream) {
                 return LOST;
@@ -358,7 +358,7 @@ vendor_functions! {
             Some(Some(thread)) if thread != std::thread::current().id() => WRONG_THREAD,
             Some(_) => {
                 let made = vendor.made("stream_end_capture");
-                // SAFETY: see the macro.
+                // SAFETY: See the macro.
                 unsafe { give_handle(out, made) }
             }
             None => INVALID,
@@ -367,32 +367,32 @@ vendor_functions! {
     }
     stream_is_capturing(stream: RawStream, out: *mut u32) {
         let stream = stream.0;
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         call("stream_is_capturing", &[stream], |vendor| unsafe {
             let lost = u32::from(vendor.dead.contains(&stream)) * 2;
             give(out, lost.max(u32::from(vendor.origin_of(stream).is_some())))
         })
     }
     thread_exchange_stream_capture_mode(mode: *mut u32) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         unsafe { give(mode, MODE.replace(*mode)) }
     }
     graph_instantiate_with_flags(out: *mut RawGraphExec, graph: RawGraph, _flags: u64) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("graph_instantiate_with_flags", &[graph.number()], |vendor| unsafe { give_handle(out, vendor.made("graph_instantiate_with_flags")) })
     }
     graph_launch(graph: RawGraphExec, stream: RawStream) { call("graph_launch", &[graph.number(), stream.number()], |_| 0) }
     graph_destroy(graph: RawGraph) { destroy("graph_destroy", graph.number()) }
     graph_exec_destroy(graph: RawGraphExec) { destroy("graph_exec_destroy", graph.number()) }
     ipc_get_mem_handle(out: *mut IpcHandle, memory: DevicePtr) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_get_mem_handle", &[memory.number()], |_| unsafe { give(out, IpcHandle([7; 64])) })
     }
     ipc_open_mem_handle(out: *mut DevicePtr, _handle: IpcHandle, _flags: u32) {
         needs_context("ipc_open_mem_handle", &[], |vendor| {
             let made = vendor.made("ipc_open_mem_handle");
             vendor.memory.insert(made, OPENED_BYTES);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(out, made) }
         })
     }
@@ -401,20 +401,20 @@ vendor_functions! {
         let memory = memory.get();
         call("mem_get_address_range", &[memory], |vendor| {
             let found = vendor.memory.get(&memory).copied().unwrap_or(0);
-            // SAFETY: see the macro.
+            // SAFETY: See the macro.
             unsafe { give_handle(start, memory) + give(bytes, found) }
         })
     }
     ipc_get_event_handle(out: *mut IpcHandle, event: RawEvent) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_get_event_handle", &[event.number()], |_| unsafe { give(out, IpcHandle([8; 64])) })
     }
     ipc_open_event_handle(out: *mut RawEvent, _handle: IpcHandle) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("ipc_open_event_handle", &[], |vendor| unsafe { give_handle(out, vendor.made("ipc_open_event_handle")) })
     }
     blas_create(out: *mut RawBlas) {
-        // SAFETY: see the macro.
+        // SAFETY: See the macro.
         needs_context("blas_create", &[], |vendor| unsafe { give_handle(out, vendor.made("blas_create")) })
     }
     blas_destroy(handle: RawBlas) { destroy("blas_destroy", handle.number()) }
@@ -431,11 +431,10 @@ vendor_functions! {
     blas_set_math_mode(handle: RawBlas, _mode: u32) { call("blas_set_math_mode", &[handle.number()], |_| 0) }
 }
 
-/// Bytes of every block that is opened by a legacy handle.
+/// The bytes of each block that is opened by a legacy handle.
 pub(super) const OPENED_BYTES: usize = 4096;
 
-// Arguments of a product do not matter here.
-/// The four product calls, which differ in how they take sizes.
+/// The four product calls. They differ in the type of sizes, and the fake ignores their arguments.
 macro_rules! products {
     ($($one:ident, $batch:ident: $size:ty;)*) => {$(
         #[rustfmt::skip]
@@ -527,11 +526,11 @@ static BLAS: Blas = Blas {
     codes: &CODES,
 };
 
-/// The fake as a vendor.
+/// The fake as a platform.
 #[derive(Debug)]
 pub(super) struct FakePlatform(&'static Quirks);
 
-// SAFETY: nothing that the room frees is memory: addresses are numbers that nobody follows.
+// SAFETY: Nothing that the room frees is memory: addresses are numbers that nobody follows.
 unsafe impl Platform for FakePlatform {
     /// The context that was current.
     type Previous = u64;
@@ -631,19 +630,19 @@ unsafe impl Platform for FakePlatform {
     }
 }
 
-/// A backend over the fake. While it is alive, no other test has one.
+/// A backend over the fake. No other test has one at the same time.
 pub(super) struct Fake {
     pub(super) backend: Arc<DriverBackend<FakePlatform>>,
     _turn: MutexGuard<'static, ()>,
 }
 
 impl Fake {
-    /// Two devices that can do everything.
+    /// Creates a backend over two devices with all capabilities.
     pub(super) fn new() -> Self {
         Self::of(&QUIRKS)
     }
 
-    /// The same of a vendor whose streams die with their capture.
+    /// Creates a backend over a vendor whose streams die with a lost capture.
     pub(super) fn mortal() -> Self {
         Self::of(&MORTAL)
     }
@@ -672,17 +671,17 @@ impl Fake {
         Self { backend, _turn: turn }
     }
 
-    /// The next call of that name answers `code` and does nothing.
+    /// Makes the next call of that name return `code` and do nothing.
     pub(super) fn answer(&self, name: &'static str, code: i32) {
         VENDOR.lock().answers.entry(name).or_default().push_back(code);
     }
 
-    /// Calls of that name succeed and give nothing.
+    /// Makes the calls of that name succeed and return no object.
     pub(super) fn give_nothing(&self, name: &'static str) {
         VENDOR.lock().nothing.insert(name);
     }
 
-    /// Calls of that name wait until `go_on`.
+    /// Makes the calls of that name wait until `go_on`.
     pub(super) fn hold_up(&self, name: &'static str) {
         VENDOR.lock().waits.insert(name);
     }
@@ -700,17 +699,17 @@ impl Fake {
         }
     }
 
-    /// An object that other code makes.
+    /// Creates an object of foreign code.
     pub(super) fn foreign(&self) -> u64 {
         VENDOR.lock().made("foreign")
     }
 
-    /// Destroys it.
+    /// Destroys an object of foreign code.
     pub(super) fn destroy_foreign(&self, object: u64) {
         VENDOR.lock().alive.remove(&object);
     }
 
-    /// Ends a stream's capture behind the backend's back.
+    /// Ends a stream's capture without the backend.
     pub(super) fn end_foreign_capture(&self, stream: u64) {
         VENDOR.lock().captures.remove(&stream);
     }
@@ -725,42 +724,42 @@ impl Fake {
         vendor.dead.extend(streams.into_iter().filter(|stream| !events.contains(stream)));
     }
 
-    /// Ends of captures say from here on that a stream was not joined, or do not.
+    /// Sets whether ends of captures report that a stream was not joined.
     pub(super) fn leave_unjoined(&self, unjoined: bool) {
         VENDOR.lock().unjoined = unjoined;
     }
 
-    /// The stream on which the event was recorded last.
+    /// Returns the stream on which the event was last recorded.
     pub(super) fn recorded_on(&self, event: u64) -> Option<u64> {
         VENDOR.lock().records_made.iter().rev().find(|record| record.0 == event).map(|record| record.1)
     }
 
-    /// The events that a stream was told to wait for.
+    /// Returns the events that a stream waits for.
     pub(super) fn waits_of(&self, stream: u64) -> Vec<u64> {
         VENDOR.lock().waits_made.iter().filter(|wait| wait.0 == stream).map(|wait| wait.1).collect()
     }
 
-    /// The priority with which a stream was made.
+    /// Returns the priority of a stream.
     pub(super) fn priority_of(&self, stream: u64) -> Option<i32> {
         VENDOR.lock().streams_made.iter().find(|made| made.0 == stream).map(|made| made.1)
     }
 
-    /// The streams that a handle was bound to, in order.
+    /// Returns the streams that a handle was bound to, in order.
     pub(super) fn bindings_of(&self, handle: u64) -> Vec<u64> {
         VENDOR.lock().bound.iter().filter(|bound| bound.0 == handle).map(|bound| bound.1).collect()
     }
 
-    /// Whether the object is alive.
+    /// Returns whether the object is alive.
     pub(super) fn is_alive(&self, object: u64) -> bool {
         VENDOR.lock().alive.contains(&object)
     }
 
-    /// The calls of that name.
+    /// Returns the logged calls of that name.
     pub(super) fn calls(&self, name: &str) -> Vec<Call> {
         VENDOR.lock().calls.iter().filter(|call| call.name == name).copied().collect()
     }
 
-    /// How many of the vendor's objects are alive.
+    /// Returns the number of live objects.
     pub(super) fn alive(&self) -> usize {
         VENDOR.lock().alive.len()
     }

@@ -1,4 +1,4 @@
-//! The four traits over a vendor of Rust functions: what is called, in which context, and what becomes of it on error.
+//! Tests of the four traits over a fake vendor: the calls, their context and mode, and the state after errors.
 
 use super::state::CAPTURES;
 use super::testing::{Fake, INVALID, OPENED_BYTES, context};
@@ -26,35 +26,35 @@ fn a_capture_is_counted_once_however_it_ends() {
     // It ends.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
     assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
-    // SAFETY: this test began it.
+    // SAFETY: This test began it.
     let graph = unsafe { backend.end_capture(id) }.unwrap();
     backend.destroy_graph(graph).unwrap();
     idle("ended");
-    // Another thread cannot end it, and does no harm; its own can.
+    // Another thread cannot end the capture and does no harm. Its own thread can.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
     let ends = fake.calls("stream_end_capture").len();
     std::thread::scope(|scope| {
-        // SAFETY: as above.
+        // SAFETY: As above.
         scope.spawn(|| assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture));
     });
     assert_eq!(fake.calls("stream_end_capture").len(), ends);
     assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
-    // SAFETY: as above.
+    // SAFETY: As above.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
     idle("ended on its own thread");
-    // In relaxed mode any thread can.
+    // In relaxed mode, any thread can end it.
     backend.begin_capture(id, CaptureMode::Relaxed).unwrap();
     let graph = std::thread::scope(|scope| {
-        // SAFETY: as above.
+        // SAFETY: As above.
         scope.spawn(|| unsafe { backend.end_capture(id) }.unwrap()).join().unwrap()
     });
     backend.destroy_graph(graph).unwrap();
     idle("ended in relaxed mode");
-    // Other code ends it; the next one counts once too.
+    // Foreign code ends the capture. The next capture counts once too.
     backend.begin_capture(id, CaptureMode::Global).unwrap();
     fake.end_foreign_capture(backend.raw_stream(id).unwrap());
     backend.begin_capture(id, CaptureMode::Global).unwrap();
-    // SAFETY: as above.
+    // SAFETY: As above.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
     idle("other code had ended the one before");
     // The stream is destroyed.
@@ -64,7 +64,7 @@ fn a_capture_is_counted_once_however_it_ends() {
     assert_eq!(fake.alive(), 0);
 }
 
-/// The enums of the contract may grow, so matches outside it have a wildcard. This test walks the lists instead.
+/// The enums of the contract may grow, so matches outside it have a wildcard. This test covers every variant instead.
 #[test]
 fn no_choice_of_the_contract_is_unknown_here() {
     fn known<T>(answer: Result<T>) {
@@ -96,7 +96,7 @@ fn no_choice_of_the_contract_is_unknown_here() {
     DataType::ALL.iter().for_each(|&data_type| assert_ne!(quirks.type_code(data_type), -1, "{data_type:?}"));
 }
 
-/// A new field would be ignored here without a word.
+/// A new field would be ignored here without a compile error.
 #[test]
 fn the_options_of_the_contract_have_no_other_fields() {
     let shown = |value: &dyn std::fmt::Debug| format!("{value:?}");
@@ -137,7 +137,7 @@ fn a_stream_that_ends_a_capture_while_it_is_destroyed_ends_it_once() {
     std::thread::scope(|scope| {
         let ends = scope.spawn(|| {
             backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-            // SAFETY: this thread began it.
+            // SAFETY: This thread began it.
             unsafe { backend.end_capture(id) }
         });
         fake.wait_for("stream_end_capture");
@@ -156,7 +156,7 @@ fn the_per_thread_default_stream_is_not_captured() {
     let backend = &fake.backend;
     let id = StreamId::per_thread_default(backend.identity().tag, 0);
     assert_eq!(backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap_err().kind(), ErrorKind::Capture);
-    // SAFETY: nothing is captured.
+    // SAFETY: Nothing is captured.
     assert_eq!(unsafe { backend.end_capture(id) }.unwrap_err().kind(), ErrorKind::Capture);
     assert!(fake.calls("stream_begin_capture").is_empty());
     backend.synchronize_device(0).unwrap();
@@ -166,7 +166,7 @@ fn the_per_thread_default_stream_is_not_captured() {
 fn the_handle_of_a_default_stream_is_refused_with_the_right_call() {
     let fake = Fake::new();
     for (raw, call) in [(0, "legacy_default"), (1, "legacy_default"), (2, "per_thread_default")] {
-        // SAFETY: default streams never end.
+        // SAFETY: Default streams never end.
         let error = unsafe { fake.backend.stream_from_raw(0, raw) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.hint().contains(call), "{raw}: {error}");
@@ -178,7 +178,7 @@ fn a_foreign_stream_is_not_used_any_more_once_it_was_given_back() {
     let fake = Fake::new();
     let backend = &fake.backend;
     let raw = fake.foreign();
-    // SAFETY: the stream is alive until it is given back.
+    // SAFETY: The stream is alive until it is given back.
     let id = unsafe { backend.stream_from_raw(0, raw) }.unwrap();
     fake.hold_up("stream_synchronize");
     std::thread::scope(|scope| {
@@ -189,7 +189,7 @@ fn a_foreign_stream_is_not_used_any_more_once_it_was_given_back() {
             // From here on its owner may destroy it.
             fake.destroy_foreign(raw);
         });
-        // Who destroys has made the id stale, and waits.
+        // The thread that destroys has made the id stale, and waits.
         while backend.query_stream(id).is_ok() {
             std::thread::yield_now();
         }
@@ -263,7 +263,7 @@ fn success_without_an_object_is_an_error_and_leaves_nothing() {
     }
     vendor("opened event", ipc.open_event(0, &highwater_hal::EventHandle::new([0; 16], [1; 64])).err());
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-    // SAFETY: this test began it.
+    // SAFETY: This test began it.
     vendor("graph", unsafe { backend.end_capture(id) }.err());
     assert_eq!(backend.live_objects(), before);
     backend.synchronize_device(0).unwrap();
@@ -280,7 +280,7 @@ fn a_handle_of_more_bytes_than_are_mapped_is_refused_also_when_it_is_opened_alre
         let error = ipc.open_memory(0, &handle(transport, OPENED_BYTES + 1)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{transport:?}: {error}");
         // Nothing was counted.
-        // SAFETY: nobody uses it.
+        // SAFETY: Nobody uses it.
         unsafe { ipc.close_memory(0, first) }.unwrap();
         assert_eq!(fake.backend.live_objects().mappings, 0, "{transport:?}");
     }
@@ -310,11 +310,11 @@ fn what_exports_leave_behind_does_not_grow() {
     let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
     let ipc = backend.ipc_sharing().unwrap();
     for _ in 0..100 {
-        // SAFETY: the block is alive.
+        // SAFETY: The block is alive.
         drop(unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap());
     }
     assert!(backend.state().exported.lock().len() < 10);
-    // SAFETY: nobody uses it.
+    // SAFETY: Nobody uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     assert_eq!(backend.live_objects().total(), 0);
 }
@@ -333,18 +333,18 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
         let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
         for failing in [call, "make_current"] {
             fake.answer(failing, INVALID);
-            // SAFETY: nobody uses it.
+            // SAFETY: Nobody uses it.
             assert!(unsafe { backend.free(0, block, None) }.is_err());
         }
         assert_eq!(backend.live_objects().allocations, 1);
-        // SAFETY: as above.
+        // SAFETY: As above.
         unsafe { backend.free(0, block, None) }.unwrap();
     }
     let block = host.allocate(64, &HostOptions::new()).unwrap();
     fake.answer("mem_free_host", INVALID);
-    // SAFETY: as above.
+    // SAFETY: As above.
     assert!(unsafe { host.free(block) }.is_err());
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { host.free(block) }.unwrap();
     assert_eq!((backend.live_objects().total(), fake.alive()), (0, 0));
 }
@@ -357,12 +357,12 @@ fn stream_ordered_memory_is_not_freed_into_a_capture() {
     let kind = DeviceMemoryKind::StreamOrdered(id);
     let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-    // SAFETY: nobody uses it.
+    // SAFETY: Nobody uses it.
     assert_eq!(unsafe { backend.free(0, block, Some(id)) }.unwrap_err().kind(), ErrorKind::Capture);
     assert!(fake.calls("mem_free_async").is_empty());
-    // SAFETY: this test began it.
+    // SAFETY: This test began it.
     backend.destroy_graph(unsafe { backend.end_capture(id) }.unwrap()).unwrap();
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { backend.free(0, block, Some(id)) }.unwrap();
     assert_eq!(backend.live_objects().allocations, 0);
 }
@@ -378,7 +378,7 @@ fn calls_that_a_capture_forbids_are_made_in_relaxed_mode_while_one_is_open() {
     backend.query_stream(other).unwrap();
     backend.synchronize_stream(other).unwrap();
     let block = backend.allocate(0, &AllocateOptions::new(64)).unwrap();
-    // SAFETY: nobody uses it.
+    // SAFETY: Nobody uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     let handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     drop(handle);
@@ -409,14 +409,14 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
     let backend = &fake.backend;
     let (first, second) = (stream(&fake), stream(&fake));
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
-    // A default stream is always asked in relaxed mode: nothing would make a capture wait for it.
+    // A query of a default stream is always relaxed, because no capture would wait for it.
     backend.query_stream(StreamId::legacy_default(backend.identity().tag, 0)).unwrap();
     assert_eq!(fake.calls("stream_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [2]);
     fake.hold_up("event_query");
     std::thread::scope(|scope| {
         let asks = scope.spawn(|| backend.query_event(event));
         fake.wait_for("event_query");
-        // One that forbids nothing to other threads does not wait.
+        // A capture that forbids nothing to other threads does not wait.
         backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
         let begins = scope.spawn(|| backend.begin_capture(second, CaptureMode::Global));
         while !backend.state().may_capture() {
@@ -428,7 +428,7 @@ fn a_capture_that_forbids_questions_begins_after_those_that_did_not_see_it() {
         asks.join().unwrap().unwrap();
         begins.join().unwrap().unwrap();
     });
-    // Who asks from here on sees it.
+    // A later query sees the capture.
     backend.query_event(event).unwrap();
     assert_eq!(fake.calls("event_query").iter().map(|call| call.mode).collect::<Vec<_>>(), [0, 2]);
 }
@@ -463,20 +463,20 @@ fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_use
     let mut handle = backend.create_blas_handle(1, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(id).unwrap();
     let ptr = DevicePtr::new(0x1000);
-    // SAFETY: nobody follows the address.
+    // SAFETY: Nobody follows the address.
     unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { handle.gemm(&gemm) }.unwrap();
     assert_eq!(fake.calls("gemm_ex").iter().map(|call| call.context).collect::<Vec<_>>(), [context(1)]);
     backend.destroy_stream(id).unwrap();
-    // SAFETY: as above.
+    // SAFETY: As above.
     assert_eq!(unsafe { handle.gemm(&gemm) }.unwrap_err().kind(), ErrorKind::InvalidHandle);
-    // SAFETY: as above.
+    // SAFETY: As above.
     assert_eq!(unsafe { handle.set_workspace(None) }.unwrap_err().kind(), ErrorKind::InvalidHandle);
     let other = backend.create_stream(1, &StreamOptions::new()).unwrap();
     handle.set_stream(other).unwrap();
-    // SAFETY: as above.
+    // SAFETY: As above.
     unsafe { handle.gemm(&gemm) }.unwrap();
     handle.destroy().unwrap();
     assert_eq!(handle.set_stream(other).unwrap_err().kind(), ErrorKind::InvalidHandle);
@@ -503,16 +503,16 @@ fn a_product_goes_to_the_call_that_can_count_it() {
         (batched(large), "gemm_strided_batched_ex_64"),
     ];
     for (shape, name) in cases {
-        // SAFETY: nobody follows the addresses.
+        // SAFETY: Nobody follows the addresses.
         unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
         assert_eq!(fake.calls(name).len(), 1, "{name}");
     }
     let names = ["gemm_ex", "gemm_strided_batched_ex", "gemm_ex_64", "gemm_strided_batched_ex_64"];
     assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
-    // What not even those count.
+    // A size that no call can express.
     let mut endless = shape;
     endless.ldb = usize::MAX;
-    // SAFETY: as above.
+    // SAFETY: As above.
     let error = unsafe { handle.gemm(&Gemm::new(endless, ptr, ptr, ptr)) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(names.map(|name| fake.calls(name).len()), [1; 4]);
@@ -525,7 +525,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
     let id = stream(&fake);
     let kind = DeviceMemoryKind::StreamOrdered(id);
     fake.hold_up("device_get_default_mem_pool");
-    // A thread that sets the pool up holds nobody up.
+    // A thread that sets up the pool blocks no other thread.
     std::thread::scope(|scope| {
         let allocate = || backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
         let first = scope.spawn(allocate);
@@ -536,7 +536,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
         }
         fake.go_on("device_get_default_mem_pool");
         for thread in [first, second] {
-            // SAFETY: nobody uses it.
+            // SAFETY: Nobody uses it.
             unsafe { backend.free(0, thread.join().unwrap(), Some(id)) }.unwrap();
         }
     });
@@ -553,7 +553,7 @@ fn flags_that_are_set_twice_are_told_apart() {
 
 // ------------------------------------------------------------------------------------------------ a sandbox
 
-/// Set in the process that the test below starts.
+/// The variable that marks the child process of the test below.
 const SANDBOXED: &str = "HIGHWATER_TEST_SANDBOXED";
 
 /// Makes the kernel refuse `membarrier` to this thread from now on, as a sandbox that begins after opening does.
@@ -564,14 +564,14 @@ fn deny_membarrier() {
     let compare = code(libc::BPF_JMP, libc::BPF_JEQ, libc::BPF_K);
     let give = code(libc::BPF_RET, libc::BPF_K, 0);
     let mut filter = [
-        // The description of a call begins with its number.
+        // The description of a system call begins with its number.
         libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
         libc::sock_filter { code: compare, jt: 0, jf: 1, k: libc::SYS_membarrier as u32 },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: refuse },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW },
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    // SAFETY: the program lives until the calls return, and refuses a call that nothing relies on.
+    // SAFETY: The program lives until the calls return, and refuses a call that nothing relies on.
     let installed = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
@@ -596,7 +596,7 @@ fn what_is_destroyed_after_membarrier_is_denied_is_destroyed() {
     let backend = &fake.backend;
     let streams: Vec<_> = (0..400).map(|_| stream(&fake)).collect();
     let (used, idle) = streams.split_last().unwrap();
-    // A thread is in a call that uses a stream while the others are destroyed.
+    // One thread is in a call that uses a stream, while the other streams are destroyed.
     let (destroyed, live) = std::thread::scope(|scope| {
         fake.hold_up("stream_query");
         scope.spawn(|| backend.query_stream(*used));

@@ -1,4 +1,4 @@
-//! The record in which each thread announces what it uses.
+//! The hazard record of each thread.
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -7,19 +7,19 @@ use crate::primitive::prepare_fences;
 
 use super::hazards::{Asking, Fenced, Hazard, Record, Registry};
 
-/// The records of threads.
+/// Returns the records of threads.
 fn registry() -> &'static Registry {
     static REGISTRY: OnceLock<Registry> = OnceLock::new();
     REGISTRY.get_or_init(Registry::new)
 }
 
-/// Records of nobody, for threads that are ending and for a thread that announces more than its record holds.
+/// Returns the shared records, for ending threads and for threads whose own record is full.
 fn common() -> &'static Registry {
     static COMMON: OnceLock<Registry> = OnceLock::new();
     COMMON.get_or_init(Registry::new)
 }
 
-/// Gives a thread's record back when it ends.
+/// Returns a thread's record to the registry when the thread ends.
 struct Own(Cell<Option<&'static Record>>);
 
 impl Drop for Own {
@@ -32,18 +32,18 @@ impl Drop for Own {
 }
 
 thread_local! {
-    /// What the hot path reads: it has no destructor, so that nothing has to be asked before it is read.
+    /// The cell that the hot path reads. It has no destructor, so the read needs no check.
     static CURRENT: Cell<Option<&'static Record>> = const { Cell::new(None) };
     static OWN: Own = const { Own(Cell::new(None)) };
 }
 
-/// This thread's record; `None` where the thread is ending and its record is gone already.
+/// Returns this thread's record; `None` if the thread is ending and its record is gone.
 #[inline(always)]
 fn own() -> Option<&'static Record> {
     CURRENT.get().or_else(first)
 }
 
-/// The same where the thread has announced before.
+/// Returns this thread's record if the thread has one already.
 #[inline(always)]
 pub(super) fn known() -> Option<&'static Record> {
     CURRENT.get()
@@ -62,19 +62,19 @@ fn first() -> Option<&'static Record> {
     .ok()
 }
 
-/// Says that this thread is about to ask what a capture in global mode forbids; `None` where the thread is ending. Comes before
-/// `announce`, and the look for captures after it.
+/// Marks that this thread is about to make a query that a capture in global mode forbids. Returns `None` in an ending
+/// thread. The caller must then publish a hazard pointer, and check for captures after that.
 #[inline]
 pub(super) fn ask() -> Option<Asking> {
     own().map(Record::ask)
 }
 
-/// Waits for the questions of threads that may have found no capture open.
+/// Waits for the queries of threads that may have found no capture open.
 pub(super) fn wait_for_questions() {
     registry().wait_for_questions(std::thread::yield_now);
 }
 
-/// Announces that this thread uses two objects, at the price of one. The caller then looks whether they still stand.
+/// Publishes hazard pointers to two objects at the cost of one. The caller then re-checks that the objects are live.
 pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard) {
     match own().and_then(|record| record.announce_both(first, second)) {
         Some(hazards) => hazards,
@@ -82,7 +82,7 @@ pub(super) fn announce_both(first: *mut (), second: *mut ()) -> (Hazard, Hazard)
     }
 }
 
-/// Announces that this thread uses `object`. The caller then looks whether the object still stands.
+/// Publishes a hazard pointer to `object`. The caller then re-checks that the object is live.
 pub(super) fn announce(object: *mut ()) -> Hazard {
     match own().and_then(|record| record.announce(object)) {
         Some(hazard) => hazard,
@@ -90,7 +90,7 @@ pub(super) fn announce(object: *mut ()) -> Hazard {
     }
 }
 
-/// Whether any thread announces `object`, which the caller made stale before the fence.
+/// Returns whether any thread has a hazard pointer to `object`, which the caller made stale before the fence.
 pub(super) fn is_announced(object: *mut (), fenced: &Fenced) -> bool {
     registry().is_announced(object, fenced) || common().is_announced(object, fenced)
 }
@@ -121,7 +121,7 @@ mod tests {
         for _ in 0..50 {
             std::thread::spawn(move || drop(announce(std::ptr::without_provenance_mut(address)))).join().unwrap();
         }
-        // Other tests announce as well, each with a few threads.
+        // Other tests publish hazard pointers too, each in a few threads.
         assert!(registry().records().count() < 40, "{}", registry().records().count());
     }
 
@@ -141,7 +141,7 @@ mod tests {
         let object = 0_u8;
         let address = std::ptr::from_ref(&object).addr();
         std::thread::spawn(move || {
-            // Made before the record, so it is dropped after it.
+            // Created before the record and therefore dropped after it.
             LATE.set(Some(Late(address)));
             drop(announce(std::ptr::without_provenance_mut(address)));
         })

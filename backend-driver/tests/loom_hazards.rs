@@ -1,14 +1,14 @@
-//! Model checking of the announcements that keep a vendor's handle from being destroyed under a call: every interleaving of the
-//! threads below is tried.
+//! Model checks of the hazard pointers that keep a vendor's handle alive during a call. loom tries every interleaving
+//! of the threads below.
 //!
-//! The file under test is compiled against loom's types; its `crate::primitive` is the module here.
+//! `hazards.rs` is compiled with loom's types; its `crate::primitive` is the module here.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the file under test is compiled as part of this test")]
 
 mod primitive {
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering, fence};
 
-    /// Both sides as plain fences: what a barrier of the system does to the other threads is not loom's to model.
+    /// Both sides as plain fences. loom cannot model the barrier that the system makes in other threads.
     pub(crate) fn heavy_fence() {
         fence(Ordering::SeqCst);
     }
@@ -28,8 +28,8 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread;
 
-/// An object of a table: whether its id is stale, and the vendor's handle, which loom watches: to use it while it is being
-/// destroyed fails the test.
+/// An object of a table: whether its id is stale, and the vendor's handle. loom fails the test if the handle is used
+/// while it is destroyed.
 struct Object {
     stale: AtomicBool,
     handle: UnsafeCell<bool>,
@@ -40,9 +40,9 @@ struct Table {
     object: Object,
 }
 
-// SAFETY: the cell is what the model is about: loom fails the test where two threads touch it unordered.
+// SAFETY: The cell is what the model is about: loom fails the test where two threads touch it unordered.
 unsafe impl Sync for Table {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Send for Table {}
 
 impl Table {
@@ -55,12 +55,12 @@ impl Table {
         std::ptr::from_ref(&self.object).cast_mut().cast()
     }
 
-    /// A call: announces, looks, uses.
+    /// Makes a call: publishes a hazard pointer, re-checks the object, and uses it.
     fn call(&self) {
         let record = self.registry.take();
         let hazard = record.announce(self.address()).expect("a record of one's own has room");
         if !self.object.stale.load(Ordering::Acquire) {
-            // SAFETY: read only.
+            // SAFETY: Read only.
             let alive = self.object.handle.with(|handle| unsafe { *handle });
             assert!(alive, "a call used a handle that was destroyed");
         }
@@ -68,7 +68,7 @@ impl Table {
         record.give_back();
     }
 
-    /// Makes the id stale; `true` where the handle could be destroyed at once.
+    /// Makes the id stale. Returns whether the handle could be destroyed at once.
     fn remove(&self) -> bool {
         self.object.stale.store(true, Ordering::Relaxed);
         self.sweep()
@@ -79,7 +79,7 @@ impl Table {
         if self.registry.is_announced(self.address(), &fenced) {
             return false;
         }
-        // SAFETY: nobody uses it, which is what is under test.
+        // SAFETY: Nobody uses it, which is what is under test.
         self.object.handle.with_mut(|handle| unsafe { *handle = false });
         true
     }
@@ -93,7 +93,7 @@ fn a_handle_is_not_destroyed_under_a_call() {
         let call = thread::spawn(move || other.call());
         let destroyed = table.remove();
         call.join().unwrap();
-        // What was put off is destroyed by a later sweep.
+        // A later sweep destroys a postponed handle.
         assert!(destroyed || table.sweep());
     });
 }
@@ -116,7 +116,7 @@ fn a_question_sees_the_capture_or_the_capture_waits_for_it() {
         captures.store(true, Ordering::Relaxed);
         table.registry.wait_for_questions(thread::yield_now);
         let begun_after = answered.load(Ordering::Relaxed);
-        // Where the question did not see the capture, it was answered before the vendor was told to begin.
+        // If the query did not see the capture, it was answered before the vendor began the capture.
         assert!(asks.join().unwrap() || begun_after);
     });
 }
@@ -147,7 +147,7 @@ fn an_announcement_apart_is_seen_like_any_other() {
         let call = thread::spawn(move || {
             let hazard = other.registry.announce_apart(other.address());
             if !other.object.stale.load(Ordering::Acquire) {
-                // SAFETY: read only.
+                // SAFETY: Read only.
                 assert!(other.object.handle.with(|handle| unsafe { *handle }));
             }
             drop(hazard);
@@ -169,7 +169,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
             let hazards = record.announce_both(one.address(), two.address()).expect("a record of one's own has room");
             for table in [&one, &two] {
                 if !table.object.stale.load(Ordering::Acquire) {
-                    // SAFETY: read only.
+                    // SAFETY: Read only.
                     assert!(table.object.handle.with(|handle| unsafe { *handle }));
                 }
             }
@@ -178,7 +178,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
         second.object.stale.store(true, Ordering::Relaxed);
         let fenced = Fenced::now();
         if !first.registry.is_announced(second.address(), &fenced) {
-            // SAFETY: nobody uses it, which is what is under test.
+            // SAFETY: Nobody uses it, which is what is under test.
             second.object.handle.with_mut(|handle| unsafe { *handle = false });
         }
         let destroyed = first.remove();

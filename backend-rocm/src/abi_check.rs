@@ -1,6 +1,7 @@
-//! The tables of calls and the numbers, held against bindings that were generated from AMD's headers: HIP 7 (`cubecl-hip-sys`) for all
-//! of the runtime, and HIP 5 with hipBLAS 0.53 (`hip-sys`) for what has not changed since. Neither is linked to, and neither is what the
-//! backend calls: the one needs AMD's libraries when a program starts, the other asks for names that are not installed.
+//! Checks the tables of calls and the numbers against bindings that were generated from AMD's headers. `cubecl-hip-sys`
+//! has the whole runtime of HIP 7. `hip-sys` has HIP 5 with hipBLAS 0.53, for the parts that have not changed since.
+//! The tests link to neither: the first would need AMD's libraries when a program starts, and the second asks for names
+//! that are not installed.
 
 use cubecl_hip_sys as new;
 use highwater_driver::abi_check::check;
@@ -11,7 +12,7 @@ use hip_sys::{hipblas, hiprt as old};
 use crate::calls::{HipCalls, blas_symbol, runtime_symbol};
 use crate::{codes, devices, quirks};
 
-/// Holds the calls that every vendor has against a header.
+/// Checks the calls that both vendors have against a header.
 macro_rules! calls {
     ($abi_check:ident, $header:ident) => {
         $abi_check! { Calls, c $header,
@@ -69,7 +70,7 @@ macro_rules! calls {
     };
 }
 
-/// Holds those that only HIP has against a header, and more that not every header has.
+/// Checks the calls that only HIP has against a header, with further calls that not every header has.
 macro_rules! hip_calls {
     ($abi_check:ident, $header:ident $(, $($more:tt)*)?) => {
         $abi_check! { HipCalls, c $header,
@@ -106,7 +107,7 @@ fn the_runtimes_calls_are_those_of_its_header() {
     check(HipCalls::NAMES, runtime_symbol, &pairs, &[]);
 }
 
-// What has been the same since HIP 5.
+// Unchanged since HIP 5.
 calls! { abi_sizes, old }
 hip_calls! { abi_sizes, old }
 
@@ -117,14 +118,14 @@ abi_sizes! { BlasCalls, c hipblas,
         set_stream = hipblasSetStream(_, _);
         set_atomics_mode = hipblasSetAtomicsMode(_, _);
         set_pointer_mode = hipblasSetPointerMode(_, _);
-        // Other types, as wide.
+        // These types differ from today's and have the same width.
         gemm_ex = hipblasGemmEx(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);
         gemm_strided_batched_ex = hipblasGemmStridedBatchedEx(_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _);
     }
     optional {}
 }
 
-/// Numbers that are the same in both, or in the one that is named.
+/// Checks that numbers equal those of the named headers.
 macro_rules! numbers {
     ($($name:ident = $ours:expr, [$($theirs:expr),+];)*) => {
         $($(const _: () = assert!($ours as i64 == $theirs as i64, stringify!($name));)+)*
@@ -153,7 +154,7 @@ numbers! {
     non_coherent = quirks::HOST_NON_COHERENT, [new::hipHostMallocNonCoherent, old::hipHostMallocNonCoherent];
     register = quirks::REGISTER_PORTABLE, [new::hipHostRegisterPortable, old::hipHostRegisterPortable];
     register_mapped = quirks::REGISTER_MAPPED, [new::hipHostRegisterMapped, old::hipHostRegisterMapped];
-    // Another number before HIP 6.
+    // HIP 5 has another number.
     ipc = quirks::IPC_LAZY_PEER_ACCESS, [new::hipIpcMemLazyEnablePeerAccess];
     threshold = quirks::POOL_RELEASE_THRESHOLD,
         [new::hipMemPoolAttr_hipMemPoolAttrReleaseThreshold, old::hipMemPoolAttr::hipMemPoolAttrReleaseThreshold];
@@ -174,7 +175,7 @@ numbers! {
     atomics = quirks::ATOMICS_ALLOWED, [hipblas::hipblasAtomicsMode_t::HIPBLAS_ATOMICS_ALLOWED];
 }
 
-// The layout that HIP 6 brought, of which one field is read, into room for more.
+// The layout of HIP 6. One field of it is read, from a larger buffer.
 const _: () = assert!(std::mem::offset_of!(new::hipDeviceProp_tR0600, gcnArchName) == devices::ARCHITECTURE.start);
 const _: () = assert!(size_of::<new::hipDeviceProp_tR0600>() == 1472);
 const _: () = assert!(size_of::<new::hipDeviceProp_tR0600>() <= size_of::<devices::Properties>());

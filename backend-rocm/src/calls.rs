@@ -1,4 +1,4 @@
-//! The table of calls that only HIP has, and the vendor's symbols behind the tables that it shares.
+//! The table of calls that only HIP has, and AMD's symbols for the names in all tables.
 
 use highwater_driver::{RawStream, vendor_calls};
 use highwater_hal::DevicePtr;
@@ -7,36 +7,36 @@ vendor_calls! {
     /// The runtime's calls beyond [`Calls`](highwater_driver::Calls).
     pub(crate) struct HipCalls {
         required {
-            /// Initialises the runtime: flags.
+            /// Initializes the runtime: flags.
             init: "Init" (u32);
-            /// The version of HIP: 10,000,000 * major + 100,000 * minor + patch.
+            /// Returns the version of HIP, 10,000,000 * major + 100,000 * minor + patch: out.
             runtime_get_version: "RuntimeGetVersion" (*mut i32);
-            /// That of the driver below, as far as there is another.
+            /// Returns the version of the driver below HIP, if there is another: out.
             driver_get_version: "DriverGetVersion" (*mut i32);
-            /// How many devices there are.
+            /// Returns the number of devices: out.
             get_device_count: "GetDeviceCount" (*mut i32);
-            /// Makes a device current in the calling thread.
+            /// Makes a device current in the calling thread: device.
             set_device: "SetDevice" (i32);
-            /// The calling thread's device.
+            /// Returns the calling thread's device: out.
             get_device: "GetDevice" (*mut i32);
-            /// A device's name: out, room, device.
+            /// Returns a device's name: out, its bytes, device.
             device_get_name: "DeviceGetName" (*mut u8, i32, i32);
-            /// A device's UUID: 16 bytes, perhaps of text, perhaps the same for all devices.
+            /// Returns a device's UUID: out, device. The 16 bytes may be text, and may be the same for all devices.
             device_get_uuid: "DeviceGetUuid" (*mut [u8; 16], i32);
-            /// A device's memory in bytes.
+            /// Returns a device's memory in bytes: out, device.
             device_total_mem: "DeviceTotalMem" (*mut usize, i32);
-            /// A device's PCI address: out, room, device.
+            /// Returns a device's PCI address: out, its bytes, device.
             device_get_pci_bus_id: "DeviceGetPCIBusId" (*mut u8, i32, i32);
-            /// A number about a device: out, which, device.
+            /// Returns an attribute of a device: out, attribute, device.
             device_get_attribute: "DeviceGetAttribute" (*mut i32, i32, i32);
-            /// Everything about a device, in the layout that HIP has had since version 6. The symbol without a suffix fills that
-            /// of HIP 5.
+            /// Returns all properties of a device: out, device. The layout is that of HIP 6 and later. The symbol
+            /// without a suffix fills the layout of HIP 5.
             get_device_properties: "GetDevicePropertiesR0600" (*mut crate::devices::Properties, i32);
-            /// Whether a device reaches another's memory: out, device, peer.
+            /// Returns whether a device can access a peer's memory: out, device, peer.
             device_can_access_peer: "DeviceCanAccessPeer" (*mut i32, i32, i32);
-            /// Lets the current device use a peer's memory: peer, flags.
+            /// Lets the current device access a peer's memory: peer, flags.
             device_enable_peer_access: "DeviceEnablePeerAccess" (i32, u32);
-            /// The device of a stream: stream, out.
+            /// Returns the device of a stream: stream, out.
             stream_get_device: "StreamGetDevice" (RawStream, *mut i32);
             /// Copies between devices: destination, its device, source, its device, bytes, stream.
             memcpy_peer_async: "MemcpyPeerAsync" (DevicePtr, i32, DevicePtr, i32, usize, RawStream);
@@ -45,11 +45,11 @@ vendor_calls! {
     }
 }
 
-/// The runtime's symbol of a name in the tables.
+/// Returns the runtime's symbol for a name in the tables.
 pub(crate) fn runtime_symbol(name: &str) -> String {
     match name {
         "GetStreamPriorityRange" => "hipDeviceGetStreamPriorityRange".to_owned(),
-        // The call without flags times, and has another argument.
+        // The call without flags creates events with timing and has other arguments.
         "EventCreate" => "hipEventCreateWithFlags".to_owned(),
         "MemAlloc" => "hipMalloc".to_owned(),
         "MemFree" => "hipFree".to_owned(),
@@ -64,10 +64,10 @@ pub(crate) fn runtime_symbol(name: &str) -> String {
     }
 }
 
-/// Returns hipBLAS's symbol of a name in the tables. `major` is that of the HIP that it goes with.
+/// Returns hipBLAS's symbol for a name in the tables. `major` is the version of HIP that it works with.
 ///
-/// hipBLAS 2 and 3 take different numbers for the same types under the same symbols. The products of hipBLAS 2 that take
-/// the numbers of hipBLAS 3 have the suffix `_v2`.
+/// hipBLAS 2 and 3 take different numbers for the same types under the same symbols. The product calls of hipBLAS 2
+/// that take the numbers of hipBLAS 3 have the suffix `_v2`.
 pub(crate) fn blas_symbol(major: u32, name: &str) -> String {
     match name.split_once("Ex") {
         Some((operation, width)) if major <= 6 => format!("hipblas{operation}Ex_v2{width}"),

@@ -1,4 +1,4 @@
-//! What AMD's devices are and can do.
+//! The properties and capabilities of AMD's devices.
 
 use std::path::Path;
 
@@ -9,18 +9,18 @@ use crate::codes;
 use crate::driver::Driver;
 use crate::platform::Rocm;
 
-/// Numbers of what is asked about a device, the same since HIP 5.
+/// The attribute for memory pools, with the same number since HIP 5.
 pub(crate) const MEMORY_POOLS: i32 = 88;
 
-/// Room for `hipDeviceProp_t` in the layout of HIP 6, which has 1472 bytes, and for what later versions add.
+/// A buffer for `hipDeviceProp_t`, which has 1472 bytes in HIP 6 and may grow in later versions.
 #[derive(Debug)]
 #[repr(C, align(8))]
 pub(crate) struct Properties(pub(crate) [u8; 4096]);
 
-/// Where the architecture's name lies in it.
+/// The range of the architecture's name in the buffer.
 pub(crate) const ARCHITECTURE: std::ops::Range<usize> = 1160..1160 + 256;
 
-/// Every device, by ordinal.
+/// Returns all devices, by ordinal.
 pub(crate) fn describe(rocm: &Rocm) -> Result<Vec<(DeviceInfo, Capabilities)>, Error> {
     let mut infos = rocm
         .architectures
@@ -36,10 +36,10 @@ pub(crate) fn describe(rocm: &Rocm) -> Result<Vec<(DeviceInfo, Capabilities)>, E
     Ok(infos.into_iter().zip(0..).map(can).collect())
 }
 
-/// The name of a device's architecture with its features: `gfx942:sramecc+:xnack-`.
+/// Returns the name of a device's architecture with its features: `gfx942:sramecc+:xnack-`.
 pub(crate) fn architecture(driver: &Driver, ordinal: i32) -> Result<String, Error> {
     let mut properties = Box::new(Properties([0; 4096]));
-    // SAFETY: the symbol fills the layout of HIP 6, for which there is room, and which lives until it returns.
+    // SAFETY: The symbol fills the layout of HIP 6, which fits into the buffer. The buffer outlives the call.
     codes::HIP.check("open", unsafe { (driver.own.get_device_properties)(&mut *properties, ordinal) })?;
     Ok(text(&properties.0[ARCHITECTURE]))
 }
@@ -48,13 +48,13 @@ fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo,
     let (mut name, mut uuid, mut bytes, mut pci) = ([0_u8; 256], [0_u8; 16], 0_usize, [0_u8; 64]);
     let own = &driver.own;
     let codes = [
-        // SAFETY: the call writes at most what it is told there is room for, which lives until it returns.
+        // SAFETY: The call writes at most the bytes that it is given, which outlive it.
         unsafe { (own.device_get_name)(name.as_mut_ptr(), name.len() as i32, ordinal) },
-        // SAFETY: the call writes 16 bytes that live until it returns.
+        // SAFETY: The call writes 16 bytes, which outlive it.
         unsafe { (own.device_get_uuid)(&mut uuid, ordinal) },
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         unsafe { (own.device_total_mem)(&mut bytes, ordinal) },
-        // SAFETY: as for the name.
+        // SAFETY: As for the name.
         unsafe { (own.device_get_pci_bus_id)(pci.as_mut_ptr(), pci.len() as i32, ordinal) },
     ];
     for code in codes {
@@ -66,15 +66,15 @@ fn info(driver: &Driver, architecture: &str, ordinal: i32) -> Result<DeviceInfo,
     Ok(info)
 }
 
-/// What names this machine among others; what names its run, where it has no name.
+/// Returns the id of this machine, or the id of its current boot if it has none.
 fn machine() -> String {
     let files = ["/etc/machine-id", "/proc/sys/kernel/random/boot_id"];
     let read = |path: &str| std::fs::read_to_string(Path::new(path)).ok();
     files.into_iter().filter_map(read).map(|id| id.trim().to_owned()).find(|id| !id.is_empty()).unwrap_or_default()
 }
 
-/// Gives devices that have no UUID, or the same as another, one that is made from the machine and where they are plugged in: every
-/// process of the machine comes to the same.
+/// Gives a UUID to each device that has none or shares one with another device. It is derived from the machine and the
+/// PCI address, so every process of the machine derives the same.
 fn tell_apart(infos: &mut [DeviceInfo], machine: &str) {
     let reported: Vec<[u8; 16]> = infos.iter().map(|info| info.uuid).collect();
     for info in infos {
@@ -86,7 +86,7 @@ fn tell_apart(infos: &mut [DeviceInfo], machine: &str) {
     }
 }
 
-/// A UUID of version 8, which is for those that are made in a way of one's own: FNV-1a over both texts.
+/// Derives a UUID of version 8, the version for custom formats, by FNV-1a over both texts.
 fn made_up(machine: &str, place: &str) -> [u8; 16] {
     let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
     for byte in b"highwater-rocm\0".iter().chain(machine.as_bytes()).chain(b"\0").chain(place.as_bytes()) {
@@ -98,13 +98,13 @@ fn made_up(machine: &str, place: &str) -> [u8; 16] {
     uuid
 }
 
-/// Bytes of workspace that AMD's kernels make use of: large ones pay on the large parts.
+/// Returns the bytes of workspace that AMD's kernels use. Large devices benefit from a large workspace.
 fn workspace_bytes(architecture: &str) -> usize {
     let large = ["gfx942", "gfx950", "gfx1250"].contains(&bare(architecture));
     if large { 128 << 20 } else { 32 << 20 }
 }
 
-/// The architecture without its features.
+/// Returns the architecture without its features.
 pub(crate) fn bare(architecture: &str) -> &str {
     architecture.split(':').next().unwrap_or(architecture)
 }
@@ -113,11 +113,11 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     let has = |which| rocm.driver.attribute(ordinal, which) != 0;
     let calls = &rocm.driver.calls;
     let (mut least, mut greatest) = (0, 0);
-    // SAFETY: the call writes two numbers that live until it returns.
+    // SAFETY: The call writes two numbers, which outlive it.
     let ranged = unsafe { (calls.get_stream_priority_range)(&mut least, &mut greatest) } == 0;
     let mut can = Capabilities::none();
     (can.gemm_f16, can.gemm_bf16, can.gemm_f32, can.gemm_f64, can.gemm_mixed) = (true, true, true, true, true);
-    // By the compute type of a product; others ignore it or have no kernel.
+    // Selected by the compute type of a product. Other architectures ignore it or have no kernel.
     can.tf32 = bare(&info.architecture).starts_with("gfx94");
     can.strided_batch = true;
     can.atomics_mode = true;
@@ -132,12 +132,12 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     (can.event_timing, can.foreign_objects, can.peer_copy) = (true, true, true);
     (can.host_register, can.write_combined) = (true, true);
     (can.legacy_default_stream, can.per_thread_default_stream) = (true, true);
-    // A BLAS handle makes calls that a capture forbids in any mode, and some versions end the process where one fails.
+    // A BLAS handle makes calls that a capture forbids in any mode. Some versions end the process when one fails.
     can.create_during_capture = false;
     can.set_stream_resets_workspace = rocm.quirks.set_stream_resets_workspace;
-    // Registered memory has another address on some devices, so each is asked for.
+    // On some devices, registered memory has another address, so the runtime is asked for it.
     can.host_address_is_device_address = false;
-    // It is allocated as non-coherent.
+    // The memory is allocated as non-coherent.
     can.pinned_cached_by_device = true;
     can.register_piece_bytes = 64 << 20;
     can.workspace_alignment = 256;
@@ -145,7 +145,7 @@ fn capabilities(rocm: &Rocm, info: &DeviceInfo, ordinal: i32) -> Capabilities {
     if can.blas_workspace {
         can.blas_workspace_bytes = workspace_bytes(&info.architecture);
     } else {
-        // Its handles work in memory of their own, which goes with them from stream to stream.
+        // A handle works in its own memory, which moves with it from stream to stream.
         can.handle_per_stream = true;
     }
     can
@@ -174,9 +174,9 @@ mod tests {
         let uuids: std::collections::HashSet<_> = infos.iter().map(|info| info.uuid).collect();
         assert_eq!(uuids.len(), 5);
         assert!(!uuids.contains(&[7; 16]) && !uuids.contains(&[0; 16]));
-        // What tells a device apart already is kept.
+        // A unique UUID is kept.
         assert_eq!(infos[2].uuid, [9; 16]);
-        // Every process comes to the same, whichever devices it sees in which order.
+        // Every process derives the same, whichever devices it sees in whatever order.
         let mut other = [device(0, 7, Some("0000:83:00.0")), device(1, 7, Some("0000:03:00.0"))];
         tell_apart(&mut other, "machine");
         assert_eq!([other[1].uuid, other[0].uuid], [infos[0].uuid, infos[1].uuid]);

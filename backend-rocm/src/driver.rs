@@ -1,4 +1,4 @@
-//! The HIP runtime, initialised once for each library file and kept to the end of the process.
+//! The HIP runtime, initialized once for each library file.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,56 +9,57 @@ use highwater_hal::{Error, ErrorKind};
 use crate::calls::{self, HipCalls};
 use crate::{codes, libraries, quirks};
 
-/// A runtime that was initialised.
+/// An initialized runtime.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) calls: Calls,
     pub(crate) own: HipCalls,
     /// The version of HIP: 10,000,000 * major + 100,000 * minor + patch.
     pub(crate) version: i32,
-    /// How many devices there are.
+    /// The number of devices.
     pub(crate) devices: i32,
-    /// The captures that are open in it.
+    /// The captures that are open in the runtime.
     pub(crate) captures: Arc<Captures>,
 }
 
 impl Driver {
-    /// The runtime that the search finds among the names that `accepts` takes, initialised.
+    /// Returns the initialized runtime that the search finds among the names that `accepts` selects.
     ///
     /// # Safety
-    /// The names, and whatever `paths` gives, are libraries whose constructors this process may run.
+    /// The caller must ensure that this process may run the constructors of all libraries that the names or `paths`
+    /// select.
     pub(crate) unsafe fn open(
         search: &mut Search,
         paths: &dyn Fn(&str) -> Option<PathBuf>,
         accepts: impl Fn(&LibraryName) -> bool,
     ) -> Result<&'static Self, Error> {
         static OPEN: DriverCache<Driver> = DriverCache::new();
-        // SAFETY: passed on from the caller; a library that goes by these names, or that a variable names as it, exports what the
-        // runtime exports.
+        // SAFETY: As the caller promises. A library with one of these names, or one that a variable names as the
+        // runtime, exports the runtime's symbols.
         unsafe { OPEN.open(search, &libraries::HIP, paths, accepts, |found| Self::initialize(found)) }
     }
 
     /// # Safety
-    /// The library is AMD's runtime.
+    /// The caller must ensure that the library is AMD's runtime.
     unsafe fn initialize(found: &Found) -> Result<Self, Error> {
-        // SAFETY: passed on from the caller.
+        // SAFETY: As the caller promises.
         let tables = unsafe {
             (Calls::load(&found.library, calls::runtime_symbol), HipCalls::load(&found.library, calls::runtime_symbol))
         };
         let (calls, own) = found.both(tables.0, tables.1, "install the HIP runtime of ROCm 6 or 7")?;
         let (mut version, mut devices) = (0, 0);
-        // SAFETY: the call writes one number that lives until it returns; it needs no initialisation.
+        // SAFETY: The call writes one number, which outlives it. It needs no initialization.
         codes::HIP.check("open", unsafe { (own.runtime_get_version)(&mut version) })?;
         if major(version) < 6 {
-            let message = format!("{} is HIP {}", found.library.name(), written(version));
+            let message = format!("{} is HIP {}, expected HIP 6 or 7", found.library.name(), written(version));
             return Err(
                 Error::new(ErrorKind::Unsupported, "open", message).with_hint("install the HIP runtime of ROCm 6 or 7")
             );
         }
-        // SAFETY: the call takes flags, of which there are none.
+        // SAFETY: The call takes only flags, and 0 is the only valid value.
         is_there(unsafe { (own.init)(0) })?;
         highwater_hal::exit::watch();
-        // SAFETY: as above.
+        // SAFETY: As above.
         is_there(unsafe { (own.get_device_count)(&mut devices) })?;
         if devices < 1 {
             return Err(codes::HIP.error("open", quirks::NO_DEVICE));
@@ -67,25 +68,25 @@ impl Driver {
         Ok(Self { calls, own, version, devices, captures })
     }
 
-    /// The major version of HIP.
+    /// Returns the major version of HIP.
     pub(crate) const fn major(&self) -> u32 {
         major(self.version)
     }
 
-    /// A number about a device; 0 where the runtime does not know it.
+    /// Returns an attribute of a device; 0 if the runtime does not know it.
     pub(crate) fn attribute(&self, device: i32, which: i32) -> i32 {
         let mut value = 0;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         let code = unsafe { (self.own.device_get_attribute)(&mut value, which, device) };
         if code == 0 { value } else { 0 }
     }
 }
 
-/// Success, or the error of a code, several of which say that there is no device.
+/// Converts a code of initialization, several of which mean that no device exists.
 fn is_there(code: i32) -> Result<(), Error> {
     match code {
         0 => Ok(()),
-        // HIP 5 answers with it where later ones say that there is none.
+        // HIP 5 returns this code if no device exists. Later versions return `hipErrorNoDevice`.
         quirks::INVALID_DEVICE => Err(codes::HIP.error("open", quirks::NO_DEVICE).with_code(i64::from(code))),
         code => Err(codes::HIP.error("open", code)),
     }
@@ -95,7 +96,7 @@ const fn major(version: i32) -> u32 {
     (version / 10_000_000).unsigned_abs()
 }
 
-/// A version as people write it: `6.4.43484`.
+/// Formats a version: `6.4.43484`.
 pub(crate) fn written(version: i32) -> String {
     format!("{}.{}.{}", major(version), version / 100_000 % 100, version % 100_000)
 }

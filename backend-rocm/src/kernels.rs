@@ -1,7 +1,8 @@
-//! Whether rocBLAS has kernels for a device, which has to be known before it is asked.
+//! The search for rocBLAS's kernels of a device.
 //!
-//! rocBLAS, which hipBLAS calls, reads its kernels from files beside itself. Where it finds none for a device, it ends the process, and
-//! does so at the first product: making a handle still succeeds. So the file is looked for where rocBLAS would look.
+//! hipBLAS calls rocBLAS, which reads its kernels from files beside itself. If it finds none for a device, it ends the
+//! process at the first product. Creating a handle still succeeds. This module therefore looks for the files in the
+//! same places before a handle is created.
 
 use std::path::{Path, PathBuf};
 
@@ -11,9 +12,9 @@ use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 use crate::devices::bare;
 use crate::libraries;
 
-/// Names the folder, for rocBLAS as for us.
+/// The variable that names the folder, for rocBLAS and for this module.
 const VARIABLE: &str = "ROCBLAS_TENSILE_LIBPATH";
-/// Where the folder lies, seen from the library.
+/// The folder of the kernels, relative to the library's folder.
 const BESIDE: &str = "rocblas/library";
 
 /// The folders in which rocBLAS looks for kernels.
@@ -21,20 +22,20 @@ const BESIDE: &str = "rocblas/library";
 pub(crate) struct Kernels(Vec<PathBuf>);
 
 impl Kernels {
-    /// Those of the rocBLAS that `hipblas` uses.
+    /// Finds the folders of the rocBLAS that `hipblas` uses.
     pub(crate) fn new(hipblas: &Library) -> Self {
         let libraries = [loaded_files("librocblas.so"), loaded_files("libhipblas.so"), vec![hipblas.name().into()]];
         Self(folders(environment_path(VARIABLE), &libraries.concat(), &libraries::releases()))
     }
 
-    /// Whether there are kernels for an architecture, as far as one can tell.
+    /// Checks that kernels for an architecture exist. Succeeds if this cannot be determined.
     ///
     /// # Errors
-    /// `Unsupported`, with what was looked for and where.
+    /// `Unsupported`, with the file that is missing and the folders that were searched.
     pub(crate) fn check(&self, architecture: &str) -> Result<()> {
         let architecture = bare(architecture);
         let wanted = format!("TensileLibrary_lazy_{architecture}.dat");
-        // Without a folder there is nothing to go by: a rocBLAS may carry its kernels inside.
+        // If no folder exists, the check succeeds, because a rocBLAS may contain its kernels.
         if architecture.is_empty()
             || self.0.is_empty()
             || self.0.iter().any(|folder| has(folder, architecture, &wanted))
@@ -43,30 +44,29 @@ impl Kernels {
         }
         let folders: Vec<String> = self.0.iter().map(|folder| display_foreign(folder).to_string()).collect();
         let message = format!(
-            "rocBLAS has no kernels for {architecture} and would end the process at the first product: {wanted} was looked for in {}",
+            "rocBLAS has no kernels for {architecture} and would end the process at the first product; no {wanted} in {}",
             folders.join(", ")
         );
-        Err(Error::new(ErrorKind::Unsupported, "create_blas_handle", message).with_hint(format!(
-            "install the rocBLAS kernels for {architecture}, or let {VARIABLE} name the folder that holds them"
-        )))
+        Err(Error::new(ErrorKind::Unsupported, "create_blas_handle", message)
+            .with_hint(format!("install the rocBLAS kernels for {architecture}, or set {VARIABLE} to their folder")))
     }
 }
 
-/// Whether the folder has the kernels; builds of rocBLAS that read all of them at once have one file for everything.
+/// Returns whether the folder has the kernels. Builds of rocBLAS that read all kernels at once have one file for all.
 fn has(folder: &Path, architecture: &str, wanted: &str) -> bool {
     let whole = ["TensileLibrary.dat".to_owned(), format!("TensileLibrary_{architecture}.dat")];
-    // rocBLAS takes a folder of the architecture's own where there is one.
+    // rocBLAS prefers the architecture's own folder.
     [folder.to_owned(), folder.join(architecture)]
         .iter()
         .any(|folder| folder.join(wanted).is_file() || whole.iter().any(|name| folder.join(name).is_file()))
 }
 
-/// The folder that is named, or else those that are there: beside the libraries, and in the releases.
+/// Returns the folder in the variable, or the existing folders beside the libraries and in the releases.
 fn folders(named: Option<PathBuf>, libraries: &[PathBuf], releases: &[PathBuf]) -> Vec<PathBuf> {
     if let Some(named) = named {
         return vec![named];
     }
-    // A link leads to the file that rocBLAS takes itself for.
+    // rocBLAS resolves links to find its own folder.
     let real = libraries.iter().filter_map(|library| library.canonicalize().ok());
     let beside = libraries.iter().cloned().chain(real).filter_map(|library| Some(library.parent()?.join(BESIDE)));
     let mut found: Vec<PathBuf> = Vec::new();
@@ -82,7 +82,7 @@ fn folders(named: Option<PathBuf>, libraries: &[PathBuf], releases: &[PathBuf]) 
 mod tests {
     use super::*;
 
-    /// A folder that is gone with the test.
+    /// A folder that is removed with the test.
     struct Scratch(PathBuf);
 
     impl Scratch {

@@ -1,9 +1,30 @@
-//! The ROCm backend of Highwater: AMD's HIP runtime and hipBLAS, opened at run time.
+//! The ROCm backend of Highwater, over AMD's HIP runtime and hipBLAS, opened at run time.
 //!
-//! Nothing of ROCm is needed to build it, and a program that holds it starts on a machine without any. It needs HIP 7 with
-//! hipBLAS 3, or HIP 6 with hipBLAS 2. What CUDA and HIP do alike is in `highwater_driver`; here are the names of the
-//! libraries, their calls, the meaning of their codes, and what only HIP has. Which calls stand behind which method is written
-//! down in `docs/driver-mapping.md` of the repository.
+//! Building this crate requires no ROCm installation, and a program with it starts on a machine without a GPU. It runs
+//! with HIP 7 and hipBLAS 3, or with HIP 6 and hipBLAS 2.
+//!
+//! # Responsibilities
+//!
+//! [`highwater_driver`] implements the four traits and documents what it checks, what the caller validates, and what
+//! happens at exit and after a fork. This crate adds:
+//! - the names and the search order of AMD's libraries;
+//! - the table of calls that only HIP has, and the symbols of all tables;
+//! - the meaning of HIP's and hipBLAS's codes;
+//! - the behavior of HIP and hipBLAS as data;
+//! - a search for rocBLAS's kernels, because rocBLAS ends the process if it finds none.
+//!
+//! # Life cycle of the runtime
+//!
+//! [`open`] initializes the runtime with `hipInit` once for each library file. If the process has loaded a HIP of
+//! another major version, `open` fails, because two major versions do not work in one process. Each call makes its
+//! device current and restores the caller's device.
+//!
+//! # Captures
+//!
+//! A stream of HIP stays unusable after a lost capture. The backend replaces it, and every stream that had joined,
+//! under the same ids. A BLAS handle cannot be created during a capture.
+//!
+//! `docs/driver-mapping.md` in the repository maps each trait method to its calls. `docs/rocm.md` lists the tests.
 
 #[cfg(test)]
 mod abi_check;
@@ -27,57 +48,59 @@ use crate::driver::Driver;
 use crate::kernels::Kernels;
 use crate::platform::Rocm;
 
-/// Opens the backend, or says what is missing.
+/// Opens the backend.
 ///
 /// # Errors
-/// `LibraryMissing`, with every name tried and the loader's words, where a library cannot be opened; `SymbolMissing` where one
-/// lacks what it should have; `DeviceMissing` where no device is visible; `InvalidArgument` where the variables
-/// `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files that do not go together; `InvalidState` where HIP of
-/// another major version is in the process already; `Unsupported` for HIP 5 and older.
+/// - `LibraryMissing` if a library cannot be opened, with all names tried and the loader's reasons.
+/// - `SymbolMissing` if a library lacks a required symbol.
+/// - `DeviceMissing` if no device is visible.
+/// - `InvalidArgument` if `HIGHWATER_HIP_LIBRARY` and `HIGHWATER_HIPBLAS_LIBRARY` name files of different releases.
+/// - `InvalidState` if `HIGHWATER_HIP_LIBRARY` names another major version than the HIP that the process has loaded.
+/// - `Unsupported` for HIP 5 and older.
 pub fn open() -> Result<Arc<dyn Backend>, Unavailable> {
-    // SAFETY: AMD's libraries are made to be opened by any process at any time, and the variables belong to whoever starts the
+    // SAFETY: Any process may open AMD's libraries at any time. The variables belong to the user who starts the
     // process.
     unsafe { open_with(&environment_path, libraries::folders()) }
 }
 
 /// # Safety
-/// The usual names, whatever `paths` gives and the files in `folders` are AMD's libraries, and this process may run their
-/// constructors.
+/// The caller must ensure that the usual names, the files of `paths` and the files in `folders` are AMD's libraries,
+/// and that this process may run their constructors.
 unsafe fn open_with(
     paths: &dyn Fn(&str) -> Option<PathBuf>,
     folders: Vec<PathBuf>,
 ) -> Result<Arc<dyn Backend>, Unavailable> {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     open_backend(folders, |search| unsafe { find(search, paths) })
 }
 
 /// # Safety
-/// As [`open_with`].
+/// The same as for [`open_with`].
 unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Opened<Rocm>, Error> {
     let given = paths(libraries::HIP.path_variable);
     let loaded = libraries::loaded_major(libraries::HIP.loaded(), given.as_deref())?;
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     let driver = unsafe { Driver::open(search, paths, |name| loaded.is_none() || name.major == loaded) }?;
     let given = paths(libraries::HIPBLAS.path_variable);
-    // SAFETY: as above.
+    // SAFETY: As above.
     let hipblas =
         unsafe { search.open(&libraries::HIPBLAS, given.as_deref(), |name| name.major == Some(driver.major())) }?;
     goes_with(&hipblas, driver)?;
     let symbol = |name: &str| calls::blas_symbol(driver.major(), name);
-    // SAFETY: the library goes by its name, or a variable names it so; it exports what hipBLAS of its version does.
+    // SAFETY: The library has this name, or a variable names it. It exports the symbols of its version.
     let mut blas = unsafe { BlasCalls::load(&hipblas.library, symbol) }
         .map_err(|missing| hipblas.lacks(&missing, "install the hipBLAS of the same ROCm release as HIP"))?;
-    // It takes no mode but the default; the compute type of a product says the precision.
+    // hipBLAS accepts only the default mode. The compute type of a product selects the precision.
     blas.set_math_mode = None;
     let mut identity = Identity::new("rocm", "AMD ROCm", BackendTag::next());
     let mut below = 0;
-    // SAFETY: the call writes one number that lives until it returns.
+    // SAFETY: The call writes one number, which outlives it.
     codes::HIP.check("open", unsafe { (driver.own.driver_get_version)(&mut below) })?;
     let versions = [
         ("highwater-rocm", env!("CARGO_PKG_VERSION").to_owned()),
         ("HIP", driver::written(driver.version)),
         ("HIP driver", driver::written(below)),
-        // It has no call that says more.
+        // hipBLAS has no call for its full version.
         ("hipBLAS", (driver.major() - 4).to_string()),
     ];
     identity.versions = versions.into_iter().map(|(what, version)| (what.to_owned(), version)).collect();
@@ -92,7 +115,7 @@ unsafe fn find(search: &mut Search, paths: &dyn Fn(&str) -> Option<PathBuf>) -> 
     Ok(Opened { platform, identity, devices, captures: Arc::clone(&driver.captures) })
 }
 
-/// Whether this hipBLAS is of the same release as HIP: by its file's name, or by a symbol that only hipBLAS 2 has.
+/// Checks that hipBLAS and HIP belong to the same release, by the file's name or by a symbol that only hipBLAS 2 has.
 fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
     let second = hipblas.library.has_symbol(&calls::blas_symbol(6, "GemmEx"));
     let major = hipblas.major.unwrap_or(if second { 6 } else { 7 });
@@ -100,12 +123,12 @@ fn goes_with(hipblas: &Found, driver: &Driver) -> Result<(), Error> {
         return Ok(());
     }
     let message = format!(
-        "{} goes with HIP {major}, but HIP {} was opened",
+        "{} requires HIP {major}, but HIP {} was opened",
         hipblas.library.name(),
         driver::written(driver.version)
     );
     Err(Error::new(ErrorKind::InvalidArgument, "open", message).with_hint(format!(
-        "{} is set: let it name the hipBLAS of the same ROCm release as HIP, or unset it",
+        "{} is set: point it at the hipBLAS of the same ROCm release as HIP, or unset it",
         libraries::HIPBLAS.path_variable
     )))
 }
@@ -118,10 +141,10 @@ mod tests {
 
     use super::*;
 
-    /// The answer with the HIP runtime named by its variable.
+    /// Opens the backend with the HIP runtime at `path`.
     fn with_runtime(path: &Path) -> Unavailable {
         let paths = |variable: &str| (variable == "HIGHWATER_HIP_LIBRARY").then(|| path.to_owned());
-        // SAFETY: the paths of these tests are the C library, which is in this process already, or do not exist.
+        // SAFETY: The paths of these tests do not exist, or name the C library, which this process has loaded.
         unsafe { open_with(&paths, Vec::new()) }.unwrap_err()
     }
 
@@ -148,7 +171,7 @@ mod tests {
 
     #[test]
     fn hip_5_is_refused_by_name() {
-        // A link to the C library under the name of the old runtime: what counts is the name.
+        // A link to the C library with the name of the old runtime. The name decides.
         let folder = std::env::temp_dir().join(format!("highwater-hip5-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let link = folder.join("libamdhip64.so.5");
@@ -175,7 +198,7 @@ mod tests {
         {
             assert!(symbols.contains(symbol), "{symbol}");
         }
-        // The symbol without a suffix fills an older layout, and the one without flags has other arguments.
+        // The symbol without a suffix fills an older layout. The symbol without flags has other arguments.
         assert!(!symbols.contains("hipGetDeviceProperties") && !symbols.contains("hipEventCreate"));
         let blas: Vec<String> = BlasCalls::NAMES.iter().map(|(_, name)| calls::blas_symbol(7, name)).collect();
         assert_eq!(blas[..4], ["hipblasCreate", "hipblasDestroy", "hipblasSetStream", "hipblasSetAtomicsMode"]);

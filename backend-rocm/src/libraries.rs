@@ -1,7 +1,8 @@
 //! The names of AMD's libraries.
 //!
-//! HIP and hipBLAS count their versions apart, and only pairs of one ROCm release work together: hipBLAS 3 takes other
-//! data types under the same symbols than hipBLAS 2. So each hipBLAS carries the major version of the HIP it goes with.
+//! HIP and hipBLAS have separate version numbers, and only pairs of one ROCm release work together. hipBLAS 3 takes
+//! other numbers for the same types than hipBLAS 2. Each name of hipBLAS therefore carries the major version of its
+//! HIP.
 
 use std::path::{Path, PathBuf};
 
@@ -24,13 +25,13 @@ pub(crate) const HIPBLAS: VendorLibrary = VendorLibrary {
     required_symbols: &["hipblasCreate"],
 };
 
-/// Where AMD's installer puts the libraries, beyond the loader's path: the release that is set as the default, then the others, the
+/// Returns the library folders of AMD's installer beyond the loader's path: the default release, then the others,
 /// newest first.
 pub(crate) fn folders() -> Vec<PathBuf> {
     releases().into_iter().map(|release| release.join("lib")).collect()
 }
 
-/// The folders of ROCm releases.
+/// Returns the folders of ROCm releases.
 pub(crate) fn releases() -> Vec<PathBuf> {
     releases_in(Path::new("/opt"))
 }
@@ -48,16 +49,16 @@ fn releases_in(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The major version that HIP has to have because one is in this process already, whoever opened it: a second one does not load, or
-/// loads and breaks the first. `None` where there is none.
+/// Returns the major version of the HIP that this process has loaded, if any. A second major version does not load, or
+/// breaks the first.
 ///
 /// # Errors
-/// `InvalidState` where `given`, or the version that is there, is of another.
+/// `InvalidState` if `given` has another major version, and `Unsupported` if the loaded version is too old.
 pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option<&Path>) -> Result<Option<u32>, Error> {
     let Some((file, major)) = loaded.and_then(|(file, name)| Some((file, name.major?))) else { return Ok(None) };
     let refused = |wanted: &str, hint: String| {
         let message = format!(
-            "{wanted}, but {} of major version {major} is in this process already, and two major versions of HIP do not work in one",
+            "{wanted}, but the process has loaded {} of major version {major}, and two major versions of HIP do not work in one process",
             display_foreign(&file)
         );
         Err(Error::new(ErrorKind::InvalidState, "open", message).with_hint(hint))
@@ -65,20 +66,18 @@ pub(crate) fn loaded_major(loaded: Option<(PathBuf, LibraryName)>, given: Option
     if HIP.too_old.iter().any(|name| name.major == Some(major)) {
         let accepted: Vec<&str> = HIP.names.iter().map(|name| name.file).collect();
         let message = format!(
-            "{} (major version {major}) is too old to be used as {}, and is in this process already, which keeps others out",
+            "{} (major version {major}) is too old to be used as {}, and the process has loaded it already",
             display_foreign(&file),
             HIP.what
         );
-        return Err(Error::new(ErrorKind::Unsupported, "open", message).with_hint(format!(
-            "install a version that has {}, and let all of the process use it",
-            accepted.join(" or ")
-        )));
+        return Err(Error::new(ErrorKind::Unsupported, "open", message)
+            .with_hint(format!("install a version with {}, and use it in the whole process", accepted.join(" or "))));
     }
     let wanted = given.and_then(|path| HIP.name_of(path));
     match wanted.and_then(|name| name.major) {
         Some(wanted) if wanted != major => refused(
-            &format!("HIP {wanted} was asked for"),
-            format!("let {} name a file of major version {major}, or unset it", HIP.path_variable),
+            &format!("HIP {wanted} was requested"),
+            format!("point {} at a file of major version {major}, or unset it", HIP.path_variable),
         ),
         _ => Ok(Some(major)),
     }
@@ -114,7 +113,7 @@ mod tests {
         assert_eq!(loaded_major(there("libamdhip64.so.6"), Some(same)).unwrap(), Some(6));
         let error = loaded_major(there("libamdhip64.so.7"), Some(same)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidState);
-        assert!(error.message().contains("HIP 6 was asked for"), "{error}");
+        assert!(error.message().contains("HIP 6 was requested"), "{error}");
         assert!(error.message().contains("/somewhere/libamdhip64.so.7 of major version 7"), "{error}");
         assert!(error.hint().contains("HIGHWATER_HIP_LIBRARY"), "{error}");
         let error = loaded_major(there("libamdhip64.so.5"), None).unwrap_err();

@@ -1,4 +1,4 @@
-//! HIP as the driver room sees it.
+//! HIP as a [`Platform`].
 
 use highwater_driver::{Blas, Calls, Codes, Platform, Quirks, RawStream};
 use highwater_hal::{DevicePtr, Result};
@@ -14,21 +14,22 @@ pub(crate) struct Rocm {
     pub(crate) blas: Blas,
     pub(crate) quirks: &'static Quirks,
     pub(crate) kernels: Kernels,
-    /// By ordinal.
+    /// The architectures, by ordinal.
     pub(crate) architectures: Vec<String>,
 }
 
 impl Rocm {
     #[inline(always)]
     fn set_device(&self, device: i32) -> i32 {
-        // SAFETY: the call takes a number, and refuses those that are no device.
+        // SAFETY: The call takes a number, and refuses a device that does not exist.
         unsafe { (self.driver.own.set_device)(device) }
     }
 }
 
-// SAFETY: the calls are those of AMD's runtime and of hipBLAS, looked up under their own symbols and declared with their own
-// arguments (`abi_check.rs` holds them against other declarations); AMD's manuals promise the order of streams, what queries
-// answer and what copies move. That a wait for an event makes writes to host memory visible is asked for by the event's flag.
+// SAFETY: The calls are those of AMD's runtime and of hipBLAS. They were looked up under their own symbols and are
+// declared with their own arguments, which `abi_check.rs` checks. AMD's manuals promise the order of streams, the
+// results of queries and the effect of copies. A flag of each event requests that a wait for it makes device writes to
+// host memory visible.
 unsafe impl Platform for Rocm {
     /// The device that was current.
     type Previous = i32;
@@ -52,8 +53,8 @@ unsafe impl Platform for Rocm {
     #[inline(always)]
     fn make_current(&self, device: u32) -> Result<Option<i32>, i32> {
         let mut before = -1;
-        // SAFETY: the call writes one number that lives until it returns. What is current is asked each time, because other
-        // code of the thread may change it.
+        // SAFETY: The call writes one number, which outlives it. The current device is queried each time, because
+        // foreign code may change it.
         match unsafe { (self.driver.own.get_device)(&mut before) } {
             0 if before == device as i32 => Ok(None),
             0 => match self.set_device(device as i32) {
@@ -72,12 +73,12 @@ unsafe impl Platform for Rocm {
     fn enable_peer_access(&self, device: u32, peer: u32) -> Result<(), i32> {
         let own = &self.driver.own;
         let mut reaches = 0;
-        // SAFETY: the call writes one number that lives until it returns.
+        // SAFETY: The call writes one number, which outlives it.
         let asked = unsafe { (own.device_can_access_peer)(&mut reaches, device as i32, peer as i32) };
         if asked != 0 || reaches == 0 {
             return Err(if asked == 0 { quirks::PEER_ACCESS_UNSUPPORTED } else { asked });
         }
-        // SAFETY: the call takes numbers.
+        // SAFETY: The call takes numbers only.
         let enabled = unsafe { (own.device_enable_peer_access)(peer as i32, 0) };
         if enabled == 0 || enabled == quirks::PEER_ACCESS_ALREADY_ENABLED { Ok(()) } else { Err(enabled) }
     }
@@ -89,13 +90,13 @@ unsafe impl Platform for Rocm {
         bytes: usize,
         stream: RawStream,
     ) -> i32 {
-        // SAFETY: the caller vouches for both ranges and the stream.
+        // SAFETY: The caller promises that both ranges and the stream are valid.
         unsafe { (self.driver.own.memcpy_peer_async)(dst.1, dst.0 as i32, src.1, src.0 as i32, bytes, stream) }
     }
 
     unsafe fn stream_is_of(&self, stream: RawStream, device: u32) -> Result<bool, i32> {
         let mut own = -1;
-        // SAFETY: the caller vouches for the stream; the call writes one number that lives until it returns.
+        // SAFETY: The caller promises that the stream is alive. The call writes one number, which outlives it.
         let code = unsafe { (self.driver.own.stream_get_device)(stream, &mut own) };
         if code == 0 { Ok(own == device as i32) } else { Err(code) }
     }

@@ -1,14 +1,14 @@
-//! How HIP and hipBLAS behave, as data. The numbers are those of the vendor's headers; `abi_check.rs` holds them against bindings.
+//! The behavior of HIP and hipBLAS as data. The numbers are those of AMD's headers; `abi_check.rs` checks them.
 
 use highwater_driver::{
     AtomicsModes, ComputeCodes, EventFlags, HostFlags, Quirks, RawStream, TransposeCodes, TypeCodes,
 };
 
-/// "Not done yet".
+/// The work is not done yet.
 pub(crate) const NOT_READY: i32 = 600;
-/// No such device, in an installation without any.
+/// The installation has no device.
 pub(crate) const NO_DEVICE: i32 = 100;
-/// The number of a device that is none.
+/// The device does not exist.
 pub(crate) const INVALID_DEVICE: i32 = 101;
 pub(crate) const PEER_ACCESS_UNSUPPORTED: i32 = 217;
 pub(crate) const PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
@@ -20,21 +20,21 @@ pub(crate) const STREAM_NON_BLOCKING: u32 = 1;
 pub(crate) const PER_THREAD_STREAM: RawStream = RawStream(2);
 pub(crate) const EVENT_NO_TIMING: u32 = 2;
 pub(crate) const EVENT_INTERPROCESS: u32 = 4;
-/// Makes what a device wrote visible to the whole system where the event is reached: without it, a wait may not be enough to read host
-/// memory that the device caches.
+/// Makes a device's writes visible to the whole system when the event is reached. Without it, a wait may not suffice to
+/// read host memory that the device caches.
 pub(crate) const EVENT_RELEASE_TO_SYSTEM: u32 = 0x8000_0000;
 pub(crate) const HOST_PORTABLE: u32 = 1;
 pub(crate) const HOST_MAPPED: u32 = 2;
 pub(crate) const HOST_WRITE_COMBINED: u32 = 4;
-/// Lets the device cache the memory; the vendor's default is memory that it does not cache.
+/// Lets the device cache the memory. By default, HIP allocates memory that the device does not cache.
 pub(crate) const HOST_NON_COHERENT: u32 = 0x8000_0000;
 pub(crate) const REGISTER_PORTABLE: u32 = 1;
 pub(crate) const REGISTER_MAPPED: u32 = 2;
-/// Since HIP 6; 0 is refused.
+/// The only accepted value since HIP 6.
 pub(crate) const IPC_LAZY_PEER_ACCESS: u32 = 1;
 pub(crate) const POOL_RELEASE_THRESHOLD: u32 = 4;
 
-/// Of hipBLAS.
+/// Numbers of hipBLAS.
 pub(crate) const OP_N: i32 = 111;
 pub(crate) const OP_T: i32 = 112;
 pub(crate) const GEMM_DEFAULT: i32 = 160;
@@ -71,7 +71,7 @@ const COMMON: Quirks = Quirks {
     type_codes: TypeCodes { f16: R_16F, bf16: R_16BF, f32: R_32F, f64: R_64F },
     compute_codes: ComputeCodes { f32: COMPUTE_32F, tf32: COMPUTE_32F_FAST_TF32, f64: COMPUTE_64F },
     default_algorithm: GEMM_DEFAULT,
-    // A handle takes mode 0 only: the compute type of a product says it.
+    // A handle accepts mode 0 only. The compute type of a product selects the precision.
     math_modes: None,
     atomics_modes: AtomicsModes { not_allowed: ATOMICS_NOT_ALLOWED, allowed: ATOMICS_ALLOWED },
     atomics_allowed_at_first: false,
@@ -79,11 +79,11 @@ const COMMON: Quirks = Quirks {
     capture_loss_kills_streams: Some(CAPTURE_INVALIDATED),
 };
 
-/// With hipBLAS 2, whose handles start with atomics, and with hipBLAS 3, whose handles start without.
+/// hipBLAS 2, whose new handles allow atomics, and hipBLAS 3, whose new handles do not.
 pub(crate) static HIPBLAS_2: Quirks = Quirks { atomics_allowed_at_first: true, ..COMMON };
 pub(crate) static HIPBLAS_3: Quirks = COMMON;
 
-/// Returns the quirks of the hipBLAS that goes with a major version of HIP.
+/// Returns the quirks of the hipBLAS that works with a major version of HIP.
 pub(crate) const fn of_hip(major: u32) -> &'static Quirks {
     if major <= 6 { &HIPBLAS_2 } else { &HIPBLAS_3 }
 }

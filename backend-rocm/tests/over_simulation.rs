@@ -67,7 +67,7 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
 /// # Safety
 /// The caller must name a function of that type.
 unsafe fn hip<F: Copy>(symbol: &str) -> F {
-    // SAFETY: passed on from the caller.
+    // SAFETY: As the caller promises.
     unsafe { of_library("libamdhip64.so", symbol) }
 }
 
@@ -77,7 +77,7 @@ unsafe fn hip<F: Copy>(symbol: &str) -> F {
 /// The caller must name a function of that type.
 unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
     let file = highwater_driver::loaded_files(library).pop().unwrap();
-    // SAFETY: the library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller vouches for the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()
@@ -87,7 +87,7 @@ unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
 /// The major version of HIP.
 fn major() -> i32 {
     let mut version = 0;
-    // SAFETY: the call writes one number that lives until it returns.
+    // SAFETY: The call writes one number, which outlives it.
     let code = unsafe { hip::<unsafe extern "C" fn(*mut i32) -> i32>("hipRuntimeGetVersion")(&mut version) };
     assert_eq!(code, 0);
     version / 10_000_000
@@ -102,7 +102,7 @@ fn allocate(backend: &dyn Backend, bytes: usize) -> DevicePtr {
 }
 
 fn fill(backend: &dyn Backend, block: DevicePtr, value: u8, bytes: usize, stream: StreamId) {
-    // SAFETY: the tests name ranges inside blocks that live until the stream was waited for.
+    // SAFETY: The tests name ranges inside blocks that live until the stream was waited for.
     unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(value), bytes), stream) }.unwrap();
 }
 
@@ -111,7 +111,7 @@ fn bytes_of(backend: &dyn Backend, block: DevicePtr, bytes: usize, stream: Strea
     let host = backend.host_allocator();
     let room = host.allocate(bytes, &HostOptions::new()).unwrap();
     let copy = MemoryCopy::new(Location::Host(room), Location::Device { device: 0, ptr: block }, bytes);
-    // SAFETY: both ranges are allocated, and the copy is done when the room is read.
+    // SAFETY: Both ranges are allocated, and the copy is done when the room is read.
     unsafe {
         backend.copy(&copy, stream).unwrap();
         backend.synchronize_stream(stream).unwrap();
@@ -122,7 +122,7 @@ fn bytes_of(backend: &dyn Backend, block: DevicePtr, bytes: usize, stream: Strea
 }
 
 fn free(backend: &dyn Backend, block: DevicePtr) {
-    // SAFETY: the tests have waited for what uses it.
+    // SAFETY: The tests have waited for what uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
 }
 
@@ -130,13 +130,13 @@ fn free(backend: &dyn Backend, block: DevicePtr) {
 fn pages(count: usize) -> (Vec<u8>, HostPtr) {
     let mut memory = vec![0_u8; (count + 1) * 4096];
     let start = memory.as_mut_ptr();
-    // SAFETY: the vector is longer by a page than what is used from there on.
+    // SAFETY: The vector is longer by a page than what is used from there on.
     let aligned = unsafe { start.add(start.align_offset(4096)) };
     (memory, HostPtr::new(std::ptr::NonNull::new(aligned).unwrap()))
 }
 
 fn with_offset(ptr: HostPtr, offset: usize) -> HostPtr {
-    // SAFETY: the tests stay inside their memory.
+    // SAFETY: The tests stay inside their memory.
     HostPtr::new(std::ptr::NonNull::new(unsafe { ptr.as_ptr().add(offset) }).unwrap())
 }
 
@@ -160,7 +160,7 @@ fn r2_1_properties_are_read_in_the_layout_of_hip_6() {
     }
     // The symbol without a suffix fills another layout: what is read there is no architecture.
     let mut properties = vec![0_u8; 4096];
-    // SAFETY: there is room for either layout.
+    // SAFETY: There is room for either layout.
     let code = unsafe {
         hip::<unsafe extern "C" fn(*mut u8, i32) -> i32>("hipGetDeviceProperties")(properties.as_mut_ptr(), 0)
     };
@@ -174,7 +174,7 @@ fn r2_2_whose_an_address_is_is_known_without_asking_for_its_kind() {
     let block = allocate(&*backend, 4096);
     let room = host.allocate(4096, &HostOptions::new()).unwrap();
     let host_address = DevicePtr::new(room.address() as u64);
-    // SAFETY: what is refused is not freed.
+    // SAFETY: What is refused is not freed.
     unsafe {
         assert_eq!(backend.free(0, host_address, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
         let device_address = HostPtr::new(std::ptr::NonNull::new(block.get() as *mut u8).unwrap());
@@ -217,7 +217,7 @@ fn r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6() {
     }
     // The flag of HIP 5 is refused.
     let mut address = 0;
-    // SAFETY: the call writes one number, if anything.
+    // SAFETY: The call writes one number, if anything.
     let code = unsafe { hip::<OpenHandle>("hipIpcOpenMemHandle")(&mut address, IpcHandle([0; 64]), 0) };
     assert_eq!((code, address), (1, 0));
     let buffer = device.allocate_shared_by::<f32>(1000, Transport::Legacy).unwrap();
@@ -257,7 +257,7 @@ fn product(backend: &dyn Backend, factors: DataType, result: DataType, transpose
     let room = host.allocate(64, &HostOptions::new()).unwrap();
     for (block, values) in [(a, [1.0, 2.0, 3.0, 4.0]), (b, [1.0, 0.0, 0.0, 2.0])] {
         let bytes: Vec<u8> = values.into_iter().flat_map(|value| number(factors, value)).collect();
-        // SAFETY: the room holds 64 bytes, and the copy is waited for before it is written again.
+        // SAFETY: The room holds 64 bytes, and the copy is waited for before it is written again.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), room.as_ptr(), bytes.len());
             let to = Location::Device { device: 0, ptr: block };
@@ -272,7 +272,7 @@ fn product(backend: &dyn Backend, factors: DataType, result: DataType, transpose
     if transposed {
         shape = shape.with_transposed_a();
     }
-    // SAFETY: the matrices lie inside the blocks.
+    // SAFETY: The matrices lie inside the blocks.
     unsafe { handle.gemm(&Gemm::new(shape, a, b, c)) }.unwrap();
     let size = result.bytes();
     let seen = bytes_of(backend, c, 4 * size, stream);
@@ -288,7 +288,7 @@ fn product(backend: &dyn Backend, factors: DataType, result: DataType, transpose
     for block in [a, b, c] {
         free(backend, block);
     }
-    // SAFETY: the copies are done.
+    // SAFETY: The copies are done.
     unsafe { host.free(room) }.unwrap();
     backend.destroy_stream(stream).unwrap();
     seen
@@ -347,7 +347,7 @@ fn r2_6_libraries_of_two_releases_are_refused() {
     }
     let [own, other] = folders();
     let set = |variable: &str, value: Option<&Path>| {
-        // SAFETY: the process has no other thread that reads the environment: libtest's main thread waits for this one.
+        // SAFETY: The process has no other thread that reads the environment: libtest's main thread waits for this one.
         unsafe {
             match value {
                 Some(value) => std::env::set_var(variable, value),
@@ -392,7 +392,7 @@ fn r2_7_a_code_that_no_header_knows_is_an_error_with_its_number() {
 /// Loses the capture that the stream takes part in.
 fn lose(backend: &dyn Backend, stream: StreamId) {
     let raw = backend.raw_stream(stream).unwrap();
-    // SAFETY: the stream is alive. Asking is what a capture forbids.
+    // SAFETY: The stream is alive. Asking is what a capture forbids.
     assert_ne!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamQuery")(raw) }, 0);
 }
 
@@ -413,7 +413,7 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     backend.stream_wait_event(joined, event).unwrap();
     assert!(backend.is_capturing(joined).unwrap());
     lose(&*backend, first);
-    // SAFETY: this test began it.
+    // SAFETY: This test began it.
     let error = unsafe { backend.end_capture(first) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Capture, "{error}");
     for (stream, raw) in [first, joined].into_iter().zip(raw) {
@@ -427,14 +427,14 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     fill(&*backend, block, 0, 4096, joined);
     backend.synchronize_stream(joined).unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 4, 4, 4), block, block.offset(256), block.offset(512));
-    // SAFETY: the matrices lie inside the block.
+    // SAFETY: The matrices lie inside the block.
     unsafe { handle.gemm(&gemm) }.unwrap();
     backend.synchronize_stream(first).unwrap();
     backend.synchronize_device(0).unwrap();
     // The stream is captured again, and replays.
     backend.begin_capture(first, CaptureMode::Global).unwrap();
     fill(&*backend, block, 5, 4096, first);
-    // SAFETY: this test began it, and the block outlives the launch.
+    // SAFETY: This test began it, and the block outlives the launch.
     unsafe {
         let graph = backend.end_capture(first).unwrap();
         let executable = backend.instantiate_graph(graph).unwrap();
@@ -457,20 +457,20 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
 fn r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it() {
     let Some(backend) = open("r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it") else { return };
     let mut raw = 0;
-    // SAFETY: the symbol has these arguments; the call writes one number that lives until it returns.
+    // SAFETY: The symbol has these arguments; the call writes one number, which outlives it.
     let code = unsafe { hip::<unsafe extern "C" fn(*mut u64, u32) -> i32>("hipStreamCreateWithFlags")(&mut raw, 1) };
     assert_eq!(code, 0);
-    // SAFETY: the stream lives to the end of this test.
+    // SAFETY: The stream lives to the end of this test.
     let id = unsafe { backend.stream_from_raw(0, raw) }.unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
     lose(&*backend, id);
-    // SAFETY: this test began it.
+    // SAFETY: This test began it.
     let error = unsafe { backend.end_capture(id) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
-    assert!(error.hint().contains("whoever made the stream"), "{error}");
+    assert!(error.hint().contains("the code that created it"), "{error}");
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();
-    // SAFETY: nobody uses the stream any more.
+    // SAFETY: Nobody uses the stream any more.
     assert_eq!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamDestroy")(raw) }, 0);
     nothing_is_left(&*backend);
 }
@@ -504,7 +504,7 @@ fn r3_2_what_a_capture_forbids_does_not_lose_it() {
         std::thread::scope(|scope| {
             scope.spawn(calls);
         });
-        // SAFETY: this test began it, and the block outlives the launch.
+        // SAFETY: This test began it, and the block outlives the launch.
         unsafe {
             let graph = backend.end_capture(captured).unwrap();
             let executable = backend.instantiate_graph(graph).unwrap();
@@ -527,7 +527,7 @@ fn r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives() {
     let Some(backend) = open("r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives") else { return };
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
-    // SAFETY: the memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nobody uses it on a device.
     unsafe {
         host.register(start, 4 * 4096, &HostOptions::new()).unwrap();
         for offset in [1, 64, 4096, 4 * 4096] {
@@ -580,7 +580,7 @@ fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() 
     let room = host.allocate(8192, &HostOptions::new()).unwrap();
     fill(&*backend, block, 4, 8192, stream);
     backend.synchronize_stream(stream).unwrap();
-    // SAFETY: what is refused is not freed.
+    // SAFETY: What is refused is not freed.
     unsafe {
         for offset in [1, 256, 4096] {
             let error = backend.free(0, block.offset(offset), None).unwrap_err();
@@ -599,7 +599,7 @@ fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() 
     }
     assert!(bytes_of(&*backend, block, 8192, stream).iter().all(|byte| *byte == 4));
     free(&*backend, block);
-    // SAFETY: nobody uses it, and the second is refused.
+    // SAFETY: Nobody uses it, and the second is refused.
     unsafe {
         assert_eq!(backend.free(0, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
         host.free(room).unwrap();
@@ -615,7 +615,7 @@ fn r3_6_registering_twice_is_refused_and_one_unregistering_undoes_one() {
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
     let options = HostOptions::new();
-    // SAFETY: the memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nobody uses it on a device.
     unsafe {
         host.register(start, 2 * 4096, &options).unwrap();
         for (offset, bytes) in [(0, 2 * 4096), (0, 4096), (4096, 2 * 4096), (100, 8)] {
@@ -638,7 +638,7 @@ fn r3_7_an_address_that_nobody_gave_out_is_an_error() {
     let host = backend.host_allocator();
     let (_memory, start) = pages(1);
     assert_eq!(host.device_address(start, 0).unwrap_err().kind(), ErrorKind::InvalidPointer);
-    // SAFETY: what is refused is not freed.
+    // SAFETY: What is refused is not freed.
     unsafe {
         assert_eq!(host.free(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
         assert_eq!(host.unregister(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
@@ -658,7 +658,7 @@ fn r3_8_an_error_that_the_thread_remembers_is_nobodys_answer() {
     for _ in 0..2 {
         // An error that is remembered, in the one version until the next call and in the other until it is read.
         let mut size = 0;
-        // SAFETY: the call fails before it reads or writes anything.
+        // SAFETY: The call fails before it reads or writes anything.
         let code = unsafe { hip::<unsafe extern "C" fn(*mut usize, i32) -> i32>("hipDeviceTotalMem")(&mut size, 99) };
         assert_ne!(code, 0);
         backend.record_event(event, stream).unwrap();
@@ -716,7 +716,7 @@ fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused
     let kind = DeviceMemoryKind::Shareable(Transport::Legacy);
     let block = backend.allocate(0, &AllocateOptions::new(4096).with_kind(kind)).unwrap();
     let other = allocate(&*backend, 4096);
-    // SAFETY: the blocks are alive.
+    // SAFETY: The blocks are alive.
     unsafe {
         let handle: MemoryHandle = ipc.export_memory(0, block, Transport::Legacy).unwrap();
         assert_eq!(ipc.open_memory(0, &handle).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -727,7 +727,7 @@ fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused
     let stream = stream(&*backend);
     let ordered = AllocateOptions::new(4096).with_kind(DeviceMemoryKind::StreamOrdered(stream));
     let ordered = backend.allocate(0, &ordered).unwrap();
-    // SAFETY: the block is alive, and nothing uses it when it is freed.
+    // SAFETY: The block is alive, and nothing uses it when it is freed.
     unsafe {
         assert_eq!(ipc.export_memory(0, ordered, Transport::Legacy).unwrap_err().kind(), ErrorKind::InvalidArgument);
         backend.free(0, ordered, Some(stream)).unwrap();
@@ -757,7 +757,7 @@ fn r3_11_no_bytes_are_refused_wherever_they_are_asked_for() {
     }
     assert_eq!(host.allocate(0, &HostOptions::new()).unwrap_err().kind(), ErrorKind::InvalidArgument);
     let (_memory, start) = pages(1);
-    // SAFETY: what is refused is neither registered nor freed.
+    // SAFETY: What is refused is neither registered nor freed.
     unsafe {
         assert_eq!(host.register(start, 0, &HostOptions::new()).unwrap_err().kind(), ErrorKind::InvalidArgument);
         for ordered in [None, Some(stream)] {
@@ -777,22 +777,22 @@ fn r3_11_no_bytes_are_refused_wherever_they_are_asked_for() {
 #[test]
 fn r3_12_priorities_are_taken_from_the_range() {
     let Some(backend) = open("r3_12_priorities_are_taken_from_the_range") else { return };
-    // SAFETY: the symbol has these arguments.
+    // SAFETY: The symbol has these arguments.
     let priority_of = unsafe { hip::<unsafe extern "C" fn(u64, *mut i32) -> i32>("hipStreamGetPriority") };
-    // SAFETY: as above.
+    // SAFETY: As above.
     let flags_of = unsafe { hip::<unsafe extern "C" fn(u64, *mut u32) -> i32>("hipStreamGetFlags") };
     for (priority, expected) in [(StreamPriority::Low, 1), (StreamPriority::Normal, 0), (StreamPriority::High, -1)] {
         let stream = backend.create_stream(0, &StreamOptions::new().with_priority(priority)).unwrap();
         let (raw, mut seen, mut flags) = (backend.raw_stream(stream).unwrap(), 9, 9);
-        // SAFETY: the stream is alive, and the calls write numbers that live until they return.
+        // SAFETY: The stream is alive, and the calls write numbers that live until they return.
         let codes = unsafe { [priority_of(raw, &mut seen), flags_of(raw, &mut flags)] };
         assert_eq!((codes, seen, flags), ([0, 0], expected, 1), "{priority:?}");
         // Also of the one that takes its place.
         backend.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
         lose(&*backend, stream);
-        // SAFETY: this test began it.
+        // SAFETY: This test began it.
         assert!(unsafe { backend.end_capture(stream) }.is_err());
-        // SAFETY: as above.
+        // SAFETY: As above.
         let code = unsafe { priority_of(backend.raw_stream(stream).unwrap(), &mut seen) };
         assert_eq!((code, seen), (0, expected), "{priority:?}");
         backend.destroy_stream(stream).unwrap();
@@ -823,9 +823,9 @@ fn r3_13_a_destroyed_stream_is_an_error_everywhere() {
         backend.destroy_stream(stream).err(),
         backend.begin_capture(stream, CaptureMode::Relaxed).err(),
         backend.is_capturing(stream).err(),
-        // SAFETY: nothing is filled or multiplied.
+        // SAFETY: Nothing is filled or multiplied.
         unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(1), 8), stream) }.err(),
-        // SAFETY: as above.
+        // SAFETY: As above.
         unsafe { handle.gemm(&gemm) }.err(),
         handle.set_stream(stream).err(),
     ];
@@ -882,11 +882,11 @@ fn flags_of(backend: &dyn Backend, kind: HostMemoryKind) -> u32 {
     let host = backend.host_allocator();
     let block = host.allocate(4096, &HostOptions::new().with_kind(kind)).unwrap();
     let mut flags = 0;
-    // SAFETY: the block is page-locked, and the call writes one number that lives until it returns.
+    // SAFETY: The block is page-locked, and the call writes one number, which outlives it.
     let code =
         unsafe { hip::<unsafe extern "C" fn(*mut u32, *mut u8) -> i32>("hipHostGetFlags")(&mut flags, block.as_ptr()) };
     assert_eq!(code, 0);
-    // SAFETY: nobody uses it.
+    // SAFETY: Nobody uses it.
     unsafe { host.free(block) }.unwrap();
     flags
 }
@@ -905,7 +905,7 @@ fn b6_3_the_device_is_given_its_own_address_of_registered_memory() {
     assert!(!backend.capabilities(0).unwrap().host_address_is_device_address);
     let (host, stream) = (backend.host_allocator(), stream(&*backend));
     let (_memory, start) = pages(2);
-    // SAFETY: the memory stays mapped until it is unregistered, and the fill is waited for.
+    // SAFETY: The memory stays mapped until it is unregistered, and the fill is waited for.
     unsafe {
         host.register(start, 2 * 4096, &HostOptions::new()).unwrap();
         let mut expected = 0;
@@ -934,22 +934,22 @@ fn atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them(
     let mut handle = blas(&*backend);
     let file = highwater_driver::loaded_files("libhipblas.so").pop().unwrap();
     let mut mode = 9;
-    // SAFETY: the symbol has these arguments; the call writes one number that lives until it returns.
+    // SAFETY: The symbol has these arguments; the call writes one number, which outlives it.
     let asks = || unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(&file).unwrap());
         *library.get::<unsafe extern "C" fn(u64, *mut u32) -> i32>(b"hipblasGetAtomicsMode").unwrap()
     };
-    // SAFETY: the handle is alive.
+    // SAFETY: The handle is alive.
     assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 0));
     handle.set_atomics_mode(AtomicsMode::Allowed).unwrap();
-    // SAFETY: as above.
+    // SAFETY: As above.
     assert_eq!((unsafe { asks()(handle.raw(), &mut mode) }, mode), (0, 1));
     let can = backend.capabilities(0).unwrap();
     assert_eq!(can.blas_workspace, major() >= 7);
     let stream = stream(&*backend);
     handle.set_stream(stream).unwrap();
     let ptr = allocate(&*backend, 1 << 20);
-    // SAFETY: the block outlives the handle's use of it.
+    // SAFETY: The block outlives the handle's use of it.
     unsafe {
         let set = handle.set_workspace(Some(Workspace { ptr, bytes: 1 << 20 }));
         match can.blas_workspace {
@@ -967,17 +967,17 @@ fn atomics_start_as_not_allowed_and_workspaces_are_there_where_hipblas_has_them(
 #[test]
 fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     let Some(backend) = open("a_child_that_opens_the_backend_again_is_told_of_the_fork") else { return };
-    // SAFETY: the child calls the backend, which takes no lock in a child, and ends with `_exit`.
+    // SAFETY: The child calls the backend, which takes no lock in a child, and ends with `_exit`.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let opened = highwater_rocm::open().err().map(|unavailable| unavailable.error.kind());
         let used = backend.create_stream(0, &StreamOptions::new()).err().map(|error| error.kind());
         let told = opened == Some(ErrorKind::Forked) && used == Some(ErrorKind::Forked);
-        // SAFETY: ends the child without running anything else.
+        // SAFETY: Ends the child without running anything else.
         unsafe { libc::_exit(if told { 0 } else { 1 }) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child made above.
+    // SAFETY: Waits for the child made above.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(status, 0);
     // The parent goes on, and opens again.
@@ -990,7 +990,7 @@ fn the_device_of_the_caller_is_current_again_after_each_call() {
     if backend.device_count() < 2 {
         return;
     }
-    // SAFETY: the symbols have these arguments.
+    // SAFETY: The symbols have these arguments.
     let (set, get) = unsafe {
         (
             hip::<unsafe extern "C" fn(i32) -> i32>("hipSetDevice"),
@@ -998,28 +998,28 @@ fn the_device_of_the_caller_is_current_again_after_each_call() {
         )
     };
     for current in [0, 1] {
-        // SAFETY: the call takes a number.
+        // SAFETY: The call takes a number.
         assert_eq!(unsafe { set(current) }, 0);
         for device in [0, 1] {
             let stream = backend.create_stream(device, &StreamOptions::new()).unwrap();
             let legacy = StreamId::legacy_default(backend.identity().tag, device);
             let block = backend.allocate(device, &AllocateOptions::new(64)).unwrap();
             for stream in [stream, legacy] {
-                // SAFETY: the range lies inside the block, which lives until the stream was waited for.
+                // SAFETY: The range lies inside the block, which lives until the stream was waited for.
                 unsafe { backend.fill(&MemoryFill::new(device, block, FillPattern::U32(5), 16), stream) }.unwrap();
                 backend.synchronize_stream(stream).unwrap();
             }
             backend.create_blas_handle(device, &BlasOptions::new(BlasKind::Blas)).unwrap().destroy().unwrap();
-            // SAFETY: nothing uses it.
+            // SAFETY: Nothing uses it.
             unsafe { backend.free(device, block, None) }.unwrap();
             // A stream that other code made is of the device that it was made on.
             let raw = backend.raw_stream(stream).unwrap();
-            // SAFETY: the stream is alive.
+            // SAFETY: The stream is alive.
             let other = unsafe { backend.stream_from_raw(1 - device, raw) }.unwrap_err();
             assert_eq!(other.kind(), ErrorKind::WrongDevice, "{other}");
             backend.destroy_stream(stream).unwrap();
             let mut seen = -1;
-            // SAFETY: the call writes one number that lives until it returns.
+            // SAFETY: The call writes one number, which outlives it.
             assert_eq!((unsafe { get(&mut seen) }, seen), (0, current));
         }
     }
@@ -1042,7 +1042,7 @@ fn devices_have_uuids_of_their_own_and_copies_go_between_them() {
     let far = backend.allocate(1, &AllocateOptions::new(4096)).unwrap();
     fill(&*backend, near, 3, 4096, stream);
     let places = [Location::Device { device: 0, ptr: near }, Location::Device { device: 1, ptr: far }];
-    // SAFETY: both blocks live until the stream was waited for.
+    // SAFETY: Both blocks live until the stream was waited for.
     unsafe {
         backend.copy(&MemoryCopy::new(places[1], places[0], 4096), stream).unwrap();
         fill(&*backend, near, 0, 4096, stream);
@@ -1050,7 +1050,7 @@ fn devices_have_uuids_of_their_own_and_copies_go_between_them() {
     }
     assert!(bytes_of(&*backend, near, 4096, stream).iter().all(|byte| *byte == 3));
     free(&*backend, near);
-    // SAFETY: nothing uses it any more.
+    // SAFETY: Nothing uses it any more.
     unsafe { backend.free(1, far, None) }.unwrap();
     backend.destroy_stream(stream).unwrap();
     nothing_is_left(&*backend);
@@ -1121,10 +1121,10 @@ fn settings_of_foreign_code_do_not_stay_on_a_handle() {
     let (a, c) = (stream.upload(&[2.0_f32; 4]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
     let shape = GemmShape::of::<f32>(2, 2, 2);
     for set in ["hipblasSetPointerMode", "hipblasSetAtomicsMode"] {
-        // SAFETY: the vendor's function, with its arguments.
+        // SAFETY: The vendor's function, with its arguments.
         let set = unsafe { of_library::<SetMode>("libhipblas.so", set) };
         let mut lease = stream.blas().unwrap();
-        // SAFETY: the handle is lent for the call.
+        // SAFETY: The handle is lent for the call.
         lease.with_raw(|raw| assert_eq!(unsafe { set(raw.handle, 1) }, 0)).unwrap();
         lease.gemm(&shape, 1.0, &a, &a, 0.0, &c).unwrap();
         assert_eq!(stream.download(&c).unwrap(), [8.0; 4]);
@@ -1138,11 +1138,11 @@ fn a_spare_handle_is_bound_to_no_stream_that_has_ended() {
     let is_per_stream = backend.capabilities(0).unwrap().handle_per_stream;
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
-    // SAFETY: the vendor's function, with its arguments.
+    // SAFETY: The vendor's function, with its arguments.
     let get_stream = unsafe { of_library::<GetStream>("libhipblas.so", "hipblasGetStream") };
     let bound = |handle| {
         let mut stream = u64::MAX;
-        // SAFETY: the handle lives in the pool, or as a spare one; the number lives until the call returns.
+        // SAFETY: The handle lives in the pool, or as a spare one; the number lives until the call returns.
         assert_eq!(unsafe { get_stream(handle, &mut stream) }, 0);
         stream
     };
@@ -1163,7 +1163,7 @@ fn hips_default_streams_are_wrapped_by_their_handles() {
     let Some(backend) = open("hips_default_streams_are_wrapped_by_their_handles") else { return };
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
-    // SAFETY: default streams never end.
+    // SAFETY: Default streams never end.
     let wrap = |handle| unsafe { device.stream_from_raw(handle) };
     for (handle, is_legacy) in [(0, true), (2, false)] {
         let stream = wrap(handle).unwrap();
