@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use highwater_hal::fork::Generation;
-use highwater_hal::{Error, ErrorKind, Result, display_foreign};
+use highwater_hal::{Error, ErrorKind, Result, SplitMix64, display_foreign};
 use parking_lot::Mutex;
 
 use crate::ipc::checksum;
@@ -171,12 +171,9 @@ impl Fault {
     }
 }
 
-/// A bijection without pattern: the step of splitmix64.
+/// Maps a number to one that looks random. No two numbers have the same image.
 pub(crate) fn scramble(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
+    SplitMix64::new(value).draw()
 }
 
 /// Counts and faults of one backend.

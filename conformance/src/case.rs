@@ -5,9 +5,9 @@ use std::panic::Location;
 
 use highwater_hal::{Backend, Capabilities, Error, Transport};
 
-use crate::attempts::Futile;
-use crate::busy;
 use crate::peer::Launcher;
+use crate::retry::Inconclusive;
+use crate::stream_load;
 
 /// One promise of the traits, or a few that belong together, as a function that asks a backend to keep it.
 ///
@@ -156,7 +156,7 @@ pub(crate) struct Failure {
     message: String,
     location: &'static Location<'static>,
     /// The case failed because all attempts were too late.
-    futile: Option<Futile>,
+    inconclusive: Option<Inconclusive>,
 }
 
 impl Failure {
@@ -173,20 +173,20 @@ impl Failure {
 
     /// A failure that another place in the source is to be blamed for.
     pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
-        Self { message: message.into(), location, futile: None }
+        Self { message: message.into(), location, inconclusive: None }
     }
 
     /// A failure because no attempt was in time.
-    pub(crate) fn futile(location: &'static Location<'static>, waits: &str, futile: Futile) -> Self {
-        Self { message: waits.to_owned(), location, futile: Some(futile) }
+    pub(crate) fn inconclusive(location: &'static Location<'static>, waits: &str, inconclusive: Inconclusive) -> Self {
+        Self { message: waits.to_owned(), location, inconclusive: Some(inconclusive) }
     }
 
     /// The failure with its cause: attempts are also too late if the calls of the backend execute the work themselves.
     pub(crate) fn explained(mut self, backend: &dyn Backend) -> Self {
-        if let Some(futile) = self.futile.take() {
-            let cause = match busy::executes_in_the_call(backend) {
+        if let Some(inconclusive) = self.inconclusive.take() {
+            let cause = match stream_load::executes_in_the_call(backend) {
                 Ok(Some(evidence)) => evidence.to_string(),
-                _ => futile.to_string(),
+                _ => inconclusive.to_string(),
             };
             self.message = format!("{}: {cause}", self.message);
         }
@@ -197,8 +197,8 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
-        if let Some(futile) = &self.futile {
-            write!(f, ": {futile}")?;
+        if let Some(inconclusive) = &self.inconclusive {
+            write!(f, ": {inconclusive}")?;
         }
         write!(f, " ({}:{})", self.location.file(), self.location.line())
     }

@@ -6,11 +6,11 @@ use highwater_hal::{
     AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "blas";
@@ -54,7 +54,7 @@ fn workspace_bytes(backend: &dyn Backend) -> Result<usize, Failure> {
 }
 
 fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 1);
     let (right, wrong) = (product.place(backend)?, product.place(backend)?);
@@ -63,7 +63,7 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
     right.gemm(&product, &mut handle)?;
     stream.synchronize()?;
     right.check(&product)?;
-    attempts("a product waits for the work before it", |helpings| {
+    until_conclusive("a product waits for the work before it", |helpings| {
         // A is wrong until the stream has worked for a while, and wrong again right after the product.
         stream.set(wrong.a.all(), 0)?;
         stream.set(wrong.c.all(), 0)?;
@@ -87,12 +87,12 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
 }
 
 fn products_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
     let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 2);
     let mut handle = Handle::new(backend, BlasKind::Blas, &occupied)?;
     product.prove(backend, &mut handle, &occupied)?;
-    attempts("a product waits for a stream that its handle was bound to before", |helpings| {
+    until_conclusive("a product waits for a stream that its handle was bound to before", |helpings| {
         let placed = product.place(backend)?;
         let copied = Block::filled(backend, placed.c.bytes(), 0)?;
         handle.set_stream(&occupied)?;
@@ -502,7 +502,7 @@ fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
     let mut seen = Delays::default();
     // A call that was under way may have been kept from running by the machine, so one such call proves nothing. One in
     // each attempt does.
-    let outcome = attempts("making a handle delays calls on a stream", |_| {
+    let outcome = until_conclusive("making a handle delays calls on a stream", |_| {
         let (creations, calls) = create_beside_calls(backend, CREATIONS)?;
         check_eq!(creations.len(), CREATIONS, "handles made");
         seen = Delays::of(&creations, &calls);

@@ -7,12 +7,12 @@ use highwater_hal::{
     PlanOptions, Transport,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
+use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "capture";
@@ -102,7 +102,7 @@ fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     for mode in MODES {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         let stream = Stream::new(backend)?;
         check!(!backend.is_capturing(stream.id())?, "a new stream takes part in a capture");
         let capture = Capture::begin(&stream, mode)?;
@@ -114,7 +114,7 @@ fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
         let graph = capture.end(&[&x, &y, &source, &target])?;
         check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that has ended");
         stream.synchronize()?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         for (what, block) in [("a fill", &x), ("copies", &y)] {
             holds(block, OLD, &format!("{what} during a capture ({mode:?}) was executed"))?;
         }
@@ -122,7 +122,7 @@ fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
         // Nor does making it executable execute it.
         let executable = graph.instantiate()?;
         stream.synchronize()?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         holds(&x, OLD, "a graph was executed when it was made executable")?;
         executable.launch(&stream)?;
         stream.synchronize()?;
@@ -138,7 +138,7 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     let product = Product::new(GemmShape::new(DataType::F32, 24, 20, 30), 1).with_scale(1.0, 1.0);
     let placed = product.place(backend)?;
     let before = placed.c.read()?;
-    let bystander = Bystander::on(backend, DEVICE)?;
+    let idle = IdleStream::on(backend, DEVICE)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     handle.offer_workspace(&workspace, 0..1 << 20)?;
@@ -146,7 +146,7 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     placed.gemm(&product, &mut handle)?;
     let graph = capture.end(&[&placed.a, &placed.b, &placed.c, &workspace])?;
     stream.synchronize()?;
-    bystander.let_others_begin()?;
+    idle.let_others_begin()?;
     check!(placed.c.read()? == before, "a product during a capture was executed");
     graph.instantiate()?.launch(&stream)?;
     stream.synchronize()?;
@@ -154,8 +154,8 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
 }
 
 fn executes_what_came_before(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the stream was idle when the capture began: beginning waits", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the stream was idle when the capture began: beginning waits", |helpings| {
         let (before, during) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;
@@ -473,12 +473,12 @@ fn begins_anew_after_it_was_lost(backend: &dyn Backend) -> CaseResult {
 }
 
 fn cannot_end_without_a_beginning(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let block = Block::filled(backend, BYTES, OLD)?;
     let stream = Stream::new(backend)?;
     check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a new stream");
     let before = backend.live_objects();
-    attempts("the stream was idle when the end of a capture was asked for", |helpings| {
+    until_conclusive("the stream was idle when the end of a capture was asked for", |helpings| {
         block.write(0, &[OLD; BYTES])?;
         busy.enqueue(&stream, helpings)?;
         stream.set(block.all(), NEW)?;
@@ -609,14 +609,14 @@ fn replays_of_plans_are_right(backend: &dyn Backend) -> CaseResult {
 }
 
 fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let block = Block::filled(backend, BYTES, OLD)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let executable = recorded(&stream, &[&block], || stream.set(block.all(), NEW))?;
     // The first launch may load what later ones find loaded.
     executable.launch(&stream)?;
     stream.synchronize()?;
-    attempts("a launch waits for the work before it", |helpings| {
+    until_conclusive("a launch waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         executable.launch(&stream)?;
@@ -627,11 +627,11 @@ fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
 }
 
 fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (x, y, z) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
     let stream = Stream::new(backend)?;
     let executable = recorded(&stream, &[&x, &y], || stream.copy(y.all(), x.all()))?;
-    attempts("the stream was idle when all was enqueued: some call waits", |helpings| {
+    until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
         for block in [&x, &y, &z] {
             block.write(0, &[OLD; BYTES])?;
         }
@@ -842,8 +842,8 @@ fn one_graph_makes_several_executables(backend: &dyn Backend) -> CaseResult {
 }
 
 fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the stream was idle when the graph was destroyed", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
         let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
@@ -867,10 +867,10 @@ fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseR
 }
 
 fn pending_products_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let workspace = Block::new(backend, 1 << 20)?;
     let product = Product::new(GemmShape::new(DataType::F32, 40, 30, 50), 21).with_scale(1.0, 0.0);
-    attempts("the stream was idle when the graph was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
         let placed = product.place(backend)?;
         let stream = Stream::new(backend)?;
         let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;

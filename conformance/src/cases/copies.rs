@@ -2,11 +2,11 @@
 
 use highwater_hal::Backend;
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, needs};
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "copies";
@@ -171,8 +171,8 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
 }
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToHost)?;
-    attempts("a copy waits for the work before it", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToHost)?;
+    until_conclusive("a copy waits for the work before it", |helpings| {
         let block = Block::filled(backend, 4096, 0)?;
         let (new, seen) = (Pinned::holding(backend, &[1; 4096])?, Pinned::holding(backend, &[9; 4096])?);
         let (earlier, later) = (Block::filled(backend, 4096, 8)?, Block::filled(backend, 4096, 8)?);

@@ -2,10 +2,10 @@
 
 use highwater_hal::{Backend, FillPattern};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check};
 use crate::device::{Block, DEVICE, Stream};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "fills";
@@ -90,8 +90,8 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
 }
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("a fill waits for the work before it", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("a fill waits for the work before it", |helpings| {
         let (source, copied) = (Block::filled(backend, 4096, 1)?, Block::filled(backend, 4096, 0)?);
         let stream = Stream::new(backend)?;
         busy.enqueue(&stream, helpings)?;

@@ -2,11 +2,11 @@
 
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{DEVICE, Event, Handle, Stream};
 use crate::matrix::{Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "gemm";
@@ -412,7 +412,7 @@ fn multiplies_transposed_batches_with_gaps(backend: &dyn Backend) -> CaseResult 
 }
 
 fn returns_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 151);
@@ -420,7 +420,7 @@ fn returns_at_once(backend: &dyn Backend) -> CaseResult {
     // The first product may load kernels, which is not what is asked here.
     placed.gemm(&product, &mut handle)?;
     stream.synchronize()?;
-    attempts("a product waits for the work before it", |helpings| {
+    until_conclusive("a product waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         placed.gemm(&product, &mut handle)?;

@@ -2,11 +2,11 @@
 
 use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "memory";
@@ -176,8 +176,8 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
 fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
     const OTHERS: usize = 8;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the work before a stream-ordered free was over before others had their memory", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the work before a stream-ordered free was over before others had their memory", |helpings| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         let ordered = || Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()));
@@ -214,8 +214,8 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
 
 fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
         let (stream, other, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (before, allocated) = (Event::new(backend)?, Event::new(backend)?);
         let ordered = |stream: &Stream<'_>| {
@@ -257,8 +257,8 @@ fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult 
 
 fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;

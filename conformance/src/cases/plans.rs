@@ -5,11 +5,11 @@ use highwater_hal::{
     StridedBatch,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "plans";
@@ -451,11 +451,11 @@ fn need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
 }
 
 fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 48, 48, 48), 7);
-    attempts("the stream was idle when the plan was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the plan was destroyed", |helpings| {
         let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
         let placed = product.place(backend)?;
         busy.enqueue(&stream, helpings)?;
@@ -469,7 +469,7 @@ fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
 }
 
 fn return_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 8);
@@ -477,7 +477,7 @@ fn return_at_once(backend: &dyn Backend) -> CaseResult {
     let placed = product.place(backend)?;
     handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
     stream.synchronize()?;
-    attempts("a plan waits for the work before it", |helpings| {
+    until_conclusive("a plan waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;

@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
+use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "sharing" with a second process;
@@ -634,13 +634,13 @@ const TOO_EARLY: &str = "the producer was done before the consumer in the other 
 
 fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let transport = transports(backend)?[0];
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (producer, event) = (Stream::new(backend)?, Event::interprocess(backend)?);
     let shared = shareable(backend, BYTES, transport)?;
     let mut peer = start(launcher, backend)?;
     let (opened, opened_event) = (peer.open(&shared.export(transport)?)??, peer.open_event(&event.export()?)??);
     let copied = peer.allocate(BYTES, transport)??;
-    attempts(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |helpings| {
         shared.write(0, &[OLD; BYTES])?;
         peer.write(copied, &[OLD; BYTES])??;
         busy.enqueue(&producer, helpings * PRODUCED)?;
@@ -688,11 +688,11 @@ fn event_of_both<'b>(
 fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) -> CaseResult {
     let transport = transports(backend)?[0];
     let mut peer = start(launcher, backend)?;
-    let (consumer, bystander) = (Stream::new(backend)?, Bystander::on(backend, DEVICE)?);
+    let (consumer, idle) = (Stream::new(backend)?, IdleStream::on(backend, DEVICE)?);
     let (shared, copied) = (shareable(backend, BYTES, transport)?, Block::new(backend, BYTES)?);
     let opened = peer.open(&shared.export(transport)?)??;
     let (here, there) = event_of_both(backend, &mut peer, maker)?;
-    attempts(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |helpings| {
         shared.write(0, &[OLD; BYTES])?;
         copied.write(0, &[OLD; BYTES])?;
         peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
@@ -700,7 +700,7 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
         peer.record(there)??;
         consumer.wait(&here)?;
         consumer.copy(copied.all(), shared.all())?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = !peer.query_stream()??.is_complete();
         consumer.synchronize()?;
         check_new(&copied.read()?, "a stream that waits for what another process recorded")?;
@@ -755,7 +755,7 @@ fn opened_events_are_pending_as_the_original(backend: &dyn Backend, launcher: &L
     let mut peer = start(launcher, backend)?;
     let there = peer.create_event(true)??;
     let here = Event::open(backend, DEVICE, &peer.export_event(there)??)?;
-    attempts("the event of another process is never seen pending", |helpings| {
+    until_conclusive("the event of another process is never seen pending", |helpings| {
         peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
         peer.record(there)??;
         let pending = here.is_pending()?;
@@ -808,7 +808,7 @@ fn comes_true(mut condition: impl FnMut() -> highwater_hal::Result<bool>) -> Res
 /// Lets a stream wait for what a second process recorded behind work, and kills that process meanwhile.
 fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut Peer) -> CaseResult) -> CaseResult {
     for maker in [Maker::Other, Maker::This] {
-        attempts("the other process was done before it could be killed", |helpings| {
+        until_conclusive("the other process was done before it could be killed", |helpings| {
             let mut peer = start(launcher, backend)?;
             prepare(&mut peer)?;
             let (here, there) = event_of_both(backend, &mut peer, maker)?;

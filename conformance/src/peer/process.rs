@@ -12,8 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::command::Command;
 use super::launcher::Launcher;
 use super::wire::{self, Message};
-use crate::busy::Direction;
 use crate::case::{CaseResult, Failure};
+use crate::stream_load::Direction;
 
 /// What the second process answered: the backend's result there; a failure where there is no answer.
 pub(crate) type Answer<T> = Result<BackendResult<T>, Failure>;
@@ -249,11 +249,11 @@ impl Peer {
 
     // ------------------------------------------------------------------ the stream
 
-    /// Enqueues work as [`crate::busy::Busy`] does.
+    /// Enqueues work as [`crate::stream_load::StreamLoad`] does.
     #[track_caller]
     pub(crate) fn busy(&mut self, direction: Direction, helpings: usize) -> Answer<()> {
         let direction = u64::from(direction == Direction::ToHost);
-        self.done(Command::Busy, |m| m.with_numbers([direction, helpings as u64]))
+        self.done(Command::StreamLoad, |m| m.with_numbers([direction, helpings as u64]))
     }
 
     /// Gives the stream more time to begin than another stream there needs.

@@ -13,9 +13,9 @@ use rustix::process::Signal;
 use super::command::Command;
 use super::launcher::VARIABLE;
 use super::wire::{self, Message};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
+use crate::idle_stream::IdleStream;
+use crate::stream_load::{Direction, StreamLoad};
 use crate::validation::Validated;
 
 const OPERATION: &str = "serve_peer";
@@ -159,18 +159,18 @@ struct Server<'b> {
     device: u32,
     stream: Stream<'b>,
     /// Lives as long as all this: to free its memory is to wait for the device.
-    bystander: Bystander<'b>,
+    idle: IdleStream<'b>,
     /// By address; memory that was opened more than once stands there as often.
     memory: BTreeMap<u64, Vec<Memory<'b>>>,
     events: Vec<Option<Event<'b>>>,
-    busy: BTreeMap<u64, Busy<'b>>,
+    busy: BTreeMap<u64, StreamLoad<'b>>,
 }
 
 impl<'b> Server<'b> {
     fn new(backend: &'b dyn Backend, socket: &'b OwnedFd, device: u32) -> Result<Self> {
-        let (stream, bystander) = (Stream::on(backend, device)?, Bystander::on(backend, device)?);
+        let (stream, idle) = (Stream::on(backend, device)?, IdleStream::on(backend, device)?);
         let (memory, events, busy) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
-        Ok(Self { backend, socket, device, stream, bystander, memory, events, busy })
+        Ok(Self { backend, socket, device, stream, idle, memory, events, busy })
     }
 
     fn perform(&mut self, command: Command, message: &Message) -> Result<Message, Trouble> {
@@ -239,16 +239,16 @@ impl<'b> Server<'b> {
                 self.stream.copy(dst, src)?;
                 done
             }
-            Command::Busy => {
+            Command::StreamLoad => {
                 let direction = if number(0)? == 0 { Direction::ToDevice } else { Direction::ToHost };
                 if !self.busy.contains_key(&number(0)?) {
-                    self.busy.insert(number(0)?, Busy::new(self.backend, self.device, direction)?);
+                    self.busy.insert(number(0)?, StreamLoad::new(self.backend, self.device, direction)?);
                 }
                 self.busy[&number(0)?].enqueue(&self.stream, size(1)?)?;
                 done
             }
             Command::LetOthersBegin => {
-                self.bystander.let_others_begin()?;
+                self.idle.let_others_begin()?;
                 done
             }
             Command::SynchronizeStream => {

@@ -10,7 +10,7 @@
 //! counts as one call: how much of it there is depends on the machine.
 //!
 //! Calls are counted by thread and operation, so that which call is refused does not depend on how threads are scheduled. A
-//! case that is tried again until it proves something (`attempts`) may make fewer calls the next time; a fault that was not
+//! case that is tried again until it proves something (`retry`) may make fewer calls the next time; a fault that was not
 //! reached for that reason is counted apart.
 //!
 //! - `gate`: counts calls and refuses one; `report`: what a sweep came to

@@ -8,9 +8,9 @@
 //!
 //! - `ledger`: what is alive and what was found; `book`: memory by address; `origin`: where a case made an object
 //! - `backend`, `blas`, `host`, `sharing`: the four traits, handed through
-//! - `retry`: releases that a fault refused
+//! - `refused_releases`: repeats the releases that a fault refused
 //!
-//! The layer makes no call of its own (`retry` apart, when a case has ended), and holds no lock while the backend is
+//! The layer makes no call of its own (apart from `refused_releases`, when a case has ended), and holds no lock while the backend is
 //! called. An answer is judged by what was known *before* the call began, so that two threads that use and destroy one
 //! object at the same time are not misjudged.
 //!
@@ -22,7 +22,7 @@ mod host;
 mod ledger;
 mod origin;
 mod ranges;
-mod retry;
+mod refused_releases;
 mod sharing;
 #[cfg(test)]
 mod tests;
