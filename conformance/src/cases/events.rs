@@ -1,4 +1,4 @@
-//! Events: what a record marks, what a wait orders, and what is told about them.
+//! Events: what a record marks, what a wait orders, and what a query reports.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ const BYTES: usize = 1 << 16;
 const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 
-/// What a consumer that waited properly has read.
+/// The bytes that a consumer reads if it waited.
 fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
     let got = copied.read()?;
     let old = got.iter().filter(|&&byte| byte != NEW).count();
@@ -53,8 +53,8 @@ fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
     Ok(())
 }
 
-/// Helpings of work that a producer has for each of an attempt: a consumer that does not wait for it needs the time to
-/// go ahead, or its mistake does not show.
+/// The load of a producer, relative to the load of an attempt. A consumer that does not wait needs the time to run ahead;
+/// otherwise its mistake does not show.
 const PRODUCED: usize = 4;
 
 fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
@@ -101,8 +101,8 @@ fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
 fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
     let (up, down) =
         (StreamLoad::new(backend, DEVICE, Direction::ToDevice)?, StreamLoad::new(backend, DEVICE, Direction::ToHost)?);
-    // Work that a queue does not take holds the call up while the other stream goes on, so only the stream that got its work
-    // last is sure to have some left. Each is the last once, and has more to do then: to wait for the other is not enough.
+    // If a queue is full, the call waits while the other stream continues. Only the stream that got its work last is sure to
+    // have work left. Each stream is last once and then has more work, so waiting for the other is not enough.
     for right_is_last in [true, false] {
         until_conclusive("the producer that got its work last was done before the consumer had its own", |helpings| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -162,7 +162,7 @@ fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
         let busy = StreamLoad::new(backend, from, Direction::ToDevice)?;
         until_conclusive("the producer was done before the consumer had its work", |helpings| {
             let source = Block::filled_on(backend, from, BYTES, NEW)?;
-            // The bytes travel over the host, so that the case needs no copy between devices.
+            // The bytes travel through the host, so that the case needs no copy between devices.
             let between = Pinned::holding(backend, &[OLD; BYTES])?;
             let (producer, consumer) = (Stream::on(backend, from)?, Stream::on(backend, to)?);
             let (copied, event) = (Block::filled_on(backend, to, BYTES, OLD)?, Event::on(backend, from)?);
@@ -216,8 +216,8 @@ fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
 fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let mut told = Vec::new();
-    // Helpings behind the middle. The stream needs the time to go on; but where they do not fit into the device's queue,
-    // the calls for them last until the middle is over. So there are as few as will do.
+    // The load after the middle gives the stream time to continue. If it does not fit into the device's queue, the calls last
+    // until the middle is complete. So the load is as small as possible.
     let mut rest = 1;
     let attempt = |helpings: usize| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -225,9 +225,9 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
         let (event, middle) = (Event::new(backend)?, Event::new(backend)?);
         occupied.record(&event)?;
         occupied.synchronize()?;
-        // The waiting stream gets to its wait for the event in the middle of the other's work. So it gets there after the
-        // event was recorded again, and before that record is reached, however quick copies are in either direction: the
-        // work of one stream alone says when.
+        // The waiting stream reaches its wait in the middle of the other stream's work: after the event was recorded again,
+        // and before that record is reached. The work of one stream alone decides this, whatever the speed of copies in
+        // either direction.
         let begun = Instant::now();
         busy.enqueue(&occupied, helpings * 2)?;
         occupied.record(&middle)?;
@@ -276,7 +276,7 @@ fn waits_keep_the_record_they_met(backend: &dyn Backend) -> CaseResult {
         producer.record(&event)?;
         consumer.wait(&event)?;
         consumer.copy(copied.all(), shared.all())?;
-        // Moves the event to a point that is reached at once: the wait above must not be let go by it.
+        // Moves the event to a point that is reached at once. It must not release the wait above.
         other.record(&event)?;
         idle.let_others_begin()?;
         let outstanding = producer.is_pending()?;
@@ -418,7 +418,7 @@ fn destroyed_events_keep_their_waits(backend: &dyn Backend) -> CaseResult {
         producer.record(&event)?;
         consumer.wait(&event)?;
         event.destroy()?;
-        // Another event may take the place of the destroyed one.
+        // Another event may take the slot of the destroyed one.
         let successor = Event::new(backend)?;
         consumer.record(&successor)?;
         consumer.copy(copied.all(), shared.all())?;
@@ -449,15 +449,15 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let (start, end) = (timed(backend)?, timed(backend)?);
-    // A device may note the time of a record a while before it says that the record was reached, longer than usual when
-    // the machine is busy. So one time that seems too short proves nothing, but one in each attempt does.
+    // A device may take the time of a record earlier than it reports the record, and more so on a loaded machine. One time
+    // that seems too short proves nothing, but one in each attempt does.
     let mut short = None;
     let outcome = until_conclusive("the work between two records was over before it could be timed", |helpings| {
         let called = Instant::now();
         stream.record(&start)?;
         start.synchronize()?;
-        // The device was past the first record at `begun` and not yet past the second at `running`, so it spent at
-        // least the time between them.
+        // The device was past the first record at `begun` and not yet past the second at `running`. It spent at least the
+        // time between them.
         let begun = Instant::now();
         busy.enqueue(&stream, helpings)?;
         stream.record(&end)?;
@@ -472,7 +472,7 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
         let over = called.elapsed();
         let elapsed = Duration::from_nanos(backend.event_elapsed_ns(start.id(), end.id())?);
         let least = running - begun;
-        // The clocks of device and CPU drift, and that of a device counts in steps of up to a microsecond.
+        // The clocks of device and CPU drift, and a device's clock has steps of up to a microsecond.
         let enough = elapsed + elapsed / 100 + Duration::from_micros(2) >= least;
         if !enough {
             short = Some(Failure::new(format!(
@@ -484,7 +484,7 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
             "{elapsed:?} between two records, but all was over after {over:?}"
         );
         check!(backend.event_elapsed_ns(start.id(), start.id())? == 0, "time passed between a record and itself");
-        // A time that is too short by half is seen only where less than half of the work went unobserved.
+        // A time that is too short by half shows only if less than half of the work went unobserved.
         Ok(Attempt::seen(enough && least >= StreamLoad::TIME / 4 && least >= over * 3 / 4))
     });
     outcome.map_err(|failure| short.unwrap_or(failure))
@@ -531,7 +531,7 @@ fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// A second id of the event's vendor object.
+/// Returns a second id of the event's vendor object.
 fn wrapped<'b>(backend: &'b dyn Backend, owner: &Event<'b>) -> Result<Event<'b>, Failure> {
     let raw = backend.raw_event(owner.id())?;
     // SAFETY: the owner lives until its wrapper is gone: cases declare it first.

@@ -1,4 +1,4 @@
-//! Streams: order, asynchrony, independence, and what waiting is good for.
+//! Streams: order, asynchrony, independence, and waits.
 
 use highwater_hal::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
 
@@ -38,7 +38,7 @@ cases! {
 
 const BYTES: usize = 1 << 16;
 
-/// Checks that operations of several kinds run in the order of the calls, behind pending work.
+/// Checks that operations of several kinds run in the order of the calls, after pending work.
 fn in_order(backend: &dyn Backend, stream: &Stream<'_>) -> CaseResult {
     let busy = StreamLoad::new(backend, stream.id().device(), Direction::ToDevice)?;
     until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
@@ -76,7 +76,7 @@ fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
     const STEPS: u32 = 2000;
     let stream = Stream::new(backend)?;
     let block = Block::filled(backend, STEPS as usize * 4, 0)?;
-    // Operation `step` fills everything from element `step` on, so each element keeps what its own step wrote last.
+    // Operation `step` fills all elements from `step` on, so each element keeps the value of its own step.
     for step in 0..STEPS {
         stream.fill(block.span(step as usize * 4..block.bytes()), FillPattern::U32(step))?;
     }
@@ -89,7 +89,7 @@ fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Checks that a call enqueues without waiting for what the stream has to do already.
+/// Checks that a call enqueues without waiting for earlier work of the stream.
 fn returns_at_once(
     backend: &dyn Backend,
     what: &str,
@@ -129,7 +129,7 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
     idle.record(&other)?;
     returns_at_once(backend, "a record", |stream| stream.record(&event))?;
     returns_at_once(backend, "a wait", |stream| stream.wait(&other))?;
-    // The waiting stream has nothing to do but wait: the call itself must not do so.
+    // The waiting stream has no other work, so only the call itself could wait.
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     until_conclusive("a wait for the event of a busy stream waits in the call", |helpings| {
@@ -164,7 +164,7 @@ fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
     until_conclusive("a stream is never seen pending", |helpings| {
         busy.enqueue(&stream, helpings)?;
         let pending = stream.is_pending()?;
-        // Once complete, it stays so until more is enqueued.
+        // A complete stream stays complete until more is enqueued.
         while stream.is_pending()? {
             std::thread::yield_now();
         }
@@ -234,7 +234,7 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
         );
         let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let block = Block::on(backend, device, BYTES)?;
-        // Each stream has more to do than the other once, so that to wait for one of them is not enough.
+        // Each stream has more work than the other once, so waiting for one of them is not enough.
         for (of_first, of_second) in [(2, 1), (1, 2)] {
             until_conclusive("no stream was pending before the device was synchronised", |helpings| {
                 let pinned = Pinned::holding(backend, &[0; BYTES])?;
@@ -303,7 +303,7 @@ fn the_per_thread_default_stream_is_another_in_each_thread(backend: &dyn Backend
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let here = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE));
     until_conclusive("one thread's default stream waits for another thread's", |helpings| {
-        // Freed when both threads are done: to free memory is to wait for the device.
+        // Freed after both threads are done, because freeing memory waits for the device.
         let block = Block::new(backend, BYTES)?;
         busy.enqueue(&here, helpings)?;
         let there = std::thread::scope(|scope| {
