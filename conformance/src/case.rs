@@ -1,56 +1,56 @@
-//! What a case is: a name, the clauses it proves, what it needs of the backend, and a function.
+//! A case: its name, the clauses that it proves, the needs that a backend must meet, and its function.
 
 use std::fmt;
 use std::panic::Location;
 
 use highwater_hal::{Backend, Capabilities, Error, Transport};
 
-use crate::attempts::Futile;
-use crate::busy;
 use crate::peer::Launcher;
+use crate::retry::Inconclusive;
+use crate::stream_load;
 
-/// One promise of the traits, or a few that belong together, as a function that asks a backend to keep it.
+/// A test of one clause of the traits, or a few that belong together.
 ///
-/// Cases are made by this crate only; [`cases`](crate::cases) lists them.
+/// Only this crate makes cases; [`cases`](crate::cases) lists them.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Case {
-    /// `group.what_is_shown`; unique.
+    /// `group.behavior`; unique.
     pub name: &'static str,
-    /// The part of the traits that it belongs to; the name begins with it.
+    /// The part of the traits that the case tests. The name begins with it.
     pub group: &'static str,
-    /// Ids of the clauses that it proves, as they stand in the documentation of the traits.
+    /// The ids of the clauses that the case proves.
     pub clauses: &'static [&'static str],
-    /// What a backend must have, or lack, for the case to say anything.
+    /// The capabilities that a backend must have, or lack, for the case to prove anything.
     pub needs: &'static [Need],
-    /// The case itself.
+    /// The function of the case.
     pub(crate) run: Run,
 }
 
 /// The function of a case.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Run {
-    /// Needs the backend only.
+    /// Uses the backend only.
     Alone(fn(&dyn Backend) -> CaseResult),
     /// Starts a second process with the same backend.
     WithPeer(fn(&dyn Backend, &Launcher) -> CaseResult),
 }
 
 impl Case {
-    /// Why the case says nothing about a backend with these capabilities on device 0 and so many devices, if so.
+    /// Returns why the case proves nothing about a backend with these capabilities on device 0 and this many devices, if so.
     #[must_use]
     pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
         self.needs.iter().find_map(|need| need.unmet(capabilities, device_count))
     }
 
-    /// Whether the case starts a second process, for which the suite has to be given a [`Launcher`].
+    /// Returns whether the case starts a second process, which needs a [`Launcher`].
     #[must_use]
     pub fn needs_launcher(&self) -> bool {
         matches!(self.run, Run::WithPeer(_))
     }
 }
 
-/// Something that a case needs of a backend; where it is not so, the case is skipped.
+/// A condition of a case. If the backend does not meet it, the case is skipped.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Need {
@@ -61,21 +61,21 @@ pub enum Need {
         /// Reads it.
         get: fn(&Capabilities) -> bool,
     },
-    /// The capability is false on device 0: the case asks nevertheless.
+    /// The capability is false on device 0, and the case uses it anyway.
     Denied {
         /// Its name.
         name: &'static str,
         /// Reads it.
         get: fn(&Capabilities) -> bool,
     },
-    /// At least two devices.
+    /// The backend has at least two devices.
     TwoDevices,
     /// Memory of device 0 can be shared by this transport.
     Transport(Transport),
 }
 
 impl Need {
-    /// Why the need is not met, if so.
+    /// Returns why the backend does not meet the need, if so.
     #[must_use]
     pub fn unmet(&self, capabilities: &Capabilities, device_count: u32) -> Option<String> {
         match *self {
@@ -99,14 +99,14 @@ pub(crate) mod needs {
 
     macro_rules! capability_needs {
         ($($name:ident),* $(,)?) => {
-            /// The capability is there.
+            /// The capability is true.
             #[allow(non_upper_case_globals, reason = "named as the capability")]
             #[allow(dead_code, reason = "a capability may have no case that needs it")]
             pub(crate) mod has {
                 use super::Need;
                 $(pub(crate) const $name: Need = Need::Capability { name: stringify!($name), get: |c| c.$name };)*
             }
-            /// The capability is not there.
+            /// The capability is false.
             #[allow(non_upper_case_globals, reason = "named as the capability")]
             #[allow(dead_code, reason = "a capability may have no case that needs its lack")]
             pub(crate) mod lacks {
@@ -147,16 +147,16 @@ pub(crate) mod needs {
     );
 }
 
-/// How a case ends.
+/// The result of a case.
 pub(crate) type CaseResult = Result<(), Failure>;
 
-/// Why a case failed, and where in its source.
+/// The reason why a case failed, with the line of the case.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     message: String,
     location: &'static Location<'static>,
-    /// The case failed because all attempts were too late.
-    futile: Option<Futile>,
+    /// Set if the case failed because no attempt was in time.
+    inconclusive: Option<Inconclusive>,
 }
 
 impl Failure {
@@ -165,28 +165,28 @@ impl Failure {
         Self::at(Location::caller(), message)
     }
 
-    /// The same with more to read.
+    /// Appends details to the message.
     pub(crate) fn with_details(mut self, details: &str) -> Self {
         self.message = format!("{}: {details}", self.message);
         self
     }
 
-    /// A failure that another place in the source is to be blamed for.
+    /// Creates a failure at another line of the source.
     pub(crate) fn at(location: &'static Location<'static>, message: impl Into<String>) -> Self {
-        Self { message: message.into(), location, futile: None }
+        Self { message: message.into(), location, inconclusive: None }
     }
 
-    /// A failure because no attempt was in time.
-    pub(crate) fn futile(location: &'static Location<'static>, waits: &str, futile: Futile) -> Self {
-        Self { message: waits.to_owned(), location, futile: Some(futile) }
+    /// Creates a failure of a case of which no attempt was in time.
+    pub(crate) fn inconclusive(location: &'static Location<'static>, waits: &str, inconclusive: Inconclusive) -> Self {
+        Self { message: waits.to_owned(), location, inconclusive: Some(inconclusive) }
     }
 
-    /// The failure with its cause: attempts are also too late if the calls of the backend execute the work themselves.
+    /// Adds the cause. Attempts are also too late if the calls of the backend execute the work themselves.
     pub(crate) fn explained(mut self, backend: &dyn Backend) -> Self {
-        if let Some(futile) = self.futile.take() {
-            let cause = match busy::executes_in_the_call(backend) {
+        if let Some(inconclusive) = self.inconclusive.take() {
+            let cause = match stream_load::executes_in_the_call(backend) {
                 Ok(Some(evidence)) => evidence.to_string(),
-                _ => futile.to_string(),
+                _ => inconclusive.to_string(),
             };
             self.message = format!("{}: {cause}", self.message);
         }
@@ -197,14 +197,14 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
-        if let Some(futile) = &self.futile {
-            write!(f, ": {futile}")?;
+        if let Some(inconclusive) = &self.inconclusive {
+            write!(f, ": {inconclusive}")?;
         }
         write!(f, " ({}:{})", self.location.file(), self.location.line())
     }
 }
 
-/// An error of a call that has no reason to fail.
+/// A call failed although it must not.
 impl From<Error> for Failure {
     #[track_caller]
     fn from(error: Error) -> Self {
@@ -212,7 +212,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Ends the case as failed, with a message, unless the condition holds.
+/// Fails the case with a message unless the condition holds.
 macro_rules! check {
     ($condition:expr, $($message:tt)+) => {
         let holds: bool = $condition;
@@ -222,7 +222,7 @@ macro_rules! check {
     };
 }
 
-/// Ends the case as failed, with both values, unless they are equal.
+/// Fails the case with both values unless they are equal.
 macro_rules! check_eq {
     ($got:expr, $expected:expr, $($message:tt)+) => {
         match (&$got, &$expected) {
@@ -235,7 +235,7 @@ macro_rules! check_eq {
     };
 }
 
-/// Ends the case as failed unless the call gave an error of this kind.
+/// Fails the case unless the call gave an error of this kind.
 macro_rules! check_error {
     ($result:expr, $kind:ident, $($message:tt)+) => {
         match $result {
@@ -253,8 +253,8 @@ macro_rules! check_error {
     };
 }
 
-/// Lists the cases of a file: function, clauses, and needs in brackets where there are some. Those of a group
-/// `with a second process` are given the launcher.
+/// Lists the cases of a file: function, clauses, and needs in brackets, if any. A group `with a second process` also receives
+/// the launcher.
 macro_rules! cases {
     (group $group:literal; $($cases:tt)+) => {
         $crate::case::cases! { of Alone; group $group; $($cases)+ }

@@ -1,11 +1,12 @@
-//! Owning guards for what a case makes on a device, and safe calls on them.
+//! Guards that own what a case makes on a device, with safe methods.
 //!
-//! A case that fails must not leave anything behind, and must not free memory that the device still works on. So each
-//! guard gives its object back when it is dropped, and a memory block first waits for every device whose streams were
-//! handed it. A release that an injected fault of the sweep refused is asked for again. Spans are cut from blocks with bounds checks, which makes copies and fills between them safe calls.
+//! A case that fails must leave no object behind, and must not free memory that a device still uses. So each guard gives its
+//! object back when it is dropped, and a block first waits for every device whose streams used it. A guard repeats a release
+//! that the fault sweep refused. Spans are cut from blocks with bounds checks, so that copies and fills between them are safe
+//! calls.
 //!
-//! What remains is trust in the backend: one that writes outside the ranges it is handed, or says "done" too early, can
-//! harm the process that tests it.
+//! The guards trust the backend in one point: a backend that writes outside of its ranges, or reports completion too early,
+//! can harm the process that tests it.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -23,20 +24,20 @@ use crate::matrix::GUARD_BYTES;
 use crate::sweep::{insist, is_injected};
 use crate::validation::made_here;
 
-/// The device that cases use unless they are about several.
+/// The device of cases that are about one device.
 pub(crate) const DEVICE: u32 = 0;
 
-/// Devices whose streams were handed a block, as bits; the last bit stands for every device from 63 on.
+/// The devices whose streams used a block, as bits. The last bit stands for every device from 63 on.
 #[derive(Debug, Default)]
 struct Users(AtomicU64);
 
 impl Users {
     fn add(&self, device: u32) {
-        // Relaxed: read again only by the owner of the block, in `drop` or through `&self` after the call returned.
+        // Relaxed: only the owner of the block reads it, in `drop` or through `&self` after the call returned.
         self.0.fetch_or(1 << device.min(63), Ordering::Relaxed);
     }
 
-    /// Waits for every device that was handed the block.
+    /// Waits for every device that used the block.
     fn settle(&self, backend: &dyn Backend) -> Result<()> {
         let bits = self.0.load(Ordering::Relaxed);
         (0..backend.device_count())
@@ -44,14 +45,14 @@ impl Users {
             .try_for_each(|device| backend.synchronize_device(device))
     }
 
-    /// The same for a guard that is dropped, which has no later chance to wait.
+    /// Waits for every device, for a dropped guard that has no later chance.
     fn settle_at_last(&self, backend: &dyn Backend) {
-        // An error here shows in the count of live objects, or the device is lost.
+        // An error here shows in the count of living objects, or the device is lost.
         let _ = insist(|| self.settle(backend));
     }
 }
 
-/// A range of bytes of a block that is alive.
+/// A range of bytes of a living block.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span<'a> {
     location: Location,
@@ -81,7 +82,7 @@ impl Span<'_> {
 
 // ---------------------------------------------------------------------------------------------------------- streams
 
-/// A stream, synchronised and destroyed when dropped.
+/// A stream, synchronized and destroyed when dropped.
 #[derive(Debug)]
 pub(crate) struct Stream<'b> {
     backend: &'b dyn Backend,
@@ -106,12 +107,12 @@ impl<'b> Stream<'b> {
         Ok(Self { backend, id: backend.create_stream(device, options)?, owned: true })
     }
 
-    /// A stream that is not this guard's to destroy: a default stream.
+    /// Wraps a stream that the guard must not destroy: a default stream.
     pub(crate) fn borrowed(backend: &'b dyn Backend, id: StreamId) -> Self {
         Self { backend, id, owned: false }
     }
 
-    /// Takes over an id that the backend gave out.
+    /// Takes ownership of an id that the backend issued.
     pub(crate) fn adopted(backend: &'b dyn Backend, id: StreamId) -> Self {
         Self { backend, id, owned: true }
     }
@@ -153,7 +154,7 @@ impl<'b> Stream<'b> {
         unsafe { self.backend.copy(&copy, self.id) }
     }
 
-    /// Enqueues a fill of as many elements as `dst` holds.
+    /// Enqueues a fill of all elements of `dst`.
     pub(crate) fn fill(&self, dst: Span<'_>, pattern: FillPattern) -> Result<()> {
         let Location::Device { device, ptr } = dst.location else { panic!("a case fills host memory") };
         dst.users.add(self.id.device());
@@ -162,12 +163,12 @@ impl<'b> Stream<'b> {
         unsafe { self.backend.fill(&fill, self.id) }
     }
 
-    /// Enqueues a fill with one byte.
+    /// Enqueues a fill of all bytes.
     pub(crate) fn set(&self, dst: Span<'_>, byte: u8) -> Result<()> {
         self.fill(dst, FillPattern::U8(byte))
     }
 
-    /// Destroys the stream now, without waiting, and gives the id that is stale from here on.
+    /// Destroys the stream now, without waiting, and returns the stale id.
     pub(crate) fn destroy(mut self) -> Result<StreamId> {
         self.backend.destroy_stream(self.id)?;
         self.owned = false;
@@ -178,7 +179,7 @@ impl<'b> Stream<'b> {
 impl Drop for Stream<'_> {
     fn drop(&mut self) {
         if self.owned {
-            // An error here shows in the count of live objects.
+            // An error here shows in the count of living objects.
             let _ = insist(|| self.backend.synchronize_stream(self.id));
             let _ = insist(|| self.backend.destroy_stream(self.id));
         }
@@ -212,18 +213,18 @@ impl<'b> Event<'b> {
         Ok(Self::adopted(backend, backend.create_event(device, options)?))
     }
 
-    /// Takes over an id that the backend gave out.
+    /// Takes ownership of an id that the backend issued.
     pub(crate) fn adopted(backend: &'b dyn Backend, id: EventId) -> Self {
         Self { backend, id, owned: true }
     }
 
-    /// An event that other processes can open.
+    /// Creates an event that other processes can open.
     #[track_caller]
     pub(crate) fn interprocess(backend: &'b dyn Backend) -> Result<Self> {
         Self::with_options(backend, DEVICE, &EventOptions::new().with_interprocess())
     }
 
-    /// An event of another process.
+    /// Opens an event of another process.
     #[track_caller]
     pub(crate) fn open(backend: &'b dyn Backend, device: u32, handle: &EventHandle) -> Result<Self> {
         let sharing = sharing(backend, "open_event")?;
@@ -251,7 +252,7 @@ impl<'b> Event<'b> {
         self.backend.synchronize_event(self.id)
     }
 
-    /// Destroys the event now and gives the id that is stale from here on.
+    /// Destroys the event now and returns the stale id.
     pub(crate) fn destroy(mut self) -> Result<EventId> {
         self.backend.destroy_event(self.id)?;
         self.owned = false;
@@ -276,7 +277,7 @@ pub(crate) struct Block<'b> {
     device: u32,
     ptr: DevicePtr,
     bytes: usize,
-    /// The stream that the block was allocated on and is freed on.
+    /// The stream on which the block was allocated and is freed.
     ordered_on: Option<StreamId>,
     users: Users,
 }
@@ -308,14 +309,14 @@ impl<'b> Block<'b> {
         Ok(Self { backend, device, ptr, bytes, ordered_on, users: Users::default() })
     }
 
-    /// A block that holds `bytes`.
+    /// Allocates a block that holds `bytes`.
     #[track_caller]
     pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         let [block] = holding_all(backend, [bytes])?;
         Ok(block)
     }
 
-    /// A block whose bytes are all `byte`.
+    /// Allocates a block whose bytes are all `byte`.
     #[track_caller]
     pub(crate) fn filled(backend: &'b dyn Backend, bytes: usize, byte: u8) -> Result<Self> {
         Self::filled_on(backend, DEVICE, bytes, byte)
@@ -349,7 +350,7 @@ impl<'b> Block<'b> {
         Span { location, bytes: range.len(), users: &self.users }
     }
 
-    /// Writes bytes from the CPU, after everything that was enqueued on the block, and waits.
+    /// Writes bytes from the CPU, after all work that is enqueued on the block, and waits.
     #[track_caller]
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
@@ -359,14 +360,14 @@ impl<'b> Block<'b> {
         write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
     }
 
-    /// Makes a handle of the block for other processes.
+    /// Exports a handle of the block for other processes.
     pub(crate) fn export(&self, transport: Transport) -> Result<MemoryHandle> {
         let sharing = sharing(self.backend, "export_memory")?;
         // SAFETY: the block came from `allocate` for this device and is freed when this value is dropped only.
         unsafe { sharing.export_memory(self.device, self.ptr, transport) }
     }
 
-    /// Reads everything, after everything that was enqueued on the block.
+    /// Reads the whole block, after all work that is enqueued on it.
     #[track_caller]
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         Ok(read_all(self.backend, &[self])?.swap_remove(0))
@@ -391,12 +392,12 @@ impl Drop for Block<'_> {
     }
 }
 
-/// Sharing with other processes; `Unsupported` where the backend has none.
+/// Returns the sharing of the backend, or `Unsupported`.
 pub(crate) fn sharing(backend: &dyn Backend, operation: &'static str) -> Result<Arc<dyn IpcSharing>> {
     backend.ipc_sharing().ok_or_else(|| Error::lacks(operation, "shareable_memory"))
 }
 
-/// Writes bytes of the CPU to a span of device memory, and waits.
+/// Writes bytes from the CPU to a span of device memory, and waits.
 #[track_caller]
 pub(crate) fn write_span(backend: &dyn Backend, device: u32, span: Span<'_>, bytes: &[u8]) -> Result<()> {
     let pinned = Pinned::holding(backend, bytes)?;
@@ -415,8 +416,8 @@ pub(crate) fn read_span(backend: &dyn Backend, device: u32, span: Span<'_>) -> R
     pinned.read()
 }
 
-/// Reads several blocks of one device, after everything that was enqueued on them, by way of one pinned block: a
-/// pinned block and a stream for each would take most of the time of a case.
+/// Reads several blocks of one device, after all work that is enqueued on them, through one pinned block. A pinned block and
+/// a stream for each block would take most of the time of a case.
 #[track_caller]
 pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<Vec<Vec<u8>>> {
     let device = blocks.first().map_or(DEVICE, |block| block.device);
@@ -435,7 +436,7 @@ pub(crate) fn read_all(backend: &dyn Backend, blocks: &[&Block<'_>]) -> Result<V
     Ok(blocks.iter().map(|block| rest.split_off(..block.bytes).unwrap_or_default().to_vec()).collect())
 }
 
-/// New blocks of the first device that hold these bytes, written by way of one pinned block.
+/// Allocates blocks on the first device that hold these bytes, through one pinned block.
 #[track_caller]
 pub(crate) fn holding_all<'b, const N: usize>(
     backend: &'b dyn Backend,
@@ -497,21 +498,21 @@ impl<'b> Mapping<'b> {
         Span { location, bytes: range.len(), users: &self.users }
     }
 
-    /// Reads everything, after everything that this process enqueued on it.
+    /// Reads the whole memory, after all work that this process enqueued on it.
     #[track_caller]
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         self.users.settle(self.backend)?;
         read_span(self.backend, self.device, self.all())
     }
 
-    /// Writes bytes from the CPU, after everything that this process enqueued on it, and waits.
+    /// Writes bytes from the CPU, after all work that this process enqueued on it, and waits.
     #[track_caller]
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.users.settle(self.backend)?;
         write_span(self.backend, self.device, self.span(offset..offset + bytes.len()), bytes)
     }
 
-    /// Closes now, and gives the answer.
+    /// Closes the memory now, and returns the answer.
     pub(crate) fn close(mut self) -> Result<()> {
         self.give_back()
     }
@@ -524,7 +525,7 @@ impl<'b> Mapping<'b> {
         insist(|| unsafe { self.sharing.close_memory(self.device, self.ptr) })
     }
 
-    /// Closes an address that is not open, which the backend has to refuse.
+    /// Closes an address that is not open, which the backend must refuse.
     pub(crate) fn close_unknown(backend: &dyn Backend, device: u32, ptr: DevicePtr) -> Result<()> {
         let sharing = sharing(backend, "close_memory")?;
         // SAFETY: no mapping begins at that address, so no work can use one.
@@ -548,7 +549,7 @@ pub(crate) trait Memory {}
 impl Memory for Block<'_> {}
 impl Memory for Pinned<'_> {}
 
-/// A capture that is open on a stream; dropped, it is ended and what it recorded is thrown away.
+/// An open capture of a stream. If dropped, the capture ends, and its graph is destroyed.
 #[derive(Debug)]
 pub(crate) struct Capture<'s, 'b> {
     stream: &'s Stream<'b>,
@@ -561,7 +562,7 @@ impl<'s, 'b> Capture<'s, 'b> {
         Ok(Self { stream, open: true })
     }
 
-    /// Ends the capture. `memory` is all the memory that was recorded: it lives longer than the graph.
+    /// Ends the capture. `memory` is all recorded memory, which must outlive the graph.
     #[track_caller]
     pub(crate) fn end<'m>(mut self, memory: &[&'m dyn Memory]) -> Result<Graph<'m>>
     where
@@ -570,7 +571,7 @@ impl<'s, 'b> Capture<'s, 'b> {
         let _ = memory;
         let backend = self.stream.backend;
         let id = end_capture(backend, self.stream.id);
-        // What a fault kept from the backend is still open.
+        // A call that a fault refused leaves the capture open.
         self.open = id.as_ref().is_err_and(is_injected);
         Ok(Graph { backend, id: id?, owned: true, recorded: PhantomData })
     }
@@ -609,7 +610,7 @@ impl<'m> Graph<'m> {
         self.id
     }
 
-    /// Destroys the graph now and gives the id that is stale from here on.
+    /// Destroys the graph now and returns the stale id.
     pub(crate) fn destroy(mut self) -> Result<GraphId> {
         self.backend.destroy_graph(self.id)?;
         self.owned = false;
@@ -635,7 +636,7 @@ pub(crate) struct Executable<'m> {
 }
 
 impl Executable<'_> {
-    /// Enqueues one execution. Cases launch a graph on another stream only when the launches before are done.
+    /// Enqueues one execution. A case launches a graph on another stream only after the earlier launches are complete.
     pub(crate) fn launch(&self, stream: &Stream<'_>) -> Result<()> {
         // SAFETY: what was recorded lives longer than this value, as `Capture::end` was handed all of it, and settles
         // the device, which it was handed when it was recorded, before it is freed. Launches on one stream run one after
@@ -647,7 +648,7 @@ impl Executable<'_> {
         self.id
     }
 
-    /// Destroys it now, without waiting, and gives the id that is stale from here on.
+    /// Destroys the graph now, without waiting, and returns the stale id.
     pub(crate) fn destroy(mut self) -> Result<GraphExecId> {
         self.backend.destroy_graph_exec(self.id)?;
         self.owned = false;
@@ -689,7 +690,7 @@ impl<'b> Pinned<'b> {
         Ok(Self { backend, allocator, ptr, bytes, users: Users::default() })
     }
 
-    /// A block that holds `bytes`.
+    /// Allocates a block that holds `bytes`.
     #[track_caller]
     pub(crate) fn holding(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         let pinned = Self::new(backend, bytes.len())?;
@@ -713,7 +714,7 @@ impl<'b> Pinned<'b> {
         Span { location: Location::Host(start), bytes: range.len(), users: &self.users }
     }
 
-    /// Writes bytes at the beginning, once no device uses the block any more.
+    /// Writes bytes at the beginning, after all devices have stopped using the block.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
         assert!(bytes.len() <= self.bytes, "a case writes {} bytes to {}", bytes.len(), self.bytes);
         self.users.settle(self.backend)?;
@@ -722,17 +723,18 @@ impl<'b> Pinned<'b> {
         Ok(())
     }
 
-    /// Reads everything, once no device uses the block any more.
+    /// Reads the whole block, after all devices have stopped using it.
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         self.users.settle(self.backend)?;
         // SAFETY: as just said.
         Ok(unsafe { self.read_now() })
     }
 
-    /// Reads everything without waiting: for cases that show what a wait before it was good for.
+    /// Reads the whole block without waiting, for cases that show the effect of an earlier wait.
     ///
     /// # Safety
-    /// The backend has promised that the work that writes the block is done.
+    ///
+    /// The backend must have promised that the work that writes the block is complete.
     pub(crate) unsafe fn read_now(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes];
         // SAFETY: the block is that long; nobody writes it, by the contract of this function.
@@ -750,26 +752,26 @@ impl Drop for Pinned<'_> {
     }
 }
 
-/// Memory of this process, page-locked for as long as the guard lives, in one registration or several that touch.
+/// Memory of this process that is page-locked while the guard lives, by one registration or several adjacent ones.
 #[derive(Debug)]
 pub(crate) struct Registered<'b> {
     backend: &'b dyn Backend,
     allocator: Arc<dyn HostAllocator>,
     memory: Pages,
     piece_bytes: usize,
-    /// How many pieces are registered, from the first one.
+    /// The number of registered pieces, from the first one.
     registered: usize,
     users: Users,
 }
 
 impl<'b> Registered<'b> {
-    /// One registration.
+    /// Registers the memory as one piece.
     #[track_caller]
     pub(crate) fn new(backend: &'b dyn Backend, bytes: &[u8]) -> Result<Self> {
         Self::in_pieces(backend, bytes, usize::MAX)
     }
 
-    /// Registrations of so many bytes each, a multiple of the page; the last may be shorter.
+    /// Registers the memory in pieces of this many bytes, a multiple of the page size. The last piece may be shorter.
     #[track_caller]
     pub(crate) fn in_pieces(backend: &'b dyn Backend, bytes: &[u8], piece_bytes: usize) -> Result<Self> {
         let mut memory = Pages::new(bytes.len());
@@ -802,13 +804,13 @@ impl<'b> Registered<'b> {
         Span { location, bytes: range.len(), users: &self.users }
     }
 
-    /// The bytes, once no device uses them any more.
+    /// Returns the bytes, after all devices have stopped using them.
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         self.users.settle(self.backend)?;
         Ok(self.memory.bytes().to_vec())
     }
 
-    /// Unregisters now, and gives the answer.
+    /// Unregisters the memory now, and returns the answer.
     pub(crate) fn unregister(&mut self) -> Result<()> {
         insist(|| self.users.settle(self.backend))?;
         let mut result = Ok(());
@@ -829,7 +831,7 @@ impl Drop for Registered<'_> {
     }
 }
 
-/// Whole pages of ordinary memory.
+/// Whole pages of pageable memory.
 #[derive(Debug)]
 pub(crate) struct Pages {
     start: std::ptr::NonNull<u8>,
@@ -837,10 +839,10 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// The largest page of the processors that are supported, huge pages apart.
+    /// The largest page size of the supported processors, without huge pages.
     const ALIGNMENT: usize = 65536;
 
-    /// Zeroed pages for at least `bytes` bytes.
+    /// Allocates zeroed pages for at least `bytes` bytes.
     pub(crate) fn new(bytes: usize) -> Self {
         let bytes = bytes.max(1).next_multiple_of(Self::ALIGNMENT);
         let layout = std::alloc::Layout::from_size_align(bytes, Self::ALIGNMENT).expect("a case asks for few bytes");
@@ -878,13 +880,13 @@ impl Drop for Pages {
 
 // ---------------------------------------------------------------------------------------------------------- handles
 
-/// A BLAS or Lt handle with its stream, destroyed when dropped, after its device has come to rest.
+/// A BLAS or Lt handle with its stream. If dropped, it waits for its device and is destroyed.
 #[derive(Debug)]
 pub(crate) struct Handle<'a> {
     backend: &'a dyn Backend,
     handle: Box<dyn BlasHandle>,
     device: u32,
-    /// Keeps the workspace alive for as long as the handle may use it.
+    /// Keeps the workspace alive while the handle may use it.
     workspace: Option<&'a Block<'a>>,
 }
 
@@ -896,7 +898,7 @@ impl<'a> Handle<'a> {
         Ok(handle)
     }
 
-    /// A handle that is bound to no stream yet.
+    /// Creates a handle that is bound to no stream.
     #[track_caller]
     pub(crate) fn unbound(backend: &'a dyn Backend, kind: BlasKind, device: u32) -> Result<Self> {
         made_here();
@@ -904,7 +906,7 @@ impl<'a> Handle<'a> {
         Ok(Self { backend, handle, device, workspace: None })
     }
 
-    /// The handle itself, for its safe methods.
+    /// Returns the handle for its safe methods.
     pub(crate) fn raw_mut(&mut self) -> &mut dyn BlasHandle {
         &mut *self.handle
     }
@@ -913,7 +915,7 @@ impl<'a> Handle<'a> {
         self.handle.set_stream(stream.id())
     }
 
-    /// Binds the bytes `range` of a block as the workspace, once everything before has completed.
+    /// Binds the bytes `range` of a block as the workspace, after all earlier work is complete.
     pub(crate) fn set_workspace(&mut self, block: &'a Block<'a>, range: Range<usize>) -> Result<()> {
         self.backend.synchronize_device(self.device)?;
         let _ = block.span(range.clone());
@@ -925,12 +927,12 @@ impl<'a> Handle<'a> {
         unsafe { self.handle.set_workspace(Some(workspace)) }
     }
 
-    /// Binds a workspace where handles can be given one, and leaves the handle on its own elsewhere.
+    /// Binds a workspace if the backend supports it. Otherwise the handle keeps its own.
     pub(crate) fn offer_workspace(&mut self, block: &'a Block<'a>, range: Range<usize>) -> Result<()> {
         if self.backend.capabilities(self.device)?.blas_workspace { self.set_workspace(block, range) } else { Ok(()) }
     }
 
-    /// Enqueues a product whose matrices begin at the given offsets of the blocks.
+    /// Enqueues a product of matrices at these offsets of the blocks.
     pub(crate) fn gemm(&mut self, gemm: &Gemm, operands: [(&Block<'_>, usize); 3]) -> Result<()> {
         let [a, b, c] = reach(&gemm.shape, self.device, operands);
         let mut gemm = *gemm;
@@ -940,8 +942,8 @@ impl<'a> Handle<'a> {
         unsafe { self.handle.gemm(&gemm) }
     }
 
-    /// Enqueues one run of a plan made for `shape`. D is C, or lies in `destination` at the offset that C has; the bias
-    /// lies between guards.
+    /// Enqueues one run of a plan of `shape`. D is C, or lies in `destination` at the offset of C. The bias lies between
+    /// guards.
     pub(crate) fn run_plan(
         &mut self,
         plan: PlanId,
@@ -969,7 +971,7 @@ impl<'a> Handle<'a> {
     }
 }
 
-/// Checks that a product stays inside its blocks, notes the use, and gives the addresses.
+/// Checks that a product stays inside its blocks, notes the use, and returns the addresses.
 fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> [DevicePtr; 3] {
     let extents = shape.extents("conformance").expect("a case has a valid shape");
     let (factor, result) = (shape.data_type.bytes(), shape.output.bytes());
@@ -989,7 +991,7 @@ fn reach(shape: &GemmShape, device: u32, operands: [(&Block<'_>, usize); 3]) -> 
 impl Drop for Handle<'_> {
     fn drop(&mut self) {
         let _ = insist(|| self.backend.synchronize_device(self.device));
-        // Destroyed already in some cases; then the answer is an error that means nothing.
+        // Some cases have destroyed it already. The error then means nothing.
         let _ = insist(|| self.handle.destroy());
     }
 }

@@ -1,12 +1,11 @@
-//! The promises of Highwater's traits as named cases that run against any backend.
+//! A conformance suite for Highwater backends: the promises of the traits as named cases that run against any backend.
 //!
-//! The documentation of `highwater_hal`'s traits lists, method by method, what a backend promises: *clauses* with ids,
-//! such as `stream.order` or `event.wait-snapshot`. A [`Case`] is a function that asks a backend, through
-//! `&dyn Backend` and nothing else, to keep one of these promises or a few; it names their ids. The same cases run
-//! on the mock, on real devices, and on a backend of your own.
+//! The documentation of `highwater_hal`'s traits lists the promises of each method as *clauses* with ids, such as
+//! `stream.order` or `event.wait-snapshot`. A [`Case`] tests one clause, or a few, through `&dyn Backend` alone, and names their
+//! ids. The same cases run on the mock, on real devices, and on your own backend.
 //!
 //! # Running the suite against your backend
-//! Open the backend, hand it to [`run`], look at the [`Report`]. In a test of your crate that is:
+//! Open the backend, pass it to [`run`], and check the [`Report`]. In a test of your crate:
 //!
 //! ```
 //! use highwater_conformance::{Options, run};
@@ -24,36 +23,32 @@
 //! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
-//! Cases about what two processes share start a second one that opens the same backend, by the [`Launcher`] of the
-//! options. Its process calls [`serve_peer`]; mostly it is the same executable once more, see [`Launcher`] for how that
-//! reads in a test. Without a launcher these cases are skipped.
+//! Cases of sharing start a second process that opens the same backend, by the [`Launcher`] of the options. That process
+//! calls [`serve_peer`]. It is usually the same executable; see [`Launcher`] for an example in a test. Without a launcher,
+//! these cases are skipped.
 //!
-//! Every case runs through a layer that keeps books of what it makes and gives back, and judges the backend's answers: what is
-//! left over, freed twice, used after its end or counted wrongly fails the case. [`sweep`] runs each case again for each
-//! fallible call that it makes, with that one call refused.
+//! [`run_observed`] reports progress. [`Options::with_filter`] selects cases by name or by clause. A case with a known failure
+//! belongs into [`Options::with_expected_failure`] with its reason. It is reported separately, and fails the run once it passes.
 //!
-//! [`run_observed`] tells how far the run is; [`Options::with_filter`] runs a part, by name or by clause. A case that
-//! fails for a reason that you know goes into [`Options::with_expected_failure`] with that reason: it is reported
-//! apart, and as a failure once it passes.
+//! # What a case proves
+//! A case that passes has observed the behavior that its clauses promise, in the situations that it creates. The design of the
+//! suite makes this observation as strong as possible:
 //!
-//! # What a case may assume
-//! - It has the backend to itself: `live_objects()` after it must be what it was before.
-//! - Device 0 is meant unless the case is about several; with one device those are skipped, as are cases about
-//!   capabilities that the device lacks. What a device lacks is a promise too (`backend.lacking`): the cases of the
-//!   group `lacking` ask for it nevertheless, and run where the capability is false.
-//! - Nothing about speed. A promise that something does not wait is shown while a stream is busy with copies whose time
-//!   was measured first, and is tried again with up to 128 times as many before the case fails. On a machine that is
-//!   busy with other things it is tried more often than on a quiet one, and a failure says so. If the calls of the
-//!   backend execute the work themselves, nothing is ever outstanding, and the failure says so.
-//! - A second process has one stream and does what the case tells it, over a socket. One that does not answer within half
-//!   a minute is killed and the case fails; none is left behind, whatever happens.
-//! - The backend is trusted with the memory that it is handed. One that writes elsewhere, or says that work is done
-//!   when it is not, can harm the process that tests it: run unknown backends in a process of their own. The same holds
-//!   for one that hangs. [`run_on`] takes an [`Executor`] for that; the program `highwater` has one.
-//!
-//! # Whether the suite notices
-//! [`mutants`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_mutants`] gives
-//! them to the suite and says which were caught, by which case. Every clause has one at least.
+//! - **Cases are black boxes.** They use no knowledge of an implementation, so a backend over a driver and one over the CPU run
+//!   the same cases. A capability that the device lacks skips the cases that need it. The group `lacking` tests the opposite: a
+//!   call that needs an absent capability must give `Unsupported` (`backend.lacking`).
+//! - **Validation.** Every call of a case passes a layer that records the objects that the case makes and gives back. The layer
+//!   judges the backend's answers: an object that is left over, freed twice, used after its end, or counted wrongly fails the case,
+//!   whatever the case itself observes.
+//! - **Fault sweep.** [`sweep`] runs each case again for each fallible call that it makes, with that call refused. Nothing may
+//!   leak, hang or crash, because a caller's error path deserves the same promises.
+//! - **Mutants.** [`mutants`] lists backends that are wrong on purpose: wrappers that break one clause each. [`run_mutants`]
+//!   reports which of them the suite catches, and by which case. Every clause has at least one mutant. A mutant that survives
+//!   shows what the cases do not observe.
+//! - **No timing.** A case never measures speed. It shows that a call does not wait while a stream is busy with copies whose time
+//!   was measured first. If the work is complete too early, the case repeats the observation with up to 128 times as much work. A
+//!   loaded machine gets more attempts than a quiet one, and a failure says so. A backend that executes work inside its calls
+//!   never leaves work outstanding, and the failure says so too.
 //!
 //! ```
 //! use highwater_conformance::{MutantOptions, run_mutants};
@@ -67,33 +62,44 @@
 //! assert!(score.is_success(), "{score}");
 //! ```
 //!
+//! # What the suite cannot prove
+//! - A race that did not happen. Cases make races likely; they cannot enumerate schedules.
+//! - Effects outside the memory that a case can read. A product may ignore the workspace that was bound, for example: no byte
+//!   that the suite can see reveals it.
+//! - Anything about a backend that corrupts memory. A backend that writes elsewhere, or reports work complete too early, can
+//!   harm the process that tests it, and one that hangs blocks it. Test an unknown backend in its own process: [`run_on`] takes an
+//!   [`Executor`], and the program `highwater` has one.
+//!
+//! # What a case may assume
+//! - The case has the backend to itself. After the case, `live_objects()` must be what it was before.
+//! - The case uses device 0, unless it is about several devices. With one device, those cases are skipped.
+//! - The second process has one stream and follows the commands of the case over a socket. If it does not answer within 30 seconds,
+//!   it is killed and the case fails. No second process outlives its case.
+//!
 //! # Adding a case
-//! Write a function in the file of its group under `cases/`, and a line in that file's list. It proves a clause that
-//! stands in the traits: a test of this crate refuses ids that the documentation does not have, and demands a case for
-//! each that it has. What a new case is good for shows where a mutant gets away without it. Objects are made through
-//! guards, so that a case that fails leaves nothing behind, and that release again what a fault of the sweep refused to
-//! release.
+//! Write a function in the file of its group under `cases/`, and a line in the list of that file. A test of this crate refuses a
+//! clause that the traits do not document, and requires a case for each clause. Add a mutant that only the new case catches.
+//! Make objects through the guards of `device`: a case that fails then leaves nothing behind, and a release that the sweep refused
+//! is repeated.
 
-mod attempts;
-mod busy;
-mod bystander;
 mod case;
 mod cases;
-mod clauses;
 mod device;
+mod idle_stream;
 mod matrix;
 mod mutants;
 mod options;
 mod peer;
 mod random;
 mod report;
+mod retry;
 mod run;
+mod stream_load;
 mod sweep;
 mod validation;
 
 pub use case::{Case, Need};
-pub use cases::cases;
-pub use clauses::clauses_without_case;
+pub use cases::{cases, clauses_without_case};
 pub use highwater_hal::{Clause, clauses};
 pub use mutants::{Mutant, MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, mutants, run_mutants};
 pub use options::{Expectation, Options};

@@ -1,11 +1,10 @@
-//! Products computed a second time on the CPU, in `f64`, with a bound on what rounding may change.
+//! Reference products on the CPU in `f64`, with a bound on the rounding error of a device.
 //!
-//! The reference adds `k` terms in `f64`. A device adds them in another order and in its own precision `eps`; each of
-//! the `k` multiplications and additions, the conversion of alpha and beta, and the last rounding err by at most `eps`
-//! of the magnitudes involved. So with `s = |alpha| * sum(|a| * |b|) + |beta * c|` the two may differ by
-//! `2 * (k + 4) * eps * s` (the factor 2 leaves room for the reference's own rounding in `f64` and for fused
-//! operations), plus one rounding of the result where it is stored in a half type. This is the usual a-priori bound of
-//! an inner product and holds for any order of the additions.
+//! The reference adds `k` terms in `f64`. A device adds them in another order and with its own precision `eps`. Each of the
+//! `k` multiplications and additions, the conversions of alpha and beta, and the last rounding have an error of at most `eps`
+//! of the magnitudes involved. With `s = |alpha| * sum(|a| * |b|) + |beta * c|`, the results may differ by `2 * (k + 4) * eps
+//! * s`. The factor 2 covers the rounding of the reference itself and fused operations. A result in a half type has one more
+//! rounding. This is the usual a-priori bound of an inner product; it holds for any order of the additions.
 
 use highwater_hal::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
 
@@ -15,7 +14,7 @@ use crate::random::Random;
 
 /// The byte around the matrices of a [`Product`].
 const GUARD: u8 = 0xc5;
-/// How many guard bytes stand before and after each matrix; keeps the first element aligned as an allocation is.
+/// The number of guard bytes before and after each matrix. It keeps the alignment of the first element.
 pub(crate) const GUARD_BYTES: usize = 256;
 
 /// The element types of a product.
@@ -26,18 +25,18 @@ pub(crate) struct Types {
 }
 
 impl Types {
-    /// Factors of one type, and a result of 32 bits.
+    /// Returns the types of factors of one type and a 32-bit result.
     pub(crate) fn to_f32(factors: DataType) -> Self {
         Self { factors, result: DataType::F32 }
     }
 
-    /// A product of packed matrices, nothing transposed.
+    /// Returns the shape of packed matrices without transposes.
     pub(crate) fn shape(self, m: usize, n: usize, k: usize) -> GemmShape {
         GemmShape::new(self.factors, m, n, k).with_output(self.result)
     }
 }
 
-/// All matrices of one type.
+/// Returns the types of matrices of one type.
 impl From<DataType> for Types {
     fn from(data_type: DataType) -> Self {
         Self { factors: data_type, result: data_type }
@@ -70,7 +69,7 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// A product of `shape` with pseudo-random elements, alpha 1 and beta 0.
+    /// Creates a product of `shape` with pseudo-random elements, alpha 1 and beta 0.
     pub(crate) fn new(shape: GemmShape, seed: u64) -> Self {
         let extents = shape.extents("conformance").expect("a case has a valid shape");
         let mut random = Random::new(seed);
@@ -107,14 +106,14 @@ impl Product {
         self.with_factors(1.0)
     }
 
-    /// The same with this value in every element of A and B.
+    /// Sets every element of A and B to this value.
     pub(crate) fn with_factors(mut self, value: f64) -> Self {
         self.a.fill(value);
         self.b.fill(value);
         self
     }
 
-    /// The same with this value in every element of the bias, if any.
+    /// Sets every element of the bias, if any, to this value.
     pub(crate) fn with_bias(mut self, value: f64) -> Self {
         if let Some(bias) = &mut self.bias {
             bias.fill(value);
@@ -122,7 +121,7 @@ impl Product {
         self
     }
 
-    /// The same with other values of single elements: of A and B at the row and column where they are stored.
+    /// Sets single elements of A and B, at the row and column at which they are stored.
     pub(crate) fn with_elements(mut self, elements: &[(Operand, usize, usize, f64)]) -> Self {
         for &(operand, row, column, value) in elements {
             let (matrix, ld) = match operand {
@@ -136,17 +135,18 @@ impl Product {
         self
     }
 
-    /// The same with the bound of products whose factors are rounded to TF32 first.
+    /// Takes the bound of products whose factors are first rounded to TF32.
     pub(crate) fn with_tf32(mut self) -> Self {
         self.tf32 = true;
         self
     }
 
-    /// The same with an epilogue, and a bias where it has one.
+    /// Sets the epilogue, and a bias if the epilogue has one.
     pub(crate) fn with_epilogue(mut self, epilogue: Epilogue) -> Self {
         let mut random = Random::new(self.seed ^ 0xb1a5);
         self.epilogue = epilogue;
-        // A bias of 32 bits has more digits than the factors can have, so that one read or added as theirs shows.
+        // A 32-bit bias has more digits than the factors can have. A bias that is read or added in their type is therefore
+        // noticed.
         let wide = self.shape.is_mixed();
         let mut element = || if wide { f64::from(random.fine() as f32) } else { random.coarse() };
         self.bias = epilogue.has_bias().then(|| (0..self.shape.m).map(|_| element()).collect());
@@ -170,7 +170,7 @@ impl Product {
         Ok(Placed { backend, a, b, c, bias })
     }
 
-    /// Places the matrices, runs the product as a GEMM, waits, and checks everything.
+    /// Places the matrices, runs the product as a GEMM, waits, and checks every byte.
     pub(crate) fn prove(&self, backend: &dyn Backend, handle: &mut Handle<'_>, stream: &Stream<'_>) -> CaseResult {
         let placed = self.place(backend)?;
         placed.gemm(self, handle)?;
@@ -178,7 +178,7 @@ impl Product {
         placed.check(self)
     }
 
-    /// What element (row, column) of C of one product of the batch must be, and how far it may be off.
+    /// Returns the expected value of element (row, column) of C of one product of the batch, and the bound on its error.
     fn reference(&self, product: usize, row: usize, column: usize) -> (f64, f64) {
         let GemmShape { output, transpose_a, transpose_b, k, lda, ldb, .. } = self.shape;
         let (stride_a, stride_b) = self.shape.batch.map_or((0, 0), |batch| (batch.stride_a, batch.stride_b));
@@ -199,7 +199,7 @@ impl Product {
             }
         }
         let (mut value, mut scale) = (self.alpha * sum, self.alpha.abs() * magnitude);
-        // The size of what is added up before the epilogue.
+        // The magnitude of the sum before the epilogue.
         let mut parts = value.abs();
         if self.beta != 0.0 {
             let old = self.beta * self.c[self.index_c(product, row, column)];
@@ -207,23 +207,23 @@ impl Product {
             scale += old.abs();
             parts += old.abs();
         }
-        // Sums are as wide as those of the result, whatever the factors are.
+        // Sums are as wide as the result, whatever the type of the factors.
         let Precision { computed, stored, smallest } = Precision::of(output);
-        // A vendor may go on with them as they would be stored.
+        // A vendor may continue with the rounded sums.
         let goes_on = self.epilogue != Epilogue::None || self.beta != 0.0;
         let between = if goes_on { stored * parts } else { 0.0 };
         if let Some(bias) = &self.bias {
             value += bias[row];
             scale += bias[row].abs();
         }
-        // Each factor is off by up to half a step of a mantissa of 10 bits.
+        // Each factor has an error of up to half a unit of a 10-bit mantissa.
         let factors = if self.tf32 { 2.0_f64.powi(-10) * 1.01 * scale } else { 0.0 };
         let off = 2.0 * (k + 4) as f64 * computed * scale + factors + between;
         let (value, off) = match self.epilogue {
             Epilogue::None | Epilogue::Bias => (value, off),
             Epilogue::Relu | Epilogue::BiasRelu => (value.max(0.0), off),
-            // The slope of GELU is nowhere above 1.13; its terms are of the size of its argument, or smaller, and its tanh may
-            // be the device's own.
+            // The slope of GELU is at most 1.13. Its terms are no larger than its argument, and the device may have its own
+            // tanh.
             _ => (gelu(value), 1.13 * off + (16.0 * computed + 2.0_f64.powi(-14)) * value.abs()),
         };
         (value, off + stored * value.abs() + smallest)
@@ -255,7 +255,7 @@ pub(crate) struct Placed<'b> {
     pub(crate) a: Block<'b>,
     pub(crate) b: Block<'b>,
     pub(crate) c: Block<'b>,
-    /// Between guards too.
+    /// Also between guards.
     pub(crate) bias: Option<Block<'b>>,
 }
 
@@ -267,18 +267,18 @@ impl Placed<'_> {
         handle.gemm(&gemm, self.operands())
     }
 
-    /// Where the matrices begin.
+    /// Returns the addresses of the matrices.
     pub(crate) fn operands(&self) -> [(&Block<'_>, usize); 3] {
         [(&self.a, GUARD_BYTES), (&self.b, GUARD_BYTES), (&self.c, GUARD_BYTES)]
     }
 
-    /// The bytes of C, without guards.
+    /// Returns the bytes of C, without guards.
     pub(crate) fn bytes_of_c(&self) -> Result<Vec<u8>, Failure> {
         let bytes = self.c.read()?;
         Ok(bytes[GUARD_BYTES..bytes.len() - GUARD_BYTES].to_vec())
     }
 
-    /// Checks every element of C, the gaps and guards around them, and that A and B are what they were.
+    /// Checks every element of C, the gaps and guards around them, and that A and B are unchanged.
     pub(crate) fn check(&self, product: &Product) -> CaseResult {
         let shape = &product.shape;
         let element_bytes = shape.output.bytes();
@@ -328,7 +328,7 @@ impl Placed<'_> {
     }
 }
 
-/// Whether an element is what it should be: what is no number is none, what is infinite is exactly so.
+/// Returns whether an element has its expected value. NaN must be NaN, and infinity must be exact.
 fn agrees(got: f64, expected: f64, bound: f64) -> bool {
     match (expected.is_nan(), expected.is_infinite()) {
         (true, _) => got.is_nan(),
@@ -337,13 +337,13 @@ fn agrees(got: f64, expected: f64, bound: f64) -> bool {
     }
 }
 
-/// How exact a type is.
+/// The precision of a type.
 struct Precision {
-    /// Relative error of one operation.
+    /// The relative error of one operation.
     computed: f64,
-    /// Relative error of storing a result.
+    /// The relative error of storing a result.
     stored: f64,
-    /// Absolute error of storing a result: covers a device that flushes subnormal numbers to zero.
+    /// The absolute error of storing a result. It covers a device that flushes subnormal numbers to zero.
     smallest: f64,
 }
 
@@ -359,7 +359,7 @@ impl Precision {
     }
 }
 
-/// GELU in its tanh form.
+/// Computes GELU in its tanh form.
 fn gelu(x: f64) -> f64 {
     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
     x / 2.0 * (1.0 + inner.tanh())
@@ -370,7 +370,7 @@ fn guarded(bytes: &[u8]) -> Vec<u8> {
     [&guard[..], bytes, &guard[..]].concat()
 }
 
-/// The bytes of numbers that the element type holds exactly.
+/// Returns the bytes of numbers that the element type represents exactly.
 fn encode(data_type: DataType, elements: &[f64]) -> Vec<u8> {
     match data_type {
         DataType::F64 => elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -392,7 +392,7 @@ fn decode(data_type: DataType, bytes: &[u8]) -> Vec<f64> {
     }
 }
 
-/// Bits of a normal number, zero, infinity or NaN that half precision holds exactly.
+/// Returns the bits of a normal number, zero, infinity or NaN that half precision represents exactly.
 fn f16_bits(value: f64) -> u16 {
     let bits = (value as f32).to_bits();
     let sign = (bits >> 16) as u16 & 0x8000;

@@ -1,4 +1,4 @@
-//! What to run: which cases, how often, in which order, and which are known to fail.
+//! The options of a run: the cases, the number and order of rounds, and the known failures.
 
 use crate::case::Case;
 use crate::cases::cases;
@@ -6,77 +6,77 @@ use crate::peer::Launcher;
 use crate::random::Random;
 use crate::report::Status;
 
-/// Which cases to run, and which are known to fail.
+/// Selects the cases of a run, and names those that are known to fail.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// Runs the cases whose name contains this text, or that prove the clause of this id; `None` runs all.
+    /// Runs the cases whose name contains this text, or that prove the clause with this id. `None` runs all.
     pub filter: Option<String>,
-    /// Cases that are known to fail on this backend. One that passes nevertheless counts as failed, so that the list
-    /// does not grow old.
+    /// Cases that are known to fail on this backend. A listed case that passes counts as failed, so that the list stays
+    /// current.
     pub expected_failures: Vec<Expectation>,
-    /// How a second process with the same backend is started; without one, the cases that need it are skipped.
+    /// Starts a second process with the same backend. Without a launcher, the cases that need one are skipped.
     pub launcher: Option<Launcher>,
-    /// Runs the cases so many times, one round after the other; 0 is 1.
+    /// Runs the cases this many times, one round after the other; 0 means 1.
     pub rounds: u32,
-    /// Runs them in another order each round, which this number decides; `None` keeps the order of [`cases`].
+    /// Shuffles the cases of each round with this seed. `None` keeps the order of [`cases`].
     pub shuffle: Option<u64>,
 }
 
 impl Options {
-    /// Every case once, none expected to fail, without a second process.
+    /// Creates options that run every case once, without known failures and without a second process.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same with a filter: a part of a case's name, or the id of a clause.
+    /// Sets the filter: a part of a case's name, or the id of a clause.
     #[must_use]
     pub fn with_filter(mut self, filter: impl Into<String>) -> Self {
         self.filter = Some(filter.into());
         self
     }
 
-    /// The same with one more case that is known to fail.
+    /// Adds a case that is known to fail.
     #[must_use]
     pub fn with_expected_failure(mut self, case: impl Into<String>, reason: impl Into<String>) -> Self {
         self.expected_failures.push(Expectation { case: case.into(), reason: reason.into() });
         self
     }
 
-    /// The same with a launcher of second processes.
+    /// Sets the launcher of second processes.
     #[must_use]
     pub fn with_launcher(mut self, launcher: Launcher) -> Self {
         self.launcher = Some(launcher);
         self
     }
 
-    /// The same so many times.
+    /// Sets the number of rounds.
     #[must_use]
     pub fn with_rounds(mut self, rounds: u32) -> Self {
         self.rounds = rounds;
         self
     }
 
-    /// The same in an order that `seed` decides, another one each round.
+    /// Sets the seed of the order. Each round has another order.
     #[must_use]
     pub fn with_shuffle(mut self, seed: u64) -> Self {
         self.shuffle = Some(seed);
         self
     }
 
-    /// Whether the filter lets this case pass.
+    /// Returns whether the filter selects this case.
     #[must_use]
     pub fn selects(&self, case: &Case) -> bool {
         self.filter.as_deref().is_none_or(|text| case.name.contains(text) || case.clauses.contains(&text))
     }
 
-    /// The cases of a round, from 0, in their order.
+    /// Returns the cases of a round, counted from 0, in their order.
     #[must_use]
     pub fn round(&self, round: u32) -> Vec<&'static Case> {
         let mut selected: Vec<&'static Case> = cases().filter(|case| self.selects(case)).collect();
         if let Some(seed) = self.shuffle {
-            // Fisher and Yates, from the end.
+            // The shuffle of Fisher and Yates, from the end.
             let mut random = Random::new(seed ^ u64::from(round) << 32);
             for end in (1..selected.len()).rev() {
                 selected.swap(end, random.below(end + 1));
@@ -89,7 +89,7 @@ impl Options {
         self.expected_failures.iter().find(|expectation| expectation.case == case.name)
     }
 
-    /// How a case ended, in the light of what was expected of it.
+    /// Returns the status of a case after the known failures are considered.
     #[must_use]
     pub fn judge(&self, case: &Case, status: Status) -> Status {
         match (status, self.expectation(case)) {
@@ -107,9 +107,9 @@ impl Options {
 /// A case that is known to fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expectation {
-    /// Its name, in full.
+    /// The full name of the case.
     pub case: String,
-    /// Why it fails.
+    /// The reason of the failure.
     pub reason: String,
 }
 

@@ -1,33 +1,31 @@
-//! Pseudo-random numbers that are the same in every run, so that a failure can be seen again.
+//! Random shapes and values for cases. Equal seeds give equal numbers, so that a failure can be repeated.
 
-/// A splitmix64 generator.
+use highwater_hal::SplitMix64;
+
+/// Draws the numbers of a case.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct Random(SplitMix64);
 
 impl Random {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
+        Self(SplitMix64::new(seed))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.draw()
     }
 
-    /// A number below `end`, which is at least 1.
+    /// Returns a number below `end`, which must be at least 1.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
-    /// A number from -1 to 1 in steps of 1/32: exact in every element type.
+    /// Returns a number from -1 to 1 in steps of 1/32, which every element type represents exactly.
     pub(crate) fn coarse(&mut self) -> f64 {
         (self.next() % 65) as f64 / 32.0 - 1.0
     }
 
-    /// A number from -1 to 1 with as many bits as an `f64` has there.
+    /// Returns a number from -1 to 1 with all bits that an `f64` has in this range.
     pub(crate) fn fine(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     }

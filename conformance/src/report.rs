@@ -1,4 +1,4 @@
-//! What a run came to: how each case ended, and the counts.
+//! The report of a run: the status of each case, and the counts.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,21 +9,21 @@ use crate::case::Case;
 use crate::cases::cases;
 use crate::options::{Expectation, Options};
 
-/// How a case ended.
+/// The result of a case.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
     /// The backend kept the promise.
     Passed,
-    /// It did not; the text says what was seen and what was expected.
+    /// The backend broke the promise. The text gives the observed and the expected behavior.
     Failed(String),
-    /// The case says nothing about this backend; the text says why.
+    /// The case proves nothing about this backend. The text says why.
     Skipped(String),
-    /// It failed, as [`Options::expected_failures`] says.
+    /// The case failed, and [`Options::expected_failures`] lists it.
     ExpectedFailure {
-        /// Why it was expected.
+        /// The reason of the known failure.
         reason: String,
-        /// What was seen.
+        /// The observed behavior.
         failure: String,
     },
 }
@@ -32,17 +32,17 @@ pub enum Status {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CaseReport {
-    /// Which case.
+    /// The case.
     pub case: &'static Case,
-    /// How it ended.
+    /// The result.
     pub status: Status,
-    /// How long it took.
+    /// The duration.
     pub duration: Duration,
-    /// In which round it ran, from 0.
+    /// The round, counted from 0.
     pub round: u32,
 }
 
-/// What a run came to.
+/// The report of a run.
 #[derive(Debug, Clone)]
 pub struct Report {
     backend: Identity,
@@ -57,43 +57,43 @@ impl Report {
         Self { backend, cases: cases_run, unknown_expectations }
     }
 
-    /// Who was tested.
+    /// Returns the identity of the tested backend.
     #[must_use]
     pub fn backend(&self) -> &Identity {
         &self.backend
     }
 
-    /// Every case that the filter selected, in the order of the run; once for each round.
+    /// Returns every case that the filter selected, in the order of the run, once for each round.
     #[must_use]
     pub fn cases(&self) -> &[CaseReport] {
         &self.cases
     }
 
-    /// How many cases passed.
+    /// Returns the number of cases that passed.
     #[must_use]
     pub fn passed(&self) -> usize {
         self.count(|status| matches!(status, Status::Passed))
     }
 
-    /// How many cases failed, those included that passed though they were expected to fail.
+    /// Returns the number of cases that failed. A known failure that passed counts as failed.
     #[must_use]
     pub fn failed(&self) -> usize {
         self.count(|status| matches!(status, Status::Failed(_)))
     }
 
-    /// How many cases were skipped.
+    /// Returns the number of cases that were skipped.
     #[must_use]
     pub fn skipped(&self) -> usize {
         self.count(|status| matches!(status, Status::Skipped(_)))
     }
 
-    /// How many cases failed as expected.
+    /// Returns the number of cases that failed as expected.
     #[must_use]
     pub fn expected_failures(&self) -> usize {
         self.count(|status| matches!(status, Status::ExpectedFailure { .. }))
     }
 
-    /// The skipped cases by reason, in the order of the run.
+    /// Returns the skipped cases by reason, in the order of the run.
     #[must_use]
     pub fn skips(&self) -> Vec<(&str, Vec<&'static Case>)> {
         let mut skips: Vec<(&str, Vec<&'static Case>)> = Vec::new();
@@ -104,7 +104,7 @@ impl Report {
                 skips.len() - 1
             });
             let listed = &mut skips[place].1;
-            // A run of several rounds skips a case in each.
+            // Each round skips the case again.
             if !listed.iter().any(|other| other.name == case.name) {
                 listed.push(case);
             }
@@ -112,7 +112,7 @@ impl Report {
         skips
     }
 
-    /// The counts, in words.
+    /// Returns the counts in words.
     #[must_use]
     pub fn counts(&self) -> String {
         let (passed, failed, skipped) = (self.passed(), self.failed(), self.skipped());
@@ -124,13 +124,13 @@ impl Report {
         format!("{passed} passed, {failed} failed, {skipped} skipped{known}")
     }
 
-    /// Expected failures that name no case: misspelt, or the case has gone.
+    /// Returns the known failures that name no case: the name is misspelled, or the case no longer exists.
     #[must_use]
     pub fn unknown_expectations(&self) -> &[Expectation] {
         &self.unknown_expectations
     }
 
-    /// Whether no case failed, some case ran, and every expectation names a case.
+    /// Returns whether no case failed, at least one case ran, and every known failure names a case.
     #[must_use]
     pub fn is_success(&self) -> bool {
         self.failed() == 0 && !self.cases.is_empty() && self.unknown_expectations.is_empty()
@@ -141,7 +141,7 @@ impl Report {
     }
 }
 
-/// The counts, then a line for each failure, and one for each reason to skip cases.
+/// Writes the counts, a line for each failure, and a line for each reason of skipped cases.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.backend.name, self.counts())?;
@@ -161,26 +161,26 @@ impl fmt::Display for Report {
     }
 }
 
-/// Tells an observer how far a run is.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Progress<'a> {
     /// A case begins.
     Started {
-        /// Which case.
+        /// The case.
         case: &'static Case,
-        /// Its number in this run, from 0.
+        /// The number of the case in this run, from 0.
         index: usize,
-        /// How many cases the run has.
+        /// The number of cases in the run.
         total: usize,
     },
     /// A case has ended.
     Finished {
-        /// How.
+        /// The result.
         report: &'a CaseReport,
-        /// Its number in this run, from 0.
+        /// The number of the case in this run, from 0.
         index: usize,
-        /// How many cases the run has.
+        /// The number of cases in the run.
         total: usize,
     },
 }

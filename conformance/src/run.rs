@@ -1,4 +1,4 @@
-//! The runner: runs cases on a backend, one after the other, and reports.
+//! The runner: runs cases on a backend, one after the other, and reports the results.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,10 +13,9 @@ use crate::report::{CaseReport, Progress, Report, Status};
 use crate::sweep::{Fault, Faulted, Gate, Points};
 use crate::validation::Validated;
 
-/// Where cases run: in this process, as [`InProcess`] has it, or in another one that can be replaced when a case brings it
-/// down.
+/// The place where cases run: this process ([`InProcess`]), or a worker process that can be replaced after a crash.
 pub trait Executor {
-    /// Who is tested.
+    /// Returns the identity of the tested backend.
     fn identity(&self) -> &Identity;
 
     /// Runs a case.
@@ -25,11 +24,11 @@ pub trait Executor {
     /// Runs a case and counts the calls that it makes.
     fn points(&mut self, case: &'static Case) -> Points;
 
-    /// Runs a case of which one call is kept from the backend.
+    /// Runs a case with one of its calls refused.
     fn run_with_fault(&mut self, case: &'static Case, fault: &Fault) -> Faulted;
 }
 
-/// Runs cases in this process, on a backend that nobody else uses meanwhile.
+/// Runs cases in this process, on a backend that nothing else uses meanwhile.
 #[derive(Debug)]
 pub struct InProcess<'b> {
     backend: &'b dyn Backend,
@@ -37,13 +36,13 @@ pub struct InProcess<'b> {
 }
 
 impl<'b> InProcess<'b> {
-    /// Cases on this backend; those about two processes need a launcher.
+    /// Creates an executor for this backend. Cases of sharing need a launcher.
     #[must_use]
     pub fn new(backend: &'b dyn Backend, launcher: Option<Launcher>) -> Self {
         Self { backend, launcher }
     }
 
-    /// Runs a case through the validation layer: how it ended, and what the layer found.
+    /// Runs a case through the validation layer. Returns its result and the layer's findings.
     fn validated(
         &self,
         case: &'static Case,
@@ -78,7 +77,7 @@ impl<'b> InProcess<'b> {
     }
 }
 
-/// Why cases about two processes are skipped where the suite was given no launcher.
+/// The reason for skipping cases of sharing without a launcher.
 const NO_LAUNCHER: &str = "no launcher for a second process was given";
 
 impl Executor for InProcess<'_> {
@@ -87,7 +86,7 @@ impl Executor for InProcess<'_> {
     }
 
     fn run(&mut self, case: &'static Case) -> Status {
-        // The backend's own panics outside of the case included.
+        // The backend may also panic outside of the case.
         let run = || match self.validated(case, None) {
             Ok((status, findings, _)) => with_findings(status, &findings),
             Err(status) => status,
@@ -125,7 +124,7 @@ impl Executor for InProcess<'_> {
     }
 }
 
-/// A case of which the layer found something has failed.
+/// Fails a case for which the layer has findings.
 fn with_findings(status: Status, findings: &[String]) -> Status {
     if findings.is_empty() {
         return status;
@@ -139,21 +138,21 @@ fn with_findings(status: Status, findings: &[String]) -> Status {
 
 /// Runs the cases that `options` selects, one after the other.
 ///
-/// Nobody else may use the backend meanwhile: each case must leave `live_objects()` as it found it. A panic inside a
-/// case is a failure of that case. A backend that hangs makes the run hang; run it in a process of its own, and see
-/// [`run_observed`] for the name of the case.
+/// Nothing else may use the backend meanwhile: each case must leave `live_objects()` unchanged. A panic inside a case fails
+/// that case. A backend that hangs also hangs the run. Run such a backend in its own process; [`run_observed`] names the
+/// running case.
 #[must_use]
 pub fn run(backend: &dyn Backend, options: &Options) -> Report {
     run_observed(backend, options, &mut |_| {})
 }
 
-/// As [`run`], telling `observer` when a case begins and when it has ended.
+/// Runs cases as [`run`] does. `observer` sees the begin and the end of each case.
 #[must_use]
 pub fn run_observed(backend: &dyn Backend, options: &Options, observer: &mut dyn FnMut(Progress<'_>)) -> Report {
     run_on(&mut InProcess::new(backend, options.launcher.clone()), options, observer)
 }
 
-/// As [`run_observed`], where the executor runs its cases. The launcher is the executor's affair.
+/// Runs cases as [`run_observed`] does, in an executor, which has its own launcher.
 #[must_use]
 pub fn run_on(executor: &mut dyn Executor, options: &Options, observer: &mut dyn FnMut(Progress<'_>)) -> Report {
     let rounds = options.rounds.max(1);

@@ -1,6 +1,6 @@
-//! What products come to, beyond shapes and values that are chosen with care: random ones, and what is no number.
+//! Products of random shapes and values, and products with NaN and infinity.
 //!
-//! A random product that fails is described in full, and with it the seed of the run. The environment variable
+//! A failure describes the random product in full and names the seed of the run. The environment variable
 //! `HIGHWATER_CONFORMANCE_SEED` makes a run draw the same products again.
 
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -45,14 +45,14 @@ cases! {
 /// The seed of the run.
 const SEED_VARIABLE: &str = "HIGHWATER_CONFORMANCE_SEED";
 
-/// The seed that was asked for, or one that differs from run to run.
+/// Returns the requested seed, or one that differs from run to run.
 fn seed() -> Result<u64, Failure> {
     match std::env::var(SEED_VARIABLE) {
         Ok(text) => text
             .parse()
             .map_err(|_| Failure::new(format!("{SEED_VARIABLE} is `{text}`, expected a number below 2^64; unset it"))),
         Err(_) => {
-            // A clock that stands before 1970 gives the same products each time.
+            // With a clock before 1970, every run draws the same products.
             let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             Ok(Random::new(since.as_nanos() as u64).next())
         }
@@ -70,14 +70,14 @@ fn below(random: &mut Random, limit: usize) -> usize {
     (random.next() % limit as u64) as usize
 }
 
-/// One of the values.
+/// Returns one of the values.
 fn one_of<T: Copy>(random: &mut Random, values: &[T]) -> T {
     values[below(random, values.len())]
 }
 
-/// A shape with each factor transposed or not, with gaps or not, alone or in a batch.
+/// Draws a shape: each factor transposed or not, with gaps or not, alone or in a batch.
 fn shape(random: &mut Random, types: Types, batched: bool) -> GemmShape {
-    // Small sizes often, and now and then one that is larger than what a kernel takes at once.
+    // Most sizes are small; a few exceed the tile of a kernel.
     let mut size = || if random.next().is_multiple_of(6) { 1 + below(random, 150) } else { 1 + below(random, 40) };
     let (m, n, k) = (size(), size(), size());
     let mut shape = types.shape(m, n, k);
@@ -100,7 +100,7 @@ fn shape(random: &mut Random, types: Types, batched: bool) -> GemmShape {
     shape
 }
 
-/// Factors that every type holds exactly, 0 and 1 often.
+/// Draws a factor that every type represents exactly, often 0 or 1.
 fn scale(random: &mut Random) -> (f64, f64) {
     const FACTORS: [f64; 8] = [0.0, 1.0, 1.0, -1.0, 0.5, 2.0, -1.25, 3.5];
     let (alpha, beta) = (one_of(random, &FACTORS), one_of(random, &FACTORS));
@@ -193,8 +193,8 @@ fn random_plans_are_right_bf16(backend: &dyn Backend) -> CaseResult {
     random_plans(backend, DataType::Bf16)
 }
 
-/// Puts a value into single elements of A, B and C, one after the other and all at once, and checks every element of C:
-/// what the value enters, and what it does not.
+/// Puts a value into single elements of A, B and C, one after the other and all at once. Checks every element of C, both
+/// those that depend on the value and those that do not.
 fn special(backend: &dyn Backend, types: impl Into<Types>, values: [f64; 2]) -> CaseResult {
     let types = types.into();
     let stream = Stream::new(backend)?;
@@ -206,7 +206,7 @@ fn special(backend: &dyn Backend, types: impl Into<Types>, values: [f64; 2]) -> 
         for (m, n, k) in [(20, 17, 9), (65, 40, 33)] {
             let shape = types.shape(m, n, k);
             for shape in [shape, shape.with_transposed_a(), shape.with_transposed_b()] {
-                // With beta 0 the element of C enters nothing.
+                // With beta 0, no result depends on the element of C.
                 for beta in [0.0, 0.5] {
                     let product = Product::new(shape, 171).with_scale(1.5, beta).with_elements(&elements);
                     product.prove(backend, &mut handle, &stream)?;

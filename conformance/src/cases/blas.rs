@@ -6,11 +6,11 @@ use highwater_hal::{
     AtomicsMode, Backend, BlasKind, BlasOptions, DataType, DevicePtr, ErrorKind, GemmShape, MathMode, Workspace,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "blas";
@@ -48,13 +48,13 @@ cases! {
     creation_delays_nobody: ["blas.create-concurrent"];
 }
 
-/// A workspace of the size that the device works best with, but not more than a case should take.
+/// Returns a workspace size: the size that the device prefers, limited to what a case should use.
 fn workspace_bytes(backend: &dyn Backend) -> Result<usize, Failure> {
     Ok(backend.capabilities(DEVICE)?.blas_workspace_bytes.clamp(1 << 20, 4 << 20))
 }
 
 fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 1);
     let (right, wrong) = (product.place(backend)?, product.place(backend)?);
@@ -63,7 +63,7 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
     right.gemm(&product, &mut handle)?;
     stream.synchronize()?;
     right.check(&product)?;
-    attempts("a product waits for the work before it", |helpings| {
+    until_conclusive("a product waits for the work before it", |helpings| {
         // A is wrong until the stream has worked for a while, and wrong again right after the product.
         stream.set(wrong.a.all(), 0)?;
         stream.set(wrong.c.all(), 0)?;
@@ -76,7 +76,7 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
         let pending = stream.is_pending()?;
         stream.synchronize()?;
         let (got, expected) = (copied.read()?, right.c.read()?);
-        // The guards around the copied C were overwritten with zeros above; the elements lie between them.
+        // Zeros overwrote the guards around the copied C above; the elements lie between them.
         let elements = GUARD_BYTES..got.len() - GUARD_BYTES;
         check!(
             got[elements.clone()] == expected[elements],
@@ -87,19 +87,19 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
 }
 
 fn products_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
     let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 2);
     let mut handle = Handle::new(backend, BlasKind::Blas, &occupied)?;
     product.prove(backend, &mut handle, &occupied)?;
-    attempts("a product waits for a stream that its handle was bound to before", |helpings| {
+    until_conclusive("a product waits for a stream that its handle was bound to before", |helpings| {
         let placed = product.place(backend)?;
         let copied = Block::filled(backend, placed.c.bytes(), 0)?;
         handle.set_stream(&occupied)?;
         busy.enqueue(&occupied, helpings)?;
         handle.set_stream(&free)?;
         placed.gemm(&product, &mut handle)?;
-        // Behind the product, if that runs on the stream that is bound now.
+        // Follows the product if that runs on the bound stream.
         free.copy(copied.all(), placed.c.all())?;
         free.synchronize()?;
         let outstanding = occupied.is_pending()?;
@@ -134,7 +134,7 @@ fn products_stay_inside_the_workspace(backend: &dyn Backend) -> CaseResult {
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     handle.set_workspace(&memory, MARGIN..MARGIN + bytes)?;
     for (seed, shape) in shapes().enumerate() {
-        // Checks C, and that A, B and what lies around the three did not change.
+        // Checks C, and that A, B and the bytes around all three are unchanged.
         Product::new(shape, seed as u64).with_scale(1.5, 0.5).prove(backend, &mut handle, &stream)?;
     }
     let got = memory.read()?;
@@ -174,7 +174,7 @@ fn handles_on_two_streams_keep_to_their_workspaces(backend: &dyn Backend) -> Cas
     left.set_workspace(&left_memory, 0..bytes)?;
     right.set_workspace(&right_memory, 0..bytes)?;
     let product = |seed| Product::new(GemmShape::new(DataType::F32, 61, 53, 70), seed);
-    // One after the other: neither touches the workspace of the other one.
+    // One after the other: neither product touches the other's workspace.
     for (handle, stream, other) in [(&mut left, &left_stream, &right_memory), (&mut right, &right_stream, &left_memory)]
     {
         stream.set(other.all(), 0x4e)?;
@@ -231,8 +231,8 @@ fn an_unbound_workspace_is_left_alone(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Every mode is set to what is right by default, after it was something else: a handle that forgets it when a stream is
-/// bound shows it in the bits of products.
+/// Sets every mode to another value and back to its default. A handle that loses a mode when a stream is bound shows it in
+/// the bits of products.
 fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
     let capabilities = backend.capabilities(DEVICE)?;
     let streams = [Stream::new(backend)?, Stream::new(backend)?];
@@ -261,7 +261,7 @@ fn modes_survive_another_stream(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// A backend may return `Unsupported`; then the handle is unchanged.
+/// A backend may return `Unsupported`. The handle is then unchanged.
 fn settings_are_those_of_a_fresh_handle_after_a_reset(backend: &dyn Backend) -> CaseResult {
     let capabilities = backend.capabilities(DEVICE)?;
     let bytes = workspace_bytes(backend)?;
@@ -407,7 +407,7 @@ fn equal_calls_give_equal_bits_after_atomics(backend: &dyn Backend) -> CaseResul
             let placed = product.place(backend)?;
             placed.gemm(&product, &mut handle)?;
             stream.synchronize()?;
-            // Right in every mode, equal in one.
+            // The result is right in every mode, and bitwise equal in one.
             placed.check(&product)?;
             if mode == AtomicsMode::NotAllowed {
                 repeatable.push(placed.bytes_of_c()?);
@@ -425,15 +425,15 @@ fn tf32_products_are_close(backend: &dyn Backend) -> CaseResult {
     handle.raw_mut().set_math_mode(MathMode::Tf32)?;
     let shape = GemmShape::new(DataType::F32, 64, 64, 64);
     Product::new(shape, 6).with_tf32().prove(backend, &mut handle, &stream)?;
-    // Back in the default mode every bit counts again.
+    // In the default mode, every bit counts again.
     handle.raw_mut().set_math_mode(MathMode::Default)?;
     Product::new(shape, 6).prove(backend, &mut handle, &stream)
 }
 
-/// When something began and when it had ended.
+/// The begin and the end of an action.
 type Span = (Instant, Instant);
 
-/// Makes handles in one thread while another calls a stream, and says when each handle was made and each call was.
+/// Creates handles in one thread while another calls a stream. Returns the times of the creations and of the calls.
 fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<Span>, Vec<Span>), Failure> {
     let stream = Stream::new(backend)?;
     let block = Block::new(backend, 4096)?;
@@ -462,19 +462,19 @@ fn create_beside_calls(backend: &dyn Backend, creations: usize) -> Result<(Vec<S
     })
 }
 
-/// What the calls say about the creations that took long.
+/// The evidence of the calls about creations that took long.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Delays {
-    /// A call began and ended while the handle was made.
+    /// A call began and ended during the creation.
     none: usize,
-    /// A call was under way when the handle was done, and none had got through.
+    /// A call was in progress at the end of the creation, and no call had completed.
     some: Vec<Duration>,
-    /// Nobody called: the thread that calls was kept from running.
+    /// No call was made, because the calling thread did not run.
     unknown: usize,
 }
 
 impl Delays {
-    /// A creation shorter than this cannot delay anybody by more.
+    /// A shorter creation cannot delay a call by more than this.
     const LONG: Duration = Duration::from_millis(20);
 
     fn of(creations: &[Span], calls: &[Span]) -> Self {
@@ -491,7 +491,7 @@ impl Delays {
         delays
     }
 
-    /// Whether they prove that nobody was delayed. A few creations about which nothing is known do no harm.
+    /// Returns whether the calls prove that no creation delayed them. A few creations without evidence are acceptable.
     fn acquit(&self) -> bool {
         self.some.is_empty() && self.none >= self.unknown
     }
@@ -500,9 +500,8 @@ impl Delays {
 fn creation_delays_nobody(backend: &dyn Backend) -> CaseResult {
     const CREATIONS: usize = 12;
     let mut seen = Delays::default();
-    // A call that was under way may have been kept from running by the machine, so one such call proves nothing. One in
-    // each attempt does.
-    let outcome = attempts("making a handle delays calls on a stream", |_| {
+    // The machine may have preempted a call that was in progress, so one such call proves nothing. One in each attempt does.
+    let outcome = until_conclusive("making a handle delays calls on a stream", |_| {
         let (creations, calls) = create_beside_calls(backend, CREATIONS)?;
         check_eq!(creations.len(), CREATIONS, "handles made");
         seen = Delays::of(&creations, &calls);
@@ -528,11 +527,11 @@ mod tests {
         let through = Delays::of(&creations, &[span(12, 13), span(60, 61)]);
         assert_eq!(through, Delays { none: 2, some: vec![], unknown: 0 });
         assert!(through.acquit());
-        // Held until the end of the first long creation, and throughout the second.
+        // Held until the end of the first long creation, and during the second.
         let held = Delays::of(&creations, &[span(12, 51), span(52, 95)]);
         assert_eq!(held.some, [Duration::from_millis(40); 2]);
         assert!(!held.acquit());
-        // The thread slept through the second.
+        // The thread slept during the second.
         let slept = Delays::of(&creations, &[span(12, 13), span(91, 92)]);
         assert_eq!(slept, Delays { none: 1, some: vec![], unknown: 1 });
         assert!(slept.acquit());

@@ -1,4 +1,4 @@
-//! Capture and replay: what is recorded and not executed, what disturbs it, and what a replay does.
+//! Capture and replay: what a capture records without executing it, what disturbs it, and what a replay does.
 
 use std::sync::{PoisonError, RwLock};
 
@@ -7,12 +7,12 @@ use highwater_hal::{
     PlanOptions, Transport,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, Capture, DEVICE, Event, Executable, Handle, Memory, Pinned, Registered, Stream};
+use crate::idle_stream::IdleStream;
 use crate::matrix::Product;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "capture";
@@ -68,7 +68,7 @@ const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
-/// Records what `enqueue` enqueues on the stream, and makes it executable.
+/// Records the work of `enqueue` on the stream, and instantiates the graph.
 fn recorded<'m, 'b: 'm>(
     stream: &Stream<'b>,
     memory: &[&'m dyn Memory],
@@ -86,7 +86,7 @@ fn holds(block: &Block<'_>, byte: u8, what: &str) -> CaseResult {
     Ok(())
 }
 
-/// Checks that a stream takes work and executes it.
+/// Checks that a stream accepts and executes work.
 fn works(backend: &dyn Backend, stream: &Stream<'_>, when: &str) -> CaseResult {
     check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture {when}");
     let block = Block::filled(backend, BYTES, OLD)?;
@@ -102,7 +102,7 @@ fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     for mode in MODES {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (source, target) = (Pinned::holding(backend, &[NEW; BYTES])?, Pinned::holding(backend, &[OLD; BYTES])?);
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         let stream = Stream::new(backend)?;
         check!(!backend.is_capturing(stream.id())?, "a new stream takes part in a capture");
         let capture = Capture::begin(&stream, mode)?;
@@ -114,15 +114,15 @@ fn records_instead_of_executing(backend: &dyn Backend) -> CaseResult {
         let graph = capture.end(&[&x, &y, &source, &target])?;
         check!(!backend.is_capturing(stream.id())?, "a stream takes part in a capture that has ended");
         stream.synchronize()?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         for (what, block) in [("a fill", &x), ("copies", &y)] {
             holds(block, OLD, &format!("{what} during a capture ({mode:?}) was executed"))?;
         }
         check!(target.read()? == [OLD; BYTES], "a copy to the host during a capture ({mode:?}) was executed");
-        // Nor does making it executable execute it.
+        // Instantiating must not execute it either.
         let executable = graph.instantiate()?;
         stream.synchronize()?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         holds(&x, OLD, "a graph was executed when it was made executable")?;
         executable.launch(&stream)?;
         stream.synchronize()?;
@@ -138,7 +138,7 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     let product = Product::new(GemmShape::new(DataType::F32, 24, 20, 30), 1).with_scale(1.0, 1.0);
     let placed = product.place(backend)?;
     let before = placed.c.read()?;
-    let bystander = Bystander::on(backend, DEVICE)?;
+    let idle = IdleStream::on(backend, DEVICE)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     handle.offer_workspace(&workspace, 0..1 << 20)?;
@@ -146,7 +146,7 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
     placed.gemm(&product, &mut handle)?;
     let graph = capture.end(&[&placed.a, &placed.b, &placed.c, &workspace])?;
     stream.synchronize()?;
-    bystander.let_others_begin()?;
+    idle.let_others_begin()?;
     check!(placed.c.read()? == before, "a product during a capture was executed");
     graph.instantiate()?.launch(&stream)?;
     stream.synchronize()?;
@@ -154,8 +154,8 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
 }
 
 fn executes_what_came_before(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the stream was idle when the capture began: beginning waits", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the stream was idle when the capture began: beginning waits", |helpings| {
         let (before, during) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;
@@ -230,14 +230,14 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
         (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
     let (stream, joined) = (Stream::new(backend)?, Stream::new(backend)?);
     let (fork, join, outside) = (Event::new(backend)?, Event::new(backend)?, Event::new(backend)?);
-    // An event that was recorded outside makes nobody join.
+    // An event that was recorded outside makes no stream join.
     joined.record(&outside)?;
     joined.synchronize()?;
     let (apart, beside) = (Stream::new(backend)?, Stream::new(backend)?);
     let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
     stream.set(x.all(), NEW)?;
     check!(!backend.is_capturing(joined.id())?, "a stream has joined a capture before it waited");
-    // Nor does one that is recorded meanwhile by a stream that takes no part.
+    // An event of a stream outside, recorded during the capture, makes no stream join either.
     apart.record(&outside)?;
     beside.wait(&outside)?;
     check!(
@@ -269,7 +269,7 @@ fn streams_join_by_events(backend: &dyn Backend) -> CaseResult {
 
 // -------------------------------------------------------------------------------------------------------- undisturbed
 
-/// Everything that must not disturb a capture, except handles.
+/// Makes every call that must not disturb a capture, except those of handles.
 fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     let block = Block::new(backend, 5000)?;
     let pinned = Pinned::new(backend, 5000)?;
@@ -295,7 +295,7 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     share(backend)
 }
 
-/// Exports memory that other processes can open, where there is such.
+/// Exports memory to other processes, if the backend supports it.
 fn share(backend: &dyn Backend) -> CaseResult {
     let capabilities = backend.capabilities(DEVICE)?;
     for transport in [Transport::Legacy, Transport::Descriptor, Transport::Fabric] {
@@ -307,13 +307,13 @@ fn share(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// What was there before a capture and takes no part.
+/// Objects from before a capture that take no part.
 struct Outside<'b> {
     stream: Stream<'b>,
     reached: Event<'b>,
 }
 
-/// Captures in each mode, disturbs in the middle, and checks that nothing was lost.
+/// Captures in each mode, makes the calls in the middle, and checks that nothing was lost.
 fn undisturbed(
     backend: &dyn Backend,
     disturb: impl Fn(&Outside<'_>) -> Result<Option<Box<dyn highwater_hal::BlasHandle>>, Failure>,
@@ -331,7 +331,7 @@ fn undisturbed(
         stream.copy(y.all(), x.all())?;
         let graph = capture.end(&[&x, &y]);
         check!(graph.is_ok(), "a capture ({mode:?}) was lost by what must not disturb it: {:?}", graph.err());
-        // To destroy a handle may be to wait for the device, so it waits for the end of the capture.
+        // Destroying a handle may wait for the device, so it happens after the capture.
         drop(kept);
         holds(&y, OLD, "a disturbed capture was executed")?;
         graph?.instantiate()?.launch(&stream)?;
@@ -368,10 +368,10 @@ fn is_not_disturbed_by_new_handles(backend: &dyn Backend) -> CaseResult {
 
 // ---------------------------------------------------------------------------------------------------- no answer, lost
 
-/// Something that is asked during a capture: about the first stream, one that joined, and an event between them.
+/// A query during a capture: of the first stream, one that joined, and an event between them.
 type Question = fn(&dyn Backend, &Stream<'_>, &Stream<'_>, &Event<'_>) -> highwater_hal::Result<()>;
 
-/// Asks each question in a capture of its own.
+/// Makes each query in its own capture.
 fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResult {
     for mode in MODES {
         for (what, question) in questions {
@@ -383,7 +383,7 @@ fn no_answer(backend: &dyn Backend, questions: &[(&str, Question)]) -> CaseResul
             stream.record(&fork)?;
             joined.wait(&fork)?;
             check_error!(question(backend, &stream, &joined, &fork), Capture, "{what} during a {mode:?} capture");
-            // The capture may be lost by it; then these calls may fail too, and its end says so.
+            // The query may lose the capture. These calls may then fail too, and its end reports the loss.
             let rejoined = joined.record(&join).and_then(|()| stream.wait(&join));
             match capture.end(&[&block]) {
                 Ok(graph) => {
@@ -427,7 +427,7 @@ fn gives_no_answer_about_its_events(backend: &dyn Backend) -> CaseResult {
     )
 }
 
-/// Loses a capture: a stream joins it and is not waited for.
+/// Loses a capture: a stream joins it and is never waited for.
 fn lose(backend: &dyn Backend, stream: &Stream<'_>, joined: &Stream<'_>, block: &Block<'_>) -> CaseResult {
     let fork = Event::new(backend)?;
     let capture = Capture::begin(stream, CaptureMode::ThreadLocal)?;
@@ -473,12 +473,12 @@ fn begins_anew_after_it_was_lost(backend: &dyn Backend) -> CaseResult {
 }
 
 fn cannot_end_without_a_beginning(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let block = Block::filled(backend, BYTES, OLD)?;
     let stream = Stream::new(backend)?;
     check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a new stream");
     let before = backend.live_objects();
-    attempts("the stream was idle when the end of a capture was asked for", |helpings| {
+    until_conclusive("the stream was idle when the end of a capture was asked for", |helpings| {
         block.write(0, &[OLD; BYTES])?;
         busy.enqueue(&stream, helpings)?;
         stream.set(block.all(), NEW)?;
@@ -515,7 +515,7 @@ fn replays_execute_everything_each_time(backend: &dyn Backend) -> CaseResult {
         stream.set(x.all(), NEW)
     })?;
     for round in 1..6 {
-        // The bytes are read when the graph runs; only the addresses are of the time of the recording.
+        // The graph reads the bytes when it runs. Only the addresses come from the recording.
         source.write(&[round; BYTES])?;
         executable.launch(&stream)?;
         stream.synchronize()?;
@@ -526,7 +526,7 @@ fn replays_execute_everything_each_time(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Small numbers, which every type holds exactly, as bytes.
+/// Returns the bytes of small numbers that every type represents exactly.
 fn small(data_type: DataType, value: u8, count: usize) -> Vec<u8> {
     match data_type {
         DataType::F64 => f64::from(value).to_le_bytes().repeat(count),
@@ -609,14 +609,14 @@ fn replays_of_plans_are_right(backend: &dyn Backend) -> CaseResult {
 }
 
 fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let block = Block::filled(backend, BYTES, OLD)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let executable = recorded(&stream, &[&block], || stream.set(block.all(), NEW))?;
     // The first launch may load what later ones find loaded.
     executable.launch(&stream)?;
     stream.synchronize()?;
-    attempts("a launch waits for the work before it", |helpings| {
+    until_conclusive("a launch waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         executable.launch(&stream)?;
@@ -627,11 +627,11 @@ fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
 }
 
 fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (x, y, z) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
     let stream = Stream::new(backend)?;
     let executable = recorded(&stream, &[&x, &y], || stream.copy(y.all(), x.all()))?;
-    attempts("the stream was idle when all was enqueued: some call waits", |helpings| {
+    until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
         for block in [&x, &y, &z] {
             block.write(0, &[OLD; BYTES])?;
         }
@@ -651,7 +651,7 @@ fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
 }
 
 fn replays_keep_the_order_of_streams_that_joined(backend: &dyn Backend) -> CaseResult {
-    // Enough work in each branch that one which does not wait for the other is seen.
+    // Each branch has enough work to reveal a branch that does not wait for the other.
     const ROUNDS: usize = 12;
     let bytes = 1 << 18;
     let (left, right, sum) =
@@ -694,7 +694,7 @@ fn replays_run_on_another_stream(backend: &dyn Backend) -> CaseResult {
         let stream = Stream::new(backend)?;
         recorded(&stream, &[&block], || stream.set(block.all(), NEW))?
     };
-    // The stream of the recording has gone.
+    // The recording stream no longer exists.
     executable.launch(&other)?;
     other.synchronize()?;
     holds(&block, NEW, "a graph launched on another stream than it was recorded on")
@@ -703,7 +703,7 @@ fn replays_run_on_another_stream(backend: &dyn Backend) -> CaseResult {
 fn many_replays_run_one_after_the_other(backend: &dyn Backend) -> CaseResult {
     const LAUNCHES: usize = 64;
     let bytes = 4096;
-    // Each launch moves everything on by one place, so that it shows how many there were.
+    // Each launch moves every value by one place, which reveals the number of launches.
     let track = Block::filled(backend, bytes * (LAUNCHES + 2), OLD)?;
     let carried = Block::new(backend, bytes * (LAUNCHES + 1))?;
     track.write(0, &vec![NEW; bytes])?;
@@ -769,7 +769,7 @@ fn replays_use_the_scalars_of_the_recording(backend: &dyn Backend) -> CaseResult
     handle.offer_workspace(&workspace, 0..1 << 20)?;
     let memory: [&dyn Memory; 4] = [&placed.a, &placed.b, &placed.c, &workspace];
     let executable = recorded(&stream, &memory, || placed.gemm(&product, &mut handle))?;
-    // The handle goes on with other factors, and perhaps on another stream.
+    // The handle continues with other factors, and perhaps on another stream.
     let later = Product::new(product.shape, 12).with_scale(-3.0, 0.5);
     let elsewhere = later.place(backend)?;
     if !backend.capabilities(DEVICE)?.handle_per_stream {
@@ -793,7 +793,7 @@ fn replays_use_the_addresses_of_the_recording(backend: &dyn Backend) -> CaseResu
         stream.set(destination, value)?;
         stream.copy(y.all(), x.all())
     })?;
-    // The arguments of the call were taken by value: what becomes of the caller's does not matter.
+    // The call took its arguments by value, so later changes of the caller's must not matter.
     (destination, value) = (z.all(), value + 1);
     stream.set(destination, value)?;
     executable.launch(&stream)?;
@@ -842,8 +842,8 @@ fn one_graph_makes_several_executables(backend: &dyn Backend) -> CaseResult {
 }
 
 fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the stream was idle when the graph was destroyed", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
         let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
@@ -855,7 +855,7 @@ fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseR
         executable.launch(&stream)?;
         graph.destroy()?;
         executable.destroy()?;
-        // Another graph may take the place of the destroyed one.
+        // Another graph may take the slot of the destroyed one.
         let other = recorded(&stream, &[], || Ok(()));
         let pending = stream.is_pending()?;
         stream.synchronize()?;
@@ -867,10 +867,10 @@ fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseR
 }
 
 fn pending_products_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let workspace = Block::new(backend, 1 << 20)?;
     let product = Product::new(GemmShape::new(DataType::F32, 40, 30, 50), 21).with_scale(1.0, 0.0);
-    attempts("the stream was idle when the graph was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
         let placed = product.place(backend)?;
         let stream = Stream::new(backend)?;
         let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
@@ -921,7 +921,7 @@ fn graphs_count(backend: &dyn Backend) -> CaseResult {
 
 fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
     const THREADS: u8 = 4;
-    // First for certain: one begins and ends in another thread while one is open here.
+    // First deterministically: a capture begins and ends in another thread while one is open here.
     let (outer, inner) = (Stream::new(backend)?, Stream::new(backend)?);
     let (x, y) = (Block::filled(backend, 5000, OLD)?, Block::filled(backend, 5000, OLD)?);
     let capture = Capture::begin(&outer, CaptureMode::ThreadLocal)?;
@@ -937,7 +937,7 @@ fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
     holds(&x, NEW, "what was captured while another thread captured")?;
     drop(executable);
     holds(&y, OLD, "what another thread captured and nobody launched")?;
-    // Captures overlap with captures; what waits for the device has it to itself.
+    // Captures overlap with captures. A call that waits for the device runs alone.
     let waiting = RwLock::new(());
     let alone = || waiting.write().unwrap_or_else(PoisonError::into_inner);
     let capture_and_replay = |thread: u8| -> CaseResult {

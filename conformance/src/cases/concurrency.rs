@@ -19,7 +19,7 @@ cases! {
 
 const THREADS: u64 = 4;
 
-/// Runs the function in several threads at once and gives the first failure.
+/// Runs the function in several threads at once and returns the first failure.
 fn in_threads(run: impl Fn(u64) -> CaseResult + Sync) -> CaseResult {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -124,7 +124,7 @@ fn a_thread_that_gets_errors_disturbs_nobody(backend: &dyn Backend) -> CaseResul
 }
 
 fn objects_go_from_thread_to_thread(backend: &dyn Backend) -> CaseResult {
-    // Each step in a new thread: none of them has made anything current before.
+    // Each step runs in a new thread, which has no current device.
     let step = |run: &(dyn Fn() -> CaseResult + Sync)| {
         std::thread::scope(|scope| scope.spawn(run).join().map_err(|_| Failure::new("a thread panicked"))?)
     };

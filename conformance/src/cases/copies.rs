@@ -2,11 +2,11 @@
 
 use highwater_hal::Backend;
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, needs};
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "copies";
@@ -21,7 +21,7 @@ cases! {
     run_after_pending_work: ["copy.ordered"];
 }
 
-/// Sizes, and where the ranges begin in source and destination.
+/// Sizes, and the offsets of the ranges in source and destination.
 const RANGES: [(usize, usize, usize); 10] = [
     (1, 0, 0),
     (1, 3, 5),
@@ -35,7 +35,7 @@ const RANGES: [(usize, usize, usize); 10] = [
     ((1 << 20) + 3, 5, 9),
 ];
 
-/// Room before and after a destination, to see what is written beside it.
+/// Bytes before and after a destination that reveal writes outside of it.
 const MARGIN: usize = 600;
 
 /// Checks that `got` is `background` with `content` at `start`.
@@ -159,7 +159,7 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
     let content = Random::new(13).bytes(BYTES);
     let blocks: Vec<Block<'_>> = (0..3).map(|_| Block::filled(backend, BYTES, 0)).collect::<Result<_, _>>()?;
     let (source, target) = (Pinned::holding(backend, &content)?, Pinned::new(backend, BYTES)?);
-    // Each copy needs the one before it; all are enqueued before the first can have finished them all.
+    // Each copy needs the one before it. All are enqueued before the first could have finished them all.
     stream.copy(blocks[0].all(), source.all())?;
     for step in 0..99 {
         stream.copy(blocks[(step + 1) % 3].all(), blocks[step % 3].all())?;
@@ -171,8 +171,8 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
 }
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToHost)?;
-    attempts("a copy waits for the work before it", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToHost)?;
+    until_conclusive("a copy waits for the work before it", |helpings| {
         let block = Block::filled(backend, 4096, 0)?;
         let (new, seen) = (Pinned::holding(backend, &[1; 4096])?, Pinned::holding(backend, &[9; 4096])?);
         let (earlier, later) = (Block::filled(backend, 4096, 8)?, Block::filled(backend, 4096, 8)?);

@@ -1,14 +1,14 @@
-//! Events: what a record marks, what a wait orders, and what is told about them.
+//! Events: what a record marks, what a wait orders, and what a query reports.
 
 use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, EventOptions};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
+use crate::idle_stream::IdleStream;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "events";
@@ -45,7 +45,7 @@ const BYTES: usize = 1 << 16;
 const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 
-/// What a consumer that waited properly has read.
+/// The bytes that a consumer reads if it waited.
 fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
     let got = copied.read()?;
     let old = got.iter().filter(|&&byte| byte != NEW).count();
@@ -53,22 +53,22 @@ fn read_new(copied: &Block<'_>, what: &str) -> CaseResult {
     Ok(())
 }
 
-/// Helpings of work that a producer has for each of an attempt: a consumer that does not wait for it needs the time to
-/// go ahead, or its mistake does not show.
+/// The load of a producer, relative to the load of an attempt. A consumer that does not wait needs the time to run ahead;
+/// otherwise its mistake does not show.
 const PRODUCED: usize = 4;
 
 fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the producer was done before the consumer had its work", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the producer was done before the consumer had its work", |helpings| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         busy.enqueue(&producer, helpings * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
         consumer.copy(copied.all(), shared.all())?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = event.is_pending()?;
         consumer.synchronize()?;
         read_new(&copied, "a stream that waits for an event")?;
@@ -77,12 +77,12 @@ fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the first stream was done before the last had its work", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the first stream was done before the last had its work", |helpings| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let streams: Vec<Stream<'_>> = (0..4).map(|_| Stream::new(backend)).collect::<Result<_, _>>()?;
         let events: Vec<Event<'_>> = (0..3).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         busy.enqueue(&streams[0], helpings * PRODUCED)?;
         streams[0].set(shared.all(), NEW)?;
         for (pair, event) in streams.windows(2).zip(&events) {
@@ -90,7 +90,7 @@ fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
             pair[1].wait(event)?;
         }
         streams[3].copy(copied.all(), shared.all())?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = events[0].is_pending()?;
         streams[3].synchronize()?;
         read_new(&copied, "the last of four streams that wait for one another")?;
@@ -99,15 +99,16 @@ fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
-    let (up, down) = (Busy::new(backend, DEVICE, Direction::ToDevice)?, Busy::new(backend, DEVICE, Direction::ToHost)?);
-    // Work that a queue does not take holds the call up while the other stream goes on, so only the stream that got its work
-    // last is sure to have some left. Each is the last once, and has more to do then: to wait for the other is not enough.
+    let (up, down) =
+        (StreamLoad::new(backend, DEVICE, Direction::ToDevice)?, StreamLoad::new(backend, DEVICE, Direction::ToHost)?);
+    // If a queue is full, the call waits while the other stream continues. Only the stream that got its work last is sure to
+    // have work left. Each stream is last once and then has more work, so waiting for the other is not enough.
     for right_is_last in [true, false] {
-        attempts("the producer that got its work last was done before the consumer had its own", |helpings| {
+        until_conclusive("the producer that got its work last was done before the consumer had its own", |helpings| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
             let (left, right, consumer) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
             let (left_done, right_done) = (Event::new(backend)?, Event::new(backend)?);
-            let bystander = Bystander::on(backend, DEVICE)?;
+            let idle = IdleStream::on(backend, DEVICE)?;
             let work = helpings * PRODUCED;
             if right_is_last {
                 up.enqueue(&left, work)?;
@@ -123,7 +124,7 @@ fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
             consumer.wait(&left_done)?;
             consumer.wait(&right_done)?;
             consumer.copy(copied.all(), shared.all())?;
-            bystander.let_others_begin()?;
+            idle.let_others_begin()?;
             let outstanding = if right_is_last { right_done.is_pending()? } else { left_done.is_pending()? };
             consumer.synchronize()?;
             read_new(&copied, "a stream that waits for two events")?;
@@ -158,20 +159,20 @@ fn waits_order_rounds_of_two_streams(backend: &dyn Backend) -> CaseResult {
 
 fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
     for (from, to) in [(0, 1), (1, 0)] {
-        let busy = Busy::new(backend, from, Direction::ToDevice)?;
-        attempts("the producer was done before the consumer had its work", |helpings| {
+        let busy = StreamLoad::new(backend, from, Direction::ToDevice)?;
+        until_conclusive("the producer was done before the consumer had its work", |helpings| {
             let source = Block::filled_on(backend, from, BYTES, NEW)?;
-            // The bytes travel over the host, so that the case needs no copy between devices.
+            // The bytes travel through the host, so that the case needs no copy between devices.
             let between = Pinned::holding(backend, &[OLD; BYTES])?;
             let (producer, consumer) = (Stream::on(backend, from)?, Stream::on(backend, to)?);
             let (copied, event) = (Block::filled_on(backend, to, BYTES, OLD)?, Event::on(backend, from)?);
-            let bystander = Bystander::on(backend, to)?;
+            let idle = IdleStream::on(backend, to)?;
             busy.enqueue(&producer, helpings * PRODUCED)?;
             producer.copy(between.all(), source.all())?;
             producer.record(&event)?;
             consumer.wait(&event)?;
             consumer.copy(copied.all(), between.all())?;
-            bystander.let_others_begin()?;
+            idle.let_others_begin()?;
             let outstanding = event.is_pending()?;
             consumer.synchronize()?;
             read_new(&copied, &format!("a stream of device {to} that waits for an event of device {from}"))?;
@@ -182,8 +183,8 @@ fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("a wait is for more than the work before the record", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("a wait is for more than the work before the record", |helpings| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         producer.set(shared.all(), NEW)?;
@@ -199,8 +200,8 @@ fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("a wait is for a record that was made after it", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("a wait is for a record that was made after it", |helpings| {
         let (occupied, waiting, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         occupied.record(&event)?;
         occupied.synchronize()?;
@@ -213,10 +214,10 @@ fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
 }
 
 fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let mut told = Vec::new();
-    // Helpings behind the middle. The stream needs the time to go on; but where they do not fit into the device's queue,
-    // the calls for them last until the middle is over. So there are as few as will do.
+    // The load after the middle gives the stream time to continue. If it does not fit into the device's queue, the calls last
+    // until the middle is complete. So the load is as small as possible.
     let mut rest = 1;
     let attempt = |helpings: usize| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
@@ -224,9 +225,9 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
         let (event, middle) = (Event::new(backend)?, Event::new(backend)?);
         occupied.record(&event)?;
         occupied.synchronize()?;
-        // The waiting stream gets to its wait for the event in the middle of the other's work. So it gets there after the
-        // event was recorded again, and before that record is reached, however quick copies are in either direction: the
-        // work of one stream alone says when.
+        // The waiting stream reaches its wait in the middle of the other stream's work: after the event was recorded again,
+        // and before that record is reached. The work of one stream alone decides this, whatever the speed of copies in
+        // either direction.
         let begun = Instant::now();
         busy.enqueue(&occupied, helpings * 2)?;
         occupied.record(&middle)?;
@@ -259,25 +260,25 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
         }
         Ok(Attempt::seen(not_there_yet && ahead))
     };
-    attempts("a wait looks at the event when the stream gets there, not when it was called", attempt)
+    until_conclusive("a wait looks at the event when the stream gets there, not when it was called", attempt)
         .map_err(|failure| failure.with_details(&told.join("; ")))
 }
 
 fn waits_keep_the_record_they_met(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the producer was done before the consumer had its work", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the producer was done before the consumer had its work", |helpings| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, other) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let event = Event::new(backend)?;
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         busy.enqueue(&producer, helpings * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
         consumer.copy(copied.all(), shared.all())?;
-        // Moves the event to a point that is reached at once: the wait above must not be let go by it.
+        // Moves the event to a point that is reached at once. It must not release the wait above.
         other.record(&event)?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = producer.is_pending()?;
         consumer.synchronize()?;
         read_new(&copied, "a stream that waits for an event that was recorded elsewhere since")?;
@@ -295,9 +296,9 @@ fn waits_for_nothing_are_none(backend: &dyn Backend) -> CaseResult {
 }
 
 fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    attempts("an event is never seen pending", |helpings| {
+    until_conclusive("an event is never seen pending", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&event)?;
         let pending = event.is_pending()?;
@@ -311,9 +312,9 @@ fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
 }
 
 fn query_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    attempts("an event is pending for work after its record", |helpings| {
+    until_conclusive("an event is pending for work after its record", |helpings| {
         stream.record(&event)?;
         busy.enqueue(&stream, helpings)?;
         while event.is_pending()? {
@@ -333,9 +334,9 @@ fn query_of_a_fresh_event_is_complete(backend: &dyn Backend) -> CaseResult {
 }
 
 fn records_move_to_a_later_point(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    attempts("an event that was recorded again is not pending", |helpings| {
+    until_conclusive("an event that was recorded again is not pending", |helpings| {
         stream.record(&event)?;
         stream.synchronize()?;
         check!(event.query()?.is_complete(), "an event is pending after its stream was synchronised");
@@ -349,9 +350,9 @@ fn records_move_to_a_later_point(backend: &dyn Backend) -> CaseResult {
 }
 
 fn records_move_to_another_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
-    attempts("an event is pending for an earlier record on another stream", |helpings| {
+    until_conclusive("an event is pending for an earlier record on another stream", |helpings| {
         busy.enqueue(&occupied, helpings)?;
         occupied.record(&event)?;
         idle.record(&event)?;
@@ -375,8 +376,8 @@ fn records_on_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
 }
 
 fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the copy was done before it was waited for", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the copy was done before it was waited for", |helpings| {
         let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[OLD; BYTES])?);
         let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;
@@ -393,9 +394,9 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 }
 
 fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    attempts("synchronising an event waits for work after its record", |helpings| {
+    until_conclusive("synchronising an event waits for work after its record", |helpings| {
         stream.record(&event)?;
         busy.enqueue(&stream, helpings)?;
         event.synchronize()?;
@@ -406,22 +407,22 @@ fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResul
 }
 
 fn destroyed_events_keep_their_waits(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the producer was done before the consumer had its work", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the producer was done before the consumer had its work", |helpings| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
         let event = Event::new(backend)?;
-        let bystander = Bystander::on(backend, DEVICE)?;
+        let idle = IdleStream::on(backend, DEVICE)?;
         busy.enqueue(&producer, helpings * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
         event.destroy()?;
-        // Another event may take the place of the destroyed one.
+        // Another event may take the slot of the destroyed one.
         let successor = Event::new(backend)?;
         consumer.record(&successor)?;
         consumer.copy(copied.all(), shared.all())?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = producer.is_pending()?;
         consumer.synchronize()?;
         read_new(&copied, "a stream that waits for an event that was destroyed since")?;
@@ -445,18 +446,18 @@ fn timed(backend: &dyn Backend) -> Result<Event<'_>, Failure> {
 }
 
 fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let (start, end) = (timed(backend)?, timed(backend)?);
-    // A device may note the time of a record a while before it says that the record was reached, longer than usual when
-    // the machine is busy. So one time that seems too short proves nothing, but one in each attempt does.
+    // A device may take the time of a record earlier than it reports the record, and more so on a loaded machine. One time
+    // that seems too short proves nothing, but one in each attempt does.
     let mut short = None;
-    let outcome = attempts("the work between two records was over before it could be timed", |helpings| {
+    let outcome = until_conclusive("the work between two records was over before it could be timed", |helpings| {
         let called = Instant::now();
         stream.record(&start)?;
         start.synchronize()?;
-        // The device was past the first record at `begun` and not yet past the second at `running`, so it spent at
-        // least the time between them.
+        // The device was past the first record at `begun` and not yet past the second at `running`. It spent at least the
+        // time between them.
         let begun = Instant::now();
         busy.enqueue(&stream, helpings)?;
         stream.record(&end)?;
@@ -471,7 +472,7 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
         let over = called.elapsed();
         let elapsed = Duration::from_nanos(backend.event_elapsed_ns(start.id(), end.id())?);
         let least = running - begun;
-        // The clocks of device and CPU drift, and that of a device counts in steps of up to a microsecond.
+        // The clocks of device and CPU drift, and a device's clock has steps of up to a microsecond.
         let enough = elapsed + elapsed / 100 + Duration::from_micros(2) >= least;
         if !enough {
             short = Some(Failure::new(format!(
@@ -483,8 +484,8 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
             "{elapsed:?} between two records, but all was over after {over:?}"
         );
         check!(backend.event_elapsed_ns(start.id(), start.id())? == 0, "time passed between a record and itself");
-        // A time that is too short by half is seen only where less than half of the work went unobserved.
-        Ok(Attempt::seen(enough && least >= Busy::TIME / 4 && least >= over * 3 / 4))
+        // A time that is too short by half shows only if less than half of the work went unobserved.
+        Ok(Attempt::seen(enough && least >= StreamLoad::TIME / 4 && least >= over * 3 / 4))
     });
     outcome.map_err(|failure| short.unwrap_or(failure))
 }
@@ -513,10 +514,10 @@ fn elapsed_time_needs_records(backend: &dyn Backend) -> CaseResult {
 }
 
 fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let (start, end) = (timed(backend)?, timed(backend)?);
-    attempts("the second record was reached before it was asked for", |helpings| {
+    until_conclusive("the second record was reached before it was asked for", |helpings| {
         stream.record(&start)?;
         busy.enqueue(&stream, helpings)?;
         stream.record(&end)?;
@@ -530,7 +531,7 @@ fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// A second id of the event's vendor object.
+/// Returns a second id of the event's vendor object.
 fn wrapped<'b>(backend: &'b dyn Backend, owner: &Event<'b>) -> Result<Event<'b>, Failure> {
     let raw = backend.raw_event(owner.id())?;
     // SAFETY: the owner lives until its wrapper is gone: cases declare it first.
@@ -541,20 +542,20 @@ fn wrapped<'b>(backend: &'b dyn Backend, owner: &Event<'b>) -> Result<Event<'b>,
 }
 
 fn wrapped_events_are_one_with_their_owner(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let owner = Event::new(backend)?;
     let wrapper = wrapped(backend, &owner)?;
     for (recorded, waited) in [(&owner, &wrapper), (&wrapper, &owner)] {
-        attempts("the producer was done before the consumer had its work", |helpings| {
+        until_conclusive("the producer was done before the consumer had its work", |helpings| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
             let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
-            let bystander = Bystander::on(backend, DEVICE)?;
+            let idle = IdleStream::on(backend, DEVICE)?;
             busy.enqueue(&producer, helpings * PRODUCED)?;
             producer.set(shared.all(), NEW)?;
             producer.record(recorded)?;
             consumer.wait(waited)?;
             consumer.copy(copied.all(), shared.all())?;
-            bystander.let_others_begin()?;
+            idle.let_others_begin()?;
             let outstanding = waited.is_pending()?;
             consumer.synchronize()?;
             read_new(&copied, "a stream that waits for the other id of an event")?;

@@ -1,11 +1,11 @@
-//! Fills: each width of pattern, exactly as many elements as asked for.
+//! Fills: each width of pattern, and exactly the requested number of elements.
 
 use highwater_hal::{Backend, FillPattern};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check};
 use crate::device::{Block, DEVICE, Stream};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "fills";
@@ -18,7 +18,7 @@ cases! {
     run_after_pending_work: ["fill.ordered"];
 }
 
-/// Fills ranges of a block and compares the whole block with the same done on the CPU.
+/// Fills ranges of a block and compares the whole block with the same fills on the CPU.
 fn exact(backend: &dyn Backend, pattern: FillPattern, element: &[u8]) -> CaseResult {
     let stream = Stream::new(backend)?;
     let width = pattern.bytes();
@@ -53,7 +53,7 @@ fn write_words(backend: &dyn Backend) -> CaseResult {
 }
 
 fn write_every_byte_of_a_pattern(backend: &dyn Backend) -> CaseResult {
-    // A pattern whose bytes are equal may take another path in a driver than one whose bytes differ.
+    // A driver may treat a pattern of equal bytes differently from one of different bytes.
     for word in [0_u32, u32::MAX, 0x5555_5555, 0x0000_00ff, 0xff00_0000, 0x00ff_00ff] {
         exact(backend, FillPattern::U32(word), &word.to_ne_bytes())?;
         exact(backend, FillPattern::U16(word as u16), &(word as u16).to_ne_bytes())?;
@@ -90,8 +90,8 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
 }
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("a fill waits for the work before it", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("a fill waits for the work before it", |helpings| {
         let (source, copied) = (Block::filled(backend, 4096, 1)?, Block::filled(backend, 4096, 0)?);
         let stream = Stream::new(backend)?;
         busy.enqueue(&stream, helpings)?;

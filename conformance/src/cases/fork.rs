@@ -1,4 +1,4 @@
-//! A child that was forked after the backend was opened.
+//! A child that is forked after the backend was opened.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -18,10 +18,10 @@ cases! {
     calls_about_captures_in_a_forked_child_are_refused: ["backend.forked"] needs [needs::has::capture];
 }
 
-/// How long the calls of a child may take in all.
+/// The time limit of all calls of a child.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What the child has inherited.
+/// The objects that the child inherits.
 struct Inherited<'a> {
     backend: &'a dyn Backend,
     stream: StreamId,
@@ -33,8 +33,8 @@ struct Inherited<'a> {
 /// A call of the child.
 type Call = fn(&mut Inherited<'_>) -> Result<()>;
 
-/// What the child calls. Descriptions that were read before the fork (`device_info`, `capabilities`) are left out: they
-/// reach no driver.
+/// The calls of the child. Descriptions that were read before the fork (`device_info`, `capabilities`) are left out, because
+/// they reach no driver.
 const CALLS: [(&str, Call); 17] = [
     ("memory_info", |i| i.backend.memory_info(DEVICE).map(drop)),
     ("create_stream", |i| i.backend.create_stream(DEVICE, &StreamOptions::new()).map(drop)),
@@ -92,7 +92,7 @@ fn calls_in_a_forked_child_are_refused(backend: &dyn Backend) -> CaseResult {
     let mut inherited =
         Inherited { backend, stream: stream.id(), event: event.id(), handle: &mut *handle, host: &*host };
     refused_in_a_child(&mut inherited, &CALLS.map(|(name, _)| name), |inherited, index| CALLS[index].1(inherited))?;
-    // The parent goes on as before.
+    // The parent continues as before.
     stream.set(block.all(), 2)?;
     stream.record(&event)?;
     event.synchronize()?;
@@ -119,7 +119,7 @@ fn calls_about_sharing_in_a_forked_child_are_refused(backend: &dyn Backend) -> C
         _ => sharing.export_event(event.id()).map(drop),
     };
     refused_in_a_child(&mut (), &names, call)?;
-    // The parent goes on as before.
+    // The parent continues as before.
     check!(block.read()? == [1; 4096], "shareable memory lost its contents by a fork");
     block.export(transport)?;
     Ok(())
@@ -151,14 +151,14 @@ fn calls_about_captures_in_a_forked_child_are_refused(backend: &dyn Backend) -> 
         _ => backend.destroy_graph_exec(executable.id()),
     };
     refused_in_a_child(&mut (), &names, call)?;
-    // The parent goes on as before.
+    // The parent continues as before.
     executable.launch(&stream)?;
     stream.synchronize()?;
     check!(block.read()? == [2; 4096], "a graph does not work in the parent after a fork");
     Ok(())
 }
 
-/// Waits for the child, and ends it when it takes too long.
+/// Waits for the child, and kills it at the time limit.
 fn wait_for(child: libc::pid_t) -> Result<i32, Failure> {
     let deadline = Instant::now() + PATIENCE;
     let mut status = 0;

@@ -2,11 +2,11 @@
 
 use highwater_hal::{Backend, BlasKind, DataType, Epilogue, GemmShape, MathMode, PlanOptions, StridedBatch};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{DEVICE, Event, Handle, Stream};
 use crate::matrix::{Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "gemm";
@@ -97,7 +97,7 @@ cases! {
     returns_at_once: ["gemm.asynchronous"] needs [needs::has::gemm_f32];
 }
 
-/// Sizes (m, n, k) around the borders of what kernels take at once.
+/// Sizes (m, n, k) around the borders of kernels' tiles.
 const SIZES: [(usize, usize, usize); 10] = [
     (1, 1, 1),
     (2, 3, 4),
@@ -121,19 +121,19 @@ fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> 
     Ok(())
 }
 
-/// Products of every size of [`SIZES`].
+/// Runs products of every size of [`SIZES`].
 fn sizes(types: impl Into<Types>) -> impl Iterator<Item = Product> {
     let types = types.into();
     let shape = move |(m, n, k)| types.shape(m, n, k);
     SIZES.into_iter().enumerate().map(move |(seed, size)| Product::new(shape(size), seed as u64))
 }
 
-/// The four combinations of transposed factors of one product.
+/// Returns the four combinations of transposed factors of one product.
 fn transposed(shape: GemmShape) -> [GemmShape; 4] {
     [shape, shape.with_transposed_a(), shape.with_transposed_b(), shape.with_transposed_a().with_transposed_b()]
 }
 
-/// The same shape with gaps in each matrix.
+/// Returns the same shape with gaps in each matrix.
 fn padded(shape: GemmShape) -> GemmShape {
     shape.with_leading_dimensions(shape.lda + 3, shape.ldb + 8, shape.ldc + 5)
 }
@@ -170,7 +170,7 @@ fn multiplies_larger_bf16(backend: &dyn Backend) -> CaseResult {
     prove(backend, [Product::new(GemmShape::new(DataType::Bf16, 117, 130, 150), 24).with_scale(0.75, -1.25)])
 }
 
-/// Sums that a half type cannot hold in steps of one: a product that adds in the type itself gets stuck on the way.
+/// Sums that a half type cannot represent in steps of one. A product that adds in the type itself stops growing.
 fn accumulates(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     let types = types.into();
     let shape = types.shape(8, 5, 8192);
@@ -207,7 +207,7 @@ fn multiplies_batches_tf32(backend: &dyn Backend) -> CaseResult {
 
 fn transposes(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     let types = types.into();
-    // Square factors too: where a matrix may be taken for its transpose, only the values show it.
+    // Square factors too: if a matrix can be mistaken for its transpose, only the values show it.
     let sizes = [(17, 9, 33), (4, 64, 8), (65, 3, 20), (24, 24, 24), (20, 7, 20), (7, 20, 20)];
     let shapes = sizes.map(|(m, n, k)| types.shape(m, n, k));
     prove(backend, shapes.into_iter().flat_map(transposed).map(|shape| Product::new(shape, 31)))
@@ -339,7 +339,7 @@ fn writes_zeros_with_alpha_and_beta_zero(backend: &dyn Backend) -> CaseResult {
 }
 
 fn writes_nothing_for_empty_products(backend: &dyn Backend) -> CaseResult {
-    // Beta would scale C if there were any of it; the memory at C's address is guard bytes.
+    // Beta would scale C if C had elements. The memory at C's address is guard bytes.
     let sizes = [(0, 5, 5), (5, 0, 5), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0)];
     let shapes = sizes.map(|(m, n, k)| GemmShape::new(DataType::F32, m, n, k).with_leading_dimensions(8, 8, 8));
     prove(backend, shapes.map(|shape| Product::new(shape, 111).with_scale(1.0, 0.5)))
@@ -350,7 +350,7 @@ fn writes_nothing_for_empty_batches(backend: &dyn Backend) -> CaseResult {
     prove(backend, [Product::new(GemmShape::new(DataType::F32, 4, 5, 6).with_batch(batch), 112)])
 }
 
-/// Batches of three sizes with room between the matrices.
+/// Batches of three sizes with gaps between the matrices.
 fn batches(shape: GemmShape) -> [GemmShape; 3] {
     let one = shape.extents("conformance").expect("a valid shape");
     [(1, 0), (3, 0), (8, 11)].map(|(count, gap)| {
@@ -382,7 +382,7 @@ fn multiplies_batches_bf16(backend: &dyn Backend) -> CaseResult {
     multiplies_batches(backend, DataType::Bf16)
 }
 
-/// The same column of the second C follows each column of the first, and so on.
+/// Each column of the second C follows the same column of the first, and so on.
 fn multiplies_batches_side_by_side(backend: &dyn Backend) -> CaseResult {
     let shape = GemmShape::new(DataType::F32, 9, 10, 11);
     prove(
@@ -412,15 +412,15 @@ fn multiplies_transposed_batches_with_gaps(backend: &dyn Backend) -> CaseResult 
 }
 
 fn returns_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 151);
     let placed = product.place(backend)?;
-    // The first product may load kernels, which is not what is asked here.
+    // The first product may load kernels, which this case does not measure.
     placed.gemm(&product, &mut handle)?;
     stream.synchronize()?;
-    attempts("a product waits for the work before it", |helpings| {
+    until_conclusive("a product waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         placed.gemm(&product, &mut handle)?;

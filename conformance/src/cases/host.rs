@@ -36,7 +36,7 @@ fn memory_is_usable_by_the_cpu(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Sends bytes of host memory to every device and back to another block.
+/// Copies bytes of host memory to every device and back to another block.
 fn travels(backend: &dyn Backend, source: crate::device::Span<'_>, content: &[u8]) -> CaseResult {
     for device in 0..backend.device_count() {
         let stream = Stream::on(backend, device)?;
@@ -140,7 +140,7 @@ fn registered_memory_is_usable(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Two registrations without a gap: copies inside each of them, those that begin and end at the border among them.
+/// Makes two adjacent registrations, and copies inside each of them, some up to the border.
 fn registered_memory_is_copied_up_to_its_ends(backend: &dyn Backend) -> CaseResult {
     const PIECE: usize = 1 << 18;
     let content = Random::new(9).bytes(2 * PIECE);

@@ -1,4 +1,4 @@
-//! Ids: stale, foreign and forged ones are refused, and objects are counted.
+//! Ids: stale, foreign and forged ids are refused, and objects are counted.
 
 use std::num::NonZeroU32;
 
@@ -26,7 +26,7 @@ cases! {
     handles_count: ["backend.live-objects", "blas.destroyed"];
 }
 
-/// Checks that every call that takes a stream refuses this one, and that nothing happens.
+/// Checks that every call that takes a stream refuses this one without effect.
 fn stream_is_refused(backend: &dyn Backend, id: StreamId, what: &str) -> CaseResult {
     let event = Event::new(backend)?;
     let block = Block::filled(backend, 256, 1)?;
@@ -98,13 +98,13 @@ fn foreign_ids_are_refused(backend: &dyn Backend) -> CaseResult {
     stream_is_refused(backend, StreamId::legacy_default(tag, DEVICE), "foreign default stream's")
 }
 
-/// An id that the backend did not issue.
+/// Creates an id that the backend did not issue.
 pub(crate) fn forge<I: ObjectId>(parts: IdParts) -> I {
     // SAFETY: the suite has the backend to itself; no runtime is made for it, so no id is kept from the cases.
     unsafe { I::from_parts(parts) }
 }
 
-/// The parts of an id, changed in each way that no issued id has.
+/// Returns the parts of an id, changed in each way that no issued id has.
 fn forged<I: ObjectId>(id: I) -> [I; 3] {
     let parts = id.parts();
     let next = parts.generation.checked_add(1).unwrap_or(NonZeroU32::MIN);
@@ -236,7 +236,7 @@ fn handles_count(backend: &dyn Backend) -> CaseResult {
         drop(dropped);
         check_eq!(counted(), none, "live handles after drop");
     }
-    // A handle that is only dropped, as owning types do it, is destroyed too.
+    // A handle that is only dropped, as owning types do, is destroyed too.
     let boxed = backend.create_blas_handle(DEVICE, &highwater_hal::BlasOptions::new(BlasKind::Blas))?;
     check_eq!(counted(), none + 1, "live handles with one that was not bound");
     drop(boxed);

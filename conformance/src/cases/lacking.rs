@@ -1,4 +1,4 @@
-//! What a device lacks: asking gives `Unsupported`, and nothing happens. These cases run where a capability is false.
+//! Absent abilities: a call that needs one gives `Unsupported` without effect. These cases run if a capability is false.
 
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BlasKind, BlasOptions, CaptureMode, DataType, DeviceMemoryKind, DevicePtr,
@@ -38,7 +38,7 @@ cases! {
     foreign_objects: ["backend.lacking"] needs [needs::lacks::foreign_objects];
 }
 
-/// Runs the case and checks that no object came or went by it.
+/// Runs the case and checks that the number of objects is unchanged.
 fn changing_nothing(backend: &dyn Backend, ask: impl FnOnce() -> CaseResult) -> CaseResult {
     let before = backend.live_objects();
     ask()?;
@@ -95,7 +95,7 @@ fn tf32(backend: &dyn Backend) -> CaseResult {
     check_error!(handle.raw_mut().set_math_mode(MathMode::Tf32), Unsupported, "set_math_mode to TF32");
     handle.raw_mut().set_math_mode(MathMode::Default)?;
     if backend.capabilities(DEVICE)?.gemm_f32 {
-        // Full precision still.
+        // The handle keeps full precision.
         Product::new(GemmShape::new(DataType::F32, 16, 16, 16), 2).prove(backend, &mut handle, &stream)?;
     }
     if backend.capabilities(DEVICE)?.lt_plans {
@@ -184,7 +184,7 @@ fn capture(backend: &dyn Backend) -> CaseResult {
         check_error!(unsafe { backend.launch_graph(exec, stream.id()) }, Unsupported, "launch_graph");
         Ok(())
     })?;
-    // What comes after is executed, not recorded.
+    // Later work is executed, not recorded.
     stream.set(block.all(), 1)?;
     stream.synchronize()?;
     check!(block.read()? == [1; 4096], "work after a refused capture was not executed");
@@ -277,7 +277,7 @@ fn write_combined(backend: &dyn Backend) -> CaseResult {
     })
 }
 
-/// Checks that a default stream is refused by whatever takes a stream.
+/// Checks that every call that takes a stream refuses a default stream.
 fn default_stream_is_refused(backend: &dyn Backend, id: StreamId) -> CaseResult {
     let (event, block) = (Event::new(backend)?, Block::filled(backend, 256, 1)?);
     let default = Stream::borrowed(backend, id);

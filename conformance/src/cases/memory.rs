@@ -1,12 +1,12 @@
-//! Device memory: alignment, limits, and what comes back.
+//! Device memory: alignment, limits, and frees.
 
 use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, ErrorKind, Transport};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Stream};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "memory";
@@ -27,7 +27,7 @@ cases! {
         needs [needs::has::stream_ordered_memory];
 }
 
-/// Sizes around the borders that allocators like.
+/// Sizes around the usual borders of allocators.
 const SIZES: [usize; 12] = [1, 2, 255, 256, 257, 511, 4095, 4096, 4097, 65_536, 1 << 20, (1 << 20) + 1];
 
 /// Checks alignment and distance of blocks of many sizes that live at once.
@@ -106,8 +106,8 @@ fn more_than_there_is_is_refused(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// The largest part of the free memory that can be had in one block, at least roughly, and how many such blocks are
-/// more than the device has.
+/// Returns roughly the largest part of the free memory that fits one block, and a number of such blocks that exceeds the
+/// device.
 fn large_part(backend: &dyn Backend) -> Result<(usize, usize), Failure> {
     let memory = backend.memory_info(DEVICE)?;
     let mut bytes = usize::try_from(memory.free / 10 * 6).unwrap_or(usize::MAX);
@@ -176,12 +176,12 @@ fn stream_ordered_bytes_come_back(backend: &dyn Backend) -> CaseResult {
 fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
     const OTHERS: usize = 8;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the work before a stream-ordered free was over before others had their memory", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the work before a stream-ordered free was over before others had their memory", |helpings| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         let ordered = || Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()));
-        // Between others, so that its bytes alone are the best place for a block of the same size.
+        // It lies between others, so that its bytes are the best place for a block of the same size.
         let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
         stream.set(block.all(), 1)?;
         stream.synchronize()?;
@@ -189,8 +189,8 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
         stream.record(&there)?;
         stream.copy(result.all(), block.all())?;
         block.free_in_order()?;
-        // The stream has not come to the copy yet. Whoever allocates now, on no stream or on another one, and is given
-        // these bytes, changes what it will read.
+        // The stream has not reached the copy. If an allocation on another stream, or on none, now returns these bytes, its
+        // owner changes what the copy will read.
         let mut others = Vec::new();
         for index in 0..OTHERS {
             let kind = match index % 2 {
@@ -214,8 +214,8 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
 
 fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
         let (stream, other, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (before, allocated) = (Event::new(backend)?, Event::new(backend)?);
         let ordered = |stream: &Stream<'_>| {
@@ -228,7 +228,7 @@ fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult 
             stream.set(block.all(), 1)?;
             block.free_in_order()?;
         }
-        // On a stream that has nothing to do, and needs no event for memory in its own order.
+        // On an idle stream, which needs no event for memory in its own order.
         let elsewhere = ordered(&third)?;
         third.set(elsewhere.all(), 2)?;
         // These may get the bytes of the earlier blocks, whose work is outstanding.
@@ -257,8 +257,8 @@ fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult 
 
 fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("stream-ordered allocation or free waits for the stream", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
         busy.enqueue(&stream, helpings)?;
@@ -267,7 +267,7 @@ fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult
         stream.set(first.all(), 1)?;
         stream.copy(result.all(), first.all())?;
         first.free_in_order()?;
-        // May get the bytes of the first block, but only after the copy.
+        // It may get the bytes of the first block, but only after the copy.
         let second = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         stream.set(second.all(), 2)?;
         second.free_in_order()?;

@@ -18,11 +18,13 @@ mod plans;
 mod sharing;
 mod streams;
 
+use highwater_hal::{Clause, clauses};
+
 use crate::case::Case;
 
 pub(crate) use ids::forge;
 
-/// The groups in the order of a run: what later ones lean on comes first.
+/// The groups in the order of a run. A group comes after the groups that it depends on.
 const GROUPS: &[&[Case]] = &[
     identity::CASES,
     ids::CASES,
@@ -43,7 +45,13 @@ const GROUPS: &[&[Case]] = &[
     fork::CASES,
 ];
 
-/// Every case, in the order of a run.
+/// Returns every case, in the order of a run.
 pub fn cases() -> impl Iterator<Item = &'static Case> {
     GROUPS.iter().copied().flatten()
+}
+
+/// Returns the clauses that no case proves.
+#[must_use]
+pub fn clauses_without_case() -> Vec<&'static Clause> {
+    clauses().iter().filter(|clause| !cases().any(|case| case.clauses.contains(&clause.id))).collect()
 }

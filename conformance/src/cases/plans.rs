@@ -5,11 +5,11 @@ use highwater_hal::{
     StridedBatch,
 };
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Handle, Stream};
 use crate::matrix::{GUARD_BYTES, Product, Types};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "plans";
@@ -76,7 +76,7 @@ cases! {
 
 const WORKSPACE_BYTES: usize = 4 << 20;
 
-/// Runs products as plans, through a workspace, and checks everything.
+/// Runs products as plans, with a workspace, and checks everything.
 fn prove(backend: &dyn Backend, products: impl IntoIterator<Item = Product>) -> CaseResult {
     let workspace = Block::new(backend, WORKSPACE_BYTES)?;
     let stream = Stream::new(backend)?;
@@ -134,7 +134,7 @@ fn write_elsewhere(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult
     let plan = handle.raw_mut().create_plan(&options)?;
     let mut placed = product.place(backend)?;
     let before = placed.c.read()?;
-    // Other elements than C's, between the same guards: a plan that adds them in place of C's is found out.
+    // The elements differ from C's, between the same guards. A plan that adds them instead of C's is noticed.
     let mut elements = before.clone();
     let end = elements.len() - GUARD_BYTES;
     elements[GUARD_BYTES..end].fill(0x3c);
@@ -156,13 +156,13 @@ fn multiply_batches(backend: &dyn Backend) -> CaseResult {
             Product::new(shape.with_batch(StridedBatch { count: 4, stride_a, stride_b, stride_c: 320 }), 5)
         }),
     )?;
-    // The same column of the second D follows each column of the first, and so on.
+    // Each column of the second D follows the same column of the first, and so on.
     let side_by_side = StridedBatch { count: 4, stride_a: 384, stride_b: 480, stride_c: 16 };
     let shape = shape.with_leading_dimensions(shape.lda, shape.ldb, 4 * 16 + 8).with_batch(side_by_side);
     prove(backend, [Product::new(shape, 16).with_scale(0.5, 1.0)])
 }
 
-/// Products with an epilogue, without and with the old C.
+/// Runs products with an epilogue, without and with the old C.
 fn followed_by(types: impl Into<Types>, epilogue: Epilogue) -> impl Iterator<Item = Product> {
     let types = types.into();
     let factors = [(1.0, 0.0), (0.5, 1.0)];
@@ -191,7 +191,7 @@ fn add_a_bias_and_apply_gelu(backend: &dyn Backend) -> CaseResult {
     prove(backend, followed_by(DataType::F32, Epilogue::BiasGelu))
 }
 
-/// Every epilogue that half types have, which is all of them, on every third shape.
+/// Runs every epilogue, all of which half types have, on every third shape.
 fn every_epilogue(backend: &dyn Backend, types: impl Into<Types>) -> CaseResult {
     let types = types.into();
     EPILOGUES.into_iter().try_for_each(|epilogue| prove(backend, followed_by(types, epilogue).step_by(3)))
@@ -220,9 +220,9 @@ fn add_a_bias_to_a_batch(backend: &dyn Backend, types: impl Into<Types>) -> Case
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Bias, Epilogue::BiasRelu, Epilogue::Relu, Epilogue::Gelu, Epilogue::BiasGelu];
 
-/// Products that leave only C and a bias. The bias is small beside anything that the factors could add.
+/// Runs products that keep only C and a bias. The bias is small compared to any product of the factors.
 fn without_factors(shape: GemmShape, alpha: f64) -> impl Iterator<Item = Product> {
-    // Every type holds the last value, and only the widest holds its square.
+    // Every type represents the last value, and only the widest represents its square.
     let factors = [f64::NAN, f64::INFINITY, 60_000.0];
     EPILOGUES.into_iter().flat_map(move |epilogue| {
         factors.into_iter().zip([0.0, -0.5, 1.0]).map(move |(factor, beta)| {
@@ -245,7 +245,7 @@ fn ignore_the_factors(backend: &dyn Backend, types: impl Into<Types>) -> CaseRes
 
 fn ignore_the_factors_with_alpha_zero(backend: &dyn Backend) -> CaseResult {
     let shape = GemmShape::new(DataType::F32, 16, 16, 16);
-    // Their products are infinite, but a tiny fraction of them is not.
+    // Their products are infinite, but a tiny fraction of them is finite.
     let large = without_factors(shape, 0.0).map(|product| product.with_factors(1e30));
     prove(backend, large)?;
     ignore_the_factors(backend, DataType::F32)
@@ -285,7 +285,7 @@ fn apply_their_epilogue_with_k_zero_f16(backend: &dyn Backend) -> CaseResult {
     prove(backend, without_factors(GemmShape::new(DataType::F16, 16, 24, 0), 2.0))
 }
 
-/// One plan, alternately with and without its factors, on a handle that has no workspace.
+/// Runs one plan, alternately with and without its factors, on a handle without a workspace.
 fn run_with_alpha_zero_and_without_a_workspace(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
@@ -361,13 +361,13 @@ fn refuse_operands_that_are_not_aligned(backend: &dyn Backend) -> CaseResult {
     let plan = handle.raw_mut().create_plan(&options)?;
     let placed = product.place(backend)?;
     for operand in 0..3 {
-        // Half an alignment further on, where the matrix ends inside the guard after it.
+        // Half an alignment further on; the matrix then ends inside the guard after it.
         let mut operands = placed.operands();
         operands[operand].1 += ALIGNMENT / 2;
         let run = handle.run_plan(plan, &product.shape, (1.0, 0.0), operands, None, None);
         check_error!(run, InvalidArgument, "run_plan with operand {operand} less aligned than the plan has it");
     }
-    // Nothing of the above was executed, and aligned operands are taken.
+    // No plan above was executed, and aligned operands are accepted.
     handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
     stream.synchronize()?;
     placed.check(&product)
@@ -396,7 +396,7 @@ fn run_again(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Arguments that a plan which does not exist never reads.
+/// Returns arguments that a plan which does not exist never reads.
 fn nothing() -> PlanArguments {
     let nowhere = highwater_hal::DevicePtr::new(0);
     PlanArguments::new(nowhere, nowhere, nowhere, None)
@@ -451,11 +451,11 @@ fn need_a_bound_stream(backend: &dyn Backend) -> CaseResult {
 }
 
 fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 48, 48, 48), 7);
-    attempts("the stream was idle when the plan was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the plan was destroyed", |helpings| {
         let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
         let placed = product.place(backend)?;
         busy.enqueue(&stream, helpings)?;
@@ -469,7 +469,7 @@ fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
 }
 
 fn return_at_once(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 64, 64, 64), 8);
@@ -477,7 +477,7 @@ fn return_at_once(backend: &dyn Backend) -> CaseResult {
     let placed = product.place(backend)?;
     handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
     stream.synchronize()?;
-    attempts("a plan waits for the work before it", |helpings| {
+    until_conclusive("a plan waits for the work before it", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
@@ -520,7 +520,7 @@ fn refuse_results_between_their_elements_from_bf16_to_f32(backend: &dyn Backend)
     refuse_results_between_elements(backend, Types::to_f32(DataType::Bf16))
 }
 
-/// A D of 32 bits at a multiple of a factor's two bytes only, which is all that the plan asks for by itself.
+/// A 32-bit D at a multiple of two bytes, the size of a factor, which is the whole alignment that the plan requires.
 fn refuse_results_between_elements(backend: &dyn Backend, types: Types) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;

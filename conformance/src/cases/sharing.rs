@@ -1,16 +1,16 @@
-//! Memory and events that two processes share: a second process with the same backend does its part.
+//! Memory and events that two processes share. A second process with the same backend takes part.
 
 use std::time::{Duration, Instant};
 
 use highwater_hal::{Backend, CaptureMode, Descriptor, DeviceMemoryKind, MemoryHandle, Transport};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::case::{CaseResult, Failure, cases, check, check_eq, check_error, needs};
 use crate::device::{Block, Capture, DEVICE, Event, Mapping, Stream};
+use crate::idle_stream::IdleStream;
 use crate::peer::{Launcher, Peer, PeerEvent};
 use crate::random::Random;
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "sharing" with a second process;
@@ -70,7 +70,7 @@ const BYTES: usize = 1 << 16;
 const OLD: u8 = 0x10;
 const NEW: u8 = 0x20;
 
-/// The transports by which the first device shares.
+/// Returns the transports by which the first device shares.
 fn transports(backend: &dyn Backend) -> Result<Vec<Transport>, Failure> {
     let offered = backend.capabilities(DEVICE)?.ipc_transports;
     let all = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
@@ -87,7 +87,7 @@ fn start(launcher: &Launcher, backend: &dyn Backend) -> Result<Peer, Failure> {
     Peer::start(launcher, backend, DEVICE)
 }
 
-/// Runs the case for each transport, with a process of its own.
+/// Runs the case for each transport, each with its own process.
 fn with_each_transport(
     backend: &dyn Backend,
     launcher: &Launcher,
@@ -103,7 +103,7 @@ fn with_each_transport(
 
 fn devices_have_one_uuid_in_every_process(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     for device in 0..backend.device_count() {
-        // Finds its device by the UUID, and fails where there is none.
+        // The process finds its device by the UUID, and fails if no device has it.
         Peer::start(launcher, backend, device)?.end()?;
     }
     Ok(())
@@ -118,7 +118,7 @@ fn importers_see_what_the_exporter_writes(backend: &dyn Backend, launcher: &Laun
         block.write(0, &before)?;
         let opened = peer.open(&block.export(transport)?)??;
         check!(peer.read(opened, BYTES)?? == before, "the importer does not see what was written before it opened");
-        // A copy made by `open_memory` would show so far.
+        // A copy made by `open_memory` would show here.
         for seed in 2..5 {
             let after = Random::new(seed).bytes(BYTES);
             block.write(0, &after)?;
@@ -256,7 +256,8 @@ fn processes_share_both_ways_at_once(backend: &dyn Backend, launcher: &Launcher)
         let there_here = Mapping::open(backend, DEVICE, &peer.export(there, transport)??)?;
         let content = Random::new(41).bytes(BYTES);
         here.write(0, &content)?;
-        // Over there from the one memory to the other, on a stream, and read back by way of this process's mapping.
+        // The second process copies from one memory to the other on a stream. This process reads the result through its
+        // mapping.
         peer.copy(there, here_there, BYTES)??;
         peer.synchronize_stream()??;
         check!(there_here.read()? == content, "a copy from opened memory to the importer's own lost bytes");
@@ -278,7 +279,7 @@ fn importers_that_are_killed_leave_the_memory(backend: &dyn Backend, launcher: &
         check!(block.read()? == [NEW; BYTES], "memory lost its contents when a process that had opened it was killed");
         block.write(0, &[OLD; BYTES])?;
         check!(block.read()? == [OLD; BYTES], "memory does not work after a process that had opened it was killed");
-        // And others can still open it.
+        // Other processes can still open it.
         let mut peer = start(launcher, backend)?;
         let opened = peer.open(&handle)??;
         check!(
@@ -417,7 +418,7 @@ fn addresses_that_are_not_open_are_not_closed(backend: &dyn Backend, launcher: &
     })
 }
 
-/// A handle that differs from one that was made.
+/// Returns a handle that differs from a valid one.
 type Alteration = (&'static str, fn(&mut MemoryHandle));
 
 const ALTERATIONS: [Alteration; 6] = [
@@ -448,12 +449,12 @@ fn altered_handles_are_refused(backend: &dyn Backend, launcher: &Launcher) -> Ca
         for (what, alter) in ALTERATIONS {
             let mut altered = handle.clone();
             alter(&mut altered);
-            // A payload that means nothing to the vendor may be all zeros by itself.
+            // A payload that the vendor does not use may be all zeros.
             if altered.payload != handle.payload || altered.bytes != handle.bytes {
                 refused(peer, &altered, what)?;
             }
         }
-        // The true one is none the worse for it.
+        // The valid handle still works.
         let opened = peer.open(&handle)??;
         check!(
             peer.read(opened, BYTES)?? == [OLD; BYTES],
@@ -490,7 +491,7 @@ fn handles_without_their_descriptor_are_refused(backend: &dyn Backend, launcher:
     let mut altered = handle.clone();
     altered.descriptor = None;
     refused(&mut peer, &altered, "no descriptor")?;
-    // A descriptor of something else.
+    // A descriptor of another object.
     let (reader, writer) = std::io::pipe().map_err(|error| Failure::new(format!("there is no pipe: {error}")))?;
     for end in [reader.into(), writer.into()] {
         altered.descriptor = Some(Descriptor::new(end));
@@ -536,7 +537,7 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
             let capture = Capture::begin(&stream, mode)?;
             stream.set(block.span(0..BYTES / 2), NEW)?;
-            // Closed without a wait: nothing has used the mapping.
+            // It is closed without a wait, because nothing has used the mapping.
             Mapping::open(backend, DEVICE, &handle)?.close()?;
             check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by opening memory");
             stream.set(block.span(BYTES / 2..BYTES), NEW)?;
@@ -553,7 +554,7 @@ fn opening_and_closing_do_not_disturb_captures(backend: &dyn Backend, launcher: 
 
 // -------------------------------------------------------------------------------------------------- an exporter's end
 
-/// Opens memory of a second process, ends that process in some way, and checks that the memory is still there.
+/// Opens memory of a second process, ends that process in some way, and checks that the memory still exists.
 fn outlives(
     backend: &dyn Backend,
     launcher: &Launcher,
@@ -571,7 +572,7 @@ fn outlives(
     prepare(&mut peer)?;
     end(peer)?;
     check!(mapping.read()? == content, "opened memory lost its contents when its exporter ended");
-    // Memory that is allocated now has nothing in common with it.
+    // Memory that is allocated now does not overlap it.
     let blocks = (0..8).map(|_| Block::filled(backend, BYTES, OLD)).collect::<Result<Vec<_>, _>>()?;
     let shared = shareable(backend, BYTES, transport)?;
     shared.write(0, &[OLD; BYTES])?;
@@ -611,7 +612,7 @@ fn only_interprocess_events_are_exported(backend: &dyn Backend, launcher: &Launc
     let mut peer = start(launcher, backend)?;
     let event = peer.create_event(false)??;
     check_error!(peer.export_event(event)?, InvalidArgument, "export_event of an event of the second process");
-    // A handle of no event is refused, one of an event is not.
+    // A handle of no event is refused; a handle of an event is accepted.
     let mut altered = handle.clone();
     altered.device_uuid = altered.device_uuid.map(|byte| !byte);
     check!(peer.open_event(&altered)?.is_err(), "open_event of a handle of a device that is not there succeeded");
@@ -620,8 +621,8 @@ fn only_interprocess_events_are_exported(backend: &dyn Backend, launcher: &Launc
     peer.end()
 }
 
-/// Helpings of work that a producer has for each of an attempt: a consumer that does not wait for it needs the time to
-/// go ahead, or its mistake does not show.
+/// The load of a producer, relative to the load of an attempt. A consumer that does not wait needs the time to run ahead;
+/// otherwise its mistake does not show.
 const PRODUCED: usize = 6;
 
 fn check_new(got: &[u8], what: &str) -> CaseResult {
@@ -634,13 +635,13 @@ const TOO_EARLY: &str = "the producer was done before the consumer in the other 
 
 fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) -> CaseResult {
     let transport = transports(backend)?[0];
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (producer, event) = (Stream::new(backend)?, Event::interprocess(backend)?);
     let shared = shareable(backend, BYTES, transport)?;
     let mut peer = start(launcher, backend)?;
     let (opened, opened_event) = (peer.open(&shared.export(transport)?)??, peer.open_event(&event.export()?)??);
     let copied = peer.allocate(BYTES, transport)??;
-    attempts(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |helpings| {
         shared.write(0, &[OLD; BYTES])?;
         peer.write(copied, &[OLD; BYTES])??;
         busy.enqueue(&producer, helpings * PRODUCED)?;
@@ -658,7 +659,7 @@ fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) 
     peer.end()
 }
 
-/// Who makes an event that both processes have.
+/// The process that creates an event of both processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Maker {
     This,
@@ -684,15 +685,15 @@ fn event_of_both<'b>(
     }
 }
 
-/// The second process produces and records; this one waits.
+/// The second process produces and records; this process waits.
 fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) -> CaseResult {
     let transport = transports(backend)?[0];
     let mut peer = start(launcher, backend)?;
-    let (consumer, bystander) = (Stream::new(backend)?, Bystander::on(backend, DEVICE)?);
+    let (consumer, idle) = (Stream::new(backend)?, IdleStream::on(backend, DEVICE)?);
     let (shared, copied) = (shareable(backend, BYTES, transport)?, Block::new(backend, BYTES)?);
     let opened = peer.open(&shared.export(transport)?)??;
     let (here, there) = event_of_both(backend, &mut peer, maker)?;
-    attempts(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |helpings| {
         shared.write(0, &[OLD; BYTES])?;
         copied.write(0, &[OLD; BYTES])?;
         peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
@@ -700,7 +701,7 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
         peer.record(there)??;
         consumer.wait(&here)?;
         consumer.copy(copied.all(), shared.all())?;
-        bystander.let_others_begin()?;
+        idle.let_others_begin()?;
         let outstanding = !peer.query_stream()??.is_complete();
         consumer.synchronize()?;
         check_new(&copied.read()?, "a stream that waits for what another process recorded")?;
@@ -729,7 +730,7 @@ fn processes_take_turns_by_events(backend: &dyn Backend, launcher: &Launcher) ->
     let opened = peer.open(&shared.export(transport)?)??;
     let (ping_there, pong_there) = (peer.open_event(&ping.export()?)??, peer.create_event(true)??);
     let pong = Event::open(backend, DEVICE, &peer.export_event(pong_there)??)?;
-    // Nobody waits on the CPU: only the events order the two streams.
+    // No process waits on the CPU: only the events order the two streams.
     for round in 0..ROUNDS {
         stream.set(shared.all(), round)?;
         stream.record(&ping)?;
@@ -755,7 +756,7 @@ fn opened_events_are_pending_as_the_original(backend: &dyn Backend, launcher: &L
     let mut peer = start(launcher, backend)?;
     let there = peer.create_event(true)??;
     let here = Event::open(backend, DEVICE, &peer.export_event(there)??)?;
-    attempts("the event of another process is never seen pending", |helpings| {
+    until_conclusive("the event of another process is never seen pending", |helpings| {
         peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
         peer.record(there)??;
         let pending = here.is_pending()?;
@@ -769,7 +770,7 @@ fn opened_events_are_pending_as_the_original(backend: &dyn Backend, launcher: &L
         );
         Ok(Attempt::seen(pending))
     })?;
-    // And the other way round.
+    // The same in the other direction.
     peer.record(there)??;
     peer.synchronize_event(there)??;
     check!(here.query()?.is_complete(), "an opened event is pending though its owner has synchronised it");
@@ -792,7 +793,7 @@ fn opened_events_that_were_never_recorded_are_complete(backend: &dyn Backend, la
     peer.end()
 }
 
-/// Waits until the condition holds, but not for ever.
+/// Waits until the condition holds, with a time limit.
 fn comes_true(mut condition: impl FnMut() -> highwater_hal::Result<bool>) -> Result<bool, Failure> {
     const PATIENCE: Duration = Duration::from_secs(30);
     let deadline = Instant::now() + PATIENCE;
@@ -805,10 +806,10 @@ fn comes_true(mut condition: impl FnMut() -> highwater_hal::Result<bool>) -> Res
     Ok(true)
 }
 
-/// Lets a stream wait for what a second process recorded behind work, and kills that process meanwhile.
+/// Makes a stream wait for a record of a second process after its work, and kills that process meanwhile.
 fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut Peer) -> CaseResult) -> CaseResult {
     for maker in [Maker::Other, Maker::This] {
-        attempts("the other process was done before it could be killed", |helpings| {
+        until_conclusive("the other process was done before it could be killed", |helpings| {
             let mut peer = start(launcher, backend)?;
             prepare(&mut peer)?;
             let (here, there) = event_of_both(backend, &mut peer, maker)?;
@@ -820,7 +821,7 @@ fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut P
             let outstanding = stream.is_pending()?;
             peer.kill()?;
             if !comes_true(|| Ok(!stream.is_pending()?))? {
-                // To give these back would be to wait for ever.
+                // Giving these back would wait forever.
                 std::mem::forget((stream, block, here));
                 let message = "a stream still waits for an event of a process that has ended";
                 return Err(Failure::new(message));
@@ -854,7 +855,7 @@ fn opened_events_count(backend: &dyn Backend, launcher: &Launcher) -> CaseResult
     let stale = here.destroy()?;
     check_error!(backend.query_event(stale), InvalidHandle, "query_event of an opened event that was destroyed");
     check_eq!(backend.live_objects(), before, "live objects after the opened event was destroyed");
-    // The owner's event is none the worse for it.
+    // The owner's event still works.
     peer.record(there)??;
     peer.synchronize_event(there)??;
     peer.destroy_event(there)??;

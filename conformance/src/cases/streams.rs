@@ -1,11 +1,11 @@
-//! Streams: order, asynchrony, independence, and what waiting is good for.
+//! Streams: order, asynchrony, independence, and waits.
 
 use highwater_hal::{Backend, FillPattern, StreamId, StreamOptions, StreamPriority};
 
-use crate::attempts::{Attempt, attempts};
-use crate::busy::{Busy, Direction};
 use crate::case::{CaseResult, Failure, cases, check, check_error, needs};
 use crate::device::{Block, DEVICE, Event, Pinned, Stream};
+use crate::retry::{Attempt, until_conclusive};
+use crate::stream_load::{Direction, StreamLoad};
 
 cases! {
     group "streams";
@@ -38,10 +38,10 @@ cases! {
 
 const BYTES: usize = 1 << 16;
 
-/// Checks that operations of several kinds run in the order of the calls, behind pending work.
+/// Checks that operations of several kinds run in the order of the calls, after pending work.
 fn in_order(backend: &dyn Backend, stream: &Stream<'_>) -> CaseResult {
-    let busy = Busy::new(backend, stream.id().device(), Direction::ToDevice)?;
-    attempts("the stream was idle when all was enqueued: some call waits", |helpings| {
+    let busy = StreamLoad::new(backend, stream.id().device(), Direction::ToDevice)?;
+    until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
         let (x, y, z) = (Block::filled(backend, BYTES, 0)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
         let (first, second) = (Pinned::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
         busy.enqueue(stream, helpings)?;
@@ -76,7 +76,7 @@ fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
     const STEPS: u32 = 2000;
     let stream = Stream::new(backend)?;
     let block = Block::filled(backend, STEPS as usize * 4, 0)?;
-    // Operation `step` fills everything from element `step` on, so each element keeps what its own step wrote last.
+    // Operation `step` fills all elements from `step` on, so each element keeps the value of its own step.
     for step in 0..STEPS {
         stream.fill(block.span(step as usize * 4..block.bytes()), FillPattern::U32(step))?;
     }
@@ -89,18 +89,18 @@ fn runs_a_long_queue_in_order(backend: &dyn Backend) -> CaseResult {
     Ok(())
 }
 
-/// Checks that a call enqueues without waiting for what the stream has to do already.
+/// Checks that a call enqueues without waiting for earlier work of the stream.
 fn returns_at_once(
     backend: &dyn Backend,
     what: &str,
     enqueue: impl Fn(&Stream<'_>) -> highwater_hal::Result<()>,
 ) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
     // A first call may load what later ones find loaded.
     enqueue(&stream)?;
     stream.synchronize()?;
-    attempts(&format!("{what} waits for the work before it"), |helpings| {
+    until_conclusive(&format!("{what} waits for the work before it"), |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&before)?;
         enqueue(&stream)?;
@@ -129,10 +129,10 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
     idle.record(&other)?;
     returns_at_once(backend, "a record", |stream| stream.record(&event))?;
     returns_at_once(backend, "a wait", |stream| stream.wait(&other))?;
-    // The waiting stream has nothing to do but wait: the call itself must not do so.
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    // The waiting stream has no other work, so only the call itself could wait.
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    attempts("a wait for the event of a busy stream waits in the call", |helpings| {
+    until_conclusive("a wait for the event of a busy stream waits in the call", |helpings| {
         busy.enqueue(&stream, helpings)?;
         stream.record(&event)?;
         idle.wait(&event)?;
@@ -143,10 +143,10 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
 }
 
 fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
     let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
-    attempts("a stream waits for another that it has nothing to do with", |helpings| {
+    until_conclusive("a stream waits for another that it has nothing to do with", |helpings| {
         busy.enqueue(&occupied, helpings)?;
         free.set(block.all(), 4)?;
         free.copy(pinned.all(), block.all())?;
@@ -159,12 +159,12 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
 }
 
 fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    attempts("a stream is never seen pending", |helpings| {
+    until_conclusive("a stream is never seen pending", |helpings| {
         busy.enqueue(&stream, helpings)?;
         let pending = stream.is_pending()?;
-        // Once complete, it stays so until more is enqueued.
+        // A complete stream stays complete until more is enqueued.
         while stream.is_pending()? {
             std::thread::yield_now();
         }
@@ -176,9 +176,9 @@ fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
 }
 
 fn query_ignores_other_streams(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
-    attempts("a stream without work is pending while another has some", |helpings| {
+    until_conclusive("a stream without work is pending while another has some", |helpings| {
         busy.enqueue(&occupied, helpings)?;
         let complete = idle.query()?.is_complete();
         let outstanding = occupied.is_pending()?;
@@ -198,9 +198,9 @@ fn fresh_streams_are_complete(backend: &dyn Backend) -> CaseResult {
 }
 
 fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    attempts("the copy was done before it was waited for", |helpings| {
+    until_conclusive("the copy was done before it was waited for", |helpings| {
         let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
         busy.enqueue(&stream, helpings)?;
         stream.set(block.all(), 5)?;
@@ -215,9 +215,9 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 }
 
 fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
-    attempts("synchronising an idle stream waits for another", |helpings| {
+    until_conclusive("synchronising an idle stream waits for another", |helpings| {
         busy.enqueue(&occupied, helpings)?;
         idle.synchronize()?;
         let outstanding = occupied.is_pending()?;
@@ -228,13 +228,15 @@ fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
 
 fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> CaseResult {
     for device in 0..backend.device_count() {
-        let (up, down) =
-            (Busy::new(backend, device, Direction::ToDevice)?, Busy::new(backend, device, Direction::ToHost)?);
+        let (up, down) = (
+            StreamLoad::new(backend, device, Direction::ToDevice)?,
+            StreamLoad::new(backend, device, Direction::ToHost)?,
+        );
         let (first, second) = (Stream::on(backend, device)?, Stream::on(backend, device)?);
         let block = Block::on(backend, device, BYTES)?;
-        // Each stream has more to do than the other once, so that to wait for one of them is not enough.
+        // Each stream has more work than the other once, so waiting for one of them is not enough.
         for (of_first, of_second) in [(2, 1), (1, 2)] {
-            attempts("no stream was pending before the device was synchronised", |helpings| {
+            until_conclusive("no stream was pending before the device was synchronised", |helpings| {
                 let pinned = Pinned::holding(backend, &[0; BYTES])?;
                 up.enqueue(&first, helpings * of_first)?;
                 down.enqueue(&second, helpings * of_second)?;
@@ -255,8 +257,8 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
 }
 
 fn destroyed_streams_finish_their_work(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
-    attempts("the stream was idle when it was destroyed", |helpings| {
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
+    until_conclusive("the stream was idle when it was destroyed", |helpings| {
         let (block, event) = (Block::filled(backend, BYTES, 0)?, Event::new(backend)?);
         let stream = Stream::new(backend)?;
         busy.enqueue(&stream, helpings)?;
@@ -298,10 +300,10 @@ fn the_per_thread_default_stream_runs_in_order(backend: &dyn Backend) -> CaseRes
 }
 
 fn the_per_thread_default_stream_is_another_in_each_thread(backend: &dyn Backend) -> CaseResult {
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let here = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE));
-    attempts("one thread's default stream waits for another thread's", |helpings| {
-        // Freed when both threads are done: to free memory is to wait for the device.
+    until_conclusive("one thread's default stream waits for another thread's", |helpings| {
+        // Freed after both threads are done, because freeing memory waits for the device.
         let block = Block::new(backend, BYTES)?;
         busy.enqueue(&here, helpings)?;
         let there = std::thread::scope(|scope| {

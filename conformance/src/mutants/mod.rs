@@ -1,20 +1,22 @@
-//! Mutants: backends that are wrong on purpose, to prove that the suite notices.
+//! Mutants: backends that are wrong on purpose. They prove that the suite can fail.
 //!
-//! A suite that passes a right backend says little before it has failed wrong ones. Each [`Mutant`] wraps a right
-//! backend and breaks one promise, one clause of the traits, in one way; everything else it hands on. [`run_mutants`]
-//! gives each to the suite: first to the cases that name its clause, where one of them has to fail, and only if none
-//! does to all the others. The [`Score`] says which were caught, by which case, and which were not.
+//! Each [`Mutant`] wraps a right backend, breaks one clause in one way, and forwards everything else. [`run_mutants`] gives
+//! each mutant to the cases that name its clause; one of them must fail. Only if none fails, all other cases run. The
+//! [`Score`] lists the mutants that were caught, by which case, and the survivors.
 //!
-//! - `hooks`: where a mutant can step in, one hook for each method; `reference`: the backend behind it
-//! - `wrapper`: the backend that hands everything on, except where there is a hook
-//! - `mutations`: the mutants, one file for each part of the traits; `note`: what they remember
-//! - `run`: gives them to the suite, each case with a limit of time
+//! - `hooks`: one hook for each operation; `reference`: the right backend below
+//!
+//! - `wrapper`: the backend that forwards every call without a hook
+//!
+//! - `mutations`: tables of mutants, one file for each part of the traits; `state`: values that hooks share
+//!
+//! - `run`: gives mutants to the suite, with a time limit for each case
 //!
 //! # Adding a mutant
-//! Write an entry in the list of its part under `mutations/`: a name, the clause that it breaks, a sentence that says what it
-//! does, and a function that sets its hooks. No two break the same method in the same way. What would corrupt the
-//! memory of the process is broken in a way that a backend which checks its arguments survives, as simulated devices do.
-//! A table of all in `docs/conformance.md` is held against the list by a test.
+//!
+//! Add a row to a table under `mutations/`: name, description, and a function that sets hooks, in the section of its clause.
+//! No two mutants break the same method in the same way. A mutant must not corrupt memory if the backend checks its
+//! arguments, as the mock does. `highwater conformance --saboteurs --list` prints all mutants.
 
 mod hooks;
 mod mutations;
@@ -36,20 +38,19 @@ pub use run::{MutantOptions, MutantProgress, Outcome, Score, Survivor, Verdict, 
 use hooks::Hooks;
 use wrapper::Wrapper;
 
-/// A way to break one clause, as a wrapper around a backend that keeps it.
+/// A way to break one clause, applied by a wrapper to a backend that keeps it.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Mutant {
-    /// Its name; unique.
+    /// The name; unique.
     pub name: &'static str,
-    /// The clause that it breaks, as it stands in the documentation of the traits.
+    /// The clause that the mutant breaks.
     pub clause: &'static str,
-    /// What it does wrong, in one sentence.
+    /// A sentence that says what the mutant does wrong.
     pub what: &'static str,
-    /// Whether its mistake shows only where two processes share something, for which the suite needs a
-    /// [`Launcher`](crate::Launcher).
+    /// Whether only sharing between two processes shows the mistake. The suite then needs a [`Launcher`](crate::Launcher).
     pub needs_launcher: bool,
-    /// Why no case can notice it, where that is so.
+    /// Why no case can notice the mutant, if so.
     pub survives: Option<&'static str>,
     act: fn(&mut Hooks),
 }
@@ -69,18 +70,19 @@ impl Mutant {
         self
     }
 
-    /// The backend with this mutant before it.
+    /// Returns the mutant of a backend.
     ///
     /// # Safety
-    /// The result does not keep what [`Backend`] has to keep, so no `Runtime` may be made
-    /// of it, and no other code that trusts a backend: it is for the suite. `backend` checks ids and ranges, as the mock
-    /// does; a mutant may hand it a range that reaches out of its block.
+    ///
+    /// The result breaks the clauses that [`Backend`] must keep. The caller must give it to the suite alone, and never to a
+    /// `Runtime` or other code that trusts a backend. `backend` must check ids and ranges, as the mock does, because a mutant
+    /// may pass a range that leaves its block.
     #[must_use]
     pub unsafe fn wrap(&self, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
         self.wrap_until(backend, Arc::default())
     }
 
-    /// The same, until it is stopped: then calls fail, except those that give something back.
+    /// Returns the mutant of a backend. Once `stopped` is set, calls fail, except those that give something back.
     fn wrap_until(&self, backend: Arc<dyn Backend>, stopped: Arc<AtomicBool>) -> Arc<dyn Backend> {
         let mut hooks = Hooks::default();
         (self.act)(&mut hooks);
@@ -94,15 +96,15 @@ impl fmt::Debug for Mutant {
     }
 }
 
-/// Every mutant, in the order of a run.
+/// Returns every mutant, in the order of a run.
 pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
     mutations::LISTS.iter().copied().flatten()
 }
 
-/// The environment variable that tells the second process of a case which mutant it has.
+/// The environment variable that names the mutant for the second process of a case.
 const VARIABLE: &str = "HIGHWATER_CONFORMANCE_MUTANT";
 
-/// The backend of a second process, with the mutant that the first one has, if any.
+/// Applies the mutant of the first process, if any, to the backend of a second process.
 pub(crate) fn as_in_the_first_process(backend: Arc<dyn Backend>) -> Result<Arc<dyn Backend>> {
     let Some(name) = std::env::var_os(VARIABLE) else { return Ok(backend) };
     match mutants().find(|mutant| *mutant.name == *name) {

@@ -40,7 +40,7 @@ macro_rules! operations {
 
 for_each_operation!(operations);
 
-/// The backend that is wrapped.
+/// The right backend.
 #[derive(Debug, Clone)]
 pub(super) struct Reference {
     backend: Arc<dyn Backend>,
@@ -59,12 +59,12 @@ impl Reference {
         Self { backend }
     }
 
-    /// Whether the stream takes part in a capture.
+    /// Returns whether the stream takes part in a capture.
     pub(super) fn is_recording(&self, stream: StreamId) -> bool {
         self.is_capturing(stream).unwrap_or(false)
     }
 
-    /// Whether something is outstanding on a stream that takes part in no capture.
+    /// Returns whether the stream has outstanding work and takes part in no capture.
     pub(super) fn is_pending(&self, stream: StreamId) -> bool {
         !self.is_recording(stream)
             && self.query_stream(stream).is_ok_and(|completion| completion == Completion::Pending)
@@ -78,12 +78,12 @@ impl Reference {
     /// Waits for every device.
     pub(super) fn settle(&self) {
         for device in 0..self.device_count() {
-            // A device that cannot be waited for does not work either.
+            // A device that cannot be waited for executes nothing.
             let _ = self.synchronize_device(device);
         }
     }
 
-    /// Does something on a stream of its own, and waits for it: before and beside everything that is enqueued.
+    /// Runs work on a new stream and waits for it. The work overtakes everything that is enqueued.
     pub(super) fn on_own_stream(&self, device: u32, act: impl FnOnce(StreamId) -> Result<()>) -> Result<()> {
         let stream = self.create_stream(device, &StreamOptions::new())?;
         let done = act(stream).and_then(|()| self.synchronize_stream(stream));
@@ -91,7 +91,7 @@ impl Reference {
         done
     }
 
-    /// Lets one stream wait for all that is enqueued on the other by now.
+    /// Makes one stream wait for the work that is enqueued on the other.
     pub(super) fn let_wait(&self, stream: StreamId, other: StreamId) -> Result<()> {
         let event = self.create_event(other.device(), &EventOptions::new())?;
         let waits = self.record_event(event, other).and_then(|()| self.stream_wait_event(stream, event));
@@ -99,10 +99,10 @@ impl Reference {
         waits
     }
 
-    /// Writes bytes of device memory in the order of the stream, as far as they are in a block.
+    /// Overwrites bytes of device memory in the order of the stream, if they lie in a block.
     pub(super) fn overwrite(&self, device: u32, ptr: DevicePtr, bytes: usize, stream: StreamId) {
         let fill = MemoryFill::new(device, ptr, FillPattern::U8(0x99), bytes);
-        // Where the backend refuses it, there is nothing to spoil.
+        // A range outside of a block is refused, and stays as it is.
         let _ = self.fill(&fill, stream);
     }
 
@@ -122,7 +122,7 @@ impl Reference {
         done
     }
 
-    /// A graph of nothing.
+    /// Makes an empty graph.
     pub(super) fn empty_graph(&self, device: u32) -> Result<GraphId> {
         let stream = self.create_stream(device, &StreamOptions::new())?;
         let graph = self.begin_capture(stream, Default::default()).and_then(|()| self.end_capture(stream));
@@ -130,7 +130,7 @@ impl Reference {
         graph
     }
 
-    /// A handle of its own, bound to the stream.
+    /// Creates a handle that is bound to the stream.
     pub(super) fn handle(&self, kind: BlasKind, stream: StreamId) -> Result<ReferenceHandle> {
         let handle = self.create_blas_handle(stream.device(), &BlasOptions::new(kind))?;
         let mut handle = ReferenceHandle::new(self.clone(), handle);
@@ -139,12 +139,12 @@ impl Reference {
     }
 }
 
-/// A handle of the backend that is wrapped.
+/// The right handle.
 #[derive(Debug)]
 pub(super) struct ReferenceHandle {
     pub(super) backend: Reference,
     handle: Box<dyn BlasHandle>,
-    /// The stream and the workspace that the suite has bound.
+    /// The stream and the workspace that the suite bound.
     pub(super) stream: Option<StreamId>,
     pub(super) workspace: Option<Workspace>,
 }
@@ -183,7 +183,7 @@ impl ReferenceHandle {
         self.stream.map_or(Ok(()), |stream| self.backend.wait_for(stream))
     }
 
-    /// Multiplies on a stream of its own, at once.
+    /// Multiplies at once, on a new stream.
     pub(super) fn gemm_on_own_stream(&self, gemm: &Gemm) -> Result<()> {
         let backend = &self.backend;
         backend.on_own_stream(self.handle.device(), |stream| {
@@ -207,11 +207,11 @@ impl DerefMut for ReferenceHandle {
     }
 }
 
-/// The allocator of page-locked memory that is wrapped.
+/// The right allocator of page-locked memory.
 #[derive(Debug)]
 pub(super) struct ReferenceHost {
     allocator: Arc<dyn HostAllocator>,
-    /// How many allocators were given out before this one.
+    /// The number of allocators that were given out before this one.
     pub(super) serial: u64,
 }
 
@@ -221,7 +221,7 @@ impl ReferenceHost {
     }
 }
 
-/// Sharing with other processes, as the backend that is wrapped has it.
+/// The right sharing with other processes.
 #[derive(Debug)]
 pub(super) struct ReferenceSharing {
     pub(super) backend: Reference,
@@ -234,7 +234,7 @@ impl ReferenceSharing {
     }
 }
 
-/// An error of a mutant's making.
+/// Creates the error of a mutant.
 pub(super) fn wrong(kind: ErrorKind, operation: &'static str) -> Error {
     Error::new(kind, operation, "a mutant says so")
 }
@@ -254,7 +254,7 @@ pub(super) fn renamed<T>(from: ErrorKind, to: ErrorKind, operation: &'static str
     if is(&result, from) { Err(wrong(to, operation)) } else { result }
 }
 
-/// Which memory a copy leaves and reaches.
+/// The kinds of memory that a copy connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     ToDevice,

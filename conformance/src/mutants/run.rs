@@ -1,4 +1,4 @@
-//! Gives mutants to the suite and says which were caught.
+//! Gives mutants to the suite, and scores which it catches.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,17 +16,17 @@ use crate::peer::Launcher;
 use crate::report::Status;
 use crate::run::run;
 
-/// Which mutants to run, and how.
+/// Selects the mutants of a run.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct MutantOptions {
-    /// Runs the mutants whose name contains this text, or that break the clause of this id; `None` runs all.
+    /// Runs the mutants whose name contains this text, or that break the clause with this id. `None` runs all.
     pub filter: Option<String>,
-    /// Runs one of so many, beginning with the first; 1 runs all.
+    /// Runs every N-th mutant, beginning with the first; 1 runs all.
     pub every: usize,
-    /// How a second process with the same backend is started, for the cases and mutants that need one.
+    /// Starts a second process with the same backend, for the cases and mutants that need one.
     pub launcher: Option<Launcher>,
-    /// How long a case may take. One that takes longer has noticed that something is wrong: the mutant is caught.
+    /// The time limit of a case. A case that exceeds it has noticed a mistake, so the mutant is caught.
     pub case_limit: Duration,
 }
 
@@ -37,35 +37,35 @@ impl Default for MutantOptions {
 }
 
 impl MutantOptions {
-    /// Every mutant, without a second process; a case may take 20 seconds.
+    /// Selects every mutant, without a second process and with 20 seconds for a case.
     #[must_use]
     pub fn new() -> Self {
         Self { filter: None, every: 1, launcher: None, case_limit: Duration::from_secs(20) }
     }
 
-    /// The same with a filter: a part of a mutant's name, or the id of a clause.
+    /// Sets the filter: a part of a mutant's name, or the id of a clause.
     #[must_use]
     pub fn with_filter(mut self, filter: impl Into<String>) -> Self {
         self.filter = Some(filter.into());
         self
     }
 
-    /// The same with a sample: one of `every` mutants; 0 means 1.
+    /// Sets the sample: one of `every` mutants; 0 means 1.
     #[must_use]
     pub fn with_every(mut self, every: usize) -> Self {
         self.every = every;
         self
     }
 
-    /// The same with a launcher of second processes. They are told which mutant they have by an environment variable
-    /// that [`serve_peer`](crate::serve_peer) reads.
+    /// Sets the launcher of second processes. An environment variable names the mutant for them, and
+    /// [`serve_peer`](crate::serve_peer) reads it.
     #[must_use]
     pub fn with_launcher(mut self, launcher: Launcher) -> Self {
         self.launcher = Some(launcher);
         self
     }
 
-    /// The same with another limit for each case.
+    /// Sets the time limit of a case.
     #[must_use]
     pub fn with_case_limit(mut self, limit: Duration) -> Self {
         self.case_limit = limit;
@@ -83,22 +83,22 @@ impl MutantOptions {
     }
 }
 
-/// What became of a mutant.
+/// The result of a mutant.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Outcome {
     /// A case failed.
     Caught {
-        /// The first that did.
+        /// The first case that failed.
         case: &'static Case,
-        /// Whether it names the clause that the mutant breaks.
+        /// Whether the case names the clause that the mutant breaks.
         by_its_clause: bool,
-        /// What the case said.
+        /// The failure of the case.
         failure: String,
     },
     /// No case failed.
     Survived,
-    /// It was not tried; the text says why.
+    /// The mutant was not tried; the text says why.
     Skipped(String),
 }
 
@@ -106,103 +106,103 @@ pub enum Outcome {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// Which mutant.
+    /// The mutant.
     pub mutant: &'static Mutant,
-    /// What became of it.
+    /// The result.
     pub outcome: Outcome,
-    /// How long that took.
+    /// The duration.
     pub duration: Duration,
 }
 
-/// A mutant that no case noticed.
+/// A mutant that no case caught.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Survivor {
-    /// Which mutant.
+    /// The mutant.
     pub mutant: &'static Mutant,
-    /// Why that is known to be so; `None` where the suite is too weak and nobody knew.
+    /// Why no case can catch it; `None` if the survivor is a gap in the suite.
     pub reason: Option<&'static str>,
 }
 
-/// Tells an observer how far a run is.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum MutantProgress<'a> {
-    /// A mutant is given to the suite.
+    /// A mutant begins.
     Started {
-        /// Which.
+        /// The mutant.
         mutant: &'static Mutant,
-        /// Its number in this run, from 0.
+        /// The number of the mutant in this run, from 0.
         index: usize,
-        /// How many the run has.
+        /// The number of mutants in the run.
         total: usize,
     },
-    /// It is known what became of it.
+    /// A mutant has ended.
     Finished {
-        /// What.
+        /// The result.
         verdict: &'a Verdict,
-        /// Its number in this run, from 0.
+        /// The number of the mutant in this run, from 0.
         index: usize,
-        /// How many the run has.
+        /// The number of mutants in the run.
         total: usize,
     },
 }
 
-/// What a run of mutants came to.
+/// The score of a run of mutants.
 #[derive(Debug, Clone, Default)]
 pub struct Score {
     verdicts: Vec<Verdict>,
 }
 
 impl Score {
-    /// The least part of the mutants that has to be caught, in percent.
+    /// The percentage of mutants that the suite must catch.
     pub const LEAST_PERCENT: f64 = 95.0;
 
-    /// Every mutant of the run, in order.
+    /// Returns every mutant of the run, in order.
     #[must_use]
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
     }
 
-    /// How many mutants were given to the suite, without those that were skipped.
+    /// Returns the number of mutants that were tried, without those that were skipped.
     #[must_use]
     pub fn mutants(&self) -> usize {
         self.count(|outcome| !matches!(outcome, Outcome::Skipped(_)))
     }
 
-    /// How many were caught.
+    /// Returns the number of mutants that were caught.
     #[must_use]
     pub fn caught(&self) -> usize {
         self.count(|outcome| matches!(outcome, Outcome::Caught { .. }))
     }
 
-    /// How many were caught by a case that names the clause they break.
+    /// Returns the number of mutants that were caught by a case of their clause.
     #[must_use]
     pub fn caught_by_their_clause(&self) -> usize {
         self.count(|outcome| matches!(outcome, Outcome::Caught { by_its_clause: true, .. }))
     }
 
-    /// How many were skipped.
+    /// Returns the number of mutants that were skipped.
     #[must_use]
     pub fn skipped(&self) -> usize {
         self.count(|outcome| matches!(outcome, Outcome::Skipped(_)))
     }
 
-    /// Those that no case noticed.
+    /// Returns the mutants that no case caught.
     #[must_use]
     pub fn survivors(&self) -> Vec<Survivor> {
         let survived = self.verdicts.iter().filter(|verdict| matches!(verdict.outcome, Outcome::Survived));
         survived.map(|&Verdict { mutant, .. }| Survivor { mutant, reason: mutant.survives }).collect()
     }
 
-    /// Caught mutants that the list says cannot be caught: the list has grown old.
+    /// Returns the caught mutants that the list calls impossible to catch. Their reasons are outdated.
     #[must_use]
     pub fn caught_unexpectedly(&self) -> Vec<&'static Mutant> {
         let caught = self.verdicts.iter().filter(|verdict| matches!(verdict.outcome, Outcome::Caught { .. }));
         caught.map(|verdict| verdict.mutant).filter(|mutant| mutant.survives.is_some()).collect()
     }
 
-    /// How many of a hundred were caught; 0 where none was tried.
+    /// Returns the percentage of mutants that were caught; 0 if none was tried.
     #[must_use]
     pub fn percent(&self) -> f64 {
         match self.mutants() {
@@ -211,7 +211,7 @@ impl Score {
         }
     }
 
-    /// Whether enough were caught, and every survivor is known.
+    /// Returns whether enough mutants were caught, and every survivor has a reason.
     #[must_use]
     pub fn is_success(&self) -> bool {
         let known = self.survivors().iter().all(|survivor| survivor.reason.is_some());
@@ -223,7 +223,7 @@ impl Score {
     }
 }
 
-/// The counts, then a line for each mutant that needs a word.
+/// Writes the counts, then a line for each mutant that was not caught as expected.
 impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -253,17 +253,17 @@ impl fmt::Display for Score {
     }
 }
 
-/// Why mutants are kept from hardware.
+/// The reason for keeping mutants from real devices.
 const REAL_DEVICE: &str = "a real device does not check every range that a mutant may hand to it; use a simulated one";
 
-/// Gives the mutants that `options` selects to the suite, one after the other, each around a backend that `open` makes,
-/// and tells `observer` how far it is.
+/// Gives the mutants that `options` selects to the suite, one after the other. `open` makes a backend for each, and
+/// `observer` sees the progress.
 ///
-/// Cases that need a second process run where a launcher is given; mutants that need one are skipped elsewhere, and so
-/// are those whose clause says nothing about this backend. All are where the device is real
-/// ([`Identity::real_device`](highwater_hal::Identity)): it does not check what a mutant may hand to it. A case runs in a thread of its own. Where it takes longer
-/// than the limit, the wrapper is stopped, so that the case ends with its next call; a thread that waits for something
-/// which never comes stays, with its backend, until the process ends.
+/// Cases and mutants that need a second process are skipped without a launcher. Mutants of a clause that proves nothing about
+/// this backend are skipped too. On a real device ([`Identity::real_device`](highwater_hal::Identity)) all are skipped,
+/// because it does not check the arguments of a mutant. Each case runs in its own thread. If it exceeds the limit, the
+/// wrapper is stopped, and the case ends with its next call. A thread that waits forever stays, with its backend, until the
+/// process ends.
 #[must_use]
 pub fn run_mutants(
     open: impl Fn() -> Result<Arc<dyn Backend>>,
@@ -288,7 +288,7 @@ pub fn run_mutants(
     score
 }
 
-/// One mutant before the suite.
+/// The trial of one mutant.
 pub(super) struct Trial<'o> {
     mutant: &'static Mutant,
     backend: Arc<dyn Backend>,
@@ -319,7 +319,7 @@ impl<'o> Trial<'o> {
                 _ => reason = Some(Ok(())),
             }
         }
-        // With nothing to break there is nothing to catch.
+        // The backend lacks the ability that the mutant breaks.
         if let Some(Err(why)) = reason {
             return Outcome::Skipped(format!("no case of its clause runs here: {why}"));
         }
@@ -332,17 +332,17 @@ impl<'o> Trial<'o> {
         Outcome::Survived
     }
 
-    /// Runs one case in a thread of its own, and waits for it no longer than the limit.
+    /// Runs one case in its own thread, and waits for it until the limit.
     pub(super) fn run_case(&self, case: &'static Case) -> Status {
         let mut options = Options::new().with_filter(case.name);
         options.launcher = self.launcher.clone();
         let backend = Arc::clone(&self.backend);
         let (sender, receiver) = mpsc::channel();
         let thread = std::thread::Builder::new().name(case.name.to_owned()).spawn(move || {
-            // The filter may select cases whose names go on after this one's.
+            // The filter may also select cases whose names continue this one's.
             let report = run(&*backend, &options);
             let status = report.cases().iter().find(|report| report.case.name == case.name);
-            // Nobody listens any more where it took too long.
+            // After the limit, nothing receives the result.
             let _ = sender.send(status.map(|report| report.status.clone()));
         });
         let thread = match thread {
@@ -352,12 +352,12 @@ impl<'o> Trial<'o> {
         let limit = self.options.case_limit;
         match receiver.recv_timeout(limit) {
             Ok(status) => {
-                // It has nothing left to do but to end.
+                // The thread has sent its result and is about to end.
                 let _ = thread.join();
                 status.unwrap_or_else(|| Status::Skipped("the case was not selected".to_owned()))
             }
             Err(RecvTimeoutError::Timeout) => {
-                // Relaxed: the thread notices with its next call, whichever that is.
+                // Relaxed: the thread may notice with any later call.
                 self.stopped.store(true, Ordering::Relaxed);
                 Status::Failed(format!("the case was not over after {limit:?}"))
             }

@@ -1,4 +1,4 @@
-//! What mutants remember from call to call.
+//! The state of mutants between calls.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,12 +12,12 @@ use super::reference::Reference;
 pub(super) struct Shared<T>(Arc<Mutex<T>>);
 
 impl<T> Shared<T> {
-    /// A value to begin with.
+    /// Creates a shared value.
     pub(super) fn new(value: T) -> Self {
         Self(Arc::new(Mutex::new(value)))
     }
 
-    /// Looks at the value, or changes it. Never calls a backend: the lock is held meanwhile.
+    /// Reads or changes the value under its lock. `look` must not call a backend.
     pub(super) fn with<R>(&self, look: impl FnOnce(&mut T) -> R) -> R {
         look(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -45,25 +45,25 @@ impl<T> Clone for Shared<T> {
     }
 }
 
-/// Something that was asked of a backend and was not handed on yet.
+/// An operation that a case requested and that was not forwarded yet.
 type Operation = Box<dyn FnOnce(&Reference) -> Result<()> + Send>;
 
-/// Operations that are handed on later than they were asked for, in order, by stream.
+/// Operations that are forwarded later than requested, in order, by stream.
 #[derive(Clone, Default)]
 pub(super) struct Deferred(Shared<HashMap<StreamId, Vec<Operation>>>);
 
 impl Deferred {
-    /// Keeps an operation back.
+    /// Defers an operation.
     pub(super) fn defer(&self, stream: StreamId, operation: impl FnOnce(&Reference) -> Result<()> + Send + 'static) {
         self.0.with(|held| held.entry(stream).or_default().push(Box::new(operation)));
     }
 
-    /// Whether something of the stream is kept back.
+    /// Returns whether the stream has deferred operations.
     pub(super) fn has(&self, stream: StreamId) -> bool {
         self.0.with(|held| held.contains_key(&stream))
     }
 
-    /// Hands on what is kept back of this stream, or of every stream.
+    /// Forwards the deferred operations of this stream, or of all streams.
     pub(super) fn release(&self, reference: &Reference, stream: Option<StreamId>) -> Result<()> {
         let taken: Vec<Operation> = self.0.with(|held| match stream {
             Some(stream) => held.remove(&stream).unwrap_or_default(),
@@ -72,7 +72,7 @@ impl Deferred {
         taken.into_iter().try_for_each(|operation| operation(reference))
     }
 
-    /// Forgets what is kept back of the stream.
+    /// Discards the deferred operations of the stream.
     pub(super) fn forget(&self, stream: StreamId) {
         self.0.with(|held| held.remove(&stream));
     }

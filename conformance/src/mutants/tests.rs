@@ -1,4 +1,4 @@
-//! The list, the wrapper and the run. Whether the suite catches what is in the list is for `tests/mutants.rs`.
+//! Tests of the list, the wrapper and the run. `tests/mutants.rs` tests whether the suite catches the mutants.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -17,14 +17,14 @@ fn mock(options: MockOptions) -> Arc<dyn Backend> {
     MockGpu::open(options).unwrap()
 }
 
-/// The mock behind a wrapper with these hooks.
+/// The mock below a wrapper with these hooks.
 fn wrapped(options: MockOptions, set: impl FnOnce(&mut Hooks)) -> Wrapper {
     let mut hooks = Hooks::default();
     set(&mut hooks);
     Wrapper::new(mock(options), hooks, Arc::default())
 }
 
-/// The mock with the mutant of this name before it.
+/// The mutant of this name, over the mock.
 fn sabotaged(name: &str) -> Arc<dyn Backend> {
     let mutant = mutants().find(|mutant| mutant.name == name).unwrap();
     // SAFETY: these tests give it to the suite; the mock checks ids and ranges.
@@ -61,7 +61,7 @@ fn every_clause_has_a_mutant_and_every_mutant_a_clause() {
     assert_eq!(broken.difference(&named).collect::<Vec<_>>(), Vec::<&&str>::new(), "clauses that no case names");
 }
 
-/// What mutants are caught by is their own mistake, then.
+/// A mutant is then caught by its own mistake.
 #[test]
 fn a_wrapper_that_breaks_nothing_passes() {
     let launcher = Launcher::current_executable().unwrap();
@@ -71,7 +71,7 @@ fn a_wrapper_that_breaks_nothing_passes() {
     assert!(report.is_success() && report.skipped() < 40, "{report}");
 }
 
-/// Such a call leaves nothing outstanding. A busy machine must not get the blame.
+/// Such a call leaves no work outstanding, and the failure must not blame the machine.
 #[test]
 fn a_backend_whose_calls_execute_the_work_is_told_so() {
     let backend = wrapped(MockOptions::new(), |h| {
@@ -89,7 +89,7 @@ fn a_backend_whose_calls_execute_the_work_is_told_so() {
     }
 }
 
-/// The same failures have another reason if the calls return at once.
+/// The same failures have another cause if the calls return at once.
 #[test]
 fn a_backend_whose_queries_lie_is_not_told_that_its_calls_execute_the_work() {
     let backend = wrapped(MockOptions::new(), |h| {
@@ -103,12 +103,12 @@ fn a_backend_whose_queries_lie_is_not_told_that_its_calls_execute_the_work() {
     assert!(message.contains("was over in each of") && !message.contains("executes the work itself"), "{message}");
 }
 
-/// With a queue that is full soon, the calls for the work last nearly as long as the work. That is no mistake.
+/// If a queue is short, the enqueueing calls last nearly as long as the work. That is allowed.
 #[test]
 fn a_backend_that_queues_few_copies_passes() {
-    /// Copies that a stream takes before the call for the next one waits: less than two helpings of work.
+    /// The number of copies that a stream accepts before the next call waits: less than two loads.
     const MOST: usize = 8;
-    // Long copies, so that few of them are a good deal of work.
+    // Copies are long, so that few of them are much work.
     let options = MockOptions::new().with_latency(Duration::from_millis(1));
     let backend = wrapped(options, |h| {
         let queued = Shared::<HashMap<StreamId, VecDeque<EventId>>>::default();
@@ -145,11 +145,11 @@ fn a_backend_that_queues_few_copies_passes() {
 
 #[test]
 fn a_mistake_that_a_promise_allows_is_not_held_against_a_backend() {
-    // Beta 0 is what it does, so that it may.
+    // The mutant behaves as with beta 0, which a case with beta 0 allows.
     let backend = sabotaged("beta-ignored");
     let report = run(&*backend, &Options::new().with_filter("gemm.ignores_the_old_c_with_beta_zero"));
     assert!(report.is_success() && report.passed() == 6, "{report}");
-    // The tolerance is that of rounding: the wrong numbers are seen, whatever the type.
+    // The tolerance covers only rounding, so every type shows the wrong numbers.
     let report = run(&*backend, &Options::new().with_filter("gemm.adds_the_old_c"));
     assert_eq!(report.failed(), 6, "{report}");
 }
@@ -165,7 +165,7 @@ fn a_failure_says_what_was_seen_and_what_was_expected() {
     assert!(text.contains("expected") && text.contains("HIGHWATER_CONFORMANCE_SEED="), "{text}");
 }
 
-/// Never comes back from a wait for an event, and says for ever that streams are pending.
+/// Never completes: every event stays pending.
 static ENDLESS: Mutant = Mutant::new("endless", "event.query", "Is never done.", |h| {
     h.backend.query_event(|_, _| Ok(highwater_hal::Completion::Pending));
 });
@@ -179,7 +179,7 @@ fn a_case_that_does_not_end_is_left_alone_and_its_thread_ends() {
     let Status::Failed(failure) = trial.run_case(case) else { panic!("the case should not end") };
     assert!(failure.contains("was not over after 300ms"), "{failure}");
     drop(trial);
-    // Its next call fails, and it gives back what it has. The mock is this function's alone then.
+    // Its next call fails, and it gives its objects back. This function is then the only owner of the mock.
     let deadline = std::time::Instant::now() + Duration::from_secs(20);
     while Arc::strong_count(&backend) > 1 && std::time::Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
@@ -213,11 +213,11 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
     let score = run_mutants(open, &MutantOptions::new().with_filter("plan.stale"), &mut |_| {});
     assert_eq!((score.mutants(), score.caught(), score.skipped() > 1), (0, 0, true), "{score}");
     assert!(!score.is_success() && score.percent() == 0.0, "a run of nothing proves nothing");
-    // Without a launcher those who need two processes are skipped.
+    // Without a launcher, mutants of sharing are skipped.
     let open = || Ok(mock(MockOptions::new()));
     let score = run_mutants(open, &MutantOptions::new().with_filter("ipc.close-unknown"), &mut |_| {});
     assert!(score.verdicts().iter().all(|verdict| matches!(verdict.outcome, Outcome::Skipped(_))), "{score}");
-    // Real devices are spared.
+    // Mutants are never applied to a real device.
     let real = || -> Result<Arc<dyn Backend>> {
         let backend = wrapped(MockOptions::new(), |h| {
             h.identity = Some(|identity| {
@@ -226,13 +226,13 @@ fn what_does_not_apply_is_skipped_and_counts_for_nothing() {
                 real
             });
         });
-        // It says so while a stream is alive.
+        // The identity changes while a stream is alive.
         backend.create_stream(0, &StreamOptions::new())?;
         Ok(Arc::new(backend))
     };
     let score = run_mutants(real, &MutantOptions::new().with_filter("fill.exact"), &mut |_| {});
     assert_eq!((score.mutants(), score.skipped()), (0, score.verdicts().len()), "{score}");
-    // Nor is one caught whose backend does not open.
+    // If the backend does not open, its mutant is skipped.
     let open = || Err(Error::new(ErrorKind::DeviceMissing, "open", "none"));
     let score = run_mutants(open, &MutantOptions::new().with_filter("memory.zero"), &mut |_| {});
     assert_eq!((score.mutants(), score.skipped()), (0, 1), "{score}");

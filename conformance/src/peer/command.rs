@@ -1,6 +1,6 @@
-//! What a case can tell the second process to do.
+//! The commands of a case to the second process.
 
-/// A command; the numbers, bytes and descriptors that belong to it travel in the same message.
+/// A command. Its numbers, bytes and descriptors travel in the same message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Command {
@@ -14,7 +14,7 @@ pub(super) enum Command {
     Write,
     Fill,
     Copy,
-    Busy,
+    StreamLoad,
     LetOthersBegin,
     SynchronizeStream,
     QueryStream,
@@ -45,7 +45,7 @@ impl Command {
         Self::Write,
         Self::Fill,
         Self::Copy,
-        Self::Busy,
+        Self::StreamLoad,
         Self::LetOthersBegin,
         Self::SynchronizeStream,
         Self::QueryStream,
@@ -71,7 +71,7 @@ impl Command {
         self as u8
     }
 
-    /// The command in words, as it stands in messages.
+    /// Returns the command in words, for messages.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Begin => "open the backend",
@@ -84,7 +84,7 @@ impl Command {
             Self::Write => "write memory",
             Self::Fill => "fill",
             Self::Copy => "copy",
-            Self::Busy => "keep its stream busy",
+            Self::StreamLoad => "keep its stream busy",
             Self::LetOthersBegin => "let its stream begin",
             Self::SynchronizeStream => "synchronize_stream",
             Self::QueryStream => "query_stream",

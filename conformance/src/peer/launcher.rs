@@ -1,4 +1,4 @@
-//! How the second process is started.
+//! The launcher of the second process.
 
 use std::ffi::OsString;
 use std::io;
@@ -9,14 +9,14 @@ use std::process::{Child, Command, Stdio};
 use highwater_hal::display_foreign;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-/// The environment variable that tells a process that it was started by a case.
+/// The environment variable that marks a process that a case started.
 pub(super) const VARIABLE: &str = "HIGHWATER_CONFORMANCE_PEER";
 
 /// A command line whose process opens the backend under test and calls [`serve_peer`](crate::serve_peer).
 ///
-/// Cases about what two processes share start it, with an environment variable that
-/// [`serve_peer`](crate::serve_peer) looks for and a socket as its standard input. In a test binary the command line is
-/// that of the binary itself with the name of an ignored test:
+/// Cases of sharing start it, with a socket as its standard input and an environment variable for
+/// [`serve_peer`](crate::serve_peer). In a test binary, the command line is the binary itself with the name of an ignored
+/// test:
 ///
 /// ```no_run
 /// use highwater_conformance::{Launcher, Options, serve_peer};
@@ -49,40 +49,41 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// Starts `program`, without arguments.
+    /// Creates a launcher of `program`, without arguments.
     #[must_use]
     pub fn new(program: impl Into<PathBuf>) -> Self {
         Self { program: program.into(), arguments: Vec::new(), environment: Vec::new() }
     }
 
-    /// Starts the executable of this process.
+    /// Creates a launcher of this process's executable.
     ///
     /// # Errors
-    /// Where the system does not say which that is.
+    ///
+    /// The error of the system, if it does not report the path of the executable.
     pub fn current_executable() -> io::Result<Self> {
         Ok(Self::new(std::env::current_exe()?))
     }
 
-    /// The same with further arguments.
+    /// Appends arguments.
     #[must_use]
     pub fn with_arguments(mut self, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// The same with an environment variable beside those of this process.
+    /// Sets an environment variable, in addition to those of this process.
     #[must_use]
     pub fn with_environment(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
         self
     }
 
-    /// Starts the process and gives the socket to it. What it writes to standard output, such as the report of a test
-    /// harness, goes nowhere; its errors go where those of this process go.
+    /// Starts the process with the socket. Its standard output, such as the report of a test harness, is discarded. Its
+    /// standard error is that of this process.
     pub(super) fn start(&self) -> io::Result<(Child, OwnedFd)> {
         let (near, far) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // The command owns the other end and closes it here, so that the process is the only one to have it.
+        // The command owns the other end and closes it here, so that only the new process has it.
         let child = Command::new(&self.program)
             .args(&self.arguments)
             .envs(self.environment.iter().map(|(name, value)| (name, value)))
@@ -93,7 +94,7 @@ impl Launcher {
         Ok((child, near))
     }
 
-    /// The command line, for messages.
+    /// Returns the command line, for messages.
     pub(super) fn describe(&self) -> String {
         let mut line = display_foreign(&self.program).to_string();
         for argument in &self.arguments {

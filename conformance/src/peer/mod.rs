@@ -1,15 +1,15 @@
-//! A second process with the same backend, for cases about what two processes share.
+//! A second process with the same backend, for cases of sharing.
 //!
-//! The suite knows no backend, so it cannot start one: whoever runs the suite gives it a [`Launcher`], a command line
-//! whose process opens the same backend and calls [`serve_peer`]. Mostly that is the executable that runs the suite,
-//! started again. The two are connected by a Unix socket, the second process's standard input; a case tells it what to do
-//! and waits for the answer, and descriptors travel beside the messages.
+//! The suite does not know how to open a backend. Its caller provides a [`Launcher`]: a command line whose process opens the
+//! same backend and calls [`serve_peer`]. It is usually the same executable. A Unix socket connects the two processes, as the
+//! second process's standard input. A case sends a command and waits for the answer; descriptors travel with the messages.
 //!
-//! - `launcher`: how the second process is started; `process`: the side of the case; `serve`: the side of the second process
-//! - `command`, `wire`: what is said, and the messages in which it travels
+//! - `launcher`: starts the second process; `process`: the side of the case; `serve`: the side of the second process
 //!
-//! No case waits for ever: a second process that does not answer in time is killed, and the case says what it was asked.
-//! It is waited for in any case, so no zombie is left, and it ends by itself when the socket is closed.
+//! - `command`, `wire`: the commands, and their messages
+//!
+//! No case waits forever. A second process that does not answer in time is killed, and the failure names the command. The
+//! case always waits for the process, so no zombie stays. The process ends by itself when the socket is closed.
 
 mod command;
 mod launcher;

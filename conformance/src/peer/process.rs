@@ -1,4 +1,4 @@
-//! The side of the case: starts the second process, tells it what to do, and sees to its end.
+//! The side of the case: starts the second process, sends commands, and ends it.
 
 use std::os::fd::OwnedFd;
 use std::process::{Child, ExitStatus};
@@ -12,13 +12,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::command::Command;
 use super::launcher::Launcher;
 use super::wire::{self, Message};
-use crate::busy::Direction;
 use crate::case::{CaseResult, Failure};
+use crate::stream_load::Direction;
 
-/// What the second process answered: the backend's result there; a failure where there is no answer.
+/// The answer of the second process: the backend's result there, or a failure if no answer came.
 pub(crate) type Answer<T> = Result<BackendResult<T>, Failure>;
 
-/// How long an answer may take. Far longer than any call does, also on a busy machine.
+/// The time limit of an answer. It is far longer than any call, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An event of the second process.
@@ -27,7 +27,7 @@ pub(crate) struct PeerEvent(u64);
 
 /// A second process with the same backend. It has one stream, on the device that the case names.
 ///
-/// Dropped, it is killed and waited for; [`Peer::end`] ends it in peace and checks that it has nothing left.
+/// If dropped, it is killed and waited for. [`Peer::end`] ends it in an orderly way and checks that no object is left.
 #[derive(Debug)]
 pub(crate) struct Peer {
     child: Child,
@@ -38,7 +38,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Starts the process, which finds the device by its UUID.
+    /// Starts the process. It finds the device by its UUID.
     #[track_caller]
     pub(crate) fn start(launcher: &Launcher, backend: &dyn Backend, device: u32) -> Result<Self, Failure> {
         let uuid = backend.device_info(device)?.uuid;
@@ -79,7 +79,7 @@ impl Peer {
         }
     }
 
-    /// Waits until there is something to read, the end of the other side included.
+    /// Waits until the socket is readable or closed.
     fn answers_within(&self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         loop {
@@ -89,13 +89,13 @@ impl Peer {
                 Err(rustix::io::Errno::INTR) => {}
                 Ok(0) if left.is_zero() => return false,
                 Ok(0) => {}
-                // An error of the socket shows again when it is read.
+                // A read reports the error of the socket again.
                 _ => return true,
             }
         }
     }
 
-    /// Says how the process ended.
+    /// Describes how the process ended.
     #[track_caller]
     fn lost(&mut self, when: &str) -> Failure {
         let ended = match self.kill() {
@@ -105,16 +105,16 @@ impl Peer {
         Failure::new(format!("the second process ended {when}: {ended}"))
     }
 
-    /// Kills the process by SIGKILL, unless it has ended already, and waits for it.
+    /// Kills the process by SIGKILL, unless it has ended, and waits for it.
     #[track_caller]
     pub(crate) fn kill(&mut self) -> Result<ExitStatus, Failure> {
         self.ended = true;
-        // An error means that it has ended; then there is still its status to be fetched.
+        // An error means that the process has ended. Its status must still be read.
         let _ = self.child.kill();
         self.child.wait().map_err(|error| Failure::new(format!("the second process cannot be waited for: {error}")))
     }
 
-    /// Ends the process: everything that it has left is given back there, and nothing may then be left.
+    /// Ends the process. It gives back all objects first, and none may then be left.
     #[track_caller]
     pub(crate) fn end(mut self) -> CaseResult {
         let left = self.ask(Command::End, |message| message)??;
@@ -128,14 +128,14 @@ impl Peer {
         self.ends_well()
     }
 
-    /// Lets the process exit with everything that it has.
+    /// Lets the process exit with all its objects.
     #[track_caller]
     pub(crate) fn exit(mut self) -> CaseResult {
         self.ask(Command::Exit, |message| message)??;
         self.ends_well()
     }
 
-    /// Waits for a process that was told to end.
+    /// Waits for a process that has the command to end.
     #[track_caller]
     fn ends_well(&mut self) -> CaseResult {
         let deadline = Instant::now() + self.patience;
@@ -158,7 +158,7 @@ impl Peer {
         Err(Failure::new(format!("the second process did not end within {patience:?} and was killed for it")))
     }
 
-    /// Asks for something whose result is one number.
+    /// Sends a command whose result is one number.
     #[track_caller]
     fn number(&mut self, command: Command, with: impl FnOnce(Message) -> Message) -> Answer<u64> {
         match self.ask(command, with)? {
@@ -174,14 +174,14 @@ impl Peer {
 
     // ------------------------------------------------------------------ memory
 
-    /// Allocates memory that can be shared by `transport`.
+    /// Allocates memory that `transport` can share.
     #[track_caller]
     pub(crate) fn allocate(&mut self, bytes: usize, transport: Transport) -> Answer<DevicePtr> {
         let numbers = [bytes as u64, u64::from(transport as u32)];
         Ok(self.number(Command::Allocate, |m| m.with_numbers(numbers))?.map(DevicePtr::new))
     }
 
-    /// Frees what [`Peer::allocate`] gave.
+    /// Frees memory of [`Peer::allocate`].
     #[track_caller]
     pub(crate) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
         self.done(Command::Free, |m| m.with_numbers([ptr.get()]))
@@ -201,13 +201,13 @@ impl Peer {
         Ok(self.number(Command::OpenMemory, |m| m.with_memory_handle(handle))?.map(DevicePtr::new))
     }
 
-    /// Closes any address, also one that is not open.
+    /// Closes any address, even one that is not open.
     #[track_caller]
     pub(crate) fn close(&mut self, ptr: DevicePtr) -> Answer<()> {
         self.done(Command::CloseMemory, |m| m.with_numbers([ptr.get()]))
     }
 
-    /// Reads bytes through the stream, which is synchronised.
+    /// Reads bytes through the stream, and waits for it.
     #[track_caller]
     pub(crate) fn read(&mut self, ptr: DevicePtr, bytes: usize) -> Answer<Vec<u8>> {
         let mut read = Vec::with_capacity(bytes);
@@ -223,7 +223,7 @@ impl Peer {
         Ok(Ok(read))
     }
 
-    /// Writes bytes through the stream, which is synchronised.
+    /// Writes bytes through the stream, and waits for it.
     #[track_caller]
     pub(crate) fn write(&mut self, ptr: DevicePtr, bytes: &[u8]) -> Answer<()> {
         for (index, part) in bytes.chunks(wire::MOST_BYTES).enumerate() {
@@ -249,14 +249,14 @@ impl Peer {
 
     // ------------------------------------------------------------------ the stream
 
-    /// Enqueues work as [`crate::busy::Busy`] does.
+    /// Enqueues a [`crate::stream_load::StreamLoad`].
     #[track_caller]
     pub(crate) fn busy(&mut self, direction: Direction, helpings: usize) -> Answer<()> {
         let direction = u64::from(direction == Direction::ToHost);
-        self.done(Command::Busy, |m| m.with_numbers([direction, helpings as u64]))
+        self.done(Command::StreamLoad, |m| m.with_numbers([direction, helpings as u64]))
     }
 
-    /// Gives the stream more time to begin than another stream there needs.
+    /// Waits longer than another stream of the process needs to begin.
     #[track_caller]
     pub(crate) fn let_others_begin(&mut self) -> Answer<()> {
         self.done(Command::LetOthersBegin, |m| m)
@@ -274,7 +274,7 @@ impl Peer {
 
     // ------------------------------------------------------------------ events
 
-    /// Makes an event that other processes can open, if so asked.
+    /// Creates an event, which other processes can open if requested.
     #[track_caller]
     pub(crate) fn create_event(&mut self, interprocess: bool) -> Answer<PeerEvent> {
         Ok(self.number(Command::CreateEvent, |m| m.with_numbers([u64::from(interprocess)]))?.map(PeerEvent))
@@ -381,7 +381,7 @@ fn misfit(command: Command) -> Failure {
 mod tests {
     use super::*;
 
-    /// A peer whose process is not one: it does what `sh` is told to.
+    /// Creates a peer whose process is a shell.
     fn impostor(script: &str) -> Peer {
         let launcher = Launcher::new("/bin/sh").with_arguments(["-c", script]);
         let (child, socket) = launcher.start().unwrap();
@@ -409,7 +409,7 @@ mod tests {
         rustix::process::Pid::from_raw(peer.child.id() as i32).unwrap()
     }
 
-    /// Not even a zombie has the number.
+    /// Checks that not even a zombie has the number.
     fn is_gone(id: rustix::process::Pid) -> bool {
         rustix::process::test_kill_process(id) == Err(rustix::io::Errno::SRCH)
     }

@@ -1,4 +1,4 @@
-//! The side of the second process: does what the case says until it is told to end.
+//! The side of the second process: executes the commands of the case until the end.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,28 +13,28 @@ use rustix::process::Signal;
 use super::command::Command;
 use super::launcher::VARIABLE;
 use super::wire::{self, Message};
-use crate::busy::{Busy, Direction};
-use crate::bystander::Bystander;
 use crate::device::{Block, Event, Mapping, Span, Stream, read_span, write_span};
+use crate::idle_stream::IdleStream;
+use crate::stream_load::{Direction, StreamLoad};
 use crate::validation::Validated;
 
 const OPERATION: &str = "serve_peer";
 
-/// Serves a case if this process was started by one, through a [`Launcher`](crate::Launcher); `None` otherwise.
+/// Serves a case if one started this process, through a [`Launcher`](crate::Launcher); returns `None` otherwise.
 ///
-/// To be called at the beginning of a program, or in the test that the launcher names. The backend is opened when the
-/// case asks for it. On return the process has nothing more to do.
+/// Call it at the beginning of a program, or in the test that the launcher names. The backend opens when the case requests
+/// it. After the return, the process has nothing more to do.
 ///
 /// # Errors
-/// What `open` gave, which the case is told too; `OperatingSystem` where standard input is not the socket of a case.
+///
+/// The error of `open`, which the case receives too; `OperatingSystem` if standard input is not the socket of a case.
 pub fn serve_peer(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Option<Result<()>> {
     std::env::var_os(VARIABLE)?;
     Some(serve(open))
 }
 
 fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
-    // A case that is gone has no use for this process, whatever it waits for. Where this comes too late, the socket is
-    // closed already.
+    // The process must not outlive its case. If this call comes too late, the socket is already closed.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| broken(&error))?;
     let Some(begin) = wire::receive(&socket).map_err(|error| broken(&error))? else { return Ok(()) };
@@ -63,7 +63,7 @@ fn serve(open: impl FnOnce() -> Result<Arc<dyn Backend>>) -> Result<()> {
         };
         if command == Command::Exit {
             answer(&socket, &Message::new(wire::DONE))?;
-            // Exit handlers run, destructors do not.
+            // Exit handlers run; destructors do not.
             std::process::exit(0);
         }
         if command == Command::End {
@@ -100,7 +100,7 @@ fn confused(why: &str) -> Error {
     Error::new(ErrorKind::InvalidState, OPERATION, why)
 }
 
-/// The device with this UUID: its ordinal may be another than in the process of the case.
+/// Returns the device with this UUID. Its ordinal may differ from the one in the process of the case.
 fn device_of(backend: &dyn Backend, uuid: &[u8]) -> Result<u32> {
     for device in 0..backend.device_count() {
         if backend.device_info(device)?.uuid == uuid {
@@ -114,12 +114,12 @@ fn device_of(backend: &dyn Backend, uuid: &[u8]) -> Result<u32> {
     ))
 }
 
-/// Why a command has no result.
+/// The reason why a command has no result.
 #[derive(Debug)]
 enum Trouble {
-    /// The backend gave an error.
+    /// The backend returned an error.
     Refused(Error),
-    /// The command makes no sense.
+    /// The command is invalid.
     Confused(String),
 }
 
@@ -129,7 +129,7 @@ impl From<Error> for Trouble {
     }
 }
 
-/// Memory that the case can name by its address.
+/// Memory that the case names by its address.
 #[derive(Debug)]
 enum Memory<'b> {
     Own(Block<'b>),
@@ -152,25 +152,25 @@ impl Memory<'_> {
     }
 }
 
-/// What the second process has made for the case.
+/// The objects that the second process made for the case.
 struct Server<'b> {
     backend: &'b dyn Backend,
     socket: &'b OwnedFd,
     device: u32,
     stream: Stream<'b>,
-    /// Lives as long as all this: to free its memory is to wait for the device.
-    bystander: Bystander<'b>,
-    /// By address; memory that was opened more than once stands there as often.
+    /// Lives longest: freeing its memory waits for the device.
+    idle: IdleStream<'b>,
+    /// By address. Memory that was opened several times has several entries.
     memory: BTreeMap<u64, Vec<Memory<'b>>>,
     events: Vec<Option<Event<'b>>>,
-    busy: BTreeMap<u64, Busy<'b>>,
+    busy: BTreeMap<u64, StreamLoad<'b>>,
 }
 
 impl<'b> Server<'b> {
     fn new(backend: &'b dyn Backend, socket: &'b OwnedFd, device: u32) -> Result<Self> {
-        let (stream, bystander) = (Stream::on(backend, device)?, Bystander::on(backend, device)?);
+        let (stream, idle) = (Stream::on(backend, device)?, IdleStream::on(backend, device)?);
         let (memory, events, busy) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
-        Ok(Self { backend, socket, device, stream, bystander, memory, events, busy })
+        Ok(Self { backend, socket, device, stream, idle, memory, events, busy })
     }
 
     fn perform(&mut self, command: Command, message: &Message) -> Result<Message, Trouble> {
@@ -210,7 +210,7 @@ impl<'b> Server<'b> {
             Command::CloseMemory => {
                 match self.take(number(0)?) {
                     Some(Memory::Opened(mapping)) => mapping.close()?,
-                    // The backend has to refuse what is not open.
+                    // The backend must refuse an address that is not open.
                     other => {
                         if let Some(own) = other {
                             self.keep(DevicePtr::new(number(0)?), own);
@@ -239,16 +239,16 @@ impl<'b> Server<'b> {
                 self.stream.copy(dst, src)?;
                 done
             }
-            Command::Busy => {
+            Command::StreamLoad => {
                 let direction = if number(0)? == 0 { Direction::ToDevice } else { Direction::ToHost };
                 if !self.busy.contains_key(&number(0)?) {
-                    self.busy.insert(number(0)?, Busy::new(self.backend, self.device, direction)?);
+                    self.busy.insert(number(0)?, StreamLoad::new(self.backend, self.device, direction)?);
                 }
                 self.busy[&number(0)?].enqueue(&self.stream, size(1)?)?;
                 done
             }
             Command::LetOthersBegin => {
-                self.bystander.let_others_begin()?;
+                self.idle.let_others_begin()?;
                 done
             }
             Command::SynchronizeStream => {
@@ -288,7 +288,7 @@ impl<'b> Server<'b> {
                 done
             }
             Command::LiveObjects => {
-                // What this process has for its own use is not the case's.
+                // Objects that this process uses itself do not count for the case.
                 let mut live = self.backend.live_objects();
                 live.streams -= 2;
                 live.allocations -= 1 + self.busy.len() as u64;
@@ -316,7 +316,7 @@ impl<'b> Server<'b> {
         memory
     }
 
-    /// The bytes at an address inside memory that is still there.
+    /// Returns the bytes at an address inside living memory.
     fn span(&self, address: u64, bytes: usize) -> Result<Span<'_>, Trouble> {
         let (start, blocks) = self.memory.range(..=address).next_back().ok_or_else(|| unknown(address))?;
         let (memory, offset) = (blocks.last().ok_or_else(|| unknown(address))?, (address - start) as usize);
@@ -335,9 +335,9 @@ impl<'b> Server<'b> {
         self.events.get(number as usize).and_then(Option::as_ref).ok_or_else(|| unknown_event(number))
     }
 
-    /// Forks a child that has everything this process has, does nothing, and ends when the case closes its socket.
+    /// Forks a child that has the objects of this process, does nothing, and ends when the case closes its socket.
     fn fork(&self) -> Result<(), Trouble> {
-        // A case that forgets it does not leave it behind for ever.
+        // The child also ends if the case forgets it.
         const LONGEST: Duration = Duration::from_secs(120);
         // SAFETY: the child makes system calls only, on a descriptor that it has inherited, and ends with `_exit`.
         match unsafe { libc::fork() } {
@@ -362,7 +362,7 @@ impl<'b> Server<'b> {
 
 impl Drop for Server<'_> {
     fn drop(&mut self) {
-        // Work on the stream may use everything else.
+        // Work on the stream may use every other object.
         let _ = self.stream.synchronize();
     }
 }

@@ -1,6 +1,6 @@
 //! Messages between a case and the second process: a code, numbers, bytes and at most one descriptor.
 //!
-//! One message is one packet of a `SOCK_SEQPACKET` socket, so there is nothing to put together from parts:
+//! One message is one packet of a `SOCK_SEQPACKET` socket, so no message arrives in parts:
 //!
 //! | bytes | |
 //! |---|---|
@@ -19,16 +19,16 @@ use rustix::net::{
     SendFlags,
 };
 
-/// The most bytes beside the numbers; a packet has to fit into the buffer of a socket.
+/// The most bytes beside the numbers. A packet must fit into the buffer of a socket.
 pub(super) const MOST_BYTES: usize = 64 << 10;
 const HEADER: usize = 2;
 const MOST_NUMBERS: usize = 16;
 
-/// Answer: done; numbers and bytes are the result.
+/// An answer of success. Its numbers and bytes are the result.
 pub(super) const DONE: u8 = 0;
-/// Answer: the backend gave an error; the number is its kind, the bytes its text.
+/// An answer with an error of the backend. The number is its kind, and the bytes are its text.
 pub(super) const REFUSED: u8 = 1;
-/// Answer: the second process could not follow; the bytes say why.
+/// An answer to a command that the second process could not execute. The bytes give the reason.
 pub(super) const CONFUSED: u8 = 2;
 
 #[derive(Debug, Clone)]
@@ -66,13 +66,13 @@ impl Message {
         self.with_bytes(&handle.device_uuid).with_bytes(&handle.payload)
     }
 
-    /// The answer that carries an error of the backend.
+    /// Creates the answer that carries an error of the backend.
     pub(super) fn refusal(error: &Error) -> Self {
         let kind = KINDS.iter().position(|&kind| kind == error.kind()).unwrap_or(KINDS.len());
         Self::new(REFUSED).with_numbers([kind as u64]).with_bytes(error.to_string().as_bytes())
     }
 
-    /// The error that such an answer carries.
+    /// Returns the error of such an answer.
     pub(super) fn into_error(self, operation: &'static str) -> Error {
         let kind = self.number(0).and_then(|kind| KINDS.get(kind as usize)).copied().unwrap_or(ErrorKind::Vendor);
         Error::new(kind, operation, format!("in the second process: {}", String::from_utf8_lossy(&self.bytes)))
@@ -153,7 +153,7 @@ const KINDS: [ErrorKind; 20] = [
     ErrorKind::Vendor,
 ];
 
-/// Sends a message. A closed other end is an error, not a signal.
+/// Sends a message. A closed other end gives an error instead of a signal.
 pub(super) fn send(socket: impl AsFd, message: &Message) -> io::Result<()> {
     let packet = message.encode();
     let descriptors: Vec<_> = message.descriptor.iter().map(|descriptor| descriptor.as_ref().as_fd()).collect();
@@ -168,7 +168,7 @@ pub(super) fn send(socket: impl AsFd, message: &Message) -> io::Result<()> {
     Ok(())
 }
 
-/// Receives a message, waiting for it; `None` once the other end is closed.
+/// Waits for a message; returns `None` once the other end is closed.
 pub(super) fn receive(socket: impl AsFd) -> io::Result<Option<Message>> {
     let mut packet = vec![0; HEADER + 8 * MOST_NUMBERS + MOST_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn malformed_messages_are_refused() {
         let (near, far) = pair();
-        // Says that it has five numbers, and has none.
+        // The packet claims five numbers and has none.
         rustix::io::write(&near, &[0, 5, 1, 2, 3]).unwrap();
         assert_eq!(receive(&far).unwrap_err().kind(), io::ErrorKind::InvalidData);
         rustix::io::write(&near, &[0]).unwrap();

@@ -1,4 +1,4 @@
-//! Counts the fallible calls of a case, and keeps one of them from the backend.
+//! The gate: counts the fallible calls of a case, and refuses one of them.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -9,14 +9,14 @@ use std::thread::ThreadId;
 
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// One call of a case, by what does not depend on how threads are scheduled.
+/// One call of a case. Its name does not depend on how threads are scheduled.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Fault {
-    /// The thread that makes the call: 0 runs the case, others are numbered as they make their first call.
+    /// The thread that makes the call. Thread 0 runs the case; the others are numbered in the order of their first calls.
     pub thread: u32,
     /// The method of the trait. Methods of the allocator carry the prefix `host_`.
     pub operation: Cow<'static, str>,
-    /// Which call of the operation by that thread, from 1.
+    /// The number of the call among the thread's calls of the operation, from 1.
     pub index: u32,
 }
 
@@ -34,18 +34,18 @@ pub struct Calls {
     pub thread: u32,
     /// The operation, as in [`Fault::operation`].
     pub operation: Cow<'static, str>,
-    /// How many.
+    /// The number of calls.
     pub count: u32,
 }
 
-/// So many calls of one operation by one thread are all refused in turn. Those beyond are made by a loop of the case.
+/// Up to this number, each call of one operation by one thread is refused in turn. Later calls belong to a loop of the case.
 const EACH: u32 = 64;
 
-/// Of a loop, a call is refused when it is this part further on than the last.
+/// In a loop, the next refused call is this fraction further on than the last.
 const FURTHER: u32 = 8;
 
 impl Calls {
-    /// The ones to be refused: each of the first 64, and then each that is an eighth further on than the last.
+    /// Returns the calls to refuse: each of the first 64, and then each that is an eighth further on than the last.
     pub fn faults(&self) -> impl Iterator<Item = Fault> {
         let next = |index: &u32| index.checked_add(if *index < EACH { 1 } else { index / FURTHER });
         let indices = std::iter::successors(Some(1), next).take_while(|index| *index <= self.count);
@@ -56,12 +56,12 @@ impl Calls {
 /// The code of an injected error. No vendor has it.
 const CODE: i64 = i64::from_le_bytes(*b"hw sweep");
 
-/// Whether an error is one that the gate injected.
+/// Returns whether the gate injected the error.
 pub(crate) fn is_injected(error: &Error) -> bool {
     error.code() == Some(CODE)
 }
 
-/// Gives something back, once more where an injected fault refused it: a guard that is dropped has no later chance.
+/// Repeats a release that an injected fault refused, because a dropped guard has no later chance.
 pub(crate) fn insist(mut release: impl FnMut() -> Result<()>) -> Result<()> {
     match release() {
         Err(error) if is_injected(&error) => release(),
@@ -69,7 +69,7 @@ pub(crate) fn insist(mut release: impl FnMut() -> Result<()>) -> Result<()> {
     }
 }
 
-/// Whether the calls of this thread are one piece of work to the gate, see [`as_one`].
+/// Whether the gate treats the calls of this thread as one; see [`as_one`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Piece {
     None,
@@ -81,10 +81,10 @@ thread_local! {
     static PIECE: Cell<Piece> = const { Cell::new(Piece::None) };
 }
 
-/// Makes equal calls of which the gate counts, and may refuse, the first only: for work whose amount depends on how quick
-/// the machine is, and of which one call is as good as another.
+/// Makes the gate count, and possibly refuse, only the first of these calls. They are equal, and their number depends on the
+/// speed of the machine.
 pub(crate) fn as_one<T>(calls: impl FnOnce() -> T) -> T {
-    /// Ends the piece, also where the calls panic.
+    /// Ends the piece, even if a call panics.
     struct End;
     impl Drop for End {
         fn drop(&mut self) {
@@ -96,7 +96,7 @@ pub(crate) fn as_one<T>(calls: impl FnOnce() -> T) -> T {
     calls()
 }
 
-/// What every fallible call of a case passes.
+/// Sees every fallible call of a case.
 #[derive(Debug)]
 pub(crate) struct Gate {
     fault: Option<Fault>,
@@ -107,13 +107,13 @@ pub(crate) struct Gate {
 struct State {
     threads: HashMap<ThreadId, u32>,
     counts: HashMap<(u32, &'static str), u32>,
-    /// Threads and operations in the order of their first call.
+    /// The threads and operations in the order of their first calls.
     order: Vec<(u32, &'static str)>,
     injected: bool,
 }
 
 impl Gate {
-    /// Lets every call pass and counts it; with a fault, keeps that one call back.
+    /// Creates a gate that counts every call, and refuses the call of the fault, if any.
     pub(crate) fn new(fault: Option<Fault>) -> Self {
         let gate = Self { fault, state: Mutex::default() };
         gate.state().threads.insert(std::thread::current().id(), 0);
@@ -124,7 +124,7 @@ impl Gate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call; an error where it is the one to be kept back.
+    /// Counts a call. Returns an error if it is the call to refuse.
     pub(crate) fn enter(&self, operation: &'static str) -> Result<()> {
         match PIECE.get() {
             Piece::None => {}
@@ -154,12 +154,12 @@ impl Gate {
         }
     }
 
-    /// Whether the fault was injected.
+    /// Returns whether the fault was injected.
     pub(crate) fn has_injected(&self) -> bool {
         self.state().injected
     }
 
-    /// Every call that was counted.
+    /// Returns every counted call.
     pub(crate) fn calls(&self) -> Vec<Calls> {
         let state = self.state();
         let counted = state.order.iter().map(|&(thread, operation)| {

@@ -1,19 +1,19 @@
-//! The fault sweep: every case again for each fallible call that it makes, with that one call refused.
+//! The fault sweep: runs every case again for each fallible call that it makes, with that call refused.
 //!
-//! What a program does when a call fails is what is tested least. So each case is run once to count its calls, and then once
-//! for each of them: the call does not reach the backend and gives an error. The case may fail then, or pass; it must not hang
-//! or bring its process down, and when it has ended nothing may be left over and the backend's counts must agree with the
-//! books of the validation layer. A release that the fault itself refused is made again, by the guard that made it or,
-//! where the case made it by a call of its own, by the layer. In the end the case passes without a fault, as before.
+//! Error paths are the least tested part of a program. The sweep runs a case once to count its calls, and then once for each
+//! call. That call does not reach the backend and returns an error. The case may then fail or pass. It must not hang or crash
+//! its process. Afterwards no object may be left, and the backend's counts must agree with the ledger of the validation
+//! layer. If the fault refused a release, the guard of the object repeats it, or the layer does so at the end of the case.
+//! Finally, the case must pass without a fault.
 //!
-//! Of what a thread calls in a loop, each of the first calls is refused and then fewer and fewer, and work that only keeps a stream busy
-//! counts as one call: how much of it there is depends on the machine.
+//! In a loop, the first calls are each refused, and later calls more and more rarely. Calls that only keep a stream busy
+//! count as one, because their number depends on the machine.
 //!
-//! Calls are counted by thread and operation, so that which call is refused does not depend on how threads are scheduled. A
-//! case that is tried again until it proves something (`attempts`) may make fewer calls the next time; a fault that was not
-//! reached for that reason is counted apart.
+//! Calls are counted by thread and operation, so that the schedule of threads does not decide which call is refused. A case
+//! that repeats an observation (`retry`) may make fewer calls the next time. Faults that were never reached are counted
+//! separately.
 //!
-//! - `gate`: counts calls and refuses one; `report`: what a sweep came to
+//! - `gate`: counts calls and refuses one; `report`: the result of a sweep
 
 mod gate;
 mod report;
@@ -34,10 +34,10 @@ use crate::options::Options;
 use crate::report::Status;
 use crate::run::{Executor, InProcess};
 
-/// Sweeps the cases that `options` selects on a backend, refusing every `sample`-th of the calls that [`Calls::faults`] names;
-/// 1 refuses each, 0 is 1.
+/// Sweeps the cases that `options` selects on a backend. Refuses every `sample`-th of the calls that [`Calls::faults`] names;
+/// 0 and 1 refuse each.
 ///
-/// Nobody else may use the backend meanwhile. A backend that hangs makes the sweep hang; see [`sweep_on`].
+/// Nothing else may use the backend meanwhile. A backend that hangs also hangs the sweep; see [`sweep_on`].
 #[must_use]
 pub fn sweep(backend: &dyn Backend, options: &Options, sample: u32) -> SweepReport {
     let executor = || Ok::<_, Infallible>(InProcess::new(backend, options.launcher.clone()));
@@ -47,11 +47,12 @@ pub fn sweep(backend: &dyn Backend, options: &Options, sample: u32) -> SweepRepo
     }
 }
 
-/// As [`sweep`], in so many threads at once (0 is 1), each of which makes an executor for itself and drops it in the end.
-/// `observer` is told of each case that has been swept.
+/// Sweeps as [`sweep`] does, in `jobs` threads (0 means 1). Each thread makes its own executor, and drops it at the end.
+/// `observer` sees each case after its sweep.
 ///
 /// # Errors
-/// What `executor` gave.
+///
+/// The error of `executor`.
 pub fn sweep_on<E: Executor, F: Send>(
     jobs: usize,
     executor: &(dyn Fn() -> Result<E, F> + Sync),
@@ -65,7 +66,7 @@ pub fn sweep_on<E: Executor, F: Send>(
     let job = || -> Result<Vec<(usize, SweepReport)>, F> {
         let (mut executor, mut parts) = (executor()?, Vec::new());
         loop {
-            // Relaxed: only that each number is given out once matters.
+            // Relaxed: only the uniqueness of the number matters.
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(&case) = selected.get(index) else { break };
             let mut part = SweepReport::new(executor.identity().clone(), sample);
@@ -107,7 +108,7 @@ fn sweep_case(executor: &mut dyn Executor, case: &'static Case, index: usize, re
     report.cases += 1;
     report.calls += calls.iter().map(|calls| u64::from(calls.count)).sum::<u64>();
     let stride = report.sample as usize;
-    // Where in its calls a case begins differs from case to case, so that a sample is not the same place of each.
+    // The first refused call differs from case to case, so that a sample covers different places.
     let first = index.wrapping_mul(7919) % stride;
     for fault in calls.iter().flat_map(Calls::faults).skip(first).step_by(stride) {
         let Faulted { reached, retried, findings, .. } = executor.run_with_fault(case, &fault);

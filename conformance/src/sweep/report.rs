@@ -1,4 +1,4 @@
-//! What a sweep came to.
+//! The result of a sweep.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,79 +14,79 @@ use crate::report::Status;
 pub enum Points {
     /// The case passed, and made these fallible calls.
     Calls(Vec<Calls>),
-    /// The case did not pass, so there is nothing to sweep.
+    /// The case did not pass, so the sweep skips it.
     Not(Status),
 }
 
-/// A case of which one call was refused.
+/// The result of a case with one call refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Faulted {
-    /// How it ended; a failure is no fault of the case.
+    /// The result of the case. A failure is expected here.
     pub status: Status,
-    /// Whether the case came to the call.
+    /// Whether the case reached the call.
     pub reached: bool,
-    /// Releases that the fault refused and that were made again.
+    /// The number of releases that the fault refused and that were repeated.
     pub retried: u64,
-    /// What must not be, however the case ended: leaks, counts that do not agree, a crash.
+    /// The violations, whatever the result of the case: leaks, wrong counts, a crash.
     pub findings: Vec<String>,
 }
 
 impl Faulted {
-    /// A case that did not run.
+    /// Creates the result of a case that did not run.
     pub(crate) fn outside(status: Status) -> Self {
         Self { status, reached: false, retried: 0, findings: Vec::new() }
     }
 }
 
-/// Something that a sweep found.
+/// A violation that a sweep found.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SweepFailure {
     /// The case.
     pub case: &'static Case,
-    /// The call that was refused; `None` where the case failed without a fault.
+    /// The refused call; `None` if the case failed without a fault.
     pub fault: Option<Fault>,
-    /// What was wrong.
+    /// The violation.
     pub message: String,
 }
 
-/// How far a sweep is: a case has been swept.
+/// The progress of a sweep: one case is done.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct SweepProgress<'a> {
-    /// Which case.
+    /// The case.
     pub case: &'static Case,
-    /// How many cases the sweep has.
+    /// The number of cases in the sweep.
     pub total: usize,
-    /// Calls of this case that were refused.
+    /// The number of refused calls of this case.
     pub calls_swept: u64,
-    /// What was found in this case.
+    /// The violations of this case.
     pub failures: &'a [SweepFailure],
 }
 
-/// What a sweep came to.
+/// The result of a sweep.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SweepReport {
-    /// Who was tested.
+    /// The identity of the tested backend.
     pub backend: Identity,
-    /// Of so many calls one was refused; 1 is each.
+    /// One of this many calls was refused; 1 means each.
     pub sample: u32,
-    /// Cases that were swept.
+    /// The number of swept cases.
     pub cases: u64,
-    /// Cases that say nothing about this backend.
+    /// The number of cases that prove nothing about this backend.
     pub skipped: u64,
-    /// Fallible calls that the cases make.
+    /// The number of fallible calls of the cases.
     pub calls: u64,
-    /// Calls that were refused.
+    /// The number of refused calls.
     pub calls_swept: u64,
-    /// Calls that the case did not come to when they were to be refused.
+    /// The number of calls that were never reached when they were to be refused.
     pub not_reached: u64,
-    /// Releases that a fault refused and that were made again.
+    /// The number of releases that a fault refused and that were repeated.
     pub retried: u64,
-    /// What was found.
+    /// The violations.
     pub failures: Vec<SweepFailure>,
-    /// How long it took.
+    /// The duration.
     pub duration: Duration,
 }
 
@@ -106,13 +106,13 @@ impl SweepReport {
         }
     }
 
-    /// Whether calls were refused and nothing was found.
+    /// Returns whether calls were refused and no violation was found.
     #[must_use]
     pub fn is_success(&self) -> bool {
         self.failures.is_empty() && self.calls_swept > 0
     }
 
-    /// Takes in what another part of the same sweep came to.
+    /// Adds the result of another part of the same sweep.
     pub(super) fn add(&mut self, part: Self) {
         self.cases += part.cases;
         self.skipped += part.skipped;
@@ -128,7 +128,7 @@ impl SweepReport {
     }
 }
 
-/// The counts, then a line for each failure.
+/// Writes the counts, then a line for each violation.
 impl fmt::Display for SweepReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { backend, cases, calls, calls_swept, failures, .. } = self;

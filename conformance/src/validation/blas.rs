@@ -23,7 +23,7 @@ struct Plan {
 pub(super) struct ValidatedHandle {
     inner: Box<dyn BlasHandle>,
     books: Arc<Books>,
-    /// Its number in the ledger.
+    /// The number of the handle in the ledger.
     number: u64,
     device: u32,
     destroyed: bool,
@@ -71,13 +71,14 @@ impl ValidatedHandle {
         answer
     }
 
-    /// Why a product on the bound stream should not be accepted, if so.
+    /// Returns why the backend must refuse a product on the bound stream, if so.
     fn dead_stream(&self) -> Option<String> {
         let Some(bound) = self.bound else { return Some("the handle is bound to no stream".to_owned()) };
         self.books.unsound(&[AnyId::Stream(bound)]).map(|id| format!("the handle is bound to {id}"))
     }
 
-    /// What is wrong with the operands of a product, if so. Factors that do not matter are not looked at.
+    /// Returns what is wrong with the operands of a product, if anything. Factors that the product does not read are not
+    /// checked.
     fn misused(&self, shape: &GemmShape, alpha: f64, operands: [(&'static str, DevicePtr); 3]) -> Option<String> {
         let extents = shape.extents("validation").ok()?;
         let [(a_name, a), (b_name, b), (c_name, c)] = operands;
@@ -178,7 +179,7 @@ impl HandleLayer for ValidatedHandle {
 
 impl Drop for ValidatedHandle {
     fn drop(&mut self) {
-        // The handle of the backend is dropped right after this, which destroys it.
+        // The backend's handle is dropped, and so destroyed, right after this.
         self.books.ledger().handles.remove(&self.number);
     }
 }

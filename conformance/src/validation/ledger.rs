@@ -1,4 +1,4 @@
-//! What a case has made and not yet given back, by the backend's own answers, and what was wrong with them.
+//! The ledger: the objects that a case has made and not yet given back, by the backend's own answers, and the findings.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,13 +12,13 @@ use super::ranges::{Holding, Ranges, Space};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Made {
     pub(super) operation: &'static str,
-    /// Which object of the case it is, from 1.
+    /// The number of the object in the case, from 1.
     pub(super) number: u64,
     pub(super) at: Option<&'static Location<'static>>,
 }
 
 impl Made {
-    /// What was made, by which call, and where.
+    /// Describes an object: what it is, which call made it, and where.
     pub(super) fn of(self, what: &str) -> String {
         let Self { operation, number, at } = self;
         match at {
@@ -32,9 +32,9 @@ impl Made {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry {
     pub(super) made: Made,
-    /// It wraps an object of other code, which counts nowhere.
+    /// Whether it wraps an object of other code, which no count includes.
     pub(super) foreign: bool,
-    /// An injected fault kept it from being destroyed.
+    /// Whether an injected fault refused to destroy it.
     pub(super) refused: bool,
 }
 
@@ -48,7 +48,7 @@ impl fmt::Display for Unsound {
     }
 }
 
-/// Findings of one case beyond these are not written down; the first ones say what is wrong.
+/// The number of findings that are kept for a case. The first ones show the cause.
 const MOST_FINDINGS: usize = 8;
 
 /// The objects of one case.
@@ -57,15 +57,15 @@ pub(super) struct Ledger {
     tag: BackendTag,
     devices: u32,
     made: u64,
-    /// The objects that have an id and are alive.
+    /// The living objects that have an id.
     alive: HashMap<AnyId, Entry>,
     dead: HashMap<AnyId, Made>,
     /// Handles by number.
     pub(super) handles: HashMap<u64, Made>,
     pub(super) ranges: Ranges,
-    /// Calls that made a handle for other processes.
+    /// The number of calls that made a handle for another process.
     exports: u64,
-    /// Releases that a fault refused and that were made again.
+    /// The number of releases that a fault refused and that were repeated.
     pub(super) retried: u64,
     findings: Vec<String>,
 }
@@ -86,14 +86,14 @@ impl Ledger {
         }
     }
 
-    /// Notes something that is wrong.
+    /// Records a finding.
     pub(super) fn found(&mut self, text: String) {
         if self.findings.len() < MOST_FINDINGS && !self.findings.contains(&text) {
             self.findings.push(text);
         }
     }
 
-    /// Notes a call that was accepted for a device that is not there.
+    /// Records a call that was accepted for a device that does not exist.
     pub(super) fn check_device(&mut self, operation: &'static str, device: u32) {
         if device >= self.devices {
             let devices = self.devices;
@@ -101,13 +101,13 @@ impl Ledger {
         }
     }
 
-    /// The note of a new object.
+    /// Describes the call that made a new object.
     pub(super) fn made(&mut self, operation: &'static str, at: Option<&'static Location<'static>>) -> Made {
         self.made += 1;
         Made { operation, number: self.made, at }
     }
 
-    /// Notes a handle for other processes, whose descriptor or file has to go with its last copy.
+    /// Records a handle for other processes. Its descriptor or file must go with its last copy.
     pub(super) fn exported(&mut self) {
         self.exports += 1;
     }
@@ -129,7 +129,7 @@ impl Ledger {
         id.device() < self.devices && named.contains(&id)
     }
 
-    /// Takes in an id that the backend issued, and looks whether it may be one.
+    /// Enters an id that the backend issued, and checks it.
     pub(super) fn issued(&mut self, id: AnyId, device: u32, made: Made, foreign: bool) {
         let entry = Entry { made, foreign, refused: false };
         let (old, parts) = (self.alive.insert(id, entry), id.parts());
@@ -146,7 +146,7 @@ impl Ledger {
         }
     }
 
-    /// Takes an id out; false if it was out already.
+    /// Removes an id. Returns false if it was already removed.
     pub(super) fn remove(&mut self, id: AnyId) -> bool {
         let Some(removed) = self.alive.remove(&id) else { return false };
         self.dead.insert(id, removed.made);
@@ -173,7 +173,7 @@ impl Ledger {
         (ids, memory.map(|((space, start), range)| (*space, *start, range.holding)).collect())
     }
 
-    /// Ends the case: what was found, what is left over, and whether the backend's counts agree.
+    /// Ends the case. Returns the findings, the leaks, and the counts that disagree.
     pub(super) fn close(&mut self, before: &LiveObjects, after: &LiveObjects) -> Vec<String> {
         let objects = self.alive.iter().map(|(id, entry)| (entry.made.number, entry.made.of(id.kind())));
         let mut left: Vec<(u64, String)> = objects.collect();
@@ -194,7 +194,7 @@ impl Ledger {
         std::mem::take(&mut self.findings)
     }
 
-    /// Statistics: what the backend counts more than before the case is what the ledger has.
+    /// Compares the counts: the increase during the case must be the number of objects in the ledger.
     fn agree(&mut self, before: &LiveObjects, after: &LiveObjects) {
         let (mut allocations, mut host, mut mappings) = (0, 0, 0);
         for range in self.ranges.alive.values() {

@@ -1,20 +1,22 @@
-//! The validation layer: a backend between a case and the backend under test that keeps books.
+//! The validation layer: a layer between a case and the backend under test that records objects and judges answers.
 //!
-//! Everything that a case does goes through it to the backend as it is, bad ids and bad pointers included: cases pass them on
-//! purpose, and the backend has to refuse them. What the layer judges is the *answers*: an id that was destroyed and is
-//! accepted, a block that is freed twice, a copy to memory that is gone, an object of another device than was asked for.
-//! When the case has ended it names what is left over, with the place where it was made, and holds `live_objects()` against
-//! its own books. A finding fails the case.
+//! Every call of a case passes the layer unchanged, bad ids and bad pointers included: cases pass them on purpose, and the
+//! backend must refuse them. The layer judges the *answers*. It finds an id that is accepted after its end, a block that is
+//! freed twice, a copy to freed memory, or an object of another device. At the end of the case it names the objects that are
+//! left, with the line that made them, and compares `live_objects()` with its ledger. A finding fails the case.
 //!
-//! - `ledger`: what is alive and what was found; `book`: memory by address; `origin`: where a case made an object
-//! - `backend`, `blas`, `host`, `sharing`: the four traits, handed through
-//! - `retry`: releases that a fault refused
+//! - `ledger`: the living objects and the findings; `ranges`: memory by address; `origin`: the line of a case that made an
+//!   object
 //!
-//! The layer makes no call of its own (`retry` apart, when a case has ended), and holds no lock while the backend is
-//! called. An answer is judged by what was known *before* the call began, so that two threads that use and destroy one
-//! object at the same time are not misjudged.
+//! - `backend`, `blas`, `host`, `sharing`: the layers over the four traits
 //!
-//! It is also where the fault sweep sits: every fallible call passes the [`Gate`] first, if there is one.
+//! - `refused_releases`: repeats the releases that a fault refused
+//!
+//! The layer makes no call of its own (apart from `refused_releases`, at the end of a case), and holds no lock during a call
+//! of the backend. It judges an answer by the ledger *before* the call began. Two threads that use and destroy one object at
+//! the same time therefore cause no false finding.
+//!
+//! The fault sweep sits here too: every fallible call first passes the [`Gate`], if any.
 
 mod backend;
 mod blas;
@@ -22,7 +24,7 @@ mod host;
 mod ledger;
 mod origin;
 mod ranges;
-mod retry;
+mod refused_releases;
 mod sharing;
 #[cfg(test)]
 mod tests;
@@ -38,7 +40,7 @@ use self::ledger::{Ledger, Unsound};
 use self::ranges::{Holding, Range, Space};
 use crate::sweep::Gate;
 
-/// A backend as one case sees it.
+/// A backend under validation, for one case.
 #[derive(Debug)]
 pub(crate) struct Validated<'b> {
     inner: &'b dyn Backend,
@@ -47,31 +49,31 @@ pub(crate) struct Validated<'b> {
 }
 
 impl<'b> Validated<'b> {
-    /// Begins to books, for one case.
+    /// Begins the validation of one case.
     pub(crate) fn new(inner: &'b dyn Backend, gate: Option<Gate>) -> Self {
         let ledger = Ledger::new(inner.identity().tag, inner.device_count());
         let books = Arc::new(Books { ledger: Mutex::new(ledger), gate });
         Self { inner, books, before: inner.live_objects() }
     }
 
-    /// What was wrong, when the case has ended.
+    /// Returns the findings at the end of the case.
     pub(crate) fn findings(&self) -> Vec<String> {
         let after = self.inner.live_objects();
         self.books.ledger().close(&self.before, &after)
     }
 
-    /// Releases that a fault refused and that were made again.
+    /// Returns the number of releases that a fault refused and that were repeated.
     pub(crate) fn retried(&self) -> u64 {
         self.books.ledger().retried
     }
 
-    /// The gate that every fallible call passes.
+    /// Returns the gate that every fallible call passes.
     pub(crate) fn gate(&self) -> Option<&Gate> {
         self.books.gate.as_ref()
     }
 }
 
-/// What the four traits of one case share.
+/// The state that the layers of one case share.
 #[derive(Debug)]
 struct Books {
     ledger: Mutex<Ledger>,
@@ -80,11 +82,11 @@ struct Books {
 
 impl Books {
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
-        // Each change is whole at any point where a thread can panic.
+        // A thread that panics leaves no change of the ledger half made.
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The beginning of every fallible call.
+    /// Begins a fallible call.
     fn enter(&self, operation: &'static str) -> Result<()> {
         self.gate.as_ref().map_or(Ok(()), |gate| gate.enter(operation))
     }
@@ -110,7 +112,7 @@ impl Books {
         self.ledger().found(text);
     }
 
-    /// Makes a call that takes these ids, and judges the answer.
+    /// Makes a call that receives these ids, and judges the answer.
     fn with_ids<T>(&self, operation: &'static str, ids: &[AnyId], call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter(operation)?;
         let unsound = self.unsound(ids);
@@ -119,7 +121,7 @@ impl Books {
         answer
     }
 
-    /// The first of the ids that should be refused.
+    /// Returns the first of the ids that the backend must refuse.
     fn unsound(&self, ids: &[AnyId]) -> Option<Unsound> {
         let ledger = self.ledger();
         ids.iter().find_map(|&id| ledger.unsound(id))
@@ -128,7 +130,7 @@ impl Books {
     fn judge<T>(&self, operation: &'static str, ids: &[AnyId], unsound: Option<Unsound>, answer: &Result<T>) {
         match (unsound, answer) {
             (Some(id), Ok(_)) => self.found(format!("use after destroy: `{operation}` accepted {id}")),
-            // Another thread may have destroyed one meanwhile.
+            // Another thread may have destroyed an object meanwhile.
             (None, Err(error))
                 if error.kind() == ErrorKind::InvalidHandle && !ids.is_empty() && self.unsound(ids).is_none() =>
             {
@@ -167,7 +169,7 @@ impl Books {
         ledger.issued(id, device, made, operation.ends_with("_from_raw"));
     }
 
-    /// Takes in memory that a call gave.
+    /// Enters memory that a call returned.
     fn given(
         &self,
         operation: &'static str,
@@ -193,7 +195,7 @@ impl Books {
         }
     }
 
-    /// Makes a call that gives memory back. `misuse` says what is wrong with giving back such memory by this call.
+    /// Makes a call that gives memory back. `misuse` says why this call must not give back such memory.
     fn releasing(
         &self,
         operation: &'static str,
@@ -211,7 +213,7 @@ impl Books {
         {
             ledger.found(text);
         }
-        // Where it is another range by now, the address was given out again before this call returned.
+        // If the range is another one, the backend has issued the address again before this call returned.
         let range = ledger.ranges.get_mut(space, start);
         let Some(range) = range.filter(|range| Some(range.made.number) == number) else { return answer };
         range.releasing = false;
@@ -227,7 +229,7 @@ impl Books {
         answer
     }
 
-    /// Notes that memory is being given back: its number, and what is wrong if the backend accepts it.
+    /// Marks memory as being given back. Returns its number, and the finding if the backend accepts the call.
     fn begin_release(
         &self,
         operation: &'static str,
@@ -260,13 +262,13 @@ impl Books {
         (None, Some(text))
     }
 
-    /// What is wrong with the use of these ranges, if so; each is named in words.
+    /// Returns what is wrong with the use of these ranges, if anything. Each has a name for the finding.
     fn misuse(&self, ranges: &[(&str, (Space, u64), u64)]) -> Option<String> {
         let ledger = self.ledger();
         ranges.iter().find_map(|&(what, (space, start), bytes)| ledger.ranges.misuse(what, space, start, bytes))
     }
 
-    /// Notes what was wrong with a call, where the backend accepted it.
+    /// Records a misuse that the backend accepted.
     fn judge_use<T>(&self, operation: &'static str, misuse: Option<String>, answer: &Result<T>) {
         if let (Some(text), Ok(_)) = (misuse, answer) {
             self.found(format!("`{operation}` was accepted: {text}"));

@@ -1,4 +1,4 @@
-//! Memory that is alive, by address: blocks, page-locked ranges and mappings.
+//! Living memory by address: blocks, page-locked ranges and mappings.
 
 use std::collections::BTreeMap;
 
@@ -6,14 +6,14 @@ use highwater_hal::{DeviceMemoryKind, DevicePtr, Location, StreamId, Transport};
 
 use super::ledger::Made;
 
-/// Where addresses are counted from.
+/// The address space of a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Space {
     Host,
     Device(u32),
 }
 
-/// What kind of memory a range is, and with it who gives it back.
+/// The kind of memory of a range, which decides how it is given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holding {
     Plain,
@@ -21,7 +21,7 @@ pub(super) enum Holding {
     StreamOrdered(StreamId),
     HostAllocated,
     HostRegistered,
-    /// Memory of another process, opened so many times.
+    /// Memory of another process, with the number of its opens.
     Mapped {
         opens: u64,
     },
@@ -52,13 +52,13 @@ pub(super) struct Range {
     pub(super) made: Made,
     pub(super) bytes: u64,
     pub(super) holding: Holding,
-    /// It is being given back: the address may be given out again before that call has returned.
+    /// Whether a call is giving it back. The backend may issue the address again before that call returns.
     pub(super) releasing: bool,
-    /// An injected fault kept it from being given back.
+    /// Whether an injected fault refused to give it back.
     pub(super) refused: bool,
 }
 
-/// The ranges that are alive, and the last one of each address that was.
+/// The living ranges, and the last range of each address that is gone.
 #[derive(Debug, Default)]
 pub(super) struct Ranges {
     pub(super) alive: BTreeMap<(Space, u64), Range>,
@@ -66,7 +66,7 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// Takes in a range; what is wrong with it, if so.
+    /// Enters a range. Returns what is wrong with it, if anything.
     pub(super) fn insert(&mut self, space: Space, start: u64, range: Range) -> Option<String> {
         let overlapped = self.overlapping(space, start, range.bytes).map(|(start, other)| {
             format!(
@@ -84,7 +84,7 @@ impl Ranges {
         said
     }
 
-    /// A living range that shares a byte with this one and is not being given back.
+    /// Returns a living range that shares a byte with this one and is not being given back.
     fn overlapping(&self, space: Space, start: u64, bytes: u64) -> Option<(u64, &Range)> {
         let end = start.saturating_add(bytes);
         let before = self.alive.range((space, 0)..(space, end)).rev();
@@ -94,7 +94,7 @@ impl Ranges {
             .map(|((_, at), other)| (*at, other))
     }
 
-    /// Takes a range out.
+    /// Removes a range.
     pub(super) fn remove(&mut self, space: Space, start: u64) {
         if let Some(range) = self.alive.remove(&(space, start)) {
             self.gone.insert((space, start), range);
@@ -109,22 +109,22 @@ impl Ranges {
         self.alive.get_mut(&(space, start))
     }
 
-    /// The last range that began at this address and is gone.
+    /// Returns the last range that began at this address and is gone.
     pub(super) fn gone(&self, space: Space, start: u64) -> Option<&Range> {
         self.gone.get(&(space, start))
     }
 
-    /// A living range that begins at this address of another device.
+    /// Returns a living range that begins at this address of another device.
     pub(super) fn elsewhere(&self, space: Space, start: u64) -> Option<&Range> {
         let other = |of: Space| matches!((of, space), (Space::Device(_), Space::Device(_))) && of != space;
         self.alive.iter().find(|((of, at), _)| other(*of) && *at == start).map(|(_, range)| range)
     }
 
-    /// What is wrong with the use of these bytes, if so.
+    /// Returns what is wrong with the use of these bytes, if anything.
     pub(super) fn misuse(&self, what: &str, space: Space, start: u64, bytes: u64) -> Option<String> {
         let end = start.saturating_add(bytes);
         let holds = |(&(of, at), range): (&(Space, u64), &Range)| of == space && at <= start && end <= at + range.bytes;
-        // One that is being given back may lie in the way of a larger one that has its bytes already.
+        // A range that is being given back may precede a larger range that already has its bytes.
         let mut before = self.alive.range(..=(space, start)).rev();
         if bytes == 0 || before.find(|entry| holds(*entry) || !entry.1.releasing).is_some_and(holds) {
             return None;
@@ -152,7 +152,7 @@ impl Ranges {
     }
 }
 
-/// A side of a copy as the book has it.
+/// Returns the address of a side of a copy.
 pub(super) fn side(location: Location) -> (Space, u64) {
     match location {
         Location::Host(ptr) => (Space::Host, ptr.address() as u64),
@@ -176,14 +176,14 @@ mod tests {
     #[test]
     fn bytes_that_were_given_out_again_are_used_while_their_release_is_not_noted_yet() {
         let mut ranges = Ranges::default();
-        // Another thread gives back 0x81a0; this one has the same bytes already, in a larger block.
+        // Another thread gives back 0x81a0, while this thread already has the same bytes in a larger block.
         assert_eq!(ranges.insert(Space::Host, 0x81a0, range(1, 0x100, true)), None);
         assert_eq!(ranges.insert(Space::Host, 0x8000, range(2, 0x2000, false)), None);
         assert_eq!(ranges.misuse("the source", Space::Host, 0x8200, 0x1000), None);
         assert_eq!(ranges.misuse("the source", Space::Host, 0x81b0, 0x10), None);
         let past = ranges.misuse("the source", Space::Host, 0x8200, 0x2000).unwrap();
         assert!(past.contains("does not lie in one living range"), "{past}");
-        // Where nothing lies behind it, a block that is being given back still counts.
+        // If no other range has the bytes, a block that is being given back still counts.
         assert_eq!(ranges.misuse("the source", Space::Host, 0x81a0, 0x100), None);
         ranges.remove(Space::Host, 0x8000);
         assert!(ranges.misuse("the source", Space::Host, 0x8200, 0x1000).unwrap().contains("use after free"));

@@ -46,7 +46,7 @@ pub use id::*;
 pub use ipc::*;
 pub use memory::*;
 pub use operations::*;
-pub use random::random;
+pub use random::{SplitMix64, random};
 pub use scalar::{Element, Scalar};
 pub use secure::secure_execution;
 pub use text::{display_foreign, harmless};

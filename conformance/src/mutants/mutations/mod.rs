@@ -1,4 +1,4 @@
-//! The mutants themselves, one file for each part of the traits.
+//! The mutants: one table for each part of the traits.
 
 use highwater_hal::StreamId;
 
@@ -6,7 +6,7 @@ use super::Mutant;
 use super::hooks::Hooks;
 use super::state::Shared;
 
-/// Makes the table of a file: the mutants of each clause, each with its name, its description and its hooks.
+/// Makes the table of a file. Each clause has its mutants, with name, description and hooks.
 macro_rules! mutants {
     ($(in $clause:literal: $(
         $name:literal $([$two_processes:ident])? $(survives $why:literal)?: $what:literal => $hooks:expr;
@@ -33,7 +33,7 @@ mod sharing;
 mod streams;
 mod threads;
 
-/// The lists in the order of a run.
+/// The tables in the order of a run.
 pub(super) const LISTS: &[&[Mutant]] = &[
     identity::MUTANTS,
     ids::MUTANTS,
@@ -52,7 +52,7 @@ pub(super) const LISTS: &[&[Mutant]] = &[
     sharing::MUTANTS,
 ];
 
-/// The streams that are alive, the oldest first.
+/// Returns the living streams, the oldest first.
 fn living_streams(hooks: &mut Hooks) -> Shared<Vec<StreamId>> {
     let streams = Shared::<Vec<StreamId>>::default();
     let (made, gone) = (streams.clone(), streams.clone());

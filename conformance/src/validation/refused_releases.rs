@@ -1,5 +1,5 @@
-//! Releases that a fault of the sweep refused and that the case did not make again. A guard does so; a case that gives an
-//! object back by a call of its own cannot.
+//! Repeats the releases that a fault of the sweep refused. A guard repeats its own release; a case that calls the backend
+//! directly cannot.
 
 use std::ptr::NonNull;
 
@@ -9,7 +9,7 @@ use super::Validated;
 use super::ranges::{Holding, Space};
 
 impl Validated<'_> {
-    /// Makes the releases that an injected fault refused. Where that goes wrong, what is left shows as a leak.
+    /// Repeats the releases that an injected fault refused. If one fails, its object shows as a leak.
     pub(crate) fn release_refused(&self) {
         let (ids, memory) = self.books.ledger().refused();
         if ids.is_empty() && memory.is_empty() {
@@ -17,7 +17,7 @@ impl Validated<'_> {
         }
         for device in 0..self.inner.device_count() {
             if self.inner.synchronize_device(device).is_err() {
-                // Nobody can tell whether the device still uses it.
+                // The device may still use the memory.
                 return;
             }
         }

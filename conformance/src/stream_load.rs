@@ -1,7 +1,7 @@
-//! Keeps a stream busy for a known time on any device, with nothing but copies.
+//! Copies that keep a stream of any device busy for a known time.
 //!
-//! A promise such as "does not wait" can only be seen while there is something to wait for. How long a copy takes is
-//! the device's affair, so the work is measured first and made long enough.
+//! A case can observe that a call does not wait only while work is outstanding. The time of a copy depends on the device, so the
+//! load is measured first.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,31 +11,31 @@ use highwater_hal::{Backend, Result};
 use crate::device::{Block, DEVICE, Pinned, Stream};
 use crate::sweep::as_one;
 
-/// Which way the copies go. Devices have an engine for each, so two streams that are busy in different directions do
-/// not queue for one engine.
+/// The direction of the copies. Devices have one copy engine for each direction, so loads of different directions do not queue
+/// for one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     ToDevice,
     ToHost,
 }
 
-/// Work that occupies a stream for at least [`Busy::TIME`].
+/// Copies that occupy a stream for at least [`StreamLoad::TIME`].
 #[derive(Debug)]
-pub(crate) struct Busy<'b> {
+pub(crate) struct StreamLoad<'b> {
     block: Block<'b>,
     pinned: Pinned<'b>,
     direction: Direction,
     copies: usize,
 }
 
-impl<'b> Busy<'b> {
-    /// How long one helping of work takes, at least, as measured.
+impl<'b> StreamLoad<'b> {
+    /// The measured time of the load, at least.
     pub(crate) const TIME: Duration = Duration::from_millis(10);
 
-    /// Bytes of one copy, the smallest first that makes the copy long beside the call that enqueues it.
+    /// The bytes of one copy. The load takes the first size for which a copy is long compared to the call that enqueues it.
     const BYTES: [usize; 3] = [1 << 20, 8 << 20, 64 << 20];
 
-    /// Vendors queue about a thousand operations before the call that enqueues begins to wait.
+    /// Vendors queue about 1,000 operations; after that, the enqueueing call waits.
     const MOST_COPIES: u128 = 400;
 
     pub(crate) fn new(backend: &'b dyn Backend, device: u32, direction: Direction) -> Result<Self> {
@@ -50,7 +50,7 @@ impl<'b> Busy<'b> {
         Ok(busy)
     }
 
-    /// Memory for copies of that size, and how many of them take [`Busy::TIME`].
+    /// Allocates memory for copies of this size, and measures how many take [`StreamLoad::TIME`].
     fn measured(backend: &'b dyn Backend, device: u32, direction: Direction, bytes: usize) -> Result<(Self, u128)> {
         const MEASURED: usize = 2;
         const ROUNDS: usize = 7;
@@ -58,12 +58,11 @@ impl<'b> Busy<'b> {
         let (block, pinned) = (Block::on(backend, device, bytes)?, Pinned::new(backend, bytes)?);
         let mut busy = Self { block, pinned, direction, copies: 1 };
         let stream = Stream::on(backend, device)?;
-        // The first copy touches the memory and wakes the device up; those after it are the measure.
+        // The first copy touches the memory and wakes the device; the later ones are measured.
         busy.run_once(&stream)?;
         busy.copies = MEASURED;
-        // A thread that has to wait for a processor makes a round look long, by far more than it is, and nothing makes
-        // one look short: the shortest counts, once others have come near it. What is measured too long comes out as
-        // too little work.
+        // Preemption makes a round look long, and no effect makes it look short. So the shortest round counts, once others
+        // are close to it. A time that is measured too long results in too little work.
         let mut rounds = Vec::with_capacity(ROUNDS);
         while rounds.len() < ROUNDS && rounds.get(AGREEING - 1).is_none_or(|&taken| taken > rounds[0] * 9 / 8) {
             rounds.push(busy.run_once(&stream)?);
@@ -80,24 +79,24 @@ impl<'b> Busy<'b> {
         Ok(started.elapsed())
     }
 
-    /// Enqueues `helpings` times the work. Where that is more than the vendor's queue takes, the call waits for a part
-    /// of it, and what is outstanding when it returns is a full queue.
-    pub(crate) fn enqueue(&self, stream: &Stream<'_>, helpings: usize) -> Result<()> {
+    /// Enqueues the load `times` times. If the vendor's queue is full, the call waits for a part of the work and returns with a
+    /// full queue outstanding.
+    pub(crate) fn enqueue(&self, stream: &Stream<'_>, times: usize) -> Result<()> {
         let (dst, src) = match self.direction {
             Direction::ToDevice => (self.block.all(), self.pinned.all()),
             Direction::ToHost => (self.pinned.all(), self.block.all()),
         };
-        as_one(|| (0..self.copies * helpings).try_for_each(|_| stream.copy(dst, src)))
+        as_one(|| (0..self.copies * times).try_for_each(|_| stream.copy(dst, src)))
     }
 }
 
-/// Calls that return when their work is done, although they should only enqueue it.
+/// Evidence that calls execute their work instead of enqueueing it.
 #[derive(Debug)]
 pub(crate) struct InTheCall {
     copies: usize,
-    /// The time to enqueue them.
+    /// The time until all copies were enqueued.
     enqueued: Duration,
-    /// The time until they were done.
+    /// The time until all copies were complete.
     done: Duration,
 }
 
@@ -108,8 +107,8 @@ impl fmt::Display for InTheCall {
         let (enqueued, done) = (ms(enqueued), ms(done));
         write!(
             f,
-            "the call executes the work itself: {copies} copies took {enqueued:.1} ms to enqueue and {done:.1} ms until they \
-             were done; enqueue the work and return, and let a thread or the device execute it"
+            "the call executes the work itself: {copies} copies took {enqueued:.1} ms to enqueue and {done:.1} ms to complete; \
+             enqueue the work and return, and let a thread or the device execute it"
         )
     }
 }
@@ -120,7 +119,7 @@ impl fmt::Display for InTheCall {
 /// either way. So rounds are long, and the majority decides.
 pub(crate) fn executes_in_the_call(backend: &dyn Backend) -> Result<Option<InTheCall>> {
     const ROUNDS: usize = 5;
-    let busy = Busy::new(backend, DEVICE, Direction::ToDevice)?;
+    let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let mut rounds = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {

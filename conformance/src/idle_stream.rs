@@ -1,4 +1,4 @@
-//! A stream that waits for nothing, to see how long it takes a stream to begin.
+//! An idle stream, which measures how long a stream takes to begin.
 
 use std::time::{Duration, Instant};
 
@@ -8,23 +8,23 @@ use crate::device::{Block, Stream};
 
 const BYTES: usize = 1 << 16;
 
-/// A stream with a little work of its own.
+/// A stream with a small buffer of its own.
 #[derive(Debug)]
-pub(crate) struct Bystander<'b> {
+pub(crate) struct IdleStream<'b> {
     stream: Stream<'b>,
     block: Block<'b>,
 }
 
-impl<'b> Bystander<'b> {
-    /// A stream of a busy machine may begin later than another.
+impl<'b> IdleStream<'b> {
+    /// On a loaded machine, one stream may begin later than another.
     const AT_LEAST: Duration = Duration::from_millis(15);
 
     pub(crate) fn on(backend: &'b dyn Backend, device: u32) -> Result<Self> {
         Ok(Self { stream: Stream::on(backend, device)?, block: Block::on(backend, device, BYTES)? })
     }
 
-    /// Gives streams that were given work before a good deal more time to begin than this one needs. One that was to
-    /// wait and does not has gone ahead by then.
+    /// Waits at least three times as long as this stream needs for a fill. A stream that should wait for an event and does not
+    /// has then run ahead.
     pub(crate) fn let_others_begin(&self) -> Result<()> {
         let called = Instant::now();
         self.stream.set(self.block.all(), 1)?;
