@@ -5,9 +5,10 @@ use std::ptr::null_mut;
 
 use half::{bf16, f16};
 
-use crate::rig::{
-    Gate, Ptr, allocate, code, download, free_bytes, isolated, ok, optional, store, stream, text, upload, version,
-};
+use highwater_simulated_harness::isolated::version;
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Blas, Hip, Ptr, allocate, download, free_bytes, gate_on, optional, store, stream, text, upload};
 
 /// `HIPBLAS_OP_N` and `HIPBLAS_OP_T`.
 const PLAIN: i32 = 111;
@@ -368,7 +369,7 @@ isolated! {
         let (handle, stream) = (handle(), stream());
         let [a, b, c] = [2.0, 3.0, 0.0].map(|value| diagonal(value, stream));
         ok!(Blas.hipblasSetStream(handle, stream));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         assert_eq!(square(handle, a, a, c), 0);
         assert_eq!(code!(Hip.hipStreamQuery(stream)), 600);
         gate.open();
@@ -395,7 +396,7 @@ isolated! {
         let handle = handle();
         assert_eq!(before - free_bytes(), 32 << 20);
         let stream = stream();
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         let handle = Shared(handle);
         std::thread::scope(|scope| {
             let thread = scope.spawn(move || {
