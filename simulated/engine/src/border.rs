@@ -62,6 +62,25 @@ pub unsafe fn put_new<T>(place: *mut T, make: impl FnOnce() -> Answer<T>) -> Ans
     unsafe { put(place, made) }
 }
 
+/// Writes the value of an expression to the place that an exported function was given for it; 1 for null.
+#[macro_export]
+macro_rules! answer {
+    ($place:ident = $value:expr) => {{
+        let answer = $value;
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put($place, answer) }
+    }};
+}
+
+/// Creates what an expression returns and writes it to a place. Without a place, returns 1 and creates nothing.
+#[macro_export]
+macro_rules! create {
+    ($place:ident = $value:expr) => {
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put_new($place, || $value) }
+    };
+}
+
 /// Writes an answer that not every caller wants.
 ///
 /// # Safety
