@@ -30,6 +30,34 @@ pub unsafe fn put<T, E>(place: *mut T, value: T, no_place: E) -> Result<(), E> {
     Ok(())
 }
 
+/// Writes the value of an expression to the place that an exported function was given for it; the caller's `INVALID_VALUE`
+/// for null.
+#[macro_export]
+macro_rules! answer {
+    ($place:ident = $value:expr) => {{
+        let answer = $value;
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put($place, answer, INVALID_VALUE) }
+    }};
+}
+
+/// Makes a value and writes the address of its slot. Without a place, returns the caller's `INVALID_VALUE` and makes nothing.
+#[macro_export]
+macro_rules! create {
+    ($place:ident in $slots:expr, $value:expr) => {
+        if $place.is_null() { Err(INVALID_VALUE) } else { $crate::answer!($place = $slots.insert($value)) }
+    };
+}
+
+/// Runs a closure on the state of a handle, by the caller's function `with`.
+#[macro_export]
+macro_rules! on {
+    ($handle:ident, $body:expr) => {
+        // SAFETY: the caller of the exported function must pass null or a handle of this library.
+        unsafe { with($handle, $body) }
+    };
+}
+
 /// Sets a mode that is 0 or 1.
 ///
 /// # Errors

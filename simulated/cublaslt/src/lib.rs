@@ -23,7 +23,7 @@ use highwater_simulated_blas::border::put;
 use highwater_simulated_blas::driver::{Driver, Home};
 use highwater_simulated_blas::slots::Slots;
 use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED};
-use highwater_simulated_blas::{call, export, version, version_part};
+use highwater_simulated_blas::{answer, call, create, export, version, version_part};
 
 use crate::algorithm::{Algorithm, HeuristicResult};
 use crate::attributes::{Description, Layout, Preference};
@@ -60,31 +60,17 @@ export! {
     call -> u32;
     checked in signatures against cudarc::cublaslt::sys, [unsafe fn];
 
-    fn cublasLtCreate(handle: *mut *mut c_void) {
-        if handle.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        let home = Driver::get()?.home()?;
-        // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, HANDLES.insert(home), INVALID_VALUE) }
-    }
+    fn cublasLtCreate(handle: *mut *mut c_void) { create!(handle in HANDLES, Driver::get()?.home()?) }
 
     fn cublasLtDestroy(handle: *mut c_void) {
         // SAFETY: the handle is null or was given by `cublasLtCreate`.
         unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
     }
 
-    fn cublasLtGetProperty(part: u32, value: *mut i32) {
-        // SAFETY: the caller gives a place for a number, or null.
-        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number, INVALID_VALUE) })
-    }
+    fn cublasLtGetProperty(part: u32, value: *mut i32) { answer!(value = version_part(part).ok_or(INVALID_VALUE)?) }
 
     fn cublasLtMatmulDescCreate(description: *mut *mut c_void, compute_type: u32, scale_type: u32) {
-        if description.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(description, DESCRIPTIONS.insert(Description::new(compute_type, scale_type)), INVALID_VALUE) }
+        create!(description in DESCRIPTIONS, Description::new(compute_type, scale_type))
     }
 
     fn cublasLtMatmulDescDestroy(description: *mut c_void) {
@@ -107,11 +93,7 @@ export! {
     }
 
     fn cublasLtMatrixLayoutCreate(layout: *mut *mut c_void, data_type: u32, rows: u64, columns: u64, ld: i64) {
-        if layout.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(layout, LAYOUTS.insert(Layout::new(data_type, rows, columns, ld)), INVALID_VALUE) }
+        create!(layout in LAYOUTS, Layout::new(data_type, rows, columns, ld))
     }
 
     fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) {
@@ -125,11 +107,7 @@ export! {
     }
 
     fn cublasLtMatmulPreferenceCreate(preference: *mut *mut c_void) {
-        if preference.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(preference, PREFERENCES.insert(Preference::default()), INVALID_VALUE) }
+        create!(preference in PREFERENCES, Preference::default())
     }
 
     fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) {

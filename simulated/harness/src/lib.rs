@@ -21,3 +21,20 @@ pub mod values;
 
 /// The outcome of a part of a rule: an error says why the rule could not go on.
 pub type Answer<T = ()> = Result<T, String>;
+
+/// A pointer that a rule uses in several threads.
+#[derive(Debug, Clone, Copy)]
+pub struct Shared(pub *mut std::ffi::c_void);
+
+// SAFETY: the vendors' libraries take their handles in any thread.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Returns the pointer.
+    #[must_use]
+    pub fn get(self) -> *mut std::ffi::c_void {
+        self.0
+    }
+}

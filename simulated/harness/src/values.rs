@@ -65,6 +65,16 @@ pub fn numbers(data_type: u32, count: usize, seed: u64) -> Vec<f64> {
     decode(data_type, &encode(data_type, &exact))
 }
 
+/// Returns a square matrix that is `value` on its diagonal.
+pub fn diagonal_of(edge: usize, value: f32) -> Vec<f32> {
+    (0..edge * edge).map(|index| if index.is_multiple_of(edge + 1) { value } else { 0.0 }).collect()
+}
+
+/// Returns whether a square matrix is `value` on its diagonal and 0 elsewhere.
+pub fn is_diagonal(seen: &[f32], edge: usize, value: f32) -> bool {
+    seen == diagonal_of(edge, value)
+}
+
 /// A product of column-major matrices: transposed or not, sizes, leading dimensions.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {

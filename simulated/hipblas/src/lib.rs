@@ -28,7 +28,7 @@ mod status;
 use std::ffi::{c_char, c_void};
 
 use highwater_simulated_blas::border::{guarded, put, set_switch};
-use highwater_simulated_blas::{export, export_gemm};
+use highwater_simulated_blas::{answer, export, export_gemm, on};
 
 use crate::gemm::{Symbol, run};
 use crate::handle::State;
@@ -69,50 +69,39 @@ export! {
 
     /// A bound workspace stays.
     fn hipblasSetStream(handle: *mut c_void, stream: *mut c_void) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| { state.stream = stream as usize; Ok(()) }) }
+        on!(handle, |state| { state.stream = stream as usize; Ok(()) })
     }
 
     fn hipblasGetStream(handle: *mut c_void, stream: *mut *mut c_void) {
-        // SAFETY: as above, and the caller gives a place for a stream, or null.
-        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void, INVALID_VALUE) }
+        answer!(stream = on!(handle, |state| Ok(state.stream))? as *mut c_void)
     }
 
     /// Since hipBLAS 3.
     fn hipblasSetWorkspace(handle: *mut c_void, workspace: *mut c_void, bytes: usize) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| state.bind_workspace(workspace as u64, bytes as u64)) }
+        on!(handle, |state| state.bind_workspace(workspace as u64, bytes as u64))
     }
 
     /// There is the default mode and no other.
     fn hipblasSetMathMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |_| if mode == 0 { Ok(()) } else { Err(NOT_SUPPORTED) }) }
+        on!(handle, |_| if mode == 0 { Ok(()) } else { Err(NOT_SUPPORTED) })
     }
 
-    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |_| Ok(0))?, INVALID_VALUE) }
-    }
+    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) { answer!(mode = on!(handle, |_| Ok(0))?) }
 
     fn hipblasSetAtomicsMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM)) }
+        on!(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM))
     }
 
     fn hipblasGetAtomicsMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.atomics_mode))?)
     }
 
     fn hipblasSetPointerMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_ENUM)) }
+        on!(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_ENUM))
     }
 
     fn hipblasGetPointerMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.pointer_mode))?)
     }
 }
 

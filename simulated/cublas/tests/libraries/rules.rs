@@ -6,28 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use highwater_simulated_harness::library::text_of;
-use highwater_simulated_harness::values::{F16, F32, F64};
-use highwater_simulated_harness::{code, isolated, ok};
+use highwater_simulated_harness::values::{F16, F32, F64, diagonal_of, is_diagonal};
+use highwater_simulated_harness::{Shared, code, isolated, ok};
 
 use crate::rig::{Blas, Driver, Lt, allocate, download, gate_on, handle, start, store, stream, upload};
 
 /// Edge of the matrices below, whose product needs more than the least workspace.
 const EDGE: usize = 80;
 const WORKSPACE: usize = 1 << 16;
-
-/// A pointer of this thread that others may use.
-#[derive(Clone, Copy)]
-struct Shared(*mut c_void);
-// SAFETY: the libraries' handles may be used by any thread.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn get(self) -> *mut c_void {
-        self.0
-    }
-}
 
 /// Enqueues `C = A * B` of square matrices.
 fn square(handle: *mut c_void, a: u64, b: u64, c: u64) -> u32 {
@@ -37,13 +23,11 @@ fn square(handle: *mut c_void, a: u64, b: u64, c: u64) -> u32 {
 
 /// A square matrix that is `value` on its diagonal.
 fn diagonal(value: f32, stream: *mut c_void) -> u64 {
-    let element = |index: usize| if index.is_multiple_of(EDGE + 1) { value } else { 0.0 };
-    upload(&(0..EDGE * EDGE).map(element).collect::<Vec<_>>(), stream)
+    upload(&diagonal_of(EDGE, value), stream)
 }
 
 fn is_square(c: u64, value: f32, stream: *mut c_void) -> bool {
-    let seen = download::<f32>(c, EDGE * EDGE, stream);
-    seen.iter().enumerate().all(|(index, &seen)| seen == if index.is_multiple_of(EDGE + 1) { value } else { 0.0 })
+    is_diagonal(&download(c, EDGE * EDGE, stream), EDGE, value)
 }
 
 isolated! {
