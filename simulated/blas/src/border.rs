@@ -1,11 +1,10 @@
-//! The border between foreign code and a look-alike: exported functions, and what they write for their callers. The drivers'
-//! look-alikes have the same.
+//! The C boundary of every simulated library: exported functions, and the results that they write for their callers.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic does not cross into foreign
-/// code, it becomes the code `panicked`.
+/// Runs the body of an exported function and returns 0 or its code. A panic becomes the code `panicked`, because none may
+/// unwind into foreign code.
 pub fn guarded(panicked: u32, body: impl FnOnce() -> Result<(), u32>) -> u32 {
     // Unwind safety: what a panicking call leaves half done is behind locks and atomics, of a slot or of the engine.
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -14,7 +13,7 @@ pub fn guarded(panicked: u32, body: impl FnOnce() -> Result<(), u32>) -> u32 {
     }
 }
 
-/// Writes an answer. Where there is no place for it, that is the error.
+/// Writes a result.
 ///
 /// # Errors
 /// `no_place` for null.

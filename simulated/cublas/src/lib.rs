@@ -1,17 +1,17 @@
-//! A look-alike of NVIDIA's cuBLAS over the mock.
+//! A simulation of NVIDIA's cuBLAS over the mock.
 //!
-//! It has the symbols and the ABI of `libcublas.so.13` as far as Highwater uses them, and the rules of the real one: those
-//! that cuBLAS 13.1 was seen to have on an NVIDIA H200 (driver 580.159), or that the vendor's manual states.
+//! It exports the symbols of `libcublas.so.13` that Highwater uses, with the vendor's ABI. Its rules were observed with cuBLAS
+//! 13.1 on an NVIDIA H200 (driver 580.159), or are stated in the vendor's manual.
 //!
-//! - A handle lives in the context that was current when it was made, or in that of device 0, which is made current then.
-//! - Binding a stream takes the handle back to its own workspace, also when it is the same stream; modes survive.
-//! - With a bound workspace each product is two kernels or more, which pass their intermediate results through it; with
-//!   the handle's own it is one, so that nobody can disturb it. The real one makes one kernel of a small product on either:
-//!   here it is two on purpose, so that misuse of a workspace shows at small sizes too.
+//! - A handle belongs to the context that was current at its creation, else to that of device 0, which becomes current.
+//! - Binding a stream, even the same one, returns the handle to its own workspace. Modes are kept.
+//! - On a bound workspace each product is two kernels or more, which pass intermediate results through it. On the handle's own
+//!   workspace it is one kernel, which no other stream can disturb. The real library runs a small product as one kernel on
+//!   either; two make misuse of a workspace show at small sizes too.
 //! - Destroying a handle waits for the device.
 //!
-//! What the real library computes and this one does not: complex and 8-bit types, emulation, operands in page-locked
-//! memory or on another device. Those are `NOT_SUPPORTED`, or a lost context where only the address tells.
+//! Not computed: complex and 8-bit types, emulation, operands in page-locked memory or on another device. Those return
+//! `NOT_SUPPORTED`, or lose the context if only the address reveals them.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -36,9 +36,9 @@ use crate::handle::State;
 /// Runs `body` on the state of a handle.
 ///
 /// # Safety
-/// `handle` is null or was given by `cublasCreate_v2`.
+/// The caller must pass null or a handle from `cublasCreate_v2`.
 unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R, u32>) -> Result<R, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { handle::HANDLES.with(handle, body) }.unwrap_or(Err(status::NOT_INITIALIZED))
 }
 
@@ -116,7 +116,7 @@ export! {
         let call = of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 
@@ -128,7 +128,7 @@ export! {
         let call = of_one_type(R_64F, 70, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 
@@ -141,7 +141,7 @@ export! {
             Matrix::new(a.cast(), lda, stride_a), Matrix::new(b.cast(), ldb, stride_b), Matrix::new(c.cast(), ldc, stride_c),
         ]);
         call.batch = Batch::Of(i64::from(batch_count));
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 }

@@ -1,11 +1,11 @@
-//! A look-alike of NVIDIA's cuBLASLt over the mock.
+//! A simulation of NVIDIA's cuBLASLt over the mock.
 //!
-//! It has the symbols and the ABI of `libcublasLt.so.13` as far as Highwater uses them, and the rules of the real one.
-//! A handle has no state but its context; stream and workspace come with each call. An algorithm says how much workspace
-//! it passes intermediate results through, and runs only the problem that it was found for.
+//! It exports the symbols of `libcublasLt.so.13` that Highwater uses, with the vendor's ABI and rules. A handle has no state
+//! but its context; each call names its stream and workspace. An algorithm states the workspace that it needs, and runs only
+//! the problem that it was found for.
 //!
-//! What the real library computes and this one does not: matrices in row-major or tiled order, integers, complex and
-//! 8-bit types, epilogues with auxiliary outputs or gradients, vectors of alpha. Those find no algorithm (15).
+//! Not computed: matrices in row-major or tiled order, integers, complex and 8-bit types, epilogues with auxiliary outputs or
+//! gradients, vectors of alpha. Those find no algorithm (15).
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -39,7 +39,7 @@ static PREFERENCES: Slots<Preference> = Slots::new(*b"LtPrefer");
 /// # Safety
 /// `address` is null or was given by the function that makes descriptors of some kind.
 unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: u32) -> Result<T, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { slots.with(address, |value| *value) }.ok_or(missing)
 }
 
@@ -48,7 +48,7 @@ unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: 
 /// # Safety
 /// As for [`copy`], for each of them.
 unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> Result<Problem, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     let layout = |address| unsafe { copy(&LAYOUTS, address, INVALID_VALUE) };
     // SAFETY: as above.
     let description = unsafe { copy(&DESCRIPTIONS, description, INVALID_VALUE) }?;

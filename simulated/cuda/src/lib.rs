@@ -1,8 +1,8 @@
-//! A look-alike of NVIDIA's CUDA driver library over the mock.
+//! A simulation of NVIDIA's CUDA driver library over the mock.
 //!
-//! It has the symbols and the ABI of `libcuda.so.1` as far as Highwater uses them, and the rules of the real one, which the
-//! engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
-//! devices there are and what they are like, `HIGHWATER_SIMULATED_CUDA` how the library differs from a healthy one.
+//! It exports the symbols of `libcuda.so.1` that Highwater uses, with the vendor's ABI. The engine
+//! (`highwater-simulated-engine`) implements the rules. `HIGHWATER_MOCK` sets the number and the properties of the devices,
+//! and `HIGHWATER_SIMULATED_CUDA` breaks the installation in one way.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -26,7 +26,7 @@ mod symbols;
 
 use layout::{AccessDescription, AllocationProperties, IpcHandle, Uuid};
 
-/// Runs a call.
+/// Runs the body of an exported function.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
     border::guarded(|| border::unless_injected(function, body))
 }
@@ -60,7 +60,7 @@ export! {
 
     fn cuDeviceGetName(name: *mut c_char, length: i32, device: i32) {
         let text = devices::name(device)?;
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
@@ -72,7 +72,7 @@ export! {
         if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
@@ -94,7 +94,7 @@ export! {
 
     fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
         let (with, is_active) = contexts::state(devices::get(device)?)?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(flags, with)?;
             put(active, i32::from(is_active))
@@ -107,7 +107,7 @@ export! {
 
     fn cuCtxPopCurrent_v2(context: *mut Handle) {
         let answer = handle(current::pop()?);
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put_if_wanted(context, answer) };
         Ok(())
     }
@@ -117,7 +117,7 @@ export! {
             process::simulation()?;
             devices::ordinal(current::device().ok_or(Code::INVALID_CONTEXT)?)?
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(device, answer) }
     }
 
@@ -125,7 +125,7 @@ export! {
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
         current::with_context()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(least, streams::PRIORITIES.0);
             put_if_wanted(greatest, streams::PRIORITIES.1);
@@ -215,7 +215,7 @@ export! {
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (unused, all) = memory::info()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(free, unused as usize)?;
             put(total, all as usize)
@@ -413,7 +413,7 @@ export! {
             let (name, _) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
             name.as_ptr().cast()
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(name, answer) }
     }
 
@@ -422,7 +422,7 @@ export! {
             let (_, text) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
             text.as_ptr().cast()
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(text, answer) }
     }
 

@@ -1,9 +1,9 @@
-//! A look-alike of AMD's HIP runtime over the mock.
+//! A simulation of AMD's HIP runtime over the mock.
 //!
-//! It has the symbols and the ABI of `libamdhip64.so.7` and `.so.6` as far as Highwater uses them, and the rules of the real
-//! one, which the engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
-//! devices there are and what they are like, `HIGHWATER_SIMULATED_HIP` how the library differs from a healthy one of HIP 7.2.
-//! Which symbols a version lacks is settled where the file is laid out.
+//! It exports the symbols of `libamdhip64.so.7` and `.so.6` that Highwater uses, with the vendor's ABI. The engine
+//! (`highwater-simulated-engine`) implements the rules. `HIGHWATER_MOCK` sets the number and the properties of the devices,
+//! and `HIGHWATER_SIMULATED_HIP` the version and its defects. `scripts/simulated.sh` removes the symbols that a version
+//! lacks.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -28,7 +28,7 @@ mod texts;
 
 use layout::{IpcHandle, PointerAttributes, PropertiesLayout, Uuid};
 
-/// Runs a call of a thread that has a device, and notes how it ended.
+/// Runs the body of an exported function on a thread with a device, and records its code.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
     noted(|| {
         hip::enter()?;
@@ -36,7 +36,7 @@ fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
     })
 }
 
-/// Runs a call and notes how it ended.
+/// Runs the body of an exported function and records its code.
 fn noted(body: impl FnOnce() -> Answer<()>) -> i32 {
     let code = border::guarded(body);
     hip::note(code);
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn highwater_simulated_hipblas(
     noted(|| {
         let settings = hip::settings()?;
         let name = settings.arch.split(':').next().unwrap_or_default();
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         unsafe {
             put(major, settings.hipblas())?;
             put(has_kernels, settings.has_kernels.into())?;
@@ -87,12 +87,12 @@ export! {
     fn hipInit(flags: u32) { hip::init(flags) }
 
     fn hipRuntimeGetVersion(version: *mut i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(version, hip::settings()?.runtime_version()) }
     }
 
     fn hipDriverGetVersion(version: *mut i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(version, hip::settings()?.runtime_version()) }
     }
 
@@ -158,7 +158,7 @@ export! {
 
     fn hipDeviceGetName(name: *mut c_char, length: i32, device: i32) {
         let text = devices::name(device)?;
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
@@ -170,7 +170,7 @@ export! {
         if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
@@ -193,7 +193,7 @@ export! {
     fn hipDeviceDisablePeerAccess(peer: i32) { hip::disable_peer_access(peer) }
 
     fn hipDeviceGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(least, streams::HIP_PRIORITIES.0);
             put_if_wanted(greatest, streams::HIP_PRIORITIES.1);
@@ -375,7 +375,7 @@ export! {
 
     fn hipMemGetInfo(free: *mut usize, total: *mut usize) {
         let (left, all) = memory::info()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(free, left as usize)?;
             put(total, all as usize)
@@ -388,7 +388,7 @@ export! {
 
     fn hipMemGetAddressRange(base: *mut Handle, bytes: *mut usize, pointer: *mut c_void) {
         let (start, length) = memory::address_range(address(pointer))?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(base, handle(start));
             put_if_wanted(bytes, length as usize);
