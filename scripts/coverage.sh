@@ -150,7 +150,7 @@ import os, re, sys
 from pathlib import Path
 
 LEAST = 85.0
-TEST_FILES = {"tests.rs", "testing.rs", "abi_check.rs"}
+TEST_FILES = {"tests.rs", "testing.rs", "abi_check.rs", "abi.rs"}
 TEST = re.compile(r"\s*#\[cfg\((all\()?test\b")
 MODULE = re.compile(r"\s*(?:pub(?:\([^)]*\))? )?mod (\w+);")
 

@@ -1,11 +1,13 @@
 //! cuBLAS.
 
+use crate::calls::ok;
 use crate::calls::{Blas, Handle, blas, cu};
 use crate::capture::{ALLOCATION, KERNEL, RELEASE, end_with_graph, executable, nodes};
-use crate::log::{Log, need, ok};
-use crate::rig::{Answer, Gate, NOT_READY, load, memory, start, store, stream, upload, warm};
-use crate::rules;
-use crate::values::{
+use crate::rig::{Gate, NOT_READY, load, memory, start, store, stream, upload, warm};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::{Log, need};
+use highwater_simulated_harness::rules;
+use highwater_simulated_harness::values::{
     BF16, Bound, F16, F32, F64, IN_32F, IN_64F, IN_TF32, Shape, bytes, compare, decode, encode, numbers,
 };
 

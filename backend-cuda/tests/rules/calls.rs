@@ -1,7 +1,9 @@
 //! The vendor's functions, in plain types.
 
 use std::ffi::{CStr, c_char, c_void};
-use std::sync::OnceLock;
+
+use highwater_simulated_harness::library;
+use highwater_simulated_harness::library::text_of;
 
 /// A context, stream, event, graph, pool or library handle.
 pub(crate) type Handle = usize;
@@ -61,59 +63,6 @@ pub(crate) struct Heuristic {
     reserved: [i32; 4],
 }
 
-/// Declares a table of functions that answer with a code, and what fills it.
-macro_rules! table {
-    ($(#[$doc:meta])* $type:ident, $variable:literal, [$($file:literal),+]: $($name:ident($($argument:ty),* $(,)?);)*) => {
-        $(#[$doc])*
-        #[allow(non_snake_case, reason = "the symbols have the vendor's names")]
-        pub(crate) struct $type {
-            $(pub(crate) $name: unsafe extern "C" fn($($argument),*) -> u32,)*
-            #[allow(dead_code, reason = "of two libraries it is only kept open")]
-            library: libloading::Library,
-        }
-
-        impl $type {
-            /// The table, or why there is none.
-            pub(crate) fn open() -> Result<&'static Self, String> {
-                static TABLE: OnceLock<Result<$type, String>> = OnceLock::new();
-                TABLE.get_or_init(|| {
-                    let library = open($variable, &[$($file),+])?;
-                    // SAFETY: the vendor documents these types for these symbols.
-                    unsafe {
-                        Ok(Self {
-                            $($name: *library
-                                .get(concat!(stringify!($name), "\0").as_bytes())
-                                .map_err(|_| concat!("the symbol `", stringify!($name), "` is missing").to_owned())?,)*
-                            library,
-                        })
-                    }
-                }).as_ref().map_err(Clone::clone)
-            }
-
-            /// The table of a library that was found before the first rule.
-            pub(crate) fn get() -> &'static Self {
-                Self::open().expect("a rule begins when its libraries are there")
-            }
-        }
-    };
-}
-
-fn open(variable: &str, names: &[&str]) -> Result<libloading::Library, String> {
-    let given = std::env::var(variable).ok().filter(|value| !value.is_empty());
-    let mut reasons = Vec::new();
-    for name in given.as_deref().map_or(names, |_| &[]).iter().copied().chain(given.as_deref()) {
-        // SAFETY: the constructors of the vendor's libraries may run in any process.
-        match unsafe { libloading::Library::new(name) } {
-            Ok(library) => return Ok(library),
-            Err(error) => {
-                use std::error::Error;
-                reasons.push(error.source().map_or_else(|| error.to_string(), ToString::to_string));
-            }
-        }
-    }
-    Err(reasons.join("; "))
-}
-
 impl Driver {
     /// The vendor's name of a code, or the code of the call that should have told it.
     pub(crate) fn name_of(&self, code: u32) -> Result<String, u32> {
@@ -130,16 +79,17 @@ impl Driver {
 impl Blas {
     /// The vendor's name of a status.
     pub(crate) fn name_of(&self, status: u32) -> Result<String, String> {
-        // SAFETY: the function has this type, and gives a string that stays.
-        unsafe {
-            let function = self
-                .library
-                .get::<unsafe extern "C" fn(u32) -> *const c_char>(b"cublasGetStatusName\0")
-                .map_err(|error| error.to_string())?;
-            Ok(CStr::from_ptr(function(status)).to_string_lossy().into_owned())
-        }
+        text_of(&self.library, "cublasGetStatusName", status)
     }
 }
+
+/// Calls a function of a library that has to succeed for the rule to go on.
+macro_rules! ok {
+    ($library:ident $name:ident($($argument:expr),* $(,)?)) => {
+        highwater_simulated_harness::log::need(stringify!($name), $library!($name($($argument),*)))?
+    };
+}
+pub(crate) use ok;
 
 /// Calls a function of the driver and gives its code.
 macro_rules! cu {
@@ -168,9 +118,9 @@ macro_rules! lt {
 }
 pub(crate) use lt;
 
-table!(
+library! {
     /// The driver.
-    Driver, "HIGHWATER_CUDA_LIBRARY", ["libcuda.so.1"]:
+    Driver: u32, "HIGHWATER_CUDA_LIBRARY", &["libcuda.so.1"];
     cuInit(u32);
     cuDriverGetVersion(*mut i32);
     cuGetErrorName(u32, *mut *const c_char);
@@ -256,11 +206,11 @@ table!(
     cuMemExportToShareableHandle(Pointer, u64, u32, u64);
     cuMemImportFromShareableHandle(*mut u64, usize, u32);
     cuMemGetAllocationGranularity(*mut usize, *const Properties, u32);
-);
+}
 
-table!(
+library! {
     /// cuBLAS.
-    Blas, "HIGHWATER_CUBLAS_LIBRARY", ["libcublas.so.13", "libcublas.so.12"]:
+    Blas: u32, "HIGHWATER_CUBLAS_LIBRARY", &["libcublas.so.13", "libcublas.so.12"];
     cublasCreate_v2(*mut Handle);
     cublasDestroy_v2(Handle);
     cublasGetVersion_v2(Handle, *mut i32);
@@ -280,11 +230,11 @@ table!(
     cublasGemmStridedBatchedEx(
         Handle, u32, u32, i32, i32, i32, Source, u64, u32, i32, i64, u64, u32, i32, i64, Source, u64, u32, i32, i64,
         i32, u32, i32);
-);
+}
 
-table!(
+library! {
     /// cuBLASLt.
-    Lt, "HIGHWATER_CUBLASLT_LIBRARY", ["libcublasLt.so.13", "libcublasLt.so.12"]:
+    Lt: u32, "HIGHWATER_CUBLASLT_LIBRARY", &["libcublasLt.so.13", "libcublasLt.so.12"];
     cublasLtCreate(*mut Handle);
     cublasLtDestroy(Handle);
     cublasLtMatmulDescCreate(*mut Handle, u32, u32);
@@ -300,4 +250,4 @@ table!(
     cublasLtMatmul(
         Handle, Handle, Source, u64, Handle, u64, Handle, Source, u64, Handle, u64, Handle, *const [u64; 8], u64,
         usize, Handle);
-);
+}

@@ -1,12 +1,14 @@
 //! Captures and graphs.
 
+use crate::calls::ok;
 use crate::calls::{Handle, Pointer, cu};
-use crate::log::{Log, ok};
 use crate::rig::{
-    Answer, Counter, Gate, READ_WRITE, event, kinds_of, load, memory, on_another_thread, pages, pinned, start, store,
-    stream, warm,
+    Counter, Gate, READ_WRITE, event, kinds_of, load, memory, on_another_thread, pages, pinned, start, store, stream,
+    warm,
 };
-use crate::rules;
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "capture.replay" Driver Shared replay: "captured work is done when its graph is launched, each time, in its order";

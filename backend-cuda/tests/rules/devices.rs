@@ -1,10 +1,12 @@
 //! Two devices.
 
 use crate::blas::{handle_on, single};
+use crate::calls::ok;
 use crate::calls::{Handle, blas, cu};
-use crate::log::{Log, need, ok};
-use crate::rig::{Answer, Gate, NOT_READY, event, kinds_of, load, memory, start, store, stream, upload, warm};
-use crate::rules;
+use crate::rig::{Gate, NOT_READY, event, kinds_of, load, memory, start, store, stream, upload, warm};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::{Log, need};
+use highwater_simulated_harness::rules;
 
 rules! {
     "devices.events" Devices Own events: "a stream waits for another device's event; recording on its stream and elapsed time across answer 400";

@@ -1,9 +1,11 @@
 //! Events.
 
 use crate::calls::cu;
-use crate::log::{Log, ok};
-use crate::rig::{Answer, Gate, NOT_READY, bytes_at, event, kinds_of, memory, pinned, stream, warm};
-use crate::rules;
+use crate::calls::ok;
+use crate::rig::{Gate, NOT_READY, bytes_at, event, kinds_of, memory, pinned, stream, warm};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "event.never-recorded" Driver Shared never: "an event that was never recorded is done, and nothing to wait for";

@@ -1,9 +1,11 @@
 //! Page-locked memory: allocated and registered.
 
+use crate::calls::ok;
 use crate::calls::{Pointer, cu};
-use crate::log::{Log, ok};
-use crate::rig::{Answer, READ_WRITE, bytes_at, kinds_of, load, memory, pages, pinned, store, stream};
-use crate::rules;
+use crate::rig::{READ_WRITE, bytes_at, kinds_of, load, memory, pages, pinned, store, stream};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "host.allocated" Driver Shared allocated: "allocated memory has its host address on the device, and is freed by its start, once";

@@ -1,11 +1,13 @@
 //! cuBLASLt.
 
 use crate::blas::{bits, scale};
+use crate::calls::ok;
 use crate::calls::{Handle, Heuristic, lt};
-use crate::log::{Log, need, ok};
-use crate::rig::{Answer, load, memory, stream, upload};
-use crate::rules;
-use crate::values::{
+use crate::rig::{load, memory, stream, upload};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::{Log, need};
+use highwater_simulated_harness::rules;
+use highwater_simulated_harness::values::{
     BF16, Bound, F16, F32, F64, IN_32F, IN_64F, IN_TF32, Shape, bytes, compare, decode, encode, numbers,
 };
 

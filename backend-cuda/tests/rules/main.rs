@@ -26,17 +26,20 @@ mod capture;
 mod devices;
 mod events;
 mod host;
-mod log;
 mod lt;
 mod memory;
 mod process;
 mod rig;
-mod run;
 mod sharing;
 mod streams;
-mod values;
 
 use std::process::ExitCode;
+
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::need;
+use highwater_simulated_harness::run::Suite;
+
+use crate::calls::{Blas, Driver, Lt, cu};
 
 /// What a rule needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,57 +55,6 @@ pub(crate) enum Needs {
     DevicesAndBlas,
 }
 
-/// Whose process a rule runs in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Process {
-    /// One with the other rules of its kind: it leaves nothing behind that they could see.
-    Shared,
-    /// One of its own.
-    Own,
-}
-
-/// Something that the vendor's libraries do, as the outcome of calls.
-pub(crate) struct Rule {
-    name: &'static str,
-    statement: &'static str,
-    needs: Needs,
-    process: Process,
-    check: fn(&mut log::Log) -> rig::Answer,
-}
-
-/// The rules of a module.
-macro_rules! rules {
-    ($($name:literal $needs:ident $process:ident $check:path: $statement:literal;)*) => {
-        pub(crate) const RULES: &[crate::Rule] = &[$(crate::Rule {
-            name: $name,
-            statement: $statement,
-            needs: crate::Needs::$needs,
-            process: crate::Process::$process,
-            check: $check,
-        }),*];
-    };
-}
-pub(crate) use rules;
-
-/// Every rule. Those that share a process stand together.
-fn all() -> Vec<&'static Rule> {
-    let modules: [&'static [Rule]; 10] = [
-        process::RULES,
-        memory::RULES,
-        host::RULES,
-        streams::RULES,
-        events::RULES,
-        capture::RULES,
-        blas::RULES,
-        lt::RULES,
-        sharing::RULES,
-        devices::RULES,
-    ];
-    let mut rules: Vec<_> = modules.iter().flat_map(|rules| rules.iter()).collect();
-    rules.sort_by_key(|rule| rule.process == Process::Own);
-    rules
-}
-
 fn main() -> ExitCode {
     match rig::peer_part() {
         Ok(None) => {}
@@ -112,15 +64,62 @@ fn main() -> ExitCode {
     if let Some(part) = process::ending_part() {
         return report("ending", process::end(&part));
     }
-    run::main(&all())
+    let suite = Suite {
+        rules: vec![
+            process::RULES,
+            memory::RULES,
+            host::RULES,
+            streams::RULES,
+            events::RULES,
+            capture::RULES,
+            blas::RULES,
+            lt::RULES,
+            sharing::RULES,
+            devices::RULES,
+        ],
+        driver: || Driver::open().map(drop).map_err(|reason| format!("no CUDA driver: {reason}")),
+        advice: "over the simulation: scripts/simulated.sh cuda cargo test -p highwater-cuda --test rules",
+        lacking,
+        is_met_everywhere: |needs| !matches!(needs, Needs::Devices | Needs::DevicesAndBlas),
+        begin: || rig::start(0).map(drop),
+        end: || need("cuCtxSynchronize after the rule", cu!(cuCtxSynchronize())),
+        // With the few of the default, a blocked stream stops others that have nothing to do with it.
+        environment: &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
+    };
+    suite.main()
 }
 
-fn report(part: &str, ended: rig::Answer) -> ExitCode {
+fn report(part: &str, ended: Answer) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{part}: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Returns why a need is not met here. Only the number of devices is asked of the driver, and those rules start with that.
+fn lacking(needs: &Needs) -> Option<String> {
+    let library = |found: Answer<()>, what: &str| found.err().map(|reason| format!("no {what}: {reason}"));
+    let driver = library(Driver::open().map(drop), "CUDA driver");
+    let blas = || library(Blas::open().map(drop), "cuBLAS");
+    let lt = || library(Lt::open().map(drop), "cuBLASLt");
+    // cuBLASLt first: cuBLAS depends on it and would take whichever the loader finds.
+    driver.or_else(|| match needs {
+        Needs::Driver => None,
+        Needs::Blas => lt().or_else(blas),
+        Needs::Lt => lt(),
+        Needs::Devices => one_device(),
+        Needs::DevicesAndBlas => lt().or_else(blas).or_else(one_device),
+    })
+}
+
+fn one_device() -> Option<String> {
+    let mut count = 0;
+    match (cu!(cuInit(0)), cu!(cuDeviceGetCount(&mut count))) {
+        (0, 0) if count >= 2 => None,
+        (0, 0) => Some(format!("it needs two devices, and there is {count}")),
+        (code, other) => Some(format!("cuInit answered {code}, cuDeviceGetCount {other}")),
     }
 }

@@ -1,11 +1,11 @@
 //! Device memory: blocks, copies, fills, and memory in the order of a stream.
 
+use crate::calls::ok;
 use crate::calls::{Handle, cu};
-use crate::log::{Log, ok};
-use crate::rig::{
-    Answer, Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, pinned, start, store, stream, warm,
-};
-use crate::rules;
+use crate::rig::{Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, pinned, start, store, stream, warm};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "memory.zero-bytes" Driver Shared zero: "cuMemAlloc of no bytes answers 1; other allocations, copies and fills of none succeed";

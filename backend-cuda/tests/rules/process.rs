@@ -3,10 +3,12 @@
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crate::calls::ok;
 use crate::calls::{Handle, blas, cu};
-use crate::log::{Log, need, ok};
-use crate::rig::{Answer, event, memory, on_another_thread, own_program, start, store, stream, upload};
-use crate::rules;
+use crate::rig::{event, memory, on_another_thread, own_program, start, store, stream, upload};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::{Log, need};
+use highwater_simulated_harness::rules;
 
 rules! {
     "init.codes-before-it" Driver Own before: "before cuInit every call but cuDriverGetVersion answers 3, and bad flags answer 1";

@@ -7,10 +7,10 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::calls::{Handle, IpcHandle, Pointer, cu};
-use crate::log::ok;
+use highwater_simulated_harness::Answer;
 
-pub(crate) type Answer<T = ()> = Result<T, String>;
+use crate::calls::ok;
+use crate::calls::{Handle, IpcHandle, Pointer, cu};
 
 pub(crate) const NOT_READY: u32 = 600;
 const PEER: &str = "HIGHWATER_RULES_PEER";

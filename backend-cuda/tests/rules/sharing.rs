@@ -2,12 +2,12 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use crate::calls::ok;
 use crate::calls::{Access, IpcHandle, Properties, cu};
-use crate::log::{Log, ok};
-use crate::rig::{
-    Answer, Gate, Line, NOT_READY, Peer, event, kinds_of, load, memory, pinned, start, stream, wait_until, warm,
-};
-use crate::rules;
+use crate::rig::{Gate, Line, NOT_READY, Peer, event, kinds_of, load, memory, pinned, start, stream, wait_until, warm};
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "ipc.handles" Driver Own handles: "a handle names a whole allocation, and only plain memory has one";

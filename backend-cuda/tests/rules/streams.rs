@@ -1,12 +1,13 @@
 //! Streams.
 
 use crate::calls::cu;
-use crate::log::{Log, ok};
+use crate::calls::ok;
 use crate::rig::{
-    Answer, Counter, Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, on_another_thread, pinned, start,
-    stream, warm,
+    Counter, Gate, NOT_READY, bytes_at, event, kinds_of, load, memory, on_another_thread, pinned, start, stream, warm,
 };
-use crate::rules;
+use highwater_simulated_harness::Answer;
+use highwater_simulated_harness::log::Log;
+use highwater_simulated_harness::rules;
 
 rules! {
     "stream.query" Driver Shared query: "a stream with work answers 600, and one without 0";

@@ -1,11 +1,10 @@
-//! The border between foreign code and a look-alike: exported functions, and what they write for their callers. The drivers'
-//! look-alikes have the same.
+//! The C boundary of every simulated library: exported functions, and the results that they write for their callers.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic does not cross into foreign
-/// code, it becomes the code `panicked`.
+/// Runs the body of an exported function and returns 0 or its code. A panic becomes the code `panicked`, because none may
+/// unwind into foreign code.
 pub fn guarded(panicked: u32, body: impl FnOnce() -> Result<(), u32>) -> u32 {
     // Unwind safety: what a panicking call leaves half done is behind locks and atomics, of a slot or of the engine.
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -14,7 +13,7 @@ pub fn guarded(panicked: u32, body: impl FnOnce() -> Result<(), u32>) -> u32 {
     }
 }
 
-/// Writes an answer. Where there is no place for it, that is the error.
+/// Writes a result.
 ///
 /// # Errors
 /// `no_place` for null.
@@ -28,6 +27,34 @@ pub unsafe fn put<T, E>(place: *mut T, value: T, no_place: E) -> Result<(), E> {
     // SAFETY: the caller says that the place is valid when it is not null.
     unsafe { place.write(value) };
     Ok(())
+}
+
+/// Writes the value of an expression to the place that an exported function was given for it; the caller's `INVALID_VALUE`
+/// for null.
+#[macro_export]
+macro_rules! answer {
+    ($place:ident = $value:expr) => {{
+        let answer = $value;
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put($place, answer, INVALID_VALUE) }
+    }};
+}
+
+/// Makes a value and writes the address of its slot. Without a place, returns the caller's `INVALID_VALUE` and makes nothing.
+#[macro_export]
+macro_rules! create {
+    ($place:ident in $slots:expr, $value:expr) => {
+        if $place.is_null() { Err(INVALID_VALUE) } else { $crate::answer!($place = $slots.insert($value)) }
+    };
+}
+
+/// Runs a closure on the state of a handle, by the caller's function `with`.
+#[macro_export]
+macro_rules! on {
+    ($handle:ident, $body:expr) => {
+        // SAFETY: the caller of the exported function must pass null or a handle of this library.
+        unsafe { with($handle, $body) }
+    };
 }
 
 /// Sets a mode that is 0 or 1.

@@ -179,7 +179,7 @@ impl Driver {
         // SAFETY: the stream is one of the driver, and the answer has a place.
         let answered = unsafe { (self.is_capturing)(stream, &mut capture) };
         if bytes < LARGE || answered != 0 || capture != 1 {
-            // SAFETY: the caller's promise.
+            // SAFETY: forwarded to the caller.
             return unsafe { self.launch(product) };
         }
         let mut product = *product;
@@ -202,7 +202,7 @@ impl Driver {
     /// The stream is one of the driver, and the matrices are as large as the product says.
     pub unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
         self.current_device()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         match status::of_launch(unsafe { (self.table.launch)(product) }) {
             status::SUCCESS => Ok(()),
             code => Err(code),

@@ -1,17 +1,20 @@
-//! What the look-alikes of cuBLAS and cuBLASLt share, and hipBLAS's as far as it has the same.
+//! The common part of the simulated cuBLAS, cuBLASLt and hipBLAS.
 //!
-//! Like the real ones they stand on the driver: contexts, memory and waiting go through functions that `libcuda.so.1` or
-//! `libamdhip64.so` exports for everybody. Only the kernels are reached through a private [`table`], which the simulated
-//! driver exports as `highwater_simulated_blas`.
+//! Like the real libraries they call the driver: contexts, memory and waits go through the public functions of `libcuda.so.1`
+//! or `libamdhip64.so`. Only kernels are launched through a private [`table`], which the simulated driver exports as
+//! `highwater_simulated_blas`.
 //!
-//! - `border`: exported functions, and what they write for their callers
-//! - `table`: the private table, and a product as it crosses it
-//! - `driver`: NVIDIA's driver's functions, and which context is current
-//! - `product`: the arguments of a product, as far as they are alike with every vendor
-//! - `signature`: what of a function the ABI sees, for tests
-//! - `slots`: what the libraries' handles and descriptors lie in
+//! This crate does not depend on the engine, and must not. Each simulated library has its own statics. A BLAS library that
+//! linked the engine would create a second set of devices in the process.
+//!
+//! - `border`: exported functions and their results
+//! - `table`: the private table and its description of a product
+//! - `driver`: the functions of NVIDIA's driver, and the current context
+//! - `product`: the arguments of a product that every vendor has
+//! - `signature`: the ABI of a function, for tests
+//! - `slots`: the storage of handles and descriptors
 //! - `status`: the codes of NVIDIA's libraries, their names and texts
-//! - `types`: element and compute types in NVIDIA's numbers, and which go together
+//! - `types`: element and compute types in NVIDIA's numbers, and their valid combinations
 
 use std::sync::OnceLock;
 
@@ -24,10 +27,10 @@ pub mod status;
 pub mod table;
 pub mod types;
 
-/// The variable that sets the version which the libraries say they are.
+/// The variable that sets the version that the libraries report.
 pub const VERSION_VARIABLE: &str = "HIGHWATER_SIMULATED_CUBLAS_VERSION";
 
-/// The version that the libraries say they are; 130100 unless set.
+/// Returns the version that the libraries report; 130100 by default.
 #[must_use]
 pub fn version() -> u32 {
     static VERSION: OnceLock<u32> = OnceLock::new();

@@ -134,7 +134,7 @@ impl Call {
         let &Shape { transpose: [transpose_a, transpose_b], sizes: [m, n, k], count, batched, .. } = shape;
         let ([a, b, c], [lda, ldb, ldc], [stride_a, stride_b, stride_c]) = (shape.addresses, shape.lds, shape.strides);
         let on_device = bound.pointer_mode == 1;
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         let [alpha, beta] = [self.alpha, self.beta].map(|place| unsafe { scale(place, compute.scale, on_device) });
         Product {
             device: bound.device,
@@ -224,7 +224,7 @@ macro_rules! export_gemm {
                         compute_type, algo: i64::from(algo), alpha, beta, batch: Batch::One,
                         matrices: [Matrix::new(a, lda, 0), Matrix::new(b, ldb, 0), Matrix::new(c, ldc, 0)],
                     };
-                    // SAFETY: the caller's promises are the ones that are asked for.
+                    // SAFETY: forwarded to the caller.
                     unsafe { $run(&call, handle $(, $besides)?) }
                 }
 
@@ -243,7 +243,7 @@ macro_rules! export_gemm {
                             Matrix::new(a, lda, stride_a), Matrix::new(b, ldb, stride_b), Matrix::new(c, ldc, stride_c),
                         ],
                     };
-                    // SAFETY: the caller's promises are the ones that are asked for.
+                    // SAFETY: forwarded to the caller.
                     unsafe { $run(&call, handle $(, $besides)?) }
                 }
             )*

@@ -1,8 +1,7 @@
-//! What the handles and descriptors of the libraries point to.
+//! The storage behind the handles and descriptors of the libraries.
 //!
-//! A slot is never given back to the allocator, only to the list of free ones. So a handle that was destroyed is told from
-//! a live one by reading it, and using it is an error code instead of undefined behaviour. A number that was never given
-//! out is as bad as with the vendor.
+//! A slot is never freed, only reused. Reading it therefore tells a destroyed handle from a live one, and a use of a destroyed
+//! handle returns a code instead of being undefined. A pointer that no call returned is undefined, as with the vendor.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -70,7 +69,7 @@ impl<T: Send> Slots<T> {
         if address.is_null() {
             return None;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         let slot = unsafe { self.slot(address) }?;
         lock(&slot.value).as_mut().map(body)
     }
@@ -83,7 +82,7 @@ impl<T: Send> Slots<T> {
         if address.is_null() {
             return None;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         let slot = unsafe { self.slot(address) }?;
         // One of two threads that destroy the same handle finds the tag gone.
         slot.tag.compare_exchange(self.tag, 0, Ordering::AcqRel, Ordering::Relaxed).ok()?;

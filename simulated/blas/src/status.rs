@@ -49,7 +49,7 @@ pub const fn of_launch(driver: u32) -> u32 {
         0 => SUCCESS,
         1 => INVALID_VALUE,
         2 => ALLOC_FAILED,
-        // Not initialised (also: a forked child), shutting down, no context, context gone.
+        // Not initialized (also: a forked child), shutting down, no context, context gone.
         3 | 4 | 201 | 709 => NOT_INITIALIZED,
         801 => NOT_SUPPORTED,
         _ => EXECUTION_FAILED,

@@ -80,7 +80,7 @@ impl Compute {
 /// `place` points to an element of the type, unless it lies on the device.
 #[must_use]
 pub unsafe fn scale(place: *const std::ffi::c_void, data_type: u32, on_device: bool) -> u64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     if on_device { place as u64 } else { unsafe { read_scale(place, data_type) }.to_bits() }
 }
 
@@ -89,7 +89,7 @@ pub unsafe fn scale(place: *const std::ffi::c_void, data_type: u32, on_device: b
 /// # Safety
 /// `value` points to an element of the type.
 unsafe fn read_scale(value: *const std::ffi::c_void, data_type: u32) -> f64 {
-    // SAFETY: the caller's promise. Foreign code may have put the element anywhere.
+    // SAFETY: forwarded to the caller. Foreign code may have put the element anywhere.
     unsafe {
         match data_type {
             R_64F => value.cast::<f64>().read_unaligned(),

@@ -32,7 +32,7 @@ pub(crate) fn of_one_type(
 pub(crate) unsafe fn run(call: &Call, handle: *mut c_void) -> Result<(), u32> {
     // The handle is copied out: the real library takes no lock over a call either, so two threads that share a handle
     // meet in its workspace.
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     let (bound, workspace) = unsafe { crate::with(handle, |state| Ok((state.bound(), state.workspace()))) }?;
     // `cublasOperation_t` counts from 0.
     let shape = call.transposes(0).and_then(|transpose| call.shape(transpose)).ok_or(INVALID_VALUE)?;
@@ -49,7 +49,7 @@ pub(crate) unsafe fn run(call: &Call, handle: *mut c_void) -> Result<(), u32> {
     // SAFETY: the caller says that alpha and beta are valid; on the host they are read during the call.
     let product = unsafe { call.product(&shape, [a, c], compute, &bound) };
     let driver = Driver::get()?;
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe {
         match workspace {
             Workspace::Own => driver.launch_on_own_workspace(&product),

@@ -1,17 +1,17 @@
-//! A look-alike of NVIDIA's cuBLAS over the mock.
+//! A simulation of NVIDIA's cuBLAS over the mock.
 //!
-//! It has the symbols and the ABI of `libcublas.so.13` as far as Highwater uses them, and the rules of the real one: those
-//! that cuBLAS 13.1 was seen to have on an NVIDIA H200 (driver 580.159), or that the vendor's manual states.
+//! It exports the symbols of `libcublas.so.13` that Highwater uses, with the vendor's ABI. Its rules were observed with cuBLAS
+//! 13.1 on an NVIDIA H200 (driver 580.159), or are stated in the vendor's manual.
 //!
-//! - A handle lives in the context that was current when it was made, or in that of device 0, which is made current then.
-//! - Binding a stream takes the handle back to its own workspace, also when it is the same stream; modes survive.
-//! - With a bound workspace each product is two kernels or more, which pass their intermediate results through it; with
-//!   the handle's own it is one, so that nobody can disturb it. The real one makes one kernel of a small product on either:
-//!   here it is two on purpose, so that misuse of a workspace shows at small sizes too.
+//! - A handle belongs to the context that was current at its creation, else to that of device 0, which becomes current.
+//! - Binding a stream, even the same one, returns the handle to its own workspace. Modes are kept.
+//! - On a bound workspace each product is two kernels or more, which pass intermediate results through it. On the handle's own
+//!   workspace it is one kernel, which no other stream can disturb. The real library runs a small product as one kernel on
+//!   either; two make misuse of a workspace show at small sizes too.
 //! - Destroying a handle waits for the device.
 //!
-//! What the real library computes and this one does not: complex and 8-bit types, emulation, operands in page-locked
-//! memory or on another device. Those are `NOT_SUPPORTED`, or a lost context where only the address tells.
+//! Not computed: complex and 8-bit types, emulation, operands in page-locked memory or on another device. Those return
+//! `NOT_SUPPORTED`, or lose the context if only the address reveals them.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -24,11 +24,11 @@ mod handle;
 
 use std::ffi::{c_char, c_void};
 
-use highwater_simulated_blas::border::{put, set_switch};
+use highwater_simulated_blas::border::set_switch;
 use highwater_simulated_blas::product::{Batch, Matrix};
 use highwater_simulated_blas::status::{self, INVALID_VALUE};
 use highwater_simulated_blas::types::{R_32F, R_64F};
-use highwater_simulated_blas::{call, export, export_gemm, version, version_part};
+use highwater_simulated_blas::{answer, call, create, export, export_gemm, on, version, version_part};
 
 use crate::gemm::{of_one_type, run};
 use crate::handle::State;
@@ -36,9 +36,9 @@ use crate::handle::State;
 /// Runs `body` on the state of a handle.
 ///
 /// # Safety
-/// `handle` is null or was given by `cublasCreate_v2`.
+/// The caller must pass null or a handle from `cublasCreate_v2`.
 unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R, u32>) -> Result<R, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { handle::HANDLES.with(handle, body) }.unwrap_or(Err(status::NOT_INITIALIZED))
 }
 
@@ -47,14 +47,7 @@ export! {
     call -> u32;
     checked in signatures against cudarc::cublas::sys, [unsafe fn];
 
-    fn cublasCreate_v2(handle: *mut *mut c_void) {
-        if handle.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        let state = State::new()?;
-        // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, handle::HANDLES.insert(state), INVALID_VALUE) }
-    }
+    fn cublasCreate_v2(handle: *mut *mut c_void) { create!(handle in handle::HANDLES, State::new()?) }
 
     /// Waits for the device.
     fn cublasDestroy_v2(handle: *mut c_void) {
@@ -63,83 +56,56 @@ export! {
     }
 
     /// Needs no handle.
-    fn cublasGetVersion_v2(_handle: *mut c_void, version: *mut i32) {
-        // SAFETY: the caller gives a place for a number, or null.
-        unsafe { put(version, self::version() as i32, INVALID_VALUE) }
-    }
-
-    fn cublasGetProperty(part: u32, value: *mut i32) {
-        // SAFETY: the caller gives a place for a number, or null.
-        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number, INVALID_VALUE) })
-    }
+    fn cublasGetVersion_v2(_handle: *mut c_void, version: *mut i32) { answer!(version = self::version() as i32) }
+    fn cublasGetProperty(part: u32, value: *mut i32) { answer!(value = version_part(part).ok_or(INVALID_VALUE)?) }
 
     /// The handle is back on its own workspace, also when the stream is the same.
     fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| { state.bind_stream(stream as usize); Ok(()) }) }
+        on!(handle, |state| { state.bind_stream(stream as usize); Ok(()) })
     }
 
     fn cublasGetStream_v2(handle: *mut c_void, stream: *mut *mut c_void) {
-        // SAFETY: as above, and the caller gives a place for a stream, or null.
-        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void, INVALID_VALUE) }
+        answer!(stream = on!(handle, |state| Ok(state.stream))? as *mut c_void)
     }
 
     /// 0 bytes forbid any workspace.
     fn cublasSetWorkspace_v2(handle: *mut c_void, workspace: *mut c_void, bytes: usize) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| state.bind_workspace(workspace as u64, bytes as u64)) }
+        on!(handle, |state| state.bind_workspace(workspace as u64, bytes as u64))
     }
 
-    fn cublasSetMathMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| state.set_math_mode(mode)) }
-    }
-
-    fn cublasGetMathMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.math_mode))?, INVALID_VALUE) }
-    }
+    fn cublasSetMathMode(handle: *mut c_void, mode: u32) { on!(handle, |state| state.set_math_mode(mode)) }
+    fn cublasGetMathMode(handle: *mut c_void, mode: *mut u32) { answer!(mode = on!(handle, |state| Ok(state.math_mode))?) }
 
     fn cublasSetAtomicsMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_VALUE)) }
+        on!(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_VALUE))
     }
 
     fn cublasGetAtomicsMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.atomics_mode))?)
     }
 
     fn cublasSetPointerMode_v2(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_VALUE)) }
+        on!(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_VALUE))
     }
 
     fn cublasGetPointerMode_v2(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.pointer_mode))?)
     }
 
     /// Changes nothing about a product here.
-    fn cublasSetSmCountTarget(handle: *mut c_void, count: i32) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| state.set_sm_count_target(count)) }
-    }
+    fn cublasSetSmCountTarget(handle: *mut c_void, count: i32) { on!(handle, |state| state.set_sm_count_target(count)) }
 
     fn cublasGetSmCountTarget(handle: *mut c_void, count: *mut i32) {
-        // SAFETY: as above, and the caller gives a place for a number, or null.
-        unsafe { put(count, with(handle, |state| Ok(state.sm_count_target))?, INVALID_VALUE) }
+        answer!(count = on!(handle, |state| Ok(state.sm_count_target))?)
     }
 
     /// Changes nothing about a product here.
     fn cublasSetEmulationStrategy(handle: *mut c_void, strategy: u32) {
-        // SAFETY: the handle is null or was given by `cublasCreate_v2`.
-        unsafe { with(handle, |state| state.set_emulation_strategy(strategy)) }
+        on!(handle, |state| state.set_emulation_strategy(strategy))
     }
 
     fn cublasGetEmulationStrategy(handle: *mut c_void, strategy: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a number, or null.
-        unsafe { put(strategy, with(handle, |state| Ok(state.emulation_strategy))?, INVALID_VALUE) }
+        answer!(strategy = on!(handle, |state| Ok(state.emulation_strategy))?)
     }
 
     fn cublasSgemm_v2(
@@ -150,7 +116,7 @@ export! {
         let call = of_one_type(R_32F, 68, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 
@@ -162,7 +128,7 @@ export! {
         let call = of_one_type(R_64F, 70, [transa, transb], [m, n, k].map(i64::from), alpha.cast(), beta.cast(), [
             Matrix::new(a.cast(), lda, 0), Matrix::new(b.cast(), ldb, 0), Matrix::new(c.cast(), ldc, 0),
         ]);
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 
@@ -175,7 +141,7 @@ export! {
             Matrix::new(a.cast(), lda, stride_a), Matrix::new(b.cast(), ldb, stride_b), Matrix::new(c.cast(), ldc, stride_c),
         ]);
         call.batch = Batch::Of(i64::from(batch_count));
-        // SAFETY: the caller's promises are the ones that are asked for.
+        // SAFETY: forwarded to the caller.
         unsafe { run(&call, handle) }
     }
 }

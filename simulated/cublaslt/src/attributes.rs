@@ -69,7 +69,7 @@ impl Description {
                 25 => _ = read::<i8>(value, bytes)?,
                 // Transposed C, part of C only.
                 5 | 6 => self.is_special |= read::<u32>(value, bytes)? != 0,
-                // Auxiliary outputs, scales of 8-bit types, synchronisation by chunks: set, they find no algorithm.
+                // Auxiliary outputs, scales of 8-bit types, synchronization by chunks: set, they find no algorithm.
                 11..=14 | 17..=24 | 27..=37 => self.is_special |= bytes > 0 && !value.is_null(),
                 _ => return Err(INVALID_VALUE),
             }
@@ -101,7 +101,7 @@ impl Description {
             _ => return Err(INVALID_VALUE),
         };
         if !written.is_null() {
-            // SAFETY: the caller's promise.
+            // SAFETY: forwarded to the caller.
             unsafe { written.write(size) };
         }
         if bytes == 0 && !written.is_null() {

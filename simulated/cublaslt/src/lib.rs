@@ -1,11 +1,11 @@
-//! A look-alike of NVIDIA's cuBLASLt over the mock.
+//! A simulation of NVIDIA's cuBLASLt over the mock.
 //!
-//! It has the symbols and the ABI of `libcublasLt.so.13` as far as Highwater uses them, and the rules of the real one.
-//! A handle has no state but its context; stream and workspace come with each call. An algorithm says how much workspace
-//! it passes intermediate results through, and runs only the problem that it was found for.
+//! It exports the symbols of `libcublasLt.so.13` that Highwater uses, with the vendor's ABI and rules. A handle has no state
+//! but its context; each call names its stream and workspace. An algorithm states the workspace that it needs, and runs only
+//! the problem that it was found for.
 //!
-//! What the real library computes and this one does not: matrices in row-major or tiled order, integers, complex and
-//! 8-bit types, epilogues with auxiliary outputs or gradients, vectors of alpha. Those find no algorithm (15).
+//! Not computed: matrices in row-major or tiled order, integers, complex and 8-bit types, epilogues with auxiliary outputs or
+//! gradients, vectors of alpha. Those find no algorithm (15).
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -23,7 +23,7 @@ use highwater_simulated_blas::border::put;
 use highwater_simulated_blas::driver::{Driver, Home};
 use highwater_simulated_blas::slots::Slots;
 use highwater_simulated_blas::status::{self, INVALID_VALUE, NOT_INITIALIZED};
-use highwater_simulated_blas::{call, export, version, version_part};
+use highwater_simulated_blas::{answer, call, create, export, version, version_part};
 
 use crate::algorithm::{Algorithm, HeuristicResult};
 use crate::attributes::{Description, Layout, Preference};
@@ -39,7 +39,7 @@ static PREFERENCES: Slots<Preference> = Slots::new(*b"LtPrefer");
 /// # Safety
 /// `address` is null or was given by the function that makes descriptors of some kind.
 unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: u32) -> Result<T, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { slots.with(address, |value| *value) }.ok_or(missing)
 }
 
@@ -48,7 +48,7 @@ unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: 
 /// # Safety
 /// As for [`copy`], for each of them.
 unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> Result<Problem, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     let layout = |address| unsafe { copy(&LAYOUTS, address, INVALID_VALUE) };
     // SAFETY: as above.
     let description = unsafe { copy(&DESCRIPTIONS, description, INVALID_VALUE) }?;
@@ -60,31 +60,17 @@ export! {
     call -> u32;
     checked in signatures against cudarc::cublaslt::sys, [unsafe fn];
 
-    fn cublasLtCreate(handle: *mut *mut c_void) {
-        if handle.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        let home = Driver::get()?.home()?;
-        // SAFETY: the caller gives a place for a handle.
-        unsafe { put(handle, HANDLES.insert(home), INVALID_VALUE) }
-    }
+    fn cublasLtCreate(handle: *mut *mut c_void) { create!(handle in HANDLES, Driver::get()?.home()?) }
 
     fn cublasLtDestroy(handle: *mut c_void) {
         // SAFETY: the handle is null or was given by `cublasLtCreate`.
         unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
     }
 
-    fn cublasLtGetProperty(part: u32, value: *mut i32) {
-        // SAFETY: the caller gives a place for a number, or null.
-        version_part(part).ok_or(INVALID_VALUE).and_then(|number| unsafe { put(value, number, INVALID_VALUE) })
-    }
+    fn cublasLtGetProperty(part: u32, value: *mut i32) { answer!(value = version_part(part).ok_or(INVALID_VALUE)?) }
 
     fn cublasLtMatmulDescCreate(description: *mut *mut c_void, compute_type: u32, scale_type: u32) {
-        if description.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(description, DESCRIPTIONS.insert(Description::new(compute_type, scale_type)), INVALID_VALUE) }
+        create!(description in DESCRIPTIONS, Description::new(compute_type, scale_type))
     }
 
     fn cublasLtMatmulDescDestroy(description: *mut c_void) {
@@ -107,11 +93,7 @@ export! {
     }
 
     fn cublasLtMatrixLayoutCreate(layout: *mut *mut c_void, data_type: u32, rows: u64, columns: u64, ld: i64) {
-        if layout.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(layout, LAYOUTS.insert(Layout::new(data_type, rows, columns, ld)), INVALID_VALUE) }
+        create!(layout in LAYOUTS, Layout::new(data_type, rows, columns, ld))
     }
 
     fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) {
@@ -125,11 +107,7 @@ export! {
     }
 
     fn cublasLtMatmulPreferenceCreate(preference: *mut *mut c_void) {
-        if preference.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: the caller gives a place for a descriptor.
-        unsafe { put(preference, PREFERENCES.insert(Preference::default()), INVALID_VALUE) }
+        create!(preference in PREFERENCES, Preference::default())
     }
 
     fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) {

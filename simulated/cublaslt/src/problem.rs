@@ -166,7 +166,7 @@ impl Problem {
             product.epilogue = NO_EPILOGUE;
         }
         (product.workspace, product.workspace_bytes) = (workspace, needed);
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         unsafe { Driver::get()?.launch(&product) }
     }
 }

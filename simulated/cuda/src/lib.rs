@@ -1,8 +1,8 @@
-//! A look-alike of NVIDIA's CUDA driver library over the mock.
+//! A simulation of NVIDIA's CUDA driver library over the mock.
 //!
-//! It has the symbols and the ABI of `libcuda.so.1` as far as Highwater uses them, and the rules of the real one, which the
-//! engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
-//! devices there are and what they are like, `HIGHWATER_SIMULATED_CUDA` how the library differs from a healthy one.
+//! It exports the symbols of `libcuda.so.1` that Highwater uses, with the vendor's ABI. The engine
+//! (`highwater-simulated-engine`) implements the rules. `HIGHWATER_MOCK` sets the number and the properties of the devices,
+//! and `HIGHWATER_SIMULATED_CUDA` breaks the installation in one way.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -12,13 +12,13 @@ use std::ffi::{c_char, c_void};
 use highwater_simulated_engine::blas::{self, BlasTable};
 use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
-    put_new, put_text,
+    put_text,
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::vmm::{self, Properties};
 use highwater_simulated_engine::{
-    Answer, Code, captures, contexts, current, devices, events, graphs, host, ipc, memory, pools, process, streams,
-    variants,
+    Answer, Code, answer, captures, contexts, create, current, devices, events, graphs, host, ipc, memory, pools,
+    process, streams, variants,
 };
 
 pub(crate) mod layout;
@@ -26,7 +26,7 @@ mod symbols;
 
 use layout::{AccessDescription, AllocationProperties, IpcHandle, Uuid};
 
-/// Runs a call.
+/// Runs the body of an exported function.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
     border::guarded(|| border::unless_injected(function, body))
 }
@@ -50,103 +50,64 @@ export! {
         process::initialize()
     }
 
-    fn cuDriverGetVersion(version: *mut i32) {
-        let answer = variants::variants()?.driver_version;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(version, answer) }
-    }
-
-    fn cuDeviceGetCount(count: *mut i32) {
-        let answer = devices::count()? as i32;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(count, answer) }
-    }
+    fn cuDriverGetVersion(version: *mut i32) { answer!(version = variants::variants()?.driver_version) }
+    fn cuDeviceGetCount(count: *mut i32) { answer!(count = devices::count()? as i32) }
 
     fn cuDeviceGet(device: *mut i32, ordinal: i32) {
         devices::get(ordinal)?;
-        let answer = ordinal;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(device, answer) }
+        answer!(device = ordinal)
     }
 
     fn cuDeviceGetName(name: *mut c_char, length: i32, device: i32) {
         let text = devices::name(device)?;
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
-    fn cuDeviceGetUuid_v2(uuid: *mut Uuid, device: i32) {
-        let answer = Uuid(devices::uuid(device)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(uuid, answer) }
-    }
-
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
-        let answer = devices::memory_bytes(device)? as usize;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(bytes, answer) }
-    }
+    fn cuDeviceGetUuid_v2(uuid: *mut Uuid, device: i32) { answer!(uuid = Uuid(devices::uuid(device)?)) }
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) { answer!(bytes = devices::memory_bytes(device)? as usize) }
 
     fn cuDeviceGetPCIBusId(name: *mut c_char, length: i32, device: i32) {
         let text = devices::pci_bus_id(device)?;
         if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
     fn cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32) {
-        let answer = devices::attribute(attribute, device)?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(value, answer) }
+        answer!(value = devices::attribute(attribute, device)?)
     }
 
     fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
-        let answer = i32::from(devices::can_access_peer(device, peer)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(can, answer) }
+        answer!(can = i32::from(devices::can_access_peer(device, peer)?))
     }
 
-    fn cuCtxEnablePeerAccess(context: Handle, flags: u32) {
-        devices::enable_peer_access(number(context), flags)
-    }
+    fn cuCtxEnablePeerAccess(context: Handle, flags: u32) { devices::enable_peer_access(number(context), flags) }
 
     fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(context, || contexts::retain(devices::get(device)?).map(handle)) }
+        create!(context = contexts::retain(devices::get(device)?).map(handle))
     }
 
-    fn cuDevicePrimaryCtxRelease_v2(device: i32) {
-        contexts::release(devices::get(device)?)
-    }
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) { contexts::release(devices::get(device)?) }
 
     fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
         let (with, is_active) = contexts::state(devices::get(device)?)?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(flags, with)?;
             put(active, i32::from(is_active))
         }
     }
 
-    fn cuCtxGetCurrent(context: *mut Handle) {
-        let answer = handle(current::get()?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(context, answer) }
-    }
-
-    fn cuCtxSetCurrent(context: Handle) {
-        current::set(number(context))
-    }
-
-    fn cuCtxPushCurrent_v2(context: Handle) {
-        current::push(number(context))
-    }
+    fn cuCtxGetCurrent(context: *mut Handle) { answer!(context = handle(current::get()?)) }
+    fn cuCtxSetCurrent(context: Handle) { current::set(number(context)) }
+    fn cuCtxPushCurrent_v2(context: Handle) { current::push(number(context)) }
 
     fn cuCtxPopCurrent_v2(context: *mut Handle) {
         let answer = handle(current::pop()?);
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put_if_wanted(context, answer) };
         Ok(())
     }
@@ -156,17 +117,15 @@ export! {
             process::simulation()?;
             devices::ordinal(current::device().ok_or(Code::INVALID_CONTEXT)?)?
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(device, answer) }
     }
 
-    fn cuCtxSynchronize() {
-        streams::synchronize_context()
-    }
+    fn cuCtxSynchronize() { streams::synchronize_context() }
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
         current::with_context()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(least, streams::PRIORITIES.0);
             put_if_wanted(greatest, streams::PRIORITIES.1);
@@ -174,74 +133,43 @@ export! {
         Ok(())
     }
 
-    fn cuStreamCreate(stream: *mut Handle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
-    }
+    fn cuStreamCreate(stream: *mut Handle, flags: u32) { create!(stream = streams::create(flags, 0).map(handle)) }
 
     fn cuStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
+        create!(stream = streams::create(flags, priority).map(handle))
     }
 
-    fn cuStreamDestroy_v2(stream: Handle) {
-        streams::destroy(number(stream))
-    }
-
-    fn cuStreamQuery(stream: Handle) {
-        streams::query(number(stream))
-    }
-
-    fn cuStreamSynchronize(stream: Handle) {
-        streams::synchronize(number(stream))
-    }
+    fn cuStreamDestroy_v2(stream: Handle) { streams::destroy(number(stream)) }
+    fn cuStreamQuery(stream: Handle) { streams::query(number(stream)) }
+    fn cuStreamSynchronize(stream: Handle) { streams::synchronize(number(stream)) }
 
     fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) {
         events::stream_wait(number(stream), number(event), flags)
     }
 
     fn cuStreamGetCtx(stream: Handle, context: *mut Handle) {
-        let answer = handle(current::handle_of(process::simulation()?.stream(number(stream))?.device));
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(context, answer) }
+        answer!(context = handle(current::handle_of(process::simulation()?.stream(number(stream))?.device)))
     }
 
     fn cuStreamGetPriority(stream: Handle, priority: *mut i32) {
-        let answer = process::simulation()?.stream(number(stream))?.priority;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(priority, answer) }
+        answer!(priority = process::simulation()?.stream(number(stream))?.priority)
     }
 
     fn cuStreamGetFlags(stream: Handle, flags: *mut u32) {
-        let answer = process::simulation()?.stream(number(stream))?.flags;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(flags, answer) }
+        answer!(flags = process::simulation()?.stream(number(stream))?.flags)
     }
 
-    fn cuStreamGetId(stream: Handle, id: *mut u64) {
-        let answer = process::simulation()?.stream(number(stream))?.number;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(id, answer) }
-    }
-
-    fn cuStreamBeginCapture_v2(stream: Handle, mode: u32) {
-        captures::begin(number(stream), mode)
-    }
+    fn cuStreamGetId(stream: Handle, id: *mut u64) { answer!(id = process::simulation()?.stream(number(stream))?.number) }
+    fn cuStreamBeginCapture_v2(stream: Handle, mode: u32) { captures::begin(number(stream), mode) }
 
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
         expect_place(graph)?;
         // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
         unsafe { put(graph, handle(0)) }?;
-        let answer = handle(captures::end(number(stream))?);
-        // SAFETY: as above.
-        unsafe { put(graph, answer) }
+        answer!(graph = handle(captures::end(number(stream))?))
     }
 
-    fn cuStreamIsCapturing(stream: Handle, status: *mut u32) {
-        let answer = captures::is_capturing(number(stream))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(status, answer) }
-    }
+    fn cuStreamIsCapturing(stream: Handle, status: *mut u32) { answer!(status = captures::is_capturing(number(stream))?) }
 
     fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) {
         // SAFETY: the caller gives a mode, or null.
@@ -252,21 +180,12 @@ export! {
     }
 
     fn cuGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(executable, || graphs::instantiate(number(graph), flags).map(handle)) }
+        create!(executable = graphs::instantiate(number(graph), flags).map(handle))
     }
 
-    fn cuGraphLaunch(executable: Handle, stream: Handle) {
-        graphs::launch(number(executable), number(stream))
-    }
-
-    fn cuGraphDestroy(graph: Handle) {
-        graphs::destroy_graph(number(graph))
-    }
-
-    fn cuGraphExecDestroy(executable: Handle) {
-        graphs::destroy_executable(number(executable))
-    }
+    fn cuGraphLaunch(executable: Handle, stream: Handle) { graphs::launch(number(executable), number(stream)) }
+    fn cuGraphDestroy(graph: Handle) { graphs::destroy_graph(number(graph)) }
+    fn cuGraphExecDestroy(executable: Handle) { graphs::destroy_executable(number(executable)) }
 
     fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
         let found = graphs::nodes(number(graph))?;
@@ -274,56 +193,29 @@ export! {
         unsafe { border::put_handles(nodes, count, &found) }
     }
 
-    fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
-        let answer = graphs::node_kind(number(node))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(kind, answer) }
-    }
+    fn cuGraphNodeGetType(node: Handle, kind: *mut u32) { answer!(kind = graphs::node_kind(number(node))?) }
 
     fn cuLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
         // SAFETY: function and argument are what the caller promised the vendor they are.
         unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
-    fn cuEventCreate(event: *mut Handle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(event, || events::create(flags).map(handle)) }
-    }
-
-    fn cuEventDestroy_v2(event: Handle) {
-        events::destroy(number(event))
-    }
-
-    fn cuEventRecord(event: Handle, stream: Handle) {
-        events::record(number(event), number(stream))
-    }
-
-    fn cuEventQuery(event: Handle) {
-        events::query(number(event))
-    }
-
-    fn cuEventSynchronize(event: Handle) {
-        events::synchronize(number(event))
-    }
+    fn cuEventCreate(event: *mut Handle, flags: u32) { create!(event = events::create(flags).map(handle)) }
+    fn cuEventDestroy_v2(event: Handle) { events::destroy(number(event)) }
+    fn cuEventRecord(event: Handle, stream: Handle) { events::record(number(event), number(stream)) }
+    fn cuEventQuery(event: Handle) { events::query(number(event)) }
+    fn cuEventSynchronize(event: Handle) { events::synchronize(number(event)) }
 
     fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: Handle, end: Handle) {
-        let answer = events::elapsed(number(start), number(end))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(milliseconds, answer) }
+        answer!(milliseconds = events::elapsed(number(start), number(end))?)
     }
 
-    fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(ptr, || memory::allocate(bytes)) }
-    }
-
-    fn cuMemFree_v2(ptr: u64) {
-        memory::free(ptr)
-    }
+    fn cuMemAlloc_v2(ptr: *mut u64, bytes: usize) { create!(ptr = memory::allocate(bytes)) }
+    fn cuMemFree_v2(ptr: u64) { memory::free(ptr) }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (unused, all) = memory::info()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(free, unused as usize)?;
             put(total, all as usize)
@@ -341,18 +233,13 @@ export! {
     }
 
     fn cuMemAllocAsync(ptr: *mut u64, bytes: usize, stream: Handle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(ptr, || memory::allocate_ordered(bytes, number(stream))) }
+        create!(ptr = memory::allocate_ordered(bytes, number(stream)))
     }
 
-    fn cuMemFreeAsync(ptr: u64, stream: Handle) {
-        memory::free_ordered(ptr, number(stream))
-    }
+    fn cuMemFreeAsync(ptr: u64, stream: Handle) { memory::free_ordered(ptr, number(stream)) }
 
     fn cuDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
-        let answer = handle(pools::default(devices::get(device)?)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(pool, answer) }
+        answer!(pool = handle(pools::default(devices::get(device)?)?))
     }
 
     fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
@@ -367,9 +254,7 @@ export! {
         unsafe { put_attribute(value, answer) }
     }
 
-    fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
-        pools::trim(number(pool), keep)
-    }
+    fn cuMemPoolTrimTo(pool: Handle, keep: usize) { pools::trim(number(pool), keep) }
 
     fn cuMemPoolSetAccess(pool: Handle, descriptions: *const AccessDescription, count: usize) {
         for index in 0..count {
@@ -385,27 +270,15 @@ export! {
 
     fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: u32) {
         expect_place(ptr)?;
-        let answer = std::ptr::with_exposed_provenance_mut(host::allocate(bytes, flags)? as usize);
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(ptr, answer) }
+        answer!(ptr = std::ptr::with_exposed_provenance_mut(host::allocate(bytes, flags)? as usize))
     }
 
-    fn cuMemFreeHost(ptr: *mut c_void) {
-        host::free(address(ptr))
-    }
-
-    fn cuMemHostRegister_v2(ptr: *mut c_void, bytes: usize, flags: u32) {
-        host::register(address(ptr), bytes, flags)
-    }
-
-    fn cuMemHostUnregister(ptr: *mut c_void) {
-        host::unregister(address(ptr))
-    }
+    fn cuMemFreeHost(ptr: *mut c_void) { host::free(address(ptr)) }
+    fn cuMemHostRegister_v2(ptr: *mut c_void, bytes: usize, flags: u32) { host::register(address(ptr), bytes, flags) }
+    fn cuMemHostUnregister(ptr: *mut c_void) { host::unregister(address(ptr)) }
 
     fn cuMemHostGetDevicePointer_v2(device_ptr: *mut u64, ptr: *mut c_void, flags: u32) {
-        let answer = host::device_address(address(ptr), flags)?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(device_ptr, answer) }
+        answer!(device_ptr = host::device_address(address(ptr), flags)?)
     }
 
     fn cuPointerGetAttribute(value: *mut c_void, attribute: u32, ptr: u64) {
@@ -469,67 +342,42 @@ export! {
         unsafe { copies::fill(dst, value, 4, count, number(stream)) }
     }
 
-    fn cuIpcGetMemHandle(handle: *mut IpcHandle, ptr: u64) {
-        let answer = IpcHandle(ipc::export_memory(ptr)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(handle, answer) }
-    }
-
-    fn cuIpcOpenMemHandle_v2(ptr: *mut u64, handle: IpcHandle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(ptr, || ipc::open_memory(&handle.0, flags)) }
-    }
-
-    fn cuIpcCloseMemHandle(ptr: u64) {
-        ipc::close_memory(ptr)
-    }
+    fn cuIpcGetMemHandle(handle: *mut IpcHandle, ptr: u64) { answer!(handle = IpcHandle(ipc::export_memory(ptr)?)) }
+    fn cuIpcOpenMemHandle_v2(ptr: *mut u64, handle: IpcHandle, flags: u32) { create!(ptr = ipc::open_memory(&handle.0, flags)) }
+    fn cuIpcCloseMemHandle(ptr: u64) { ipc::close_memory(ptr) }
 
     fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: Handle) {
-        let answer = IpcHandle(ipc::export_event(number(event))?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(handle, answer) }
+        answer!(handle = IpcHandle(ipc::export_event(number(event))?))
     }
 
     fn cuIpcOpenEventHandle(event: *mut Handle, exported: IpcHandle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(event, || ipc::open_event(&exported.0).map(handle)) }
+        create!(event = ipc::open_event(&exported.0).map(handle))
     }
 
     fn cuMemCreate(allocation: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) {
         expect_place(allocation)?;
         // SAFETY: the caller gives properties, or null.
         let properties = Properties::from(unsafe { get(properties) }?);
-        let answer = vmm::create(bytes, &properties, flags)?;
-        // SAFETY: the caller gives a place for the answer.
-        unsafe { put(allocation, answer) }
+        answer!(allocation = vmm::create(bytes, &properties, flags)?)
     }
 
-    fn cuMemRelease(allocation: u64) {
-        vmm::release(allocation)
-    }
+    fn cuMemRelease(allocation: u64) { vmm::release(allocation) }
 
     fn cuMemRetainAllocationHandle(allocation: *mut u64, ptr: *mut c_void) {
-        let answer = vmm::retain(ptr.addr() as u64)?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(allocation, answer) }
+        answer!(allocation = vmm::retain(ptr.addr() as u64)?)
     }
 
     fn cuMemAddressReserve(ptr: *mut u64, bytes: usize, alignment: usize, _hint: u64, flags: u64) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(ptr, || vmm::reserve(bytes, alignment, flags)) }
+        create!(ptr = vmm::reserve(bytes, alignment, flags))
     }
 
-    fn cuMemAddressFree(ptr: u64, bytes: usize) {
-        vmm::free_addresses(ptr, bytes)
-    }
+    fn cuMemAddressFree(ptr: u64, bytes: usize) { vmm::free_addresses(ptr, bytes) }
 
     fn cuMemMap(ptr: u64, bytes: usize, offset: usize, allocation: u64, flags: u64) {
         vmm::map(ptr, bytes, offset, allocation, flags)
     }
 
-    fn cuMemUnmap(ptr: u64, bytes: usize) {
-        vmm::unmap(ptr, bytes)
-    }
+    fn cuMemUnmap(ptr: u64, bytes: usize) { vmm::unmap(ptr, bytes) }
 
     fn cuMemSetAccess(ptr: u64, bytes: usize, descriptions: *const AccessDescription, count: usize) {
         for index in 0..count {
@@ -548,8 +396,7 @@ export! {
     }
 
     fn cuMemImportFromShareableHandle(allocation: *mut u64, exported: *mut c_void, kind: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(allocation, || vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind)) }
+        create!(allocation = vmm::import(i32::try_from(exported.addr()).map_err(|_| Code::INVALID_VALUE)?, kind))
     }
 
     fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: u32) {
@@ -558,9 +405,7 @@ export! {
         if option > 1 {
             return Err(Code::INVALID_VALUE);
         }
-        let answer = vmm::granularity(&properties)? as usize;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(bytes, answer) }
+        answer!(bytes = vmm::granularity(&properties)? as usize)
     }
 
     fn cuGetErrorName(error: u32, name: *mut *const c_char) {
@@ -568,7 +413,7 @@ export! {
             let (name, _) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
             name.as_ptr().cast()
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(name, answer) }
     }
 
@@ -577,7 +422,7 @@ export! {
             let (_, text) = Code::describe(error).ok_or(Code::INVALID_VALUE)?;
             text.as_ptr().cast()
         };
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(text, answer) }
     }
 
@@ -593,8 +438,6 @@ export! {
     listed in OLD_FUNCTIONS;
 
     fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
-        let answer = events::elapsed(number(start), number(end))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(milliseconds, answer) }
+        answer!(milliseconds = events::elapsed(number(start), number(end))?)
     }
 }

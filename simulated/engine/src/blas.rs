@@ -1,13 +1,11 @@
-//! What the look-alikes of the BLAS libraries need of the driver's: they are libraries of their own, find the driver's by
-//! its name, and call [`table()`] through the symbol `highwater_simulated_blas`. Everything in the table is plain C; codes
-//! are those of [`Code`].
+//! The driver's side of the simulated BLAS libraries. They are separate libraries, find the driver by its name, and call
+//! [`table()`] through the symbol `highwater_simulated_blas`. The table is plain C, and its codes are those of [`Code`].
 //!
-//! A launch is answered as the real driver answers one: what can be told from the arguments alone is an error, and what
-//! a kernel would find out is none. A kernel that meets an address that is not its device's loses the contexts of the
-//! process (700, or 716 where it is not aligned); the launch itself still succeeds, but for addresses at which nothing
-//! lies: there the library was seen to notice the fault within the call, so the launch answers 700 itself. What a real
-//! kernel reaches and those of the mock do not is not supported (801): operands in page-locked memory, on another
-//! device, or across two mappings.
+//! A launch returns the codes of a real one. An error that the arguments alone reveal fails the call. A fault of the kernel
+//! does not: an address of another device loses the contexts of the process (700, or 716 if it is misaligned), and the
+//! launch succeeds. An unallocated address is the exception: the real library notices that fault within the call, so the
+//! launch returns 700. Operands that a real kernel reaches and the mock's does not return 801: operands in page-locked
+//! memory, on another device, or across two mappings.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,7 +23,7 @@ use crate::code::{Answer, Code};
 use crate::contexts;
 use crate::process::{Simulation, simulation};
 
-/// What the driver's library offers to the BLAS libraries' ones.
+/// The functions that the driver offers to the BLAS libraries.
 pub type BlasTable = Table;
 
 /// An address that a kernel cannot use because of its alignment.
@@ -158,7 +156,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
     Ok(())
 }
 
-/// What a kernel reads and writes: first address, elements, and bytes of one.
+/// Returns the ranges that a kernel reads and writes: first address, elements, and bytes of each.
 fn operands(raw: &RawProduct) -> Vec<(DevicePtr, usize, usize)> {
     let (input, output) = (raw.shape.data_type.bytes(), raw.shape.output.bytes());
     // The sizes were checked before.
@@ -188,7 +186,7 @@ fn is_nowhere(simulation: &Simulation, product: &Product, raw: &RawProduct) -> b
     addresses.any(|address| matches!(simulation.piece(address), Ok((Place::Pageable, _)) | Err(_)))
 }
 
-/// Whether a real kernel of the product's device would reach all that it uses.
+/// Returns whether a real kernel of the product's device would reach all of its operands.
 fn is_reachable(simulation: &Simulation, product: &Product, raw: &RawProduct) -> bool {
     let peers = simulation.state(product.device).map_or(0, |state| state.peers.load(Ordering::Acquire));
     let reaches = |address: u64, bytes: usize| match simulation.place(address, bytes as u64) {

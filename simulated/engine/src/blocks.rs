@@ -1,8 +1,8 @@
-//! The address space: what lies where, and whose an address is.
+//! The address space: allocations, mappings and page-locked memory by address.
 //!
-//! All addresses are of one space, as with the vendor: an address says whether it is a device's, of page-locked host
-//! memory, or of ordinary (pageable) host memory. The device's own memory is mapped into the process, so an address in
-//! it that nobody has allocated would pass for ordinary memory; it is told apart by where it lies.
+//! All memory shares one address space, as with the vendor: an address tells whether it belongs to a device, to page-locked
+//! host memory, or to pageable host memory. The device's memory is mapped into the process. An unallocated address in
+//! that mapping would pass for pageable memory, so it is recognized by its range.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub(crate) const MOVED: u64 = 1 << 50;
 /// Addresses from here on are never the host's.
 const BEYOND_HOST: u64 = 1 << 48;
 
-/// How a block came to be, and so how it goes.
+/// The call that created a block, which decides how it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `cuMemAlloc`.
@@ -28,7 +28,7 @@ pub(crate) enum Kind {
     Ordered,
     /// `cuMemAllocAsync` in a capture.
     Graph,
-    /// `cuIpcOpenMemHandle`, so often.
+    /// `cuIpcOpenMemHandle`, with the number of opens.
     Imported { opens: u64 },
     /// `cuMemMap`, with one bit for each device that has access.
     Mapped { access: u64 },
@@ -67,25 +67,25 @@ pub(crate) struct Memory {
 
 pub(crate) static MEMORY: Memory = Memory { blocks: RwLock::new(BTreeMap::new()), hosts: RwLock::new(BTreeMap::new()) };
 
-/// Whose an address is.
+/// The owner of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A device's that can reach it.
+    /// A device that has access.
     Device(u32),
     /// Page-locked memory.
     Pinned,
-    /// Other memory of the host.
+    /// Other host memory.
     Pageable,
 }
 
-/// What lies at or before an address, if the address is inside of it.
+/// Returns the block that contains an address, with its first address.
 pub(crate) fn around<B>(blocks: &BTreeMap<u64, B>, address: u64, bytes: impl Fn(&B) -> u64) -> Option<(u64, &B)> {
     let (&start, block) = blocks.range(..=address).next_back()?;
     (address - start < bytes(block)).then_some((start, block))
 }
 
 impl Memory {
-    /// The block that an address lies in.
+    /// Returns the block that contains an address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, Block)> {
         around(&self.blocks.read(), address, |block| block.bytes).map(|(start, block)| (start, *block))
     }
@@ -94,7 +94,7 @@ impl Memory {
         self.blocks.write().insert(address, Block { bytes, device, kind, number: new_number() });
     }
 
-    /// Takes a block out of the table where `wanted` holds of it.
+    /// Removes a block that `wanted` accepts.
     pub(crate) fn remove_if(&self, address: u64, wanted: impl FnOnce(Kind) -> bool) -> Option<Block> {
         let mut blocks = self.blocks.write();
         let block = blocks.get(&address).copied().filter(|block| wanted(block.kind))?;
@@ -111,7 +111,7 @@ impl Memory {
 }
 
 impl Simulation {
-    /// Whose an address is, and how many bytes from there on lie in one piece.
+    /// Returns the owner of an address, and how many contiguous bytes begin there.
     ///
     /// # Errors
     /// 1 for addresses of a device at which nothing lies, or nothing that a device has access to.
@@ -141,7 +141,7 @@ impl Simulation {
         Ok((Place::Pageable, next.map_or(u64::MAX, |next| next - address)))
     }
 
-    /// Whose a range is.
+    /// Returns the owner of a range.
     ///
     /// # Errors
     /// 1 where it leaves the block or the registration that it begins in; mapped blocks that touch are one.
@@ -171,14 +171,14 @@ impl Simulation {
         address & MOVED != 0 || !self.registered(address).is_some_and(|(_, block)| block.is_moved)
     }
 
-    /// The page-locked memory that an address lies in.
+    /// Returns the page-locked memory that contains an address.
     pub(crate) fn registered(&self, address: u64) -> Option<(u64, HostBlock)> {
         let hosts = MEMORY.hosts.read();
         around(&hosts, address, |block| block.bytes).map(|(start, block)| (start, *block))
     }
 }
 
-/// Memory that captures allocated for their graph; freed with the last graph.
+/// Memory that a capture allocated for its graph. Dropping the last graph frees it.
 #[derive(Debug)]
 pub(crate) struct GraphMemory {
     device: u32,
@@ -194,7 +194,7 @@ impl GraphMemory {
 impl Drop for GraphMemory {
     fn drop(&mut self) {
         let addresses = std::mem::take(self.addresses.get_mut());
-        // At exit and in a forked child it is left alone.
+        // At exit and in a forked child the memory is not freed.
         let Ok(simulation) = simulation() else { return };
         if !addresses.is_empty() {
             simulation.hooks.wait_for_device(self.device);

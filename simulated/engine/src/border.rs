@@ -1,6 +1,5 @@
-//! What crosses the border between foreign code and the engine, for libraries of every vendor: exported functions and how
-//! they are found by name, arguments and answers that are given by their addresses, handles, and the structures that all
-//! vendors have.
+//! The C boundary of the engine for libraries of every vendor: exported functions and their lookup by name, arguments and
+//! results that are passed by address, handles, and the structures that all vendors share.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -11,8 +10,8 @@ pub use highwater_simulated_blas::export;
 use crate::pools::{self, Attribute};
 use crate::{Answer, Code, process};
 
-/// Runs the body of an exported function, and gives 0 or the code that it failed with. A panic becomes a code, because none
-/// may pass the border.
+/// Runs the body of an exported function and returns 0 or its code. A panic becomes a code, because none may unwind into
+/// foreign code.
 pub fn guarded(body: impl FnOnce() -> Answer<()>) -> u32 {
     border::guarded(Code::UNKNOWN.0, || body().map_err(|code| code.0))
 }
@@ -44,7 +43,7 @@ pub fn expect_place<T>(place: *const T) -> Answer<()> {
 /// # Safety
 /// `place` is null or valid for a write.
 pub unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { border::put(place, value, Code::INVALID_VALUE) }
 }
 
@@ -58,8 +57,27 @@ pub unsafe fn put<T>(place: *mut T, value: T) -> Answer<()> {
 pub unsafe fn put_new<T>(place: *mut T, make: impl FnOnce() -> Answer<T>) -> Answer<()> {
     expect_place(place)?;
     let made = make()?;
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { put(place, made) }
+}
+
+/// Writes the value of an expression to the place that an exported function was given for it; 1 for null.
+#[macro_export]
+macro_rules! answer {
+    ($place:ident = $value:expr) => {{
+        let answer = $value;
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put($place, answer) }
+    }};
+}
+
+/// Creates what an expression returns and writes it to a place. Without a place, returns 1 and creates nothing.
+#[macro_export]
+macro_rules! create {
+    ($place:ident = $value:expr) => {
+        // SAFETY: the caller of the exported function must pass null or a valid place.
+        unsafe { $crate::border::put_new($place, || $value) }
+    };
 }
 
 /// Writes an answer that not every caller wants.

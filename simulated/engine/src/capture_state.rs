@@ -1,15 +1,14 @@
-//! Stream captures by the vendor's rules.
+//! The state of captures: which streams take part in one, and which calls that forbids.
 //!
-//! The mock records and replays; which call is refused, with which code, and what loses a capture is decided here,
-//! before the mock is called. A capture is *open* from its begin to its end. It is *lost* in between when a call was made
-//! that it does not allow: then everything on its streams answers 901 until it is ended, the end too, and after that the
-//! streams are as good as before.
+//! The mock records and replays. This module decides, before the mock is called, which call is refused with which code, and
+//! which call invalidates a capture. A capture is *open* from its begin to its end. A call that a capture forbids
+//! invalidates it: every later call on its streams returns 901, the end included. After the end the streams work as before.
 //!
-//! With AMD's rules a lost capture takes its streams with it: once it is ended they are *dead*, that on which it began and
-//! every one that had joined, and good for nothing but being destroyed.
+//! With AMD's rules the streams of an invalidated capture are *dead* after its end, the origin and every stream that had
+//! joined. A dead stream can only be destroyed.
 //!
-//! Calls that could wait for the device, or that could free what a capture uses, are *unsafe* while a capture is open,
-//! whatever stream they concern: they answer 900 and lose the capture, unless the thread has exchanged its mode.
+//! A call is *unsafe* while a capture is open if it could wait for the device or free memory that the capture uses. Unsafe
+//! calls return 900 and invalidate the capture, on any stream, unless the thread has exchanged its mode.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -32,7 +31,7 @@ pub mod mode {
     pub const GLOBAL: u32 = 0;
     /// Unsafe calls of the thread that began it are refused.
     pub const THREAD_LOCAL: u32 = 1;
-    /// No unsafe call is refused.
+    /// Unsafe calls are allowed.
     pub const RELAXED: u32 = 2;
 }
 
@@ -52,13 +51,13 @@ pub mod node {
     pub const FREE: u32 = 11;
 }
 
-/// Where a stream stands, as `cuStreamIsCapturing` tells.
+/// The capture status of a stream, as `cuStreamIsCapturing` returns it.
 pub mod status {
     /// It takes part in no capture.
     pub const NONE: u32 = 0;
     /// Its work is recorded.
     pub const ACTIVE: u32 = 1;
-    /// Its capture was lost.
+    /// Its capture was invalidated.
     pub const INVALIDATED: u32 = 2;
 }
 
@@ -70,12 +69,12 @@ pub(crate) struct Capture {
     pub(crate) origin: Stream,
     lost: AtomicBool,
     ended: AtomicBool,
-    /// Whether another capture was begun on a dead stream of it.
+    /// Whether another capture was begun on one of its dead streams.
     pub(crate) begun_again: AtomicBool,
     /// No other capture of the process has it.
     pub(crate) number: u64,
     pub(crate) nodes: Mutex<Vec<u32>>,
-    /// What was allocated in it.
+    /// The memory that was allocated in it.
     pub(crate) memory: Arc<GraphMemory>,
 }
 
@@ -95,18 +94,18 @@ impl Capture {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Whether its streams are dead.
+    /// Returns whether its streams are dead.
     pub(crate) fn is_dead(&self) -> bool {
         self.is_lost() && self.is_ended()
     }
 
-    /// What a call answers that would enqueue something into it after it was lost.
+    /// Returns the code for work that is enqueued into it after it was invalidated.
     fn refusal(&self) -> Code {
         if self.begun_again.load(Ordering::Acquire) { Code::INVALID_VALUE } else { Code::STREAM_CAPTURE_INVALIDATED }
     }
 }
 
-/// Which stream it is. The per-thread default stream is another one for each thread.
+/// The key of a stream. Each thread has its own per-thread default stream.
 type Key = (StreamId, Option<ThreadId>);
 
 fn key(stream: StreamId) -> Key {
@@ -116,17 +115,17 @@ fn key(stream: StreamId) -> Key {
 /// The captures of the process.
 pub(crate) static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 
-/// The open captures, and the lost ones whose streams are dead.
+/// The open captures, and the invalidated ones whose streams are dead.
 #[derive(Debug, Default)]
 pub(crate) struct Captures {
-    /// How many streams there are below.
+    /// The number of entries of `streams`, which saves the lock while no stream is captured.
     count: AtomicUsize,
-    /// The captures that streams take part in.
+    /// The capture of each stream that takes part in one.
     streams: RwLock<HashMap<Key, (Stream, Arc<Capture>)>>,
 }
 
 impl Captures {
-    /// The capture that a stream takes part in, or died with.
+    /// Returns the capture that a stream takes part in or died with.
     pub(crate) fn of(&self, stream: StreamId) -> Option<Arc<Capture>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
@@ -150,21 +149,21 @@ impl Captures {
         self.count.store(streams.len(), Ordering::Release);
     }
 
-    /// Ends a capture. Its streams stay in the table where they die with it.
+    /// Ends a capture. Dead streams stay in the table.
     pub(crate) fn end(&self, capture: &Arc<Capture>, streams_die: bool) {
         if !capture.ended.swap(true, Ordering::AcqRel) && !streams_die {
             self.leave(|_, other| Arc::ptr_eq(other, capture));
         }
     }
 
-    /// Takes streams out of their captures.
+    /// Removes streams from their captures.
     fn leave(&self, left: impl Fn(StreamId, &Arc<Capture>) -> bool) {
         let mut streams = self.streams.write();
         streams.retain(|_, (stream, capture)| !left(stream.id, capture));
         self.count.store(streams.len(), Ordering::Release);
     }
 
-    /// The open captures for which `wanted` holds of one of the streams.
+    /// Returns the open captures with a stream that `wanted` accepts.
     pub(crate) fn find(&self, wanted: impl Fn(&Stream, &Capture) -> bool) -> Vec<Arc<Capture>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
@@ -179,7 +178,7 @@ thread_local! {
     static MODE: Cell<u32> = const { Cell::new(mode::GLOBAL) };
 }
 
-/// Whether the legacy default stream of a device waits for a stream.
+/// Returns whether the legacy default stream of a device waits for a stream.
 pub(crate) fn is_blocking_on(stream: &Stream, device: u32) -> bool {
     stream.device == device && stream.flags & NON_BLOCKING == 0
 }
@@ -191,10 +190,10 @@ impl Simulation {
         }
     }
 
-    /// To be called before what is unsafe while something is captured.
+    /// Checks an unsafe call.
     ///
     /// # Errors
-    /// 900 when a capture that is open forbids it to this thread; the capture is lost then.
+    /// 900 if an open capture forbids it to this thread. The capture is invalidated.
     pub fn check_unsafe_call(&self) -> Answer<()> {
         let (own, thread) = (MODE.get(), std::thread::current().id());
         if own == mode::RELAXED {
@@ -210,7 +209,7 @@ impl Simulation {
         if forbidding.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_UNSUPPORTED) }
     }
 
-    /// To be called before a stream is asked or waited for.
+    /// Checks a query of a stream or a wait for it.
     ///
     /// # Errors
     /// 900 when the stream takes part in a capture, which is lost then; 901 when that was lost before (HIP: 900).
@@ -225,7 +224,7 @@ impl Simulation {
         }
     }
 
-    /// Whether the legacy default stream of a device may be used.
+    /// Checks a use of the legacy default stream of a device.
     ///
     /// # Errors
     /// 906 when a blocking stream of the device takes part in a capture, which is lost then.
@@ -237,7 +236,7 @@ impl Simulation {
         if drawn_in.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
     }
 
-    /// Loses every open capture, as a copy does that is done when its call returns (HIP).
+    /// Invalidates every open capture, as a synchronous copy does (HIP).
     ///
     /// # Errors
     /// 906 when there was one.
@@ -249,7 +248,7 @@ impl Simulation {
         if open.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
     }
 
-    /// To be called before a whole device is waited for.
+    /// Checks a wait for a whole device.
     ///
     /// # Errors
     /// 900 when one of its streams takes part in a capture, which is lost then.
@@ -261,7 +260,7 @@ impl Simulation {
         if open.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_UNSUPPORTED) }
     }
 
-    /// Whether a stream takes part in a capture, so that what it is given is recorded.
+    /// Returns whether a stream takes part in a capture, which records its work.
     ///
     /// # Errors
     /// 901 when the capture was lost; 1 when another was begun on a stream that died with it (HIP).
@@ -273,7 +272,7 @@ impl Simulation {
         }
     }
 
-    /// Loses the capture that a stream takes part in, if any, as a call does that a capture does not allow.
+    /// Invalidates the capture that a stream takes part in, if any.
     pub fn lose_capture_of(&self, stream: &Stream) {
         if let Some(capture) = CAPTURES.of(stream.id) {
             self.lose_capture(&capture);
@@ -288,7 +287,7 @@ impl Simulation {
         }
     }
 
-    /// Takes a stream that is destroyed out of its capture. Without the stream that it began on, a capture is over.
+    /// Removes a destroyed stream from its capture. A capture ends with the stream on which it began.
     pub(crate) fn leave_capture(&self, stream: &Stream) {
         if let Some(capture) = CAPTURES.of(stream.id) {
             self.lose_capture(&capture);
@@ -302,8 +301,8 @@ impl Simulation {
     }
 }
 
-/// `cuThreadExchangeStreamCaptureMode`: sets the thread's mode and gives the one before. Unknown modes are taken; what they
-/// mean is not known, and here they are [`mode::GLOBAL`].
+/// `cuThreadExchangeStreamCaptureMode`: sets the thread's mode and returns the previous one. An unknown mode is accepted; its
+/// meaning is not documented, and here it is [`mode::GLOBAL`].
 ///
 /// # Errors
 /// As [`simulation`].

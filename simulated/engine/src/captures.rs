@@ -1,4 +1,4 @@
-//! Where captures begin and end, and what is told of them.
+//! The begin and the end of captures, and their status.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -80,7 +80,7 @@ pub fn end(raw: u64) -> Answer<u64> {
 /// `cuStreamIsCapturing`: one of [`status`].
 ///
 /// # Errors
-/// 400 for what is no stream, 906 for the legacy default stream while a blocking one is captured, which goes on.
+/// 400 for an unknown stream, 906 for the legacy default stream while a blocking one is captured, which goes on.
 pub fn is_capturing(raw: u64) -> Answer<u32> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw)?;

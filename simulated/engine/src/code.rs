@@ -70,7 +70,7 @@ codes! {
     NOT_PERMITTED = 800, "operation not permitted";
     /// The device cannot do it.
     NOT_SUPPORTED = 801, "operation not supported";
-    /// The call cannot be made while something is captured.
+    /// The call cannot be made while a capture is open.
     STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
     /// The capture was lost by an earlier call.
     STREAM_CAPTURE_INVALIDATED = 901, "operation failed due to a previous error during capture";

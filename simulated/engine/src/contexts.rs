@@ -1,4 +1,4 @@
-//! Primary contexts: retained and released by count, made with the first and destroyed with the last.
+//! Primary contexts. The first retain creates one, and the last release destroys it.
 
 use std::sync::atomic::Ordering;
 
@@ -7,11 +7,11 @@ use crate::current;
 use crate::process::{Simulation, simulation};
 
 impl Simulation {
-    /// Retains a device's primary context, once for the process, as the vendor's runtime does with the first call of
-    /// one of its libraries.
+    /// Retains a device's primary context once per process, as the vendor's runtime does at the first call of one of its
+    /// libraries.
     ///
     /// # Errors
-    /// 101 when there is no such device.
+    /// 101 if no such device exists.
     pub(crate) fn retain_for_runtime(&self, device: u32) -> Answer<()> {
         let state = self.state(device)?;
         let _one_at_a_time = state.changing.lock();
@@ -21,7 +21,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Destroys what belongs to a device's context.
+    /// Destroys the objects of a device's context.
     fn end_context(&self, device: u32) {
         self.hooks.wait_for_device(device);
         self.end_graphs(device);
@@ -41,7 +41,7 @@ impl Simulation {
 /// `cuDevicePrimaryCtxRetain`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn retain(device: u32) -> Answer<u64> {
     let simulation = simulation()?;
     let state = simulation.state(device)?;
@@ -53,7 +53,7 @@ pub fn retain(device: u32) -> Answer<u64> {
 /// `cuDevicePrimaryCtxRelease_v2`. The last release destroys the context with everything in it.
 ///
 /// # Errors
-/// 101 when there is no such device, 201 when its context is not alive.
+/// 101 if no such device exists, 201 if its context is not alive.
 pub fn release(device: u32) -> Answer<()> {
     let simulation = simulation()?;
     let state = simulation.state(device)?;
@@ -67,16 +67,16 @@ pub fn release(device: u32) -> Answer<()> {
     Ok(())
 }
 
-/// `cuDevicePrimaryCtxGetState`: flags and whether the context is alive.
+/// `cuDevicePrimaryCtxGetState`: returns the flags, and whether the context is alive.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn state(device: u32) -> Answer<(u32, bool)> {
     Ok((0, simulation()?.state(device)?.retains.load(Ordering::Acquire) > 0))
 }
 
-/// Makes the device's context current if none is, and makes that context first if need be, as the vendor's runtime does
-/// for a thread that calls one of its libraries. Gives the device whose context is current then.
+/// Returns the device of the current context. If none is current, creates the context of device 0 and makes it current, as
+/// the vendor's runtime does for a thread that calls one of its libraries.
 ///
 /// # Errors
 /// 3, 4, and the code by which the context was lost.

@@ -1,7 +1,7 @@
 //! Copies and fills on a stream, between memory of any kind.
 //!
-//! A copy that touches pageable memory does not return before that memory may be used again, as with the vendor: short
-//! ones to the device are taken along with the call, the others are waited for.
+//! A copy from or to pageable memory returns when that memory may be used again, as with the vendor. The call copies a
+//! short source into the queue and waits for the other copies.
 
 use std::ptr::NonNull;
 
@@ -15,13 +15,13 @@ use crate::handles::Stream;
 use crate::process::{Simulation, simulation};
 use crate::streams::LEGACY;
 
-/// Copies from pageable memory up to this length are taken along.
-const TAKEN_ALONG: usize = 64 << 10;
+/// The call copies pageable sources up to this length into the queue.
+const QUEUED_SOURCE: usize = 64 << 10;
 
-/// Which sides of a copy have to be memory that the driver knows.
+/// The sides of a copy that must be memory of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// The addresses tell.
+    /// Neither: the addresses decide.
     Any,
     /// The destination is.
     ToDevice,
@@ -42,7 +42,7 @@ fn location(place: Place, address: u64) -> Answer<Location> {
     })
 }
 
-/// Host memory that a call of a stream's worker writes.
+/// Host memory that a stream's worker writes.
 #[derive(Clone, Copy)]
 struct Target(*mut u8);
 
@@ -52,7 +52,7 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 impl Simulation {
-    /// Checks a copy and enqueues it. Gives whether pageable memory is used by reference.
+    /// Checks a copy and enqueues it. Returns whether the queued copy refers to pageable memory.
     ///
     /// # Safety
     /// As [`copy`].
@@ -76,7 +76,7 @@ impl Simulation {
             return Err(Code::INVALID_VALUE);
         }
         let recording = self.is_recording(stream)?;
-        if let (Place::Device(device), Place::Pageable, false, ..=TAKEN_ALONG) = (to, from, recording, bytes)
+        if let (Place::Device(device), Place::Pageable, false, ..=QUEUED_SOURCE) = (to, from, recording, bytes)
             && self.piece(dst)?.1 >= bytes as u64
         {
             let mut taken = vec![0u8; bytes];
@@ -118,7 +118,7 @@ pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction:
         return Ok(());
     }
     let (dst, src) = (simulation.on_host(dst), simulation.on_host(src));
-    // SAFETY: the caller's promise is the one that is asked for.
+    // SAFETY: forwarded to the caller.
     let waits = unsafe { simulation.enqueue_copy(&stream, dst, src, bytes, direction) }?;
     simulation.note_nodes(&stream, node::COPY, 1);
     if waits {
@@ -130,7 +130,7 @@ pub unsafe fn copy(dst: u64, src: u64, bytes: usize, raw_stream: u64, direction:
 /// `cuMemcpyHtoD_v2` and its relatives: on the legacy default stream, and done when the call returns.
 ///
 /// # Errors
-/// As [`copy`], 201 without a context, 900 and 906 while something is captured.
+/// As [`copy`], 201 without a context, 900 and 906 while a capture is open.
 ///
 /// # Safety
 /// All memory is valid during the call, and what is read is not written meanwhile.
@@ -139,7 +139,7 @@ pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, direction: Direction) -
     let stream = simulation.stream(LEGACY)?;
     simulation.check_legacy_use(stream.device)?;
     simulation.check_unsafe_call()?;
-    // SAFETY: the caller's promise covers it.
+    // SAFETY: forwarded to the caller.
     unsafe { copy(dst, src, bytes, LEGACY, direction) }?;
     simulation.gpu.synchronize_stream(stream.id).map_err(|error| simulation.code_of(error))
 }
@@ -147,7 +147,7 @@ pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, direction: Direction) -
 /// `cuMemcpyPeerAsync`.
 ///
 /// # Errors
-/// As [`copy`]; 201 for what is no context, 900 in a capture, which is lost then.
+/// As [`copy`]; 201 for an unknown context, 900 in a capture, which is lost then.
 ///
 /// # Safety
 /// As [`copy`].
@@ -166,7 +166,7 @@ pub unsafe fn copy_peer(
     }
     let stream = simulation.stream(raw_stream)?;
     simulation.check_not_capturing(&stream)?;
-    // SAFETY: the caller's promise is the one that is asked for.
+    // SAFETY: forwarded to the caller.
     unsafe { copy(dst, src, bytes, raw_stream, Direction::OnDevices) }
 }
 
@@ -174,7 +174,7 @@ pub unsafe fn copy_peer(
 ///
 /// # Errors
 /// 1 for an address that is no multiple of the width and for ranges that leave their block or are pageable memory; 901
-/// in a lost capture; the code of a lost context.
+/// in an invalidated capture; the code of a lost context.
 ///
 /// # Safety
 /// Page-locked memory is valid until the fill has been executed.

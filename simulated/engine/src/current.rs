@@ -1,7 +1,7 @@
-//! Which context is current in each thread.
+//! The current context of each thread.
 //!
-//! Only primary contexts exist. A context's handle is a number that looks like a pointer and stands for its device; it is
-//! the same whenever the context is made anew, as with the vendor.
+//! Only primary contexts exist. A context's handle is a number that looks like a pointer and stands for its device. It stays
+//! the same when the context is created again, as with the vendor.
 
 use std::cell::Cell;
 
@@ -11,10 +11,10 @@ use crate::process::{Simulation, simulation};
 const HANDLES: u64 = 0x00c0_0000_0000;
 const STEP: u64 = 0x1000;
 
-/// Contexts that a thread can stack.
+/// The depth of a thread's stack of contexts.
 const DEPTH: usize = 64;
 
-/// The contexts of a thread, the current one last. Plain data, so that it is there to the very end of the thread.
+/// The contexts of a thread, the current one last. It is plain data, so it outlives the destructors of the thread.
 #[derive(Clone, Copy)]
 struct Stack {
     depth: usize,
@@ -25,7 +25,7 @@ thread_local! {
     static STACK: Cell<Stack> = const { Cell::new(Stack { depth: 0, devices: [0; DEPTH] }) };
 }
 
-/// The device whose context is current.
+/// Returns the device whose context is current.
 #[inline]
 #[must_use]
 pub fn device() -> Option<u32> {
@@ -33,20 +33,20 @@ pub fn device() -> Option<u32> {
     stack.depth.checked_sub(1).map(|top| u32::from(stack.devices[top]))
 }
 
-/// The handle of a device's primary context.
+/// Returns the handle of a device's primary context.
 #[must_use]
 pub fn handle_of(device: u32) -> u64 {
     HANDLES + u64::from(device) * STEP
 }
 
-/// The device of a context's handle; `None` for a number that is none.
+/// Returns the device of a context's handle; `None` for an unknown handle.
 #[must_use]
 pub fn device_of(simulation: &Simulation, handle: u64) -> Option<u32> {
     let device = handle.checked_sub(HANDLES).filter(|offset| offset.is_multiple_of(STEP))? / STEP;
     u32::try_from(device).ok().filter(|&device| simulation.check_device(device).is_ok())
 }
 
-/// The context of a handle; 0 is none.
+/// Returns the device of a handle; `None` for 0.
 fn context_of(simulation: &Simulation, handle: u64) -> Answer<Option<u32>> {
     match handle {
         0 => Ok(None),
@@ -54,19 +54,19 @@ fn context_of(simulation: &Simulation, handle: u64) -> Answer<Option<u32>> {
     }
 }
 
-/// The handle of the current context, 0 where there is none.
+/// Returns the handle of the current context, 0 if none is current.
 ///
 /// # Errors
-/// 3 and 4.
+/// 3 before `cuInit`, 4 at exit.
 pub fn get() -> Answer<u64> {
     simulation()?;
     Ok(device().map_or(0, handle_of))
 }
 
-/// Replaces the current context. A null one takes the current one away, and the one below comes back.
+/// Replaces the current context. A null handle pops the current one, which makes the one below current.
 ///
 /// # Errors
-/// 3, 4, and 201 for what is no context.
+/// 3, 4, and 201 for an unknown context.
 pub fn set(handle: u64) -> Answer<()> {
     let context = context_of(simulation()?, handle)?;
     let mut stack = STACK.get();
@@ -81,10 +81,10 @@ pub fn set(handle: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Makes a context current above the one that is.
+/// Pushes a context onto the thread's stack.
 ///
 /// # Errors
-/// As [`set`], and 201 for a null one and when the thread has stacked too many.
+/// As [`set`]; 201 for a null handle and for a full stack.
 pub fn push(handle: u64) -> Answer<()> {
     let device = context_of(simulation()?, handle)?.ok_or(Code::INVALID_CONTEXT)?;
     let mut stack = STACK.get();
@@ -94,10 +94,10 @@ pub fn push(handle: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Takes the current context away and gives its handle.
+/// Pops the current context and returns its handle.
 ///
 /// # Errors
-/// 3, 4, and 201 when there is none.
+/// 3, 4, and 201 if none is current.
 pub fn pop() -> Answer<u64> {
     simulation()?;
     let device = device().ok_or(Code::INVALID_CONTEXT)?;
@@ -107,10 +107,10 @@ pub fn pop() -> Answer<u64> {
     Ok(handle_of(device))
 }
 
-/// The simulation and the device of the context that is current in the thread.
+/// Returns the simulation and the device of the thread's current context.
 ///
 /// # Errors
-/// As [`simulation`], 201 when none is current, and the code of a lost context.
+/// As [`simulation`], 201 if none is current, and the code of a lost context.
 #[inline]
 pub fn with_context() -> Answer<(&'static Simulation, u32)> {
     let simulation = simulation()?;

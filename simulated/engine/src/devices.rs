@@ -1,4 +1,4 @@
-//! What devices are like.
+//! The attributes of devices, their ordinals, and peer access.
 
 use std::sync::atomic::Ordering;
 
@@ -10,10 +10,10 @@ use crate::process::{Simulation, simulation};
 use crate::variants::{Vendor, vendor};
 
 impl Simulation {
-    /// What the mock can.
+    /// Returns the mock's capabilities.
     ///
     /// # Errors
-    /// 101 when there is no such device.
+    /// 101 if no such device exists.
     pub fn capabilities(&self, device: u32) -> Answer<Capabilities> {
         self.check_device(device)?;
         self.gpu.capabilities(device).map_err(|error| self.code_of(error))
@@ -23,25 +23,25 @@ impl Simulation {
 /// `cuDeviceGetCount`.
 ///
 /// # Errors
-/// 3 and 4.
+/// 3 before `cuInit`, 4 at exit.
 pub fn count() -> Answer<u32> {
     Ok(simulation()?.visible.len() as u32)
 }
 
-/// The mock's device of an ordinal. `cuDeviceGet` gives the ordinal itself.
+/// Returns the mock's device of an ordinal. `cuDeviceGet` returns the ordinal itself.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn get(ordinal: i32) -> Answer<u32> {
     let simulation = simulation()?;
     let index = usize::try_from(ordinal).map_err(|_| Code::INVALID_DEVICE)?;
     simulation.visible.get(index).copied().ok_or(Code::INVALID_DEVICE)
 }
 
-/// The ordinal of the mock's device; -1 for one that the process does not see.
+/// Returns the ordinal of the mock's device, -1 for a device that is not visible.
 ///
 /// # Errors
-/// 3 and 4.
+/// 3 before `cuInit`, 4 at exit.
 pub fn ordinal(device: u32) -> Answer<i32> {
     let index = simulation()?.visible.iter().position(|&visible| visible == device);
     Ok(index.map_or(-1, |index| index as i32))
@@ -50,7 +50,7 @@ pub fn ordinal(device: u32) -> Answer<i32> {
 /// `cuDeviceGetName`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn name(ordinal: i32) -> Answer<String> {
     let vendor = match vendor() {
         Vendor::Cuda => "CUDA",
@@ -62,7 +62,7 @@ pub fn name(ordinal: i32) -> Answer<String> {
 /// `cuDeviceGetUuid_v2`: the same in every process.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn uuid(ordinal: i32) -> Answer<[u8; 16]> {
     let device = get(ordinal)?;
     let simulation = simulation()?;
@@ -72,7 +72,7 @@ pub fn uuid(ordinal: i32) -> Answer<[u8; 16]> {
 /// `cuDeviceTotalMem_v2`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn memory_bytes(ordinal: i32) -> Answer<u64> {
     let device = get(ordinal)?;
     let simulation = simulation()?;
@@ -82,15 +82,15 @@ pub fn memory_bytes(ordinal: i32) -> Answer<u64> {
 /// `cuDeviceGetPCIBusId`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn pci_bus_id(ordinal: i32) -> Answer<String> {
     get(ordinal).map(|device| format!("0000:{:02X}:00.0", device + 1))
 }
 
-/// `cuDeviceGetAttribute`, with the values of an NVIDIA H200 where the simulation has none of its own.
+/// `cuDeviceGetAttribute`, with an NVIDIA H200's value unless the simulation has its own.
 ///
 /// # Errors
-/// 1 for what is no attribute, 101 when there is no such device.
+/// 1 for an unknown attribute, 101 if no such device exists.
 pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
     /// Attributes end before this one in CUDA 13.0.
     const END: u32 = 148;
@@ -130,7 +130,7 @@ pub fn attribute(attribute: u32, ordinal: i32) -> Answer<i32> {
 /// `cuDeviceCanAccessPeer`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn can_access_peer(ordinal: i32, peer: i32) -> Answer<bool> {
     let (device, peer) = (get(ordinal)?, get(peer)?);
     Ok(device != peer && simulation()?.capabilities(device)?.peer_copy)
@@ -139,8 +139,8 @@ pub fn can_access_peer(ordinal: i32, peer: i32) -> Answer<bool> {
 /// `cuCtxEnablePeerAccess`: from the current context to another.
 ///
 /// # Errors
-/// 1 for flags, 201 for what is no context, 101 for the current one itself, 217 where devices cannot reach each other, 704
-/// the second time.
+/// 1 for flags, 201 for an unknown context, 101 for the current one itself, 217 between devices without peer access, 704
+/// for the second call.
 pub fn enable_peer_access(context: u64, flags: u32) -> Answer<()> {
     let (simulation, device) = with_context()?;
     let peer = current::device_of(simulation, context).ok_or(Code::INVALID_CONTEXT)?;

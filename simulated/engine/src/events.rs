@@ -34,18 +34,18 @@ pub(crate) struct Event {
     pub(crate) is_import: bool,
     /// The capture in which it was recorded last.
     captured: Mutex<Option<Arc<Capture>>>,
-    /// What was exported, with the descriptor that importers find in this process.
+    /// The exported handle, whose descriptor importers open in this process.
     pub(crate) exported: Mutex<Option<EventHandle>>,
 }
 
-/// The events that were created and not destroyed.
+/// Every live event.
 static EVENTS: RwLock<BTreeMap<u64, Arc<Event>>> = RwLock::new(BTreeMap::new());
 
 impl Simulation {
-    /// The event of a raw handle.
+    /// Returns the event of a raw handle.
     ///
     /// # Errors
-    /// 400 for what is no event, the code of a lost context.
+    /// 400 for an unknown event, the code of a lost context.
     pub(crate) fn event(&self, raw: u64) -> Answer<Arc<Event>> {
         let event = EVENTS.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
         self.check_context(event.device)?;
@@ -64,12 +64,12 @@ impl Simulation {
     pub(crate) fn end_events(&self, device: u32) {
         let ended: Vec<_> = EVENTS.write().extract_if(.., |_, event| event.device == device).collect();
         for (_, event) in ended {
-            // It is in the mock's table as long as in this one.
+            // The mock's table holds it as long as this one does.
             let _ = self.gpu.destroy_event(event.id);
         }
     }
 
-    /// To be called before an event is asked or waited for by the host.
+    /// Checks a query of an event or a wait of the host for it.
     fn check_askable(&self, event: &Event) -> Answer<()> {
         if let Some(capture) = &*event.captured.lock() {
             if capture.is_ended() {
@@ -111,7 +111,7 @@ pub fn create(wanted: u32) -> Answer<u64> {
 /// `cuEventDestroy_v2`. Waits that are queued go on.
 ///
 /// # Errors
-/// 400 for what is no event, the code of a lost context.
+/// 400 for an unknown event, the code of a lost context.
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut events = EVENTS.write();
@@ -135,7 +135,7 @@ pub fn record(raw: u64, raw_stream: u64) -> Answer<()> {
     }
     simulation.before_enqueue(&stream)?;
     let capture = CAPTURES.of(stream.id);
-    // Before the record, so that nobody finds it recorded in a capture and takes it for an ordinary one.
+    // Locked before the record, so that no thread mistakes a captured record for an ordinary one.
     let mut captured = event.captured.lock();
     simulation.gpu.record_event(event.id, stream.id).map_err(|error| simulation.code_of(error))?;
     *captured = capture;
@@ -189,7 +189,7 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
     let elapsed = simulation.gpu.event_elapsed_ns(start.id, end.id).map_err(|error| match error.kind() {
         highwater_hal::ErrorKind::InvalidArgument => Code::INVALID_HANDLE,
         highwater_hal::ErrorKind::InvalidState => {
-            // That one was never recorded counts for more than that the other is not reached.
+            // An event that was never recorded takes precedence over one that is not complete.
             let never = |id| {
                 let alone = simulation.gpu.event_elapsed_ns(id, id);
                 alone.is_err_and(|error| error.kind() == highwater_hal::ErrorKind::InvalidArgument)
@@ -211,7 +211,7 @@ pub fn elapsed(raw_start: u64, raw_end: u64) -> Answer<f32> {
 ///
 /// # Errors
 /// 1 for unknown flags; 905 when a stream in a capture is to wait for a record outside of it; 902 for one of another
-/// capture; 906 when the legacy default stream would join; 901 in a lost capture. All of these lose the captures.
+/// capture; 906 when the legacy default stream would join; 901 in an invalidated capture. All of these lose the captures.
 pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
     let simulation = simulation()?;
     let event = simulation.event(raw)?;
@@ -232,7 +232,7 @@ pub fn stream_wait(raw_stream: u64, raw: u64, wait_flags: u32) -> Answer<()> {
             wait()
         }
         (None, Some(part)) => {
-            // One that was never recorded is nothing to wait for.
+            // A wait for an event that was never recorded does nothing.
             wait().inspect_err(|_| simulation.lose_capture(&part)).map_err(|code| match code {
                 Code::STREAM_CAPTURE_UNSUPPORTED => Code::STREAM_CAPTURE_ISOLATION,
                 code => code,

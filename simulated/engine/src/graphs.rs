@@ -11,14 +11,14 @@ use crate::code::{Answer, Code};
 use crate::handles::{STEP, new_handles};
 use crate::process::{Simulation, simulation};
 
-/// What a capture recorded.
+/// The nodes and the memory of a graph.
 #[derive(Debug)]
 struct Recorded {
     device: u32,
     nodes: Vec<u32>,
-    /// The handle of the first node; those of the others follow it.
+    /// The handle of the first node. The handles of the others follow it.
     first_node: u64,
-    /// Alive as long as a graph or an executable one is.
+    /// Lives as long as a graph or an executable graph uses it.
     #[expect(dead_code, reason = "its destructor frees the memory")]
     memory: Arc<GraphMemory>,
 }
@@ -32,7 +32,7 @@ struct Executable {
 static GRAPHS: RwLock<BTreeMap<u64, (GraphId, Arc<Recorded>)>> = RwLock::new(BTreeMap::new());
 static EXECUTABLES: RwLock<BTreeMap<u64, Arc<Executable>>> = RwLock::new(BTreeMap::new());
 
-/// Keeps what a capture recorded, with the kinds of its nodes; gives the graph's handle.
+/// Registers a recorded graph with the kinds of its nodes, and returns its handle.
 pub(crate) fn insert(id: GraphId, device: u32, nodes: Vec<u32>, memory: Arc<GraphMemory>) -> u64 {
     let first_node = new_handles(nodes.len() as u64);
     let graph = new_handles(1);
@@ -47,7 +47,7 @@ impl Simulation {
         let executables: Vec<_> =
             EXECUTABLES.write().extract_if(.., |_, graph| graph.recorded.device == device).collect();
         for (_, (id, _)) in graphs {
-            // They are in the mock's table as long as in this one.
+            // The mock's table holds them as long as this one does.
             let _ = self.gpu.destroy_graph(id);
         }
         for (_, executable) in executables {
@@ -59,7 +59,7 @@ impl Simulation {
 /// `cuGraphInstantiateWithFlags`.
 ///
 /// # Errors
-/// 1 for unknown flags, 400 for what is no graph, 801 for graphs that the device launches.
+/// 1 for unknown flags, 400 for an unknown graph, 801 for graphs that the device launches.
 pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
     const DEVICE_LAUNCH: u64 = 4;
     const KNOWN: u64 = 15;
@@ -84,7 +84,7 @@ pub fn instantiate(raw: u64, flags: u64) -> Answer<u64> {
 /// `cuGraphLaunch`.
 ///
 /// # Errors
-/// 400 for what is no executable graph and for a stream of another device, 801 in a capture, the code of a lost context.
+/// 400 for an unknown executable graph and for a stream of another device, 801 in a capture, the code of a lost context.
 pub fn launch(raw: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let executable = EXECUTABLES.read().get(&raw).cloned().ok_or(Code::INVALID_HANDLE)?;
@@ -104,7 +104,7 @@ pub fn launch(raw: u64, raw_stream: u64) -> Answer<()> {
 /// `cuGraphDestroy`. Executable graphs that were made of it live on.
 ///
 /// # Errors
-/// 400 for what is no graph, the code of a lost context.
+/// 400 for an unknown graph, the code of a lost context.
 pub fn destroy_graph(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut graphs = GRAPHS.write();
@@ -118,7 +118,7 @@ pub fn destroy_graph(raw: u64) -> Answer<()> {
 /// `cuGraphExecDestroy`. Launches that were made are still executed.
 ///
 /// # Errors
-/// 400 for what is no executable graph, the code of a lost context.
+/// 400 for an unknown executable graph, the code of a lost context.
 pub fn destroy_executable(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut executables = EXECUTABLES.write();
@@ -131,7 +131,7 @@ pub fn destroy_executable(raw: u64) -> Answer<()> {
 /// `cuGraphGetNodes`: the handles of a graph's nodes.
 ///
 /// # Errors
-/// 400 for what is no graph.
+/// 400 for an unknown graph.
 pub fn nodes(raw: u64) -> Answer<Vec<u64>> {
     simulation()?;
     let graphs = GRAPHS.read();
@@ -139,10 +139,10 @@ pub fn nodes(raw: u64) -> Answer<Vec<u64>> {
     Ok((0..recorded.nodes.len() as u64).map(|index| recorded.first_node + index * STEP).collect())
 }
 
-/// `cuGraphNodeGetType`: one of [`node`].
+/// `cuGraphNodeGetType`: one of [`crate::captures::node`].
 ///
 /// # Errors
-/// 400 for what is no node of a graph.
+/// 400 for an unknown node.
 pub fn node_kind(raw: u64) -> Answer<u32> {
     simulation()?;
     let graphs = GRAPHS.read();

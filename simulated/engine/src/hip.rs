@@ -1,15 +1,15 @@
-//! What only AMD's runtime does: the current device instead of contexts, memory that is freed by any address in it, host
-//! memory that devices know at another address, and what it remembers of errors.
+//! Rules of AMD's runtime alone: a current device instead of contexts, frees by any address of an allocation, host memory with
+//! another address on devices, and the last error of a thread.
 //!
-//! The rules are those that HIP 6.4 and 7.2 were seen to have on the host's side. Where they were not seen, HIP's are taken
-//! to be those of CUDA, as the functions of the other modules have them: 907 and 1 for events of a capture, 904 that ends it,
+//! The rules were observed on the host side of HIP 6.4 and 7.2. Rules that could not be observed without a device are those of
+//! CUDA: 907 and 1 for events of a capture, 904 that ends it,
 //! what default streams wait for, and what the legacy one may not do beside a capture.
 //!
 //! # How it differs from the vendor's
 //! - A stale handle of an event, a graph or a pool answers 400 or 1; the real runtime crashes.
 //! - A device that is lost answers 700 to every call; the real runtime ends the process when a kernel faults.
-//! - HIP 5 is there to be refused: it has its version and the answer of its `hipInit`, and else what HIP 6 does.
-//! - All there is of cached and uncached memory is the flag that `hipHostGetFlags` tells.
+//! - HIP 5 exists only to be refused: it has its version and its answer of `hipInit`, and otherwise behaves as HIP 6.
+//! - Cached and uncached memory differ only in the flag that `hipHostGetFlags` returns.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -63,7 +63,7 @@ thread_local! {
     static LAST: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Begins the runtime if need be, as every call does, and gives the thread a device if it has none: the first one.
+/// Starts the runtime if needed, as every call does, and makes the first device current in a thread without one.
 ///
 /// # Errors
 /// 100 without a device (HIP 5: 101, from `hipInit`), 3 in a forked child, 4 at exit, 1 when a variable cannot be read.
@@ -91,8 +91,8 @@ pub fn init(flags: u32) -> Answer<()> {
     if flags == 0 { Ok(()) } else { Err(Code::INVALID_VALUE) }
 }
 
-/// Notes how a call ended. HIP 6 remembers the last call, HIP 7 the last failure until it is asked for; that work is not
-/// done yet is a failure to the former only.
+/// Records the code of a call. HIP 6 keeps the code of the last call. HIP 7 keeps the last failure until it is read, and does
+/// not count 600 as one.
 pub fn note(code: u32) {
     let is_failure = code != 0 && code != Code::NOT_READY.0;
     if hip_major() < 7 || is_failure {
@@ -106,7 +106,7 @@ pub fn peek_at_last_error() -> u32 {
     enter().err().map_or_else(|| LAST.get(), |code| code.0)
 }
 
-/// `hipGetLastError`: gives the thread's last error and forgets it, but not that there is no device.
+/// `hipGetLastError`: returns the thread's last error and clears it. A missing device is reported every time.
 #[must_use]
 pub fn last_error() -> u32 {
     enter().err().map_or_else(|| LAST.take(), |code| code.0)
@@ -115,7 +115,7 @@ pub fn last_error() -> u32 {
 /// `hipSetDevice`.
 ///
 /// # Errors
-/// 101 when there is no such device.
+/// 101 if no such device exists.
 pub fn set_device(ordinal: i32) -> Answer<()> {
     current::set(current::handle_of(devices::get(ordinal)?))
 }
@@ -133,7 +133,7 @@ pub fn device() -> Answer<i32> {
 /// `hipDeviceGetAttribute`, with the values of an AMD Instinct MI300X where the simulation has none of its own.
 ///
 /// # Errors
-/// 1 for what is no attribute, 101 when there is no such device.
+/// 1 for an unknown attribute, 101 if no such device exists.
 pub fn attribute(attribute: i32, ordinal: i32) -> Answer<i32> {
     let device = devices::get(ordinal)?;
     let capabilities = simulation()?.capabilities(device)?;
@@ -202,7 +202,7 @@ impl Properties {
     /// Of a device.
     ///
     /// # Errors
-    /// 101 when there is no such device.
+    /// 101 if no such device exists.
     pub fn of(ordinal: i32) -> Answer<Self> {
         let arch = settings()?.arch.clone();
         Ok(Self {
@@ -228,7 +228,7 @@ impl Properties {
 /// `hipDeviceEnablePeerAccess`: from the current device to another.
 ///
 /// # Errors
-/// 101 for what is no device and for the current one, 1 for flags, 217 where devices cannot reach each other, 704 the second
+/// 101 for an unknown device and for the current one, 1 for flags, 217 where devices cannot reach each other, 704 the second
 /// time.
 pub fn enable_peer_access(peer: i32, flags: u32) -> Answer<()> {
     devices::enable_peer_access(current::handle_of(devices::get(peer)?), flags)
@@ -237,7 +237,7 @@ pub fn enable_peer_access(peer: i32, flags: u32) -> Answer<()> {
 /// `hipDeviceDisablePeerAccess`.
 ///
 /// # Errors
-/// 101 for what is no device, 705 where access is not enabled.
+/// 101 for an unknown device, 705 where access is not enabled.
 pub fn disable_peer_access(peer: i32) -> Answer<()> {
     let peer = devices::get(peer)?;
     let (simulation, device) = with_context()?;
@@ -272,7 +272,7 @@ pub fn stream_device(raw: u64) -> Answer<i32> {
 /// `hipMalloc`; of no bytes, it gives null.
 ///
 /// # Errors
-/// 900 while something is captured, 2 when there is no room.
+/// 900 while a capture is open, 2 if memory is exhausted.
 pub fn allocate(bytes: usize) -> Answer<u64> {
     if bytes == 0 { Ok(0) } else { memory::allocate(bytes) }
 }
@@ -281,7 +281,7 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
 /// Wait for work that may use it.
 ///
 /// # Errors
-/// 900 while something is captured, 1 for other memory.
+/// 900 while a capture is open, 1 for other memory.
 pub fn free(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -352,7 +352,7 @@ pub fn pointer(address: u64) -> Answer<Pointer> {
 /// `hipHostMalloc`; of no bytes, it gives null. Unknown flags are taken.
 ///
 /// # Errors
-/// 1 for memory that is to be coherent and not, 900 while something is captured, 2 when there is no room.
+/// 1 for memory that is to be coherent and not, 900 while a capture is open, 2 if memory is exhausted.
 pub fn allocate_host(bytes: usize, flags: u32) -> Answer<u64> {
     if flags & host_flags::COHERENT != 0 && flags & host_flags::NON_COHERENT != 0 {
         return Err(Code::INVALID_VALUE);
@@ -404,7 +404,7 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
 /// `hipHostUnregister`. Waits for work that may use the memory. An address inside of a registration ends the process.
 ///
 /// # Errors
-/// 900 while something is captured, 713 for what is not registered.
+/// 900 while a capture is open, 713 for unregistered memory.
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -443,21 +443,21 @@ pub fn check_kind(kind: i32) -> Answer<()> {
 /// `hipMemcpy`: on the legacy default stream, and done when the call returns.
 ///
 /// # Errors
-/// 906 while something is captured, which is lost then; else as [`copies::copy`].
+/// 906 while a capture is open, which is lost then; else as [`copies::copy`].
 ///
 /// # Safety
 /// As [`copies::copy_now`].
 pub unsafe fn copy_now(dst: u64, src: u64, bytes: usize, kind: i32) -> Answer<()> {
     check_kind(kind)?;
     simulation()?.check_nothing_captures()?;
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { copies::copy_now(dst, src, bytes, copies::Direction::Any) }
 }
 
 /// `hipMemcpyPeerAsync`.
 ///
 /// # Errors
-/// As [`copies::copy_peer`], 101 for what is no device.
+/// As [`copies::copy_peer`], 101 for an unknown device.
 ///
 /// # Safety
 /// As [`copies::copy_peer`].
@@ -470,7 +470,7 @@ pub unsafe fn copy_peer(
     raw_stream: u64,
 ) -> Answer<()> {
     let [to, from] = [dst_device, src_device].map(|device| devices::get(device).map(current::handle_of));
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { copies::copy_peer(dst, to?, src, from?, bytes, raw_stream) }
 }
 
@@ -482,7 +482,7 @@ pub unsafe fn copy_peer(
 /// # Safety
 /// As there.
 pub unsafe fn fill(dst: u64, value: i32, bytes: usize, raw_stream: u64) -> Answer<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { copies::fill(dst, value as u32 & 0xff, 1, bytes, raw_stream) }
 }
 
@@ -491,7 +491,7 @@ pub unsafe fn fill(dst: u64, value: i32, bytes: usize, raw_stream: u64) -> Answe
 /// `hipIpcGetEventHandle`.
 ///
 /// # Errors
-/// 9 for an event that was not made for other processes, or was opened here; 400 for what is no event.
+/// 9 for an event that was not made for other processes, or was opened here; 400 for an unknown event.
 pub fn export_event(raw: u64) -> Answer<ipc::Handle> {
     let event = simulation()?.event(raw)?;
     if event.flags & events::flags::INTERPROCESS == 0 || event.is_import {

@@ -1,4 +1,4 @@
-//! Page-locked host memory: allocated and registered.
+//! Page-locked host memory, allocated or registered.
 
 use std::ptr::NonNull;
 
@@ -30,7 +30,7 @@ fn pointer(address: u64) -> Answer<HostPtr> {
 }
 
 impl Simulation {
-    /// Waits for all devices: the pages stay locked until no work uses them any more.
+    /// Waits for all devices, because queued work may use the pages.
     fn wait_for_all(&self) {
         for device in 0..self.devices.len() as u32 {
             self.hooks.wait_for_device(device);
@@ -41,7 +41,7 @@ impl Simulation {
 /// `cuMemHostAlloc`; of no bytes, it gives null.
 ///
 /// # Errors
-/// 201 without a context, 900 while something is captured, 1 for unknown flags, 2 when there is no room.
+/// 201 without a context, 900 while a capture is open, 1 for unknown flags, 2 if memory is exhausted.
 pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -67,7 +67,7 @@ pub fn allocate(bytes: usize, flags: u32) -> Answer<u64> {
 /// `cuMemFreeHost`. Waits for work that may use the memory.
 ///
 /// # Errors
-/// 900 while something is captured, 1 for what is no address that `cuMemHostAlloc` gave, the code of a lost context.
+/// 900 while a capture is open, 1 for an address that `cuMemHostAlloc` did not return, the code of a lost context.
 pub fn free(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -89,7 +89,7 @@ pub fn free(address: u64) -> Answer<()> {
 /// `cuMemHostRegister_v2`.
 ///
 /// # Errors
-/// 201 without a context, 900 while something is captured, 712 when a part is registered already, 1 for no bytes, unknown
+/// 201 without a context, 900 while a capture is open, 712 when a part is registered already, 1 for no bytes, unknown
 /// flags, memory that `cuMemHostAlloc` gave, and memory that is not mapped, or not writable (unless registered as
 /// read-only); 801 where the device cannot.
 pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
@@ -125,7 +125,7 @@ pub fn register(address: u64, bytes: usize, flags: u32) -> Answer<()> {
     Ok(())
 }
 
-/// Brings the pages in, as locking them does.
+/// Faults the pages in, as locking them does.
 fn touch(address: u64, bytes: usize, read_only: bool) -> Answer<()> {
     let page = highwater_mock::simulated::page_size();
     let start = address / page * page;
@@ -145,7 +145,7 @@ fn touch(address: u64, bytes: usize, read_only: bool) -> Answer<()> {
     }
 }
 
-/// Whether the process may read all of a range, and write it unless it is for reading only.
+/// Returns whether the process may read a range, and write it unless it is read-only.
 fn may_touch(start: u64, length: u64, read_only: bool) -> bool {
     let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return false };
     // Each line begins with `start-end permissions`, in ascending order.
@@ -167,7 +167,7 @@ fn may_touch(start: u64, length: u64, read_only: bool) -> bool {
 /// `cuMemHostUnregister`. Waits for work that may use the memory.
 ///
 /// # Errors
-/// 900 while something is captured, 1 for an address inside of page-locked memory that is not where a registration
+/// 900 while a capture is open, 1 for an address inside of page-locked memory that is not where a registration
 /// begins, 713 for one that is in none, the code of a lost context.
 pub fn unregister(address: u64) -> Answer<()> {
     let simulation = simulation()?;

@@ -12,8 +12,8 @@
 //! | 32..56 | memory: offset (in pages, 30 bits) and number of the allocation, bytes, offset in it; event: first and last word of the mock's payload |
 //! | 56..64 | a checksum of the above |
 //!
-//! A handle is stale when its process has ended or its number stands for another file. That an allocation was freed is
-//! not noticed; to open it then is as undefined as with the vendor.
+//! A handle is stale if its process has ended or its descriptor names another file. The freeing of an allocation is not
+//! noticed; opening it then is undefined, as with the vendor.
 
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -40,7 +40,7 @@ const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 const PAGE: u64 = 4096;
 const PAGE_BITS: u32 = 30;
 
-/// What the bytes say.
+/// The fields of a handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Words {
     what: u64,
@@ -93,7 +93,7 @@ impl Words {
         })
     }
 
-    /// Of something in this process.
+    /// Describes an object of this process.
     fn own(what: u64, file: &OwnedFd, device: u32, rest: [u64; 3]) -> Answer<Self> {
         let process = std::process::id();
         let start = mock::start_time(process).ok_or(Code::OPERATING_SYSTEM)?;
@@ -102,12 +102,12 @@ impl Words {
         Ok(Self { what, process, start, descriptor, device, inode, rest })
     }
 
-    /// The file in the exporter.
+    /// Opens the exporter's file.
     fn file(&self) -> Answer<OwnedFd> {
         if self.process == std::process::id() {
             return Err(Code::INVALID_CONTEXT);
         }
-        // A number that has changed hands is another process.
+        // A reused process id names another process.
         if mock::start_time(self.process) != Some(self.start) {
             return Err(Code::INVALID_HANDLE);
         }
@@ -152,7 +152,7 @@ pub fn export_memory(address: u64) -> Answer<Handle> {
 /// `cuIpcOpenMemHandle_v2`, for the current context's device. The same memory again gives the same address, and counts.
 ///
 /// # Errors
-/// 201 without a context and in the process that exported it, 1 for other flags and for what is no handle, 400 when the
+/// 201 without a context and in the process that exported it, 1 for other flags and for an unknown handle, 400 when the
 /// exporter has ended.
 pub fn open_memory(handle: &Handle, open_flags: u32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
@@ -229,7 +229,7 @@ pub fn export_event(raw: u64) -> Answer<Handle> {
 /// `cuIpcOpenEventHandle`, for the current context's device.
 ///
 /// # Errors
-/// 201 without a context and in the process that exported it, 1 for what is no handle and for an event of another
+/// 201 without a context and in the process that exported it, 1 for an unknown handle and for an event of another
 /// device, 400 when the exporter has ended.
 pub fn open_event(handle: &Handle) -> Answer<u64> {
     let (simulation, device) = with_context()?;

@@ -1,8 +1,4 @@
-//! Device memory: what is allocated or mapped where, and whose an address is.
-//!
-//! All addresses are of one space, as with the vendor: an address says whether it is a device's, of page-locked host
-//! memory, or of ordinary (pageable) host memory. The device's own memory is mapped into the process, so an address in
-//! it that nobody has allocated would pass for ordinary memory; it is told apart by where it lies.
+//! Device memory: allocations, frees, and the attributes of pointers.
 
 use highwater_hal::{AllocateOptions, Backend, DeviceMemoryKind, DevicePtr, Transport};
 use highwater_mock::simulated::Call;
@@ -46,7 +42,7 @@ impl Simulation {
 /// `cuMemAlloc_v2`.
 ///
 /// # Errors
-/// 201 without a context, 900 while something is captured, 1 for no bytes, 2 when there is no room.
+/// 201 without a context, 900 while a capture is open, 1 for no bytes, 2 if memory is exhausted.
 pub fn allocate(bytes: usize) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -67,7 +63,7 @@ pub fn allocate(bytes: usize) -> Answer<u64> {
 /// `cuMemFree_v2`. Waits until the device has executed what was enqueued on any stream.
 ///
 /// # Errors
-/// 900 while something is captured, 1 for what is no address of an allocation, the code of a lost context.
+/// 900 while a capture is open, 1 for an address that starts no allocation, the code of a lost context.
 pub fn free(address: u64) -> Answer<()> {
     let simulation = simulation()?;
     simulation.check_unsafe_call()?;
@@ -83,7 +79,7 @@ pub fn free(address: u64) -> Answer<()> {
 /// `cuMemAllocAsync`, from the default pool of the stream's device; of no bytes, it gives null.
 ///
 /// # Errors
-/// 2 when there is no room, 801 where the device has no pools, 901 in a lost capture.
+/// 2 if memory is exhausted, 801 where the device has no pools, 901 in an invalidated capture.
 pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;
@@ -109,7 +105,7 @@ pub fn allocate_ordered(bytes: usize, raw_stream: u64) -> Answer<u64> {
 /// `cuMemFreeAsync`, also of memory of `cuMemAlloc`.
 ///
 /// # Errors
-/// 1 for what is no address of an allocation, and in a capture for what was not allocated in it; 901 in a lost capture.
+/// 1 for an address that starts no allocation, and in a capture for what was not allocated in it; 901 in an invalidated capture.
 pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     let simulation = simulation()?;
     let stream = simulation.stream(raw_stream)?;

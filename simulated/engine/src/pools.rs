@@ -76,7 +76,7 @@ pub(crate) fn note_use(device: u32) {
 /// `cuDeviceGetDefaultMemPool`.
 ///
 /// # Errors
-/// 101 when there is no such device, 801 where it has no pools.
+/// 101 if no such device exists, 801 where it has no pools.
 pub fn default(device: u32) -> Answer<u64> {
     let simulation = simulation()?;
     simulation.check_device(device)?;
@@ -147,7 +147,7 @@ pub fn trim(raw: u64, keep: usize) -> Answer<()> {
 /// `cuMemPoolSetAccess` for one device. Copies reach the memory of every device in any case.
 ///
 /// # Errors
-/// 1 for what is no pool or no device, and for taking the pool's own device its access; 217 where devices cannot reach
+/// 1 for an unknown pool or device, and for taking the pool's own device its access; 217 where devices cannot reach
 /// each other.
 pub fn set_access(raw: u64, device: i32, flags: u32) -> Answer<()> {
     let simulation = simulation()?;

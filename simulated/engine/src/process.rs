@@ -1,5 +1,5 @@
-//! The one simulation of the process: it begins with `cuInit`, is nobody's in a forked child, and is over once the
-//! handler of `cuInit` has run at exit.
+//! The one simulation of the process. `cuInit` begins it, a forked child has none, and the exit handler that `cuInit`
+//! registers ends it.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::code::{Answer, Code};
 use crate::variants::{Vendor, variants, vendor};
 use crate::visible;
 
-/// What the process simulates.
+/// The devices of the process.
 #[derive(Debug)]
 pub struct Simulation {
     /// The devices.
     pub gpu: Arc<MockGpu>,
-    /// Their inside.
+    /// Access to the inside of the devices.
     pub hooks: Hooks,
     pub(crate) tag: BackendTag,
     pub(crate) devices: Vec<DeviceState>,
@@ -31,15 +31,15 @@ pub struct Simulation {
 /// One device and its primary context.
 #[derive(Debug, Default)]
 pub(crate) struct DeviceState {
-    /// How often the primary context is retained; it lives while this is not 0.
+    /// Outstanding retains of the primary context, which is alive while this is not 0.
     pub(crate) retains: AtomicU64,
-    /// Whether one of those is the vendor's runtime's.
+    /// Whether the vendor's runtime holds one of the retains.
     pub(crate) runtime_retains: AtomicBool,
-    /// The code that every call with the context answers once it was lost; 0 before.
+    /// The code that every call with the lost context returns; 0 if the context is not lost.
     sticky: AtomicU32,
-    /// The devices whose memory it may use, by bit.
+    /// One bit for each device whose memory it may access.
     pub(crate) peers: AtomicU64,
-    /// Serialises the making and the end of the context.
+    /// Serializes the creation and the end of the context.
     pub(crate) changing: Mutex<()>,
 }
 
@@ -54,7 +54,7 @@ static SIMULATION: OnceLock<Simulation> = OnceLock::new();
 static OVER: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Whether the thread runs a function that `cuLaunchHostFunc` was given; such a function may not call the driver.
+    /// Whether the thread runs a host function of `cuLaunchHostFunc`, which must not call the driver.
     pub(crate) static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -62,10 +62,10 @@ extern "C" fn end() {
     OVER.store(true, Ordering::Release);
 }
 
-/// Begins the simulation; again, it does nothing.
+/// Begins the simulation. Later calls do nothing.
 ///
 /// # Errors
-/// 34, 100 or 1 as the variants say, 3 in a forked child of a process that called it, 4 at exit.
+/// 34, 100 or 1 as the variants say; 3 in a forked child of a process that called it; 4 at exit.
 pub fn initialize() -> Answer<()> {
     let variants = variants()?;
     if variants.stub {
@@ -105,7 +105,7 @@ pub fn initialize() -> Answer<()> {
     }
     let devices: Vec<DeviceState> = (0..gpu.device_count()).map(|_| DeviceState::default()).collect();
     if vendor() == Vendor::Hip {
-        // HIP has no contexts: whoever starts it can use every device.
+        // HIP has no contexts: a process that starts it can use every device.
         devices.iter().for_each(DeviceState::retain_for_good);
     }
     let (hooks, tag) = (Hooks::new(&gpu), gpu.identity().tag);
@@ -113,7 +113,7 @@ pub fn initialize() -> Answer<()> {
     Ok(())
 }
 
-/// The simulation, for a call that needs no context.
+/// Returns the simulation for a call that needs no context.
 ///
 /// # Errors
 /// 3 before `cuInit` and in a forked child, 4 at exit.
@@ -131,10 +131,10 @@ pub fn simulation() -> Answer<&'static Simulation> {
 }
 
 impl Simulation {
-    /// Whether there is such a device.
+    /// Checks that a device exists.
     ///
     /// # Errors
-    /// 101 when not.
+    /// 101 if it does not.
     pub fn check_device(&self, device: u32) -> Answer<()> {
         if (device as usize) < self.devices.len() { Ok(()) } else { Err(Code::INVALID_DEVICE) }
     }
@@ -143,16 +143,16 @@ impl Simulation {
         self.devices.get(device as usize).ok_or(Code::INVALID_DEVICE)
     }
 
-    /// Whether the device's primary context lives and works.
+    /// Checks that the device's primary context is alive and not lost.
     ///
     /// # Errors
-    /// 709 when it was destroyed, the code by which it was lost.
+    /// 709 after it was destroyed, and the code by which it was lost.
     pub fn check_context(&self, device: u32) -> Answer<()> {
         let state = self.state(device)?;
         if state.retains.load(Ordering::Acquire) == 0 {
             return Err(Code::CONTEXT_IS_DESTROYED);
         }
-        // What went wrong in a stream is told by the next call.
+        // The next call reports a fault in a stream.
         if state.sticky.load(Ordering::Acquire) == 0 && self.hooks.is_lost(device) {
             self.lose_contexts(Code::ILLEGAL_ADDRESS);
         }
@@ -162,8 +162,8 @@ impl Simulation {
         }
     }
 
-    /// Loses the contexts of the process: every call with one answers `code` from here on, and nothing is executed any
-    /// more. A kernel that faults takes the contexts of all devices of its process with it.
+    /// Loses the contexts of the process: every later call with one returns `code`, and no work is executed. A kernel that
+    /// faults takes the contexts of all devices of its process with it.
     pub fn lose_contexts(&self, code: Code) {
         for (device, state) in (0u32..).zip(&self.devices) {
             // The first code stays.
@@ -172,7 +172,7 @@ impl Simulation {
         }
     }
 
-    /// What a failure of the mock means, with the context being lost where the device was.
+    /// Returns the code for a failure of the mock. A lost device loses the contexts.
     pub(crate) fn code_of(&self, error: highwater_hal::Error) -> Code {
         let code = Code::from(error);
         if code == Code::ILLEGAL_ADDRESS {
@@ -190,7 +190,7 @@ impl Simulation {
     }
 }
 
-/// The code that a call of `function` is to answer by the variants; loses the contexts where it is 700.
+/// Returns the code that the variants prescribe for this call of `function`. 700 loses the contexts.
 pub fn injected(function: &str) -> Option<Code> {
     let code = Code(variants().ok()?.due(function)?);
     if code == Code::ILLEGAL_ADDRESS
@@ -201,7 +201,7 @@ pub fn injected(function: &str) -> Option<Code> {
     Some(code)
 }
 
-/// Ends the process as AMD's runtime does where it checks what it takes for granted.
+/// Ends the process, as AMD's runtime does when one of its assertions fails.
 pub(crate) fn die(message: &str) -> ! {
     eprintln!("{message}");
     std::process::abort()

@@ -20,19 +20,19 @@ use crate::variants::{Vendor, hip_major, vendor};
 pub const LEGACY: u64 = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub const PER_THREAD: u64 = 2;
-/// The least and the greatest priority of CUDA, which is the smaller number.
+/// CUDA's least and greatest priority. The greatest is the smaller number.
 pub const PRIORITIES: (i32, i32) = (0, -5);
-/// Those of HIP.
+/// HIP's least and greatest priority.
 pub const HIP_PRIORITIES: (i32, i32) = (1, -1);
 
-/// The streams that were created and not destroyed.
+/// Every live stream.
 static STREAMS: RwLock<BTreeMap<u64, Arc<Stream>>> = RwLock::new(BTreeMap::new());
 
-/// The answer to a handle that is no stream's.
+/// Returns the code for an unknown stream.
 fn unknown_stream() -> Code {
     match vendor() {
         Vendor::Cuda => Code::INVALID_HANDLE,
-        // HIP 6 takes the stream for destroyed, HIP 7 reads what was there.
+        // HIP 6 reports a destroyed context. HIP 7 dereferences the handle.
         Vendor::Hip if hip_major() < 7 => Code::CONTEXT_IS_DESTROYED,
         Vendor::Hip => {
             die("the simulated HIP runtime: a stream was used after its end, which is a segmentation fault in HIP 7")
@@ -41,10 +41,10 @@ fn unknown_stream() -> Code {
 }
 
 impl Simulation {
-    /// The stream of a raw handle; 0, 1 and 2 are default streams of the current context's device.
+    /// Returns the stream of a raw handle; 0, 1 and 2 are default streams of the current context's device.
     ///
     /// # Errors
-    /// 201 for a default stream where no context is current, 400 for what is no stream (HIP 6: 709; HIP 7 ends the
+    /// 201 for a default stream without a current context, 400 for an unknown stream (HIP 6: 709; HIP 7 ends the
     /// process), the code of a lost context.
     pub fn stream(&self, raw: u64) -> Answer<Stream> {
         if raw > PER_THREAD {
@@ -58,15 +58,15 @@ impl Simulation {
         Ok(self.default_stream(device, raw == PER_THREAD))
     }
 
-    /// A default stream of a device, whatever context is current.
+    /// Returns a default stream of a device, whichever context is current.
     #[must_use]
     pub fn default_stream(&self, device: u32, per_thread: bool) -> Stream {
         let id = if per_thread { self.thread_stream(device) } else { self.legacy_stream(device) };
         Stream { id, device, flags: 0, priority: 0, number: u64::from(device) * 2 + u64::from(per_thread) + 1 }
     }
 
-    /// Lets what a stream is given next come after what it has to: a default stream and the blocking ones wait for each
-    /// other. Called before anything is enqueued, also in a capture.
+    /// Orders the next work of a stream behind the streams that it implicitly waits for: the legacy default stream and the
+    /// blocking streams wait for each other. Every call that enqueues work must call this first, also in a capture.
     ///
     /// # Errors
     /// 901 when the stream's capture was lost, 906 when the legacy default stream would depend on a capture, the code of
@@ -96,16 +96,16 @@ impl Simulation {
     pub(crate) fn end_streams(&self, device: u32) {
         let ended: Vec<_> = STREAMS.write().extract_if(.., |_, stream| stream.device == device).collect();
         for (_, stream) in ended {
-            // It is in the mock's table as long as in this one.
+            // The mock's table holds it as long as this one does.
             let _ = self.gpu.destroy_stream(stream.id);
         }
     }
 }
 
-/// `cuStreamCreateWithPriority`; priorities out of range are moved into it.
+/// `cuStreamCreateWithPriority`. Clamps the priority to the vendor's range.
 ///
 /// # Errors
-/// 1 for unknown flags, 201 without a context, 2 when the mock has no room.
+/// 1 for unknown flags, 201 without a context, 2 if memory is exhausted.
 pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     let (simulation, device) = with_context()?;
     if flags & !NON_BLOCKING != 0 {
@@ -124,10 +124,10 @@ pub fn create(flags: u32, priority: i32) -> Answer<u64> {
     Ok(raw)
 }
 
-/// `cuStreamDestroy_v2`: what is queued is still executed, and nobody waits for it.
+/// `cuStreamDestroy_v2`. Queued work is still executed, and the call does not wait for it.
 ///
 /// # Errors
-/// 400 for what is no stream that was created, the code of a lost context.
+/// 400 for a stream that was not created, the code of a lost context.
 pub fn destroy(raw: u64) -> Answer<()> {
     let simulation = simulation()?;
     let mut streams = STREAMS.write();
@@ -171,7 +171,7 @@ impl Simulation {
     pub(crate) fn wait_for(&self, stream: &Stream) -> Answer<()> {
         self.before_enqueue(stream)?;
         self.gpu.synchronize_stream(stream.id).map_err(|error| self.code_of(error))?;
-        // What failed meanwhile is answered by the call that waited for it.
+        // The call that waited reports a fault of the work.
         self.check_context(stream.device)
     }
 }
@@ -179,7 +179,7 @@ impl Simulation {
 /// `cuCtxSynchronize`.
 ///
 /// # Errors
-/// 900 while something is captured, the code of a lost context.
+/// 900 while a capture is open, the code of a lost context.
 pub fn synchronize_context() -> Answer<()> {
     let (simulation, device) = with_context()?;
     simulation.check_unsafe_call()?;
@@ -188,16 +188,16 @@ pub fn synchronize_context() -> Answer<()> {
     simulation.check_context(device)
 }
 
-/// A function of the host and its argument.
+/// A host function and its argument.
 #[derive(Debug, Clone, Copy)]
 struct HostFunction {
     function: unsafe extern "C" fn(*mut std::ffi::c_void),
     argument: *mut std::ffi::c_void,
 }
 
-// SAFETY: who enqueues it promises that it can be called on any thread, as the vendor asks.
+// SAFETY: the vendor requires of the caller that the function can run on any thread.
 unsafe impl Send for HostFunction {}
-// SAFETY: as above; it is called by one thread at a time.
+// SAFETY: as above; one thread at a time calls it.
 unsafe impl Sync for HostFunction {}
 
 impl HostFunction {
@@ -213,10 +213,11 @@ impl HostFunction {
 /// `cuLaunchHostFunc`.
 ///
 /// # Errors
-/// 1 for a null function, 901 in a lost capture.
+/// 1 for a null function, 901 in an invalidated capture.
 ///
 /// # Safety
-/// Function and argument stay good until the work has been executed, in a graph until its last launch has.
+/// The caller must keep the function and its argument valid until the work was executed, in a graph until its last launch
+/// was.
 pub unsafe fn launch_host_function(
     raw: u64,
     function: Option<unsafe extern "C" fn(*mut std::ffi::c_void)>,

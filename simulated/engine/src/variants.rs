@@ -1,4 +1,4 @@
-//! What the simulated library is like: `HIGHWATER_SIMULATED_CUDA=key=value,...` or `HIGHWATER_SIMULATED_HIP`.
+//! The settings of a simulated library: `HIGHWATER_SIMULATED_CUDA=key=value,...` or `HIGHWATER_SIMULATED_HIP`.
 //!
 //! | key | value |
 //! | --- | --- |
@@ -23,15 +23,14 @@
 //! | `kernels` | `none`: the first product ends the process, as that of a rocBLAS does that has no kernels for the devices |
 //! | `registered-address` | `same`: registered host memory has its own address on the device; `other`, the default, another |
 //!
-//! How many devices there are, how much memory they have, how slow they are and which calls of the mock fail is the
-//! mock's own variable, `HIGHWATER_MOCK`.
+//! `HIGHWATER_MOCK` sets the number, memory and speed of the devices, and which calls of the mock fail.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::code::{Answer, Code};
 
-/// Whose library it is, and so whose rules it has.
+/// The vendor whose rules a library follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vendor {
     /// NVIDIA's driver.
@@ -50,7 +49,7 @@ impl Vendor {
         }
     }
 
-    /// What messages call the library.
+    /// Returns the name of the library in messages.
     #[must_use]
     pub const fn library(self) -> &'static str {
         match self {
@@ -71,7 +70,7 @@ impl Vendor {
 /// A code that no header has.
 pub const UNKNOWN_CODE: u32 = 921;
 
-/// A call that answers something else than it would.
+/// A call that returns another code.
 #[derive(Debug)]
 struct Injection {
     function: String,
@@ -79,10 +78,10 @@ struct Injection {
     code: u32,
 }
 
-/// What the variable says.
+/// The settings.
 #[derive(Debug)]
 pub struct Variants {
-    /// What the driver says it is, for example 13000.
+    /// The version that the driver reports, for example 13000.
     pub driver_version: i32,
     /// Whether there is no device.
     pub no_device: bool,
@@ -227,7 +226,7 @@ impl Variants {
 static IS_HIP: AtomicBool = AtomicBool::new(false);
 static VARIANTS: OnceLock<Result<Variants, String>> = OnceLock::new();
 
-/// Has the engine follow AMD's rules. To be called before anything else.
+/// Makes the engine follow AMD's rules. The library must call this first.
 #[inline]
 pub fn follow_hip() {
     // Relaxed: it is set before a thread's first call and never taken back.
@@ -236,17 +235,17 @@ pub fn follow_hip() {
     }
 }
 
-/// Whose rules the engine follows.
+/// Returns the vendor whose rules the engine follows.
 #[inline]
 #[must_use]
 pub fn vendor() -> Vendor {
     if IS_HIP.load(Ordering::Relaxed) { Vendor::Hip } else { Vendor::Cuda }
 }
 
-/// What the environment says the library is like.
+/// Returns the settings of the environment.
 ///
 /// # Errors
-/// 1, with a message on standard error, when it cannot be read.
+/// 1, with a message on standard error, if they cannot be parsed.
 pub fn variants() -> Answer<&'static Variants> {
     let variants = VARIANTS.get_or_init(|| {
         let vendor = vendor();
@@ -257,7 +256,7 @@ pub fn variants() -> Answer<&'static Variants> {
     variants.as_ref().map_err(|_| Code::INVALID_VALUE)
 }
 
-/// The major version of HIP whose rules hold.
+/// Returns the major version of HIP whose rules apply.
 pub(crate) fn hip_major() -> i32 {
     variants().map_or(7, |variants| variants.hip.version.0)
 }

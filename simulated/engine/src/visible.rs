@@ -1,7 +1,7 @@
-//! `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`: which devices the process sees, and in which order.
+//! `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`: the devices that the process sees, in their order.
 //!
-//! Entries are ordinals or the beginnings of UUIDs (`GPU-...`), separated by commas. The list ends before the first entry that
-//! is no device, or one again, as with the vendor; an empty variable hides all devices.
+//! Entries are ordinals or prefixes of UUIDs (`GPU-...`), separated by commas. The list ends before the first entry that is
+//! unknown or repeated, as with the vendor. An empty variable hides all devices.
 
 use highwater_hal::Backend;
 use highwater_mock::MockGpu;
@@ -16,7 +16,7 @@ fn variable() -> &'static str {
     }
 }
 
-/// A UUID as the vendor's tools write it.
+/// Returns a UUID in the format of the vendor's tools.
 fn written(uuid: [u8; 16]) -> String {
     let digits: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let [a, b, c, d, e] = [0..8, 8..12, 12..16, 16..20, 20..32].map(|part| &digits[part]);

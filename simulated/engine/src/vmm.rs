@@ -1,7 +1,7 @@
-//! Virtual memory management: physical memory, addresses, and which lies where.
+//! Virtual memory management: physical memory, reserved addresses, and mappings.
 //!
-//! Each physical allocation is a sealed memory file of its own, with its device in the file's name, so one descriptor
-//! says all there is to say. The bytes count against the device's memory in the process that created the allocation. It
+//! Each physical allocation is a sealed memory file with its device in the file's name, so one descriptor describes it
+//! completely. The bytes count against the device's memory in the process that created the allocation. It
 //! ends with the last handle, mapping and descriptor of any process.
 //!
 //! A mapping becomes part of the addresses of each device that gets access to it, at the same address.
@@ -28,7 +28,7 @@ pub const DESCRIPTOR: u32 = 1;
 pub const FABRIC: u32 = 8;
 const NAME: &str = "highwater-simulated-vmm-";
 
-/// What `cuMemCreate` is asked for.
+/// The arguments of `cuMemCreate`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Properties {
     /// `CU_MEM_ALLOCATION_TYPE_PINNED` is 1, and all there is.
@@ -48,13 +48,13 @@ struct Allocation {
     bytes: u64,
     device: u32,
     handle_types: u32,
-    /// What it takes of the device's memory; an import takes nothing.
+    /// Its share of the device's memory; `None` for an import.
     taken: Option<DevicePtr>,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // At exit and in a forked child the device is left alone.
+        // At exit and in a forked child the device is not touched.
         if let (Some(taken), Ok(simulation)) = (self.taken, simulation()) {
             simulation.hooks.give_back(self.device, taken, self.bytes as usize);
         }
@@ -106,7 +106,7 @@ fn check_properties(properties: &Properties) -> Answer<u32> {
     }
     match properties.location_kind {
         1 => {}
-        // Memory of the host, which the simulation has not.
+        // Host memory, which the simulation lacks.
         2..=4 => return Err(Code::NOT_SUPPORTED),
         _ => return Err(Code::INVALID_VALUE),
     }
@@ -157,7 +157,7 @@ impl Simulation {
         raw
     }
 
-    /// Gives or takes a device's access to a mapping.
+    /// Changes a device's access to a mapping.
     fn change_access(&self, address: u64, mapping: &Mapping, device: u32, may: bool) -> Answer<()> {
         let has = |block: &Block| matches!(block.kind, Kind::Mapped { access } if access >> device & 1 == 1);
         let before = MEMORY.blocks.read().get(&address).is_some_and(has);
@@ -183,7 +183,7 @@ impl Simulation {
 /// `cuMemRelease`. The memory stays as long as it is mapped.
 ///
 /// # Errors
-/// 1 for what is no handle.
+/// 1 for an unknown handle.
 pub fn release(raw: u64) -> Answer<()> {
     simulation()?;
     let mut table = VIRTUAL.lock();
@@ -247,7 +247,7 @@ pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
 /// `cuMemMap`. Nobody has access before `cuMemSetAccess`.
 ///
 /// # Errors
-/// 1 for what is no handle, for ranges that are not multiples of [`GRANULARITY`], not reserved, mapped already or longer
+/// 1 for an unknown handle, for ranges that are not multiples of [`GRANULARITY`], not reserved, mapped already or longer
 /// than the memory, and for flags.
 pub fn map(address: u64, bytes: usize, offset: usize, raw: u64, flags: u64) -> Answer<()> {
     simulation()?;
@@ -299,7 +299,7 @@ pub fn unmap(address: u64, bytes: usize) -> Answer<()> {
 /// `cuMemSetAccess` for one device: 0 takes it away, 1 and 3 give it; there is no access for reading only.
 ///
 /// # Errors
-/// 1 for a range that is not made up of whole mappings, for unknown flags and for what is no device; 217 where devices
+/// 1 for a range that is not made up of whole mappings, for unknown flags and for an unknown device; 217 where devices
 /// cannot reach each other; 801 for the host.
 pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32, flags: u32) -> Answer<()> {
     let simulation = simulation()?;
@@ -328,7 +328,7 @@ pub fn set_access(address: u64, bytes: usize, location_kind: u32, location: i32,
 /// `cuMemExportToShareableHandle`: a descriptor, which the caller owns.
 ///
 /// # Errors
-/// 1 for what is no handle, for flags, and for a type that the memory was not created with; 304 when the process has no
+/// 1 for an unknown handle, for flags, and for a type that the memory was not created with; 304 when the process has no
 /// descriptor left.
 pub fn export(raw: u64, handle_type: u32, flags: u64) -> Answer<RawFd> {
     simulation()?;

@@ -1,9 +1,9 @@
-//! A look-alike of AMD's HIP runtime over the mock.
+//! A simulation of AMD's HIP runtime over the mock.
 //!
-//! It has the symbols and the ABI of `libamdhip64.so.7` and `.so.6` as far as Highwater uses them, and the rules of the real
-//! one, which the engine (`highwater-simulated-engine`) implements; here are only the symbols. `HIGHWATER_MOCK` says how many
-//! devices there are and what they are like, `HIGHWATER_SIMULATED_HIP` how the library differs from a healthy one of HIP 7.2.
-//! Which symbols a version lacks is settled where the file is laid out.
+//! It exports the symbols of `libamdhip64.so.7` and `.so.6` that Highwater uses, with the vendor's ABI. The engine
+//! (`highwater-simulated-engine`) implements the rules. `HIGHWATER_MOCK` sets the number and the properties of the devices,
+//! and `HIGHWATER_SIMULATED_HIP` the version and its defects. `scripts/simulated.sh` removes the symbols that a version
+//! lacks.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -14,12 +14,12 @@ use std::panic::catch_unwind;
 use highwater_simulated_engine::blas::{self, BlasTable};
 use highwater_simulated_engine::border::{
     self, Handle, HostFunction, address, expect_place, export, get, handle, number, put, put_attribute, put_if_wanted,
-    put_new, put_text,
+    put_text,
 };
 use highwater_simulated_engine::copies::{self, Direction};
 use highwater_simulated_engine::hip::{self, Properties};
 use highwater_simulated_engine::{
-    Answer, Code, captures, devices, events, graphs, ipc, memory, pools, process, streams,
+    Answer, Code, answer, captures, create, devices, events, graphs, ipc, memory, pools, process, streams,
 };
 
 pub(crate) mod layout;
@@ -28,7 +28,7 @@ mod texts;
 
 use layout::{IpcHandle, PointerAttributes, PropertiesLayout, Uuid};
 
-/// Runs a call of a thread that has a device, and notes how it ended.
+/// Runs the body of an exported function on a thread with a device, and records its code.
 fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
     noted(|| {
         hip::enter()?;
@@ -36,7 +36,7 @@ fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> i32 {
     })
 }
 
-/// Runs a call and notes how it ended.
+/// Runs the body of an exported function and records its code.
 fn noted(body: impl FnOnce() -> Answer<()>) -> i32 {
     let code = border::guarded(body);
     hip::note(code);
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn highwater_simulated_hipblas(
     noted(|| {
         let settings = hip::settings()?;
         let name = settings.arch.split(':').next().unwrap_or_default();
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         unsafe {
             put(major, settings.hipblas())?;
             put(has_kernels, settings.has_kernels.into())?;
@@ -84,17 +84,15 @@ export! {
     listed in DEVICELESS_FUNCTIONS;
     checked in deviceless_signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
-    fn hipInit(flags: u32) {
-        hip::init(flags)
-    }
+    fn hipInit(flags: u32) { hip::init(flags) }
 
     fn hipRuntimeGetVersion(version: *mut i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(version, hip::settings()?.runtime_version()) }
     }
 
     fn hipDriverGetVersion(version: *mut i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
+        // SAFETY: the caller passes null or a valid place.
         unsafe { put(version, hip::settings()?.runtime_version()) }
     }
 
@@ -154,53 +152,30 @@ export! {
     listed in FUNCTIONS;
     checked in signatures against cubecl_hip_sys, [unsafe extern "C" fn];
 
-    fn hipSetDevice(device: i32) {
-        hip::set_device(device)
-    }
-
-    fn hipGetDevice(device: *mut i32) {
-        let answer = hip::device()?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(device, answer) }
-    }
-
-    fn hipDeviceGet(device: *mut i32, ordinal: i32) {
-        let answer = devices::get(ordinal).map(|_| ordinal)?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(device, answer) }
-    }
+    fn hipSetDevice(device: i32) { hip::set_device(device) }
+    fn hipGetDevice(device: *mut i32) { answer!(device = hip::device()?) }
+    fn hipDeviceGet(device: *mut i32, ordinal: i32) { answer!(device = devices::get(ordinal).map(|_| ordinal)?) }
 
     fn hipDeviceGetName(name: *mut c_char, length: i32, device: i32) {
         let text = devices::name(device)?;
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
-    fn hipDeviceGetUuid(uuid: *mut Uuid, device: i32) {
-        let answer = Uuid(devices::uuid(device)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(uuid, answer) }
-    }
-
-    fn hipDeviceTotalMem(bytes: *mut usize, device: i32) {
-        let answer = devices::memory_bytes(device)? as usize;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(bytes, answer) }
-    }
+    fn hipDeviceGetUuid(uuid: *mut Uuid, device: i32) { answer!(uuid = Uuid(devices::uuid(device)?)) }
+    fn hipDeviceTotalMem(bytes: *mut usize, device: i32) { answer!(bytes = devices::memory_bytes(device)? as usize) }
 
     fn hipDeviceGetPCIBusId(name: *mut c_char, length: i32, device: i32) {
         let text = devices::pci_bus_id(device)?.to_lowercase();
         if usize::try_from(length).is_ok_and(|length| length <= text.len()) {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller gives room for so many bytes, or null.
+        // SAFETY: the caller passes null or a buffer of that length.
         unsafe { put_text(name, length, &text) }
     }
 
     fn hipDeviceGetAttribute(value: *mut i32, attribute: i32, device: i32) {
-        let answer = hip::attribute(attribute, device)?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(value, answer) }
+        answer!(value = hip::attribute(attribute, device)?)
     }
 
     fn hipGetDevicePropertiesR0600(properties: *mut c_void, device: i32) {
@@ -208,26 +183,17 @@ export! {
         unsafe { put_properties(properties, layout::R0600, device) }
     }
 
-    fn hipDeviceSynchronize() {
-        streams::synchronize_context()
-    }
+    fn hipDeviceSynchronize() { streams::synchronize_context() }
 
     fn hipDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
-        let answer = i32::from(devices::can_access_peer(device, peer)?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(can, answer) }
+        answer!(can = i32::from(devices::can_access_peer(device, peer)?))
     }
 
-    fn hipDeviceEnablePeerAccess(peer: i32, flags: u32) {
-        hip::enable_peer_access(peer, flags)
-    }
-
-    fn hipDeviceDisablePeerAccess(peer: i32) {
-        hip::disable_peer_access(peer)
-    }
+    fn hipDeviceEnablePeerAccess(peer: i32, flags: u32) { hip::enable_peer_access(peer, flags) }
+    fn hipDeviceDisablePeerAccess(peer: i32) { hip::disable_peer_access(peer) }
 
     fn hipDeviceGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(least, streams::HIP_PRIORITIES.0);
             put_if_wanted(greatest, streams::HIP_PRIORITIES.1);
@@ -235,84 +201,47 @@ export! {
         Ok(())
     }
 
-    fn hipStreamCreate(stream: *mut Handle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(stream, || streams::create(0, 0).map(handle)) }
-    }
-
-    fn hipStreamCreateWithFlags(stream: *mut Handle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(stream, || streams::create(flags, 0).map(handle)) }
-    }
+    fn hipStreamCreate(stream: *mut Handle) { create!(stream = streams::create(0, 0).map(handle)) }
+    fn hipStreamCreateWithFlags(stream: *mut Handle, flags: u32) { create!(stream = streams::create(flags, 0).map(handle)) }
 
     fn hipStreamCreateWithPriority(stream: *mut Handle, flags: u32, priority: i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(stream, || streams::create(flags, priority).map(handle)) }
+        create!(stream = streams::create(flags, priority).map(handle))
     }
 
-    fn hipStreamDestroy(stream: Handle) {
-        hip::destroy_stream(number(stream))
-    }
-
-    fn hipStreamQuery(stream: Handle) {
-        streams::query(number(stream))
-    }
-
-    fn hipStreamSynchronize(stream: Handle) {
-        streams::synchronize(number(stream))
-    }
+    fn hipStreamDestroy(stream: Handle) { hip::destroy_stream(number(stream)) }
+    fn hipStreamQuery(stream: Handle) { streams::query(number(stream)) }
+    fn hipStreamSynchronize(stream: Handle) { streams::synchronize(number(stream)) }
 
     fn hipStreamWaitEvent(stream: Handle, event: Handle, flags: u32) {
         events::stream_wait(number(stream), number(event), flags)
     }
 
     fn hipStreamGetFlags(stream: Handle, flags: *mut u32) {
-        let answer = process::simulation()?.stream(number(stream))?.flags;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(flags, answer) }
+        answer!(flags = process::simulation()?.stream(number(stream))?.flags)
     }
 
     fn hipStreamGetPriority(stream: Handle, priority: *mut i32) {
-        let answer = process::simulation()?.stream(number(stream))?.priority;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(priority, answer) }
+        answer!(priority = process::simulation()?.stream(number(stream))?.priority)
     }
 
-    fn hipStreamGetDevice(stream: Handle, device: *mut i32) {
-        let answer = hip::stream_device(number(stream))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(device, answer) }
-    }
-
-    fn hipStreamGetId(stream: Handle, id: *mut u64) {
-        let answer = process::simulation()?.stream(number(stream))?.number;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(id, answer) }
-    }
+    fn hipStreamGetDevice(stream: Handle, device: *mut i32) { answer!(device = hip::stream_device(number(stream))?) }
+    fn hipStreamGetId(stream: Handle, id: *mut u64) { answer!(id = process::simulation()?.stream(number(stream))?.number) }
 
     fn hipLaunchHostFunc(stream: Handle, function: HostFunction, argument: *mut c_void) {
         // SAFETY: function and argument are what the caller promised the vendor they are.
         unsafe { streams::launch_host_function(number(stream), function, argument) }
     }
 
-    fn hipStreamBeginCapture(stream: Handle, mode: u32) {
-        captures::begin(number(stream), mode)
-    }
+    fn hipStreamBeginCapture(stream: Handle, mode: u32) { captures::begin(number(stream), mode) }
 
     fn hipStreamEndCapture(stream: Handle, graph: *mut Handle) {
         expect_place(graph)?;
         // SAFETY: the caller gives a place for the answer; a capture that fails gives no graph.
         unsafe { put(graph, handle(0)) }?;
-        let answer = handle(captures::end(number(stream))?);
-        // SAFETY: as above.
-        unsafe { put(graph, answer) }
+        answer!(graph = handle(captures::end(number(stream))?))
     }
 
-    fn hipStreamIsCapturing(stream: Handle, status: *mut u32) {
-        let answer = captures::is_capturing(number(stream))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(status, answer) }
-    }
+    fn hipStreamIsCapturing(stream: Handle, status: *mut u32) { answer!(status = captures::is_capturing(number(stream))?) }
 
     fn hipStreamGetCaptureInfo(stream: Handle, status: *mut u32, id: *mut u64) {
         let (found, capture) = captures::info(number(stream))?;
@@ -349,21 +278,12 @@ export! {
     }
 
     fn hipGraphInstantiateWithFlags(executable: *mut Handle, graph: Handle, flags: u64) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(executable, || graphs::instantiate(number(graph), flags).map(handle)) }
+        create!(executable = graphs::instantiate(number(graph), flags).map(handle))
     }
 
-    fn hipGraphLaunch(executable: Handle, stream: Handle) {
-        graphs::launch(number(executable), number(stream))
-    }
-
-    fn hipGraphDestroy(graph: Handle) {
-        graphs::destroy_graph(number(graph))
-    }
-
-    fn hipGraphExecDestroy(executable: Handle) {
-        graphs::destroy_executable(number(executable))
-    }
+    fn hipGraphLaunch(executable: Handle, stream: Handle) { graphs::launch(number(executable), number(stream)) }
+    fn hipGraphDestroy(graph: Handle) { graphs::destroy_graph(number(graph)) }
+    fn hipGraphExecDestroy(executable: Handle) { graphs::destroy_executable(number(executable)) }
 
     fn hipGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) {
         let found = graphs::nodes(number(graph))?;
@@ -371,29 +291,11 @@ export! {
         unsafe { border::put_handles(nodes, count, &found) }
     }
 
-    fn hipGraphNodeGetType(node: Handle, kind: *mut u32) {
-        let answer = graphs::node_kind(number(node))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(kind, answer) }
-    }
-
-    fn hipEventCreate(event: *mut Handle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(event, || events::create(0).map(handle)) }
-    }
-
-    fn hipEventCreateWithFlags(event: *mut Handle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(event, || events::create(flags).map(handle)) }
-    }
-
-    fn hipEventDestroy(event: Handle) {
-        events::destroy(number(event))
-    }
-
-    fn hipEventRecord(event: Handle, stream: Handle) {
-        events::record(number(event), number(stream))
-    }
+    fn hipGraphNodeGetType(node: Handle, kind: *mut u32) { answer!(kind = graphs::node_kind(number(node))?) }
+    fn hipEventCreate(event: *mut Handle) { create!(event = events::create(0).map(handle)) }
+    fn hipEventCreateWithFlags(event: *mut Handle, flags: u32) { create!(event = events::create(flags).map(handle)) }
+    fn hipEventDestroy(event: Handle) { events::destroy(number(event)) }
+    fn hipEventRecord(event: Handle, stream: Handle) { events::record(number(event), number(stream)) }
 
     fn hipEventRecordWithFlags(event: Handle, stream: Handle, flags: u32) {
         match flags {
@@ -404,37 +306,21 @@ export! {
         }
     }
 
-    fn hipEventQuery(event: Handle) {
-        events::query(number(event))
-    }
-
-    fn hipEventSynchronize(event: Handle) {
-        events::synchronize(number(event))
-    }
+    fn hipEventQuery(event: Handle) { events::query(number(event)) }
+    fn hipEventSynchronize(event: Handle) { events::synchronize(number(event)) }
 
     fn hipEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
-        let answer = events::elapsed(number(start), number(end))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(milliseconds, answer) }
+        answer!(milliseconds = events::elapsed(number(start), number(end))?)
     }
 
-    fn hipMalloc(memory: *mut Handle, bytes: usize) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(memory, || hip::allocate(bytes).map(handle)) }
-    }
-
-    fn hipFree(memory: *mut c_void) {
-        hip::free(address(memory))
-    }
+    fn hipMalloc(memory: *mut Handle, bytes: usize) { create!(memory = hip::allocate(bytes).map(handle)) }
+    fn hipFree(memory: *mut c_void) { hip::free(address(memory)) }
 
     fn hipMallocAsync(memory: *mut Handle, bytes: usize, stream: Handle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(memory, || memory::allocate_ordered(bytes, number(stream)).map(handle)) }
+        create!(memory = memory::allocate_ordered(bytes, number(stream)).map(handle))
     }
 
-    fn hipFreeAsync(memory: *mut c_void, stream: Handle) {
-        hip::free_ordered(address(memory), number(stream))
-    }
+    fn hipFreeAsync(memory: *mut c_void, stream: Handle) { hip::free_ordered(address(memory), number(stream)) }
 
     fn hipMemcpy(dst: *mut c_void, src: *const c_void, bytes: usize, kind: i32) {
         // SAFETY: the memory is as valid as the caller promised the vendor.
@@ -489,7 +375,7 @@ export! {
 
     fn hipMemGetInfo(free: *mut usize, total: *mut usize) {
         let (left, all) = memory::info()?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put(free, left as usize)?;
             put(total, all as usize)
@@ -497,14 +383,12 @@ export! {
     }
 
     fn hipPointerGetAttributes(attributes: *mut PointerAttributes, pointer: *const c_void) {
-        let answer = PointerAttributes::from(hip::pointer(address(pointer))?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(attributes, answer) }
+        answer!(attributes = PointerAttributes::from(hip::pointer(address(pointer))?))
     }
 
     fn hipMemGetAddressRange(base: *mut Handle, bytes: *mut usize, pointer: *mut c_void) {
         let (start, length) = memory::address_range(address(pointer))?;
-        // SAFETY: the caller gives places for the answers, or null.
+        // SAFETY: the caller passes null or valid places.
         unsafe {
             put_if_wanted(base, handle(start));
             put_if_wanted(bytes, length as usize);
@@ -513,8 +397,7 @@ export! {
     }
 
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, device: i32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(pool, || pools::default(devices::get(device)?).map(handle)) }
+        create!(pool = pools::default(devices::get(device)?).map(handle))
     }
 
     fn hipMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) {
@@ -529,63 +412,36 @@ export! {
         unsafe { put_attribute(value, answer) }
     }
 
-    fn hipMemPoolTrimTo(pool: Handle, keep: usize) {
-        pools::trim(number(pool), keep)
-    }
+    fn hipMemPoolTrimTo(pool: Handle, keep: usize) { pools::trim(number(pool), keep) }
 
     fn hipHostMalloc(memory: *mut Handle, bytes: usize, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(memory, || hip::allocate_host(bytes, flags).map(handle)) }
+        create!(memory = hip::allocate_host(bytes, flags).map(handle))
     }
 
-    fn hipHostFree(memory: *mut c_void) {
-        hip::free(address(memory))
-    }
-
-    fn hipHostGetFlags(flags: *mut u32, memory: *mut c_void) {
-        let answer = hip::host_flags(address(memory))?;
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(flags, answer) }
-    }
-
-    fn hipHostRegister(memory: *mut c_void, bytes: usize, flags: u32) {
-        hip::register(address(memory), bytes, flags)
-    }
-
-    fn hipHostUnregister(memory: *mut c_void) {
-        hip::unregister(address(memory))
-    }
+    fn hipHostFree(memory: *mut c_void) { hip::free(address(memory)) }
+    fn hipHostGetFlags(flags: *mut u32, memory: *mut c_void) { answer!(flags = hip::host_flags(address(memory))?) }
+    fn hipHostRegister(memory: *mut c_void, bytes: usize, flags: u32) { hip::register(address(memory), bytes, flags) }
+    fn hipHostUnregister(memory: *mut c_void) { hip::unregister(address(memory)) }
 
     fn hipHostGetDevicePointer(device: *mut Handle, memory: *mut c_void, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(device, || hip::device_address(address(memory), flags).map(handle)) }
+        create!(device = hip::device_address(address(memory), flags).map(handle))
     }
 
     fn hipIpcGetMemHandle(handle: *mut IpcHandle, memory: *mut c_void) {
-        let answer = IpcHandle(ipc::export_memory(address(memory))?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(handle, answer) }
+        answer!(handle = IpcHandle(ipc::export_memory(address(memory))?))
     }
 
     fn hipIpcOpenMemHandle(memory: *mut Handle, given: IpcHandle, flags: u32) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(memory, || ipc::open_memory(&given.0, flags).map(handle)) }
+        create!(memory = ipc::open_memory(&given.0, flags).map(handle))
     }
 
-    fn hipIpcCloseMemHandle(memory: *mut c_void) {
-        ipc::close_memory(address(memory))
-    }
+    fn hipIpcCloseMemHandle(memory: *mut c_void) { ipc::close_memory(address(memory)) }
 
     fn hipIpcGetEventHandle(handle: *mut IpcHandle, event: Handle) {
-        let answer = IpcHandle(hip::export_event(number(event))?);
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put(handle, answer) }
+        answer!(handle = IpcHandle(hip::export_event(number(event))?))
     }
 
-    fn hipIpcOpenEventHandle(event: *mut Handle, given: IpcHandle) {
-        // SAFETY: the caller gives a place for the answer, or null.
-        unsafe { put_new(event, || ipc::open_event(&given.0).map(handle)) }
-    }
+    fn hipIpcOpenEventHandle(event: *mut Handle, given: IpcHandle) { create!(event = ipc::open_event(&given.0).map(handle)) }
 
     fn hipGetProcAddress(name: *const c_char, function: *mut Handle, _version: i32, _flags: u64, status: *mut u32) {
         // SAFETY: the caller gives a text and places for the answers, or null.

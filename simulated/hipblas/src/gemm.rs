@@ -70,7 +70,7 @@ fn meaning(symbol: Symbol, major: u32, types: [u32; 3], compute_type: u32) -> Re
 pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Result<(), u32> {
     // The handle is copied out: the real library takes no lock over a call either, so two threads that share a handle
     // meet in its workspace.
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     let (bound, (workspace, workspace_bytes)) =
         unsafe { crate::with(handle, |state| Ok((state.bound(), state.workspace()))) }?;
     let runtime = Runtime::get()?;
@@ -95,7 +95,7 @@ pub(crate) unsafe fn run(call: &Call, handle: *mut c_void, symbol: Symbol) -> Re
     }
     // SAFETY: the caller says that alpha and beta are valid; on the host they are read during the call.
     let product = unsafe { call.product(&shape, [a, c], compute, &bound) };
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { runtime.launch(&Product { workspace, workspace_bytes, ..product }) }
 }
 

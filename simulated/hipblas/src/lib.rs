@@ -1,18 +1,18 @@
-//! A look-alike of AMD's hipBLAS over the mock, with the rocBLAS that stands behind it.
+//! A simulation of AMD's hipBLAS over the mock, with the rocBLAS behind it.
 //!
-//! It has the symbols and the ABI of `libhipblas.so.3` and `.so.2` as far as Highwater uses them. Which version it is comes
-//! from the simulated runtime's settings, and which symbols that lacks is settled where the file is laid out. The rules are
-//! those that hipBLAS 2.4 and 3.2 were seen to have without a device, or that the vendor's manual states.
+//! It exports the symbols of `libhipblas.so.3` and `.so.2` that Highwater uses, with the vendor's ABI. The simulated runtime's
+//! settings choose the version, and `scripts/simulated.sh` removes the symbols that it lacks. The rules were observed with
+//! hipBLAS 2.4 and 3.2 without a device, or are stated in the vendor's manual.
 //!
-//! - A handle lives on the device that was current when it was made.
-//! - Binding a stream leaves the workspace and the modes as they are.
-//! - Each product is two kernels or more, which pass their intermediate results through the workspace: the bound one, or the
-//!   handle's own, which all streams share that the handle is used on. The real one makes one kernel of a small product: here
-//!   it is two on purpose, so that misuse of a workspace or a handle shows at small sizes too.
+//! - A handle belongs to the device that was current at its creation.
+//! - Binding a stream keeps the workspace and the modes.
+//! - Each product is two kernels or more, which pass intermediate results through the workspace: the bound one, or the handle's
+//!   own, which all streams of the handle share. The real library runs a small product as one kernel; two make misuse of a
+//!   workspace or a handle show at small sizes too.
 //! - Destroying a handle waits for the device.
 //!
-//! What the real library computes and this one does not: complex and 8-bit types, operands in page-locked memory or on
-//! another device. Those are `NOT_SUPPORTED`, or a lost device where only the address tells.
+//! Not computed: complex and 8-bit types, operands in page-locked memory or on another device. Those return `NOT_SUPPORTED`,
+//! or lose the device if only the address reveals them.
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -28,7 +28,7 @@ mod status;
 use std::ffi::{c_char, c_void};
 
 use highwater_simulated_blas::border::{guarded, put, set_switch};
-use highwater_simulated_blas::{export, export_gemm};
+use highwater_simulated_blas::{answer, export, export_gemm, on};
 
 use crate::gemm::{Symbol, run};
 use crate::handle::State;
@@ -44,7 +44,7 @@ fn call(_function: &str, body: impl FnOnce() -> Result<(), u32>) -> u32 {
 /// # Safety
 /// `handle` is null or was given by `hipblasCreate`.
 unsafe fn with<R>(handle: *mut c_void, body: impl FnOnce(&mut State) -> Result<R, u32>) -> Result<R, u32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: forwarded to the caller.
     unsafe { handle::HANDLES.with(handle, body) }.unwrap_or(Err(NOT_INITIALIZED))
 }
 
@@ -69,50 +69,39 @@ export! {
 
     /// A bound workspace stays.
     fn hipblasSetStream(handle: *mut c_void, stream: *mut c_void) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| { state.stream = stream as usize; Ok(()) }) }
+        on!(handle, |state| { state.stream = stream as usize; Ok(()) })
     }
 
     fn hipblasGetStream(handle: *mut c_void, stream: *mut *mut c_void) {
-        // SAFETY: as above, and the caller gives a place for a stream, or null.
-        unsafe { put(stream, with(handle, |state| Ok(state.stream))? as *mut c_void, INVALID_VALUE) }
+        answer!(stream = on!(handle, |state| Ok(state.stream))? as *mut c_void)
     }
 
     /// Since hipBLAS 3.
     fn hipblasSetWorkspace(handle: *mut c_void, workspace: *mut c_void, bytes: usize) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| state.bind_workspace(workspace as u64, bytes as u64)) }
+        on!(handle, |state| state.bind_workspace(workspace as u64, bytes as u64))
     }
 
     /// There is the default mode and no other.
     fn hipblasSetMathMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |_| if mode == 0 { Ok(()) } else { Err(NOT_SUPPORTED) }) }
+        on!(handle, |_| if mode == 0 { Ok(()) } else { Err(NOT_SUPPORTED) })
     }
 
-    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |_| Ok(0))?, INVALID_VALUE) }
-    }
+    fn hipblasGetMathMode(handle: *mut c_void, mode: *mut u32) { answer!(mode = on!(handle, |_| Ok(0))?) }
 
     fn hipblasSetAtomicsMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM)) }
+        on!(handle, |state| set_switch(&mut state.atomics_mode, mode, INVALID_ENUM))
     }
 
     fn hipblasGetAtomicsMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.atomics_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.atomics_mode))?)
     }
 
     fn hipblasSetPointerMode(handle: *mut c_void, mode: u32) {
-        // SAFETY: the handle is null or was given by `hipblasCreate`.
-        unsafe { with(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_ENUM)) }
+        on!(handle, |state| set_switch(&mut state.pointer_mode, mode, INVALID_ENUM))
     }
 
     fn hipblasGetPointerMode(handle: *mut c_void, mode: *mut u32) {
-        // SAFETY: as above, and the caller gives a place for a mode, or null.
-        unsafe { put(mode, with(handle, |state| Ok(state.pointer_mode))?, INVALID_VALUE) }
+        answer!(mode = on!(handle, |state| Ok(state.pointer_mode))?)
     }
 }
 

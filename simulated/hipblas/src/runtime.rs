@@ -163,7 +163,7 @@ impl Runtime {
         }
         // Default streams are those of the thread's device.
         self.home()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: forwarded to the caller.
         match status::of_runtime(unsafe { (self.table.launch)(product) } as i32) {
             status::SUCCESS => Ok(()),
             code => Err(code),

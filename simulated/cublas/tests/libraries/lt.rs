@@ -3,8 +3,11 @@
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use crate::rig::{Gate, Heuristic, allocate, code, download, isolated, ok, start, stream, upload};
-use crate::values::{BF16, F16, F32, F64, Shape, assert_close, bytes, decode, encode, numbers, scale};
+use highwater_simulated_harness::values::{BF16, F16, F32, F64, Shape, bytes, decode, encode};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Driver, Heuristic, Lt, allocate, download, gate_on, start, stream, upload};
+use crate::values::{assert_close, numbers, scale};
 
 const NONE: u32 = 1;
 const EPILOGUES: [u32; 6] = [NONE, 2, 4, 6, 32, 36];
@@ -35,14 +38,14 @@ impl Plan {
         };
         ok!(Lt.cublasLtMatmulDescCreate(&mut plan.description, compute, scale_type));
         ok!(Lt.cublasLtMatmulPreferenceCreate(&mut plan.preference));
-        let Shape { transpose, m, n, k, lda, ldb, ldc } = *shape;
-        let (a, b) = (if transpose.0 == 0 { (m, k) } else { (k, m) }, if transpose.1 == 0 { (k, n) } else { (n, k) });
+        let Shape { transposed, m, n, k, lda, ldb, ldc } = *shape;
+        let (a, b) = (if transposed.0 { (k, m) } else { (m, k) }, if transposed.1 { (n, k) } else { (k, n) });
         let stored = [(types.0, a, lda), (types.0, b, ldb), (types.1, (m, n), ldc), (types.1, (m, n), ldd)];
         for (layout, (data_type, (rows, columns), ld)) in plan.layouts.iter_mut().zip(stored) {
             ok!(Lt.cublasLtMatrixLayoutCreate(layout, data_type, rows as u64, columns as u64, ld as i64));
         }
-        plan.set(3, &transpose.0);
-        plan.set(4, &transpose.1);
+        plan.set(3, &u32::from(transposed.0));
+        plan.set(4, &u32::from(transposed.1));
         plan
     }
 
@@ -143,7 +146,7 @@ fn epilogue(number: u32, value: f64, bias: f64) -> f64 {
 }
 
 isolated! {
-    fn every_epilogue_of_every_type_is_right_with_and_without_workspace() over "cuda" {
+    fn every_epilogue_of_every_type_is_right_with_and_without_workspace(_) over ["cuda"] {
         start(0);
         let stream = stream();
         let workspace = allocate(1 << 16);
@@ -151,8 +154,8 @@ isolated! {
         for (input, output, compute) in
             [(F32, F32, 68), (F32, F32, 77), (BF16, BF16, 68), (F16, F16, 68), (F16, F16, 64), (BF16, F32, 68), (F64, F64, 70)]
         {
-            let shape = Shape { transpose: (1, 0), m, n, k, lda: k + 2, ldb: k, ldc: m };
-            let (a, b, c) = (numbers(shape.elements_a(), 1), numbers(k * n, 2), numbers(m * n, 3));
+            let shape = Shape { transposed: (true, false), m, n, k, lda: k + 2, ldb: k, ldc: m };
+            let (a, b, c) = (numbers(shape.elements()[0], 1), numbers(k * n, 2), numbers(m * n, 3));
             let bias = numbers(m, 4);
             for number in EPILOGUES {
                 for (room, beta) in [(1usize << 16, 0.0), (0, 0.5)] {
@@ -174,7 +177,7 @@ isolated! {
                     for (index, expected) in expected.iter_mut().enumerate() {
                         let (row, column) = (index % ldd, index / ldd);
                         if row < m {
-                            let sum = 2.0 * shape.dot(&a, &b, row, column) + beta * c[row + column * m];
+                            let sum = 2.0 * shape.element(&a, &b, row, column).0 + beta * c[row + column * m];
                             *expected = epilogue(number, sum, bias[row]);
                         }
                     }
@@ -188,7 +191,7 @@ isolated! {
         }
     }
 
-    fn batches_share_a_bias_of_32_bits() over "cuda" {
+    fn batches_share_a_bias_of_32_bits(_) over ["cuda"] {
         start(0);
         let (stream, shape) = (stream(), Shape::packed(4, 3, 2));
         let (a, b, bias) = (numbers(3 * 8, 1), numbers(6, 2), numbers(4, 3));
@@ -203,18 +206,18 @@ isolated! {
         assert_eq!(plan.run(&found.algorithm, &one, [device_a, device_b, 0, d], &zero, 0, 0, stream), 0);
         let seen = decode(BF16, &download::<u8>(d, 3 * 16 * 2, stream));
         for index in 0..3 {
-            let mut expected = shape.reference(1.0, &a[index * 8..], &b, 0.0, &[0.0; 12]);
+            let mut expected = shape.reference((1.0, 0.0), [&a[index * 8..], &b, &[0.0; 12]]);
             expected.iter_mut().enumerate().for_each(|(place, value)| *value += bias[place % 4]);
             assert_close(BF16, &seen[index * 16..index * 16 + 12], &expected, &format!("product {index}"));
         }
     }
 
-    fn a_run_without_an_algorithm_finds_one_and_nothing_waits() over "cuda" {
+    fn a_run_without_an_algorithm_finds_one_and_nothing_waits(_) over ["cuda"] {
         start(0);
         let (stream, shape) = (stream(), Shape::packed(2, 2, 2));
         let plan = Plan::new((F32, F32), 68, &shape, 2);
         let (a, d) = (upload(&[1f32, 0.0, 0.0, 1.0], stream), upload(&[0f32; 4], stream));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         assert_eq!(plan.run(null(), &scale(68, 3.0), [a, a, 0, d], &scale(68, 0.0), 0, 0, stream), 0);
         assert_eq!(code!(Driver.cuStreamQuery(stream)), 600);
         gate.open();
@@ -230,7 +233,7 @@ isolated! {
         assert_eq!(download::<f32>(d, 4, stream), [8.0, 0.0, 0.0, 8.0]);
     }
 
-    fn an_algorithm_runs_its_own_problem_with_its_workspace_and_alignment_only() over "cuda" {
+    fn an_algorithm_runs_its_own_problem_with_its_workspace_and_alignment_only(_) over ["cuda"] {
         start(0);
         let (stream, shape) = (stream(), Shape::packed(64, 64, 4));
         let plan = Plan::new((F32, F32), 68, &shape, 64);
@@ -259,7 +262,7 @@ isolated! {
         ok!(Driver.cuStreamSynchronize(stream));
     }
 
-    fn what_does_not_fit_together_is_invalid_and_what_has_no_kernel_finds_no_algorithm() over "cuda" {
+    fn what_does_not_fit_together_is_invalid_and_what_has_no_kernel_finds_no_algorithm(_) over ["cuda"] {
         start(0);
         let shape = Shape::packed(4, 4, 4);
         let plan = || Plan::new((F32, F32), 68, &shape, 4);

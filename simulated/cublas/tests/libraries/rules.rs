@@ -5,26 +5,15 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::rig::{Gate, allocate, code, download, handle, isolated, ok, start, store, stream, text, upload};
-use crate::values::{F16, F32, F64};
+use highwater_simulated_harness::library::text_of;
+use highwater_simulated_harness::values::{F16, F32, F64, diagonal_of, is_diagonal};
+use highwater_simulated_harness::{Shared, code, isolated, ok};
+
+use crate::rig::{Blas, Driver, Lt, allocate, download, gate_on, handle, start, store, stream, upload};
 
 /// Edge of the matrices below, whose product needs more than the least workspace.
 const EDGE: usize = 80;
 const WORKSPACE: usize = 1 << 16;
-
-/// A pointer of this thread that others may use.
-#[derive(Clone, Copy)]
-struct Shared(*mut c_void);
-// SAFETY: the libraries' handles may be used by any thread.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn get(self) -> *mut c_void {
-        self.0
-    }
-}
 
 /// Enqueues `C = A * B` of square matrices.
 fn square(handle: *mut c_void, a: u64, b: u64, c: u64) -> u32 {
@@ -34,17 +23,15 @@ fn square(handle: *mut c_void, a: u64, b: u64, c: u64) -> u32 {
 
 /// A square matrix that is `value` on its diagonal.
 fn diagonal(value: f32, stream: *mut c_void) -> u64 {
-    let element = |index: usize| if index.is_multiple_of(EDGE + 1) { value } else { 0.0 };
-    upload(&(0..EDGE * EDGE).map(element).collect::<Vec<_>>(), stream)
+    upload(&diagonal_of(EDGE, value), stream)
 }
 
 fn is_square(c: u64, value: f32, stream: *mut c_void) -> bool {
-    let seen = download::<f32>(c, EDGE * EDGE, stream);
-    seen.iter().enumerate().all(|(index, &seen)| seen == if index.is_multiple_of(EDGE + 1) { value } else { 0.0 })
+    is_diagonal(&download(c, EDGE * EDGE, stream), EDGE, value)
 }
 
 isolated! {
-    fn versions_names_and_properties_need_no_handle_and_no_device() over "cuda:no-device" {
+    fn versions_names_and_properties_need_no_handle_and_no_device(_) over ["cuda:no-device"] {
         let (mut version, mut part) = (0, [0; 3]);
         ok!(Blas.cublasGetVersion_v2(null_mut(), &mut version));
         assert_eq!(version, 130_100);
@@ -56,23 +43,23 @@ isolated! {
         assert_eq!(part[0], 1);
         assert_eq!(code!(Blas.cublasGetProperty(3, &mut version)), 7);
         assert_eq!(code!(Blas.cublasGetProperty(0, null_mut())), 7);
-        assert_eq!(text("libcublas.so.13", "cublasGetStatusName", 13), "CUBLAS_STATUS_EXECUTION_FAILED");
-        assert_eq!(text("libcublas.so.13", "cublasGetStatusString", 3), "the resource allocation failed");
-        assert!(!text("libcublasLt.so.13", "cublasLtGetStatusName", 4711).is_empty());
+        assert_eq!(text_of(&Blas::get().library, "cublasGetStatusName", 13u32).unwrap(), "CUBLAS_STATUS_EXECUTION_FAILED");
+        assert_eq!(text_of(&Blas::get().library, "cublasGetStatusString", 3u32).unwrap(), "the resource allocation failed");
+        assert!(!text_of(&Lt::get().library, "cublasLtGetStatusName", 4711u32).unwrap().is_empty());
     }
 
-    fn without_a_device_there_is_no_handle() over "cuda:no-device" {
+    fn without_a_device_there_is_no_handle(_) over ["cuda:no-device"] {
         let mut handle = null_mut();
         assert_eq!(code!(Blas.cublasCreate_v2(&mut handle)), 1);
         assert_eq!(code!(Lt.cublasLtCreate(&mut handle)), 1);
         assert!(handle.is_null());
     }
 
-    fn over_a_stub_there_is_no_handle() over "cuda:stub" {
+    fn over_a_stub_there_is_no_handle(_) over ["cuda:stub"] {
         assert_eq!(code!(Blas.cublasCreate_v2(&mut null_mut())), 1);
     }
 
-    fn a_forked_child_gets_no_handle() over "cuda" {
+    fn a_forked_child_gets_no_handle(_) over ["cuda"] {
         start(0);
         // SAFETY: the child calls nothing but the library, whose locks nobody holds, and leaves.
         match unsafe { libc::fork() } {
@@ -90,7 +77,7 @@ isolated! {
         }
     }
 
-    fn a_handle_starts_the_driver_and_makes_the_first_context_current() over "cuda" {
+    fn a_handle_starts_the_driver_and_makes_the_first_context_current(_) over ["cuda"] {
         let mut context = null_mut();
         assert_eq!(code!(Driver.cuCtxGetCurrent(&mut context)), 3);
         handle();
@@ -99,7 +86,7 @@ isolated! {
         allocate(16);
     }
 
-    fn null_stale_and_foreign_handles_are_not_initialized_and_bad_places_invalid() over "cuda" {
+    fn null_stale_and_foreign_handles_are_not_initialized_and_bad_places_invalid(_) over ["cuda"] {
         start(0);
         assert_eq!(code!(Blas.cublasCreate_v2(null_mut())), 7);
         let (stale, mut lt, mut mode) = (handle(), null_mut(), 0);
@@ -120,7 +107,7 @@ isolated! {
         assert_eq!(code!(Blas.cublasSetPointerMode_v2(handle, 2)), 7);
     }
 
-    fn binding_a_stream_forgets_the_workspace_and_keeps_the_modes() over "cuda" {
+    fn binding_a_stream_forgets_the_workspace_and_keeps_the_modes(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, stream));
@@ -163,8 +150,8 @@ isolated! {
     }
 
     /// The gap between the two kernels of a product lets the other stream's in.
-    fn two_streams_with_one_workspace_spoil_each_other_and_with_their_own_do_not()
-        over "cuda" with HIGHWATER_MOCK = "gemm-gap=100ms"
+    fn two_streams_with_one_workspace_spoil_each_other_and_with_their_own_do_not(_)
+        over ["cuda"] with HIGHWATER_MOCK = "gemm-gap=100ms"
     {
         start(0);
         let (workspace, together) = (allocate(WORKSPACE), &std::sync::Barrier::new(2));
@@ -194,22 +181,22 @@ isolated! {
         assert!(both_are_right(false));
     }
 
-    fn a_product_is_enqueued_without_waiting_for_it() over "cuda" {
+    fn a_product_is_enqueued_without_waiting_for_it(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, stream));
         ok!(Blas.cublasSetStream_v2(handle, stream));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         assert_eq!(square(handle, a, a, c), 0);
         assert_eq!(code!(Driver.cuStreamQuery(stream)), 600);
         gate.open();
         assert!(is_square(c, 4.0, stream));
     }
 
-    fn destroying_a_handle_waits_for_the_device_and_making_one_does_not() over "cuda" {
+    fn destroying_a_handle_waits_for_the_device_and_making_one_does_not(_) over ["cuda"] {
         start(0);
         let (idle, stream) = (handle(), stream());
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         let other = handle();
         let (idle, destroyed) = (Shared(idle), AtomicBool::new(false));
         std::thread::scope(|scope| {
@@ -226,7 +213,7 @@ isolated! {
         ok!(Blas.cublasDestroy_v2(other));
     }
 
-    fn a_handle_takes_device_memory_and_gives_it_back() over "cuda" with HIGHWATER_MOCK = "memory=64GiB" {
+    fn a_handle_takes_device_memory_and_gives_it_back(_) over ["cuda"] with HIGHWATER_MOCK = "memory=64GiB" {
         start(0);
         let free = || {
             let (mut free, mut total) = (0, 0);
@@ -240,8 +227,8 @@ isolated! {
         assert_eq!(free(), before);
     }
 
-    fn a_handle_that_finds_no_memory_is_not_made()
-        over "cuda" with CUBLAS_WORKSPACE_CONFIG = ":1024:8" with HIGHWATER_MOCK = "memory=15MiB"
+    fn a_handle_that_finds_no_memory_is_not_made(_)
+        over ["cuda"] with CUBLAS_WORKSPACE_CONFIG = ":1024:8" with HIGHWATER_MOCK = "memory=15MiB"
     {
         start(0);
         let first = handle();
@@ -251,7 +238,7 @@ isolated! {
         ok!(Blas.cublasCreate_v2(&mut second));
     }
 
-    fn making_a_handle_in_a_capture_fails_and_loses_the_capture() over "cuda" {
+    fn making_a_handle_in_a_capture_fails_and_loses_the_capture(_) over ["cuda"] {
         start(0);
         let (stream, mut graph) = (stream(), null_mut());
         // Thread-local, then relaxed.
@@ -263,7 +250,7 @@ isolated! {
         ok!(Driver.cuStreamEndCapture(stream, &mut graph));
     }
 
-    fn a_captured_product_is_replayed_on_what_its_memory_holds_then() over "cuda" {
+    fn a_captured_product_is_replayed_on_what_its_memory_holds_then(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, b, c] = [2.0, 3.0, 0.0].map(|value| diagonal(value, stream));
@@ -284,7 +271,7 @@ isolated! {
     }
 
     /// As an H200 records them: 4 for a large product on the handle's own workspace.
-    fn a_capture_records_memory_for_large_products_on_the_handles_own_workspace_only() over "cuda" {
+    fn a_capture_records_memory_for_large_products_on_the_handles_own_workspace_only(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let (block, workspace) = (upload(&vec![1f32; 256 * 256], stream), allocate(1 << 20));
@@ -320,7 +307,7 @@ isolated! {
     }
 
     /// Also a handler that was registered before `cuInit`, and so runs after the driver's own.
-    fn destroying_a_handle_at_exit_succeeds() over "cuda" {
+    fn destroying_a_handle_at_exit_succeeds(_) over ["cuda"] {
         static HANDLE: AtomicUsize = AtomicUsize::new(0);
         extern "C" fn at_exit() {
             let handle = HANDLE.load(Ordering::Acquire) as *mut c_void;
@@ -347,7 +334,7 @@ isolated! {
         }
     }
 
-    fn threads_with_handles_of_their_own_do_not_disturb_each_other() over "cuda" {
+    fn threads_with_handles_of_their_own_do_not_disturb_each_other(_) over ["cuda"] {
         std::thread::scope(|scope| {
             for value in 1..=6u8 {
                 scope.spawn(move || {
@@ -370,7 +357,7 @@ isolated! {
         });
     }
 
-    fn a_fault_of_the_mock_is_a_launch_that_fails_once() over "cuda" with HIGHWATER_MOCK = "fail=gemm:2" {
+    fn a_fault_of_the_mock_is_a_launch_that_fails_once(_) over ["cuda"] with HIGHWATER_MOCK = "fail=gemm:2" {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, stream));
@@ -379,8 +366,8 @@ isolated! {
         assert!(is_square(c, 4.0, stream));
     }
 
-    fn operands_that_a_kernel_would_reach_and_the_mock_does_not_are_not_supported()
-        over "cuda" with HIGHWATER_MOCK = "devices=2"
+    fn operands_that_a_kernel_would_reach_and_the_mock_does_not_are_not_supported(_)
+        over ["cuda"] with HIGHWATER_MOCK = "devices=2"
     {
         start(1);
         let foreign = diagonal(1.0, null_mut());
@@ -399,7 +386,7 @@ isolated! {
         assert_eq!(code!(Driver.cuCtxSynchronize()), 700);
     }
 
-    fn a_product_in_a_thread_without_a_context_makes_one_current() over "cuda" {
+    fn a_product_in_a_thread_without_a_context_makes_one_current(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, stream));
@@ -419,7 +406,7 @@ isolated! {
         assert!(is_square(c, 4.0, stream));
     }
 
-    fn a_handle_works_on_its_devices_streams_whatever_context_is_current() over "cuda" with HIGHWATER_MOCK = "devices=2" {
+    fn a_handle_works_on_its_devices_streams_whatever_context_is_current(_) over ["cuda"] with HIGHWATER_MOCK = "devices=2" {
         start(0);
         let (handle, stream) = (handle(), stream());
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, stream));
@@ -429,7 +416,7 @@ isolated! {
         assert!(is_square(c, 4.0, stream));
     }
 
-    fn a_stream_of_another_device_succeeds_and_loses_the_contexts() over "cuda" with HIGHWATER_MOCK = "devices=2" {
+    fn a_stream_of_another_device_succeeds_and_loses_the_contexts(_) over ["cuda"] with HIGHWATER_MOCK = "devices=2" {
         start(0);
         let handle = handle();
         let c = diagonal(0.0, null_mut());
@@ -445,7 +432,7 @@ isolated! {
         assert_eq!(code!(Driver.cuMemAlloc_v2(&mut 0, 16)), 700);
     }
 
-    fn the_null_stream_is_that_of_the_current_context() over "cuda" with HIGHWATER_MOCK = "devices=2" {
+    fn the_null_stream_is_that_of_the_current_context(_) over ["cuda"] with HIGHWATER_MOCK = "devices=2" {
         start(0);
         let handle = handle();
         let [a, c] = [2.0, 0.0].map(|value| diagonal(value, null_mut()));
@@ -456,21 +443,21 @@ isolated! {
         assert_eq!(code!(Driver.cuCtxSynchronize()), 700);
     }
 
-    fn an_address_of_nobody_fails_and_loses_the_context() over "cuda" {
+    fn an_address_of_nobody_fails_and_loses_the_context(_) over ["cuda"] {
         start(0);
         let (handle, c) = (handle(), diagonal(0.0, null_mut()));
         assert_eq!(square(handle, 0x1000, c, c), 13);
         assert_eq!(code!(Driver.cuCtxSynchronize()), 700);
     }
 
-    fn an_address_between_two_elements_succeeds_and_loses_the_context() over "cuda" {
+    fn an_address_between_two_elements_succeeds_and_loses_the_context(_) over ["cuda"] {
         start(0);
         let (handle, c) = (handle(), diagonal(0.0, null_mut()));
         assert_eq!(square(handle, c + 2, c, c), 0);
         assert_eq!(code!(Driver.cuCtxSynchronize()), 716);
     }
 
-    fn wrong_arguments_are_told_from_unsupported_ones() over "cuda" {
+    fn wrong_arguments_are_told_from_unsupported_ones(_) over ["cuda"] {
         start(0);
         let handle = handle();
         let c = diagonal(0.0, null_mut());

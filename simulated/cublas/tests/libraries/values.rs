@@ -2,45 +2,10 @@
 
 use std::ffi::c_void;
 
-use half::{bf16, f16};
+use highwater_simulated_harness::values::{BF16, F16, F32, F64, Shape, bytes, decode, encode};
+use highwater_simulated_harness::{code, isolated, ok};
 
-use crate::rig::{Gate, code, download, handle, isolated, ok, start, store, stream, upload};
-
-/// `cudaDataType` numbers.
-pub(crate) const F32: u32 = 0;
-pub(crate) const F64: u32 = 1;
-pub(crate) const F16: u32 = 2;
-pub(crate) const BF16: u32 = 14;
-
-/// Bytes of an element.
-pub(crate) fn bytes(data_type: u32) -> usize {
-    match data_type {
-        F64 => 8,
-        F32 => 4,
-        _ => 2,
-    }
-}
-
-/// Values as a type holds them.
-pub(crate) fn encode(data_type: u32, values: &[f64]) -> Vec<u8> {
-    let one = |&value: &f64| match data_type {
-        F64 => value.to_le_bytes().to_vec(),
-        F32 => (value as f32).to_le_bytes().to_vec(),
-        F16 => f16::from_f64(value).to_le_bytes().to_vec(),
-        _ => bf16::from_f64(value).to_le_bytes().to_vec(),
-    };
-    values.iter().flat_map(one).collect()
-}
-
-pub(crate) fn decode(data_type: u32, encoded: &[u8]) -> Vec<f64> {
-    let one = |chunk: &[u8]| match data_type {
-        F64 => f64::from_le_bytes(chunk.try_into().unwrap()),
-        F32 => f64::from(f32::from_le_bytes(chunk.try_into().unwrap())),
-        F16 => f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
-        _ => bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
-    };
-    encoded.chunks_exact(bytes(data_type)).map(one).collect()
-}
+use crate::rig::{Blas, Driver, download, gate_on, handle, start, store, stream, upload};
 
 /// Numbers between -1 and 1 that every type holds exactly.
 pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f64> {
@@ -75,51 +40,6 @@ pub(crate) fn scale(compute: u32, value: f64) -> Vec<u8> {
     )
 }
 
-/// A product in 64 bits; matrices as they are stored.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Shape {
-    pub(crate) transpose: (u32, u32),
-    pub(crate) m: usize,
-    pub(crate) n: usize,
-    pub(crate) k: usize,
-    pub(crate) lda: usize,
-    pub(crate) ldb: usize,
-    pub(crate) ldc: usize,
-}
-
-impl Shape {
-    pub(crate) fn packed(m: usize, n: usize, k: usize) -> Self {
-        Self { transpose: (0, 0), m, n, k, lda: m, ldb: k, ldc: m }
-    }
-
-    pub(crate) fn elements_a(&self) -> usize {
-        self.lda * if self.transpose.0 == 0 { self.k } else { self.m }
-    }
-
-    pub(crate) fn elements_b(&self) -> usize {
-        self.ldb * if self.transpose.1 == 0 { self.n } else { self.k }
-    }
-
-    /// Row and column of the result, without scales.
-    pub(crate) fn dot(&self, a: &[f64], b: &[f64], row: usize, column: usize) -> f64 {
-        let a = |k: usize| if self.transpose.0 == 0 { a[row + k * self.lda] } else { a[k + row * self.lda] };
-        let b = |k: usize| if self.transpose.1 == 0 { b[k + column * self.ldb] } else { b[column + k * self.ldb] };
-        (0..self.k).map(|k| a(k) * b(k)).sum()
-    }
-
-    /// The old C with the product in it.
-    pub(crate) fn reference(&self, alpha: f64, a: &[f64], b: &[f64], beta: f64, c: &[f64]) -> Vec<f64> {
-        let mut result = c.to_vec();
-        for column in 0..self.n {
-            for row in 0..self.m {
-                let old = if beta == 0.0 { 0.0 } else { beta * c[row + column * self.ldc] };
-                result[row + column * self.ldc] = alpha * self.dot(a, b, row, column) + old;
-            }
-        }
-        result
-    }
-}
-
 pub(crate) fn assert_close(data_type: u32, seen: &[f64], expected: &[f64], what: &str) {
     assert_eq!(seen.len(), expected.len());
     for (index, (seen, expected)) in seen.iter().zip(expected).enumerate() {
@@ -132,7 +52,7 @@ pub(crate) fn assert_close(data_type: u32, seen: &[f64], expected: &[f64], what:
 }
 
 isolated! {
-    fn products_of_every_type_and_transposition_are_right() over "cuda" {
+    fn products_of_every_type_and_transposition_are_right(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         let workspace = crate::rig::allocate(1 << 20);
@@ -150,12 +70,12 @@ isolated! {
                 for (with_workspace, beta) in [(true, 0.0), (false, -0.5), (true, 1.0)] {
                     let (m, n, k) = (70, 67, 5);
                     let shape = Shape {
-                        transpose, m, n, k,
+                        transposed: (transpose.0 != 0, transpose.1 != 0), m, n, k,
                         lda: 3 + if transpose.0 == 0 { m } else { k },
                         ldb: 1 + if transpose.1 == 0 { k } else { n },
                         ldc: m + 2,
                     };
-                    let (a, b) = (numbers(shape.elements_a(), 1), numbers(shape.elements_b(), 2));
+                    let (a, b) = (numbers(shape.elements()[0], 1), numbers(shape.elements()[1], 2));
                     let mut c = numbers(shape.ldc * n, 3);
                     if beta == 0.0 {
                         // Must not be read.
@@ -175,7 +95,7 @@ isolated! {
                     ));
                     let seen = decode(output, &download::<u8>(device_c, c.len() * bytes(output), stream));
                     let what = format!("{input} to {output} in {compute}, {transpose:?}, beta {beta}");
-                    assert_close(output, &seen, &shape.reference(0.75, &a, &b, beta, &c), &what);
+                    assert_close(output, &seen, &shape.reference((0.75, beta), [&a, &b, &c]), &what);
                     for block in [device_a, device_b, device_c] {
                         ok!(Driver.cuMemFree_v2(block));
                     }
@@ -184,13 +104,13 @@ isolated! {
         }
     }
 
-    fn the_plain_calls_and_those_of_64_bits_compute_the_same() over "cuda" {
+    fn the_plain_calls_and_those_of_64_bits_compute_the_same(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         ok!(Blas.cublasSetStream_v2(handle, stream));
         let shape = Shape::packed(9, 8, 7);
         let (a, b, c) = (numbers(63, 4), numbers(56, 5), vec![0.0; 72]);
-        let expected = shape.reference(2.0, &a, &b, 0.0, &c);
+        let expected = shape.reference((2.0, 0.0), [&a, &b, &c]);
         let singles = [&a, &b, &c].map(|values| upload(&encode(F32, values), stream));
         let doubles = [&a, &b, &c].map(|values| upload(&encode(F64, values), stream));
         let (two, zero) = (2f32, 0f32);
@@ -206,7 +126,7 @@ isolated! {
         assert_close(F32, &decode(F32, &download(singles[2], 72 * 4, stream)), &expected, "cublasGemmEx_64");
     }
 
-    fn batches_lie_at_their_strides() over "cuda" {
+    fn batches_lie_at_their_strides(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         ok!(Blas.cublasSetStream_v2(handle, stream));
@@ -216,7 +136,7 @@ isolated! {
         let (a, b) = (numbers(8, 6), numbers(5 * 10, 7));
         let mut expected = vec![9.0; 5 * 14];
         for index in 0..5 {
-            let product = shape.reference(1.0, &a, &b[index * 10..], 0.0, &[0.0; 12]);
+            let product = shape.reference((1.0, 0.0), [&a, &b[index * 10..], &[0.0; 12]]);
             expected[index * 14..index * 14 + 12].copy_from_slice(&product);
         }
         let [device_a, device_b] = [&a, &b].map(|values| upload(&encode(F32, values), stream));
@@ -237,7 +157,7 @@ isolated! {
         )));
     }
 
-    fn scales_are_read_in_the_call_on_the_host_and_in_their_turn_on_the_device() over "cuda" {
+    fn scales_are_read_in_the_call_on_the_host_and_in_their_turn_on_the_device(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         ok!(Blas.cublasSetStream_v2(handle, stream));
@@ -245,7 +165,7 @@ isolated! {
         let (on_host, on_device) = (upload(&[7f32], stream), upload(&[7f32], stream));
         let scales = upload(&[10f32, 1.0], stream);
         let other = self::stream();
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         let mut host_scales = [10f32, 1.0];
         ok!(Blas.cublasSgemm_v2(handle, 0, 0, 1, 1, 1, &host_scales[0], a, 1, b, 1, &host_scales[1], on_host, 1));
         ok!(Blas.cublasSetPointerMode_v2(handle, 1));
@@ -260,7 +180,7 @@ isolated! {
         assert_eq!(download::<f32>(on_device, 1, stream), [600.0]);
     }
 
-    fn tf32_comes_by_the_mode_or_by_the_compute_type_and_full_precision_otherwise() over "cuda" {
+    fn tf32_comes_by_the_mode_or_by_the_compute_type_and_full_precision_otherwise(_) over ["cuda"] {
         start(0);
         let (handle, stream) = (handle(), stream());
         ok!(Blas.cublasSetStream_v2(handle, stream));

@@ -2,13 +2,12 @@
 //! they run over.
 
 use std::fmt::Debug;
-use std::process::Command;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use highwater_simulated_harness::isolated::{outside, version};
 use libloading::Library;
 
-const SCENARIO: &str = "HIGHWATER_TEST_SCENARIO";
 /// The driver to run the scenarios over, in place of the simulated one.
 const DRIVER: &str = "HIGHWATER_TEST_DRIVER";
 
@@ -79,17 +78,12 @@ pub(crate) fn compare<A: Debug + PartialEq<B> + ?Sized, B: Debug + ?Sized>(
 /// Runs `body` in a process of its own with these settings. `name` is the test's path.
 #[track_caller]
 pub(crate) fn alone(name: &str, settings: &[(&str, &str)], body: impl FnOnce()) {
-    if std::env::var(SCENARIO).as_deref() == Ok(name) {
+    if version().is_some() {
         body();
         assert_eq!(DIFFERENCES.load(Ordering::SeqCst), 0, "differences");
         return;
     }
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([name, "--exact", "--nocapture", "--test-threads=1"]);
-    command.env_remove("HIGHWATER_MOCK").env_remove("HIGHWATER_SIMULATED_CUDA").env(SCENARIO, name);
-    let output = command.envs(settings.iter().copied()).output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && text.contains("1 passed"), "`{name}` ended with {}:\n{text}", output.status);
+    outside(name, &[], settings, None);
 }
 
 /// The same for what only the simulated driver has.

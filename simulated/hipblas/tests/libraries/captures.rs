@@ -2,7 +2,9 @@
 
 use std::ptr::null_mut;
 
-use crate::rig::{Ptr, allocate, code, download, event, isolated, ok, pinned, stream, upload};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Hip, Ptr, allocate, download, event, pinned, stream, upload};
 
 const GLOBAL: i32 = 0;
 const THREAD_LOCAL: i32 = 1;

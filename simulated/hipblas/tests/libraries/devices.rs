@@ -3,7 +3,9 @@
 use std::ffi::CStr;
 use std::ptr::null_mut;
 
-use crate::rig::{Ptr, allocate, code, download, free_bytes, isolated, ok, optional, stream, text, upload};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Blas, Hip, Ptr, allocate, download, free_bytes, gate_on, optional, stream, text, upload};
 
 fn attribute(attribute: i32, device: i32) -> i32 {
     let mut value = -1;
@@ -63,7 +65,7 @@ isolated! {
         assert_eq!(code!(Hip.hipGetLastError()), if version == 6 { 0 } else { 101 });
         // That work is not done yet is remembered by 6 only.
         let stream = stream();
-        let gate = crate::rig::Gate::new(stream);
+        let gate = gate_on(stream);
         assert_eq!(code!(Hip.hipStreamQuery(stream)), 600);
         assert_eq!(code!(Hip.hipGetLastError()), if version == 6 { 600 } else { 0 });
         gate.open();

@@ -2,7 +2,9 @@
 
 use std::ptr::null_mut;
 
-use crate::rig::{Gate, code, event, isolated, ok, stream};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Hip, event, gate_on, stream};
 
 /// `hipEventDisableTiming`.
 const UNTIMED: u32 = 2;
@@ -22,7 +24,7 @@ isolated! {
         assert_eq!(code!(Hip.hipEventElapsedTime(&mut time, start, end)), 400);
         ok!(Hip.hipEventRecord(untimed, stream));
         assert_eq!(code!(Hip.hipEventElapsedTime(&mut time, start, untimed)), 400);
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         ok!(Hip.hipEventRecord(end, stream));
         assert_eq!(code!(Hip.hipEventQuery(end)), 600);
         assert_eq!(code!(Hip.hipEventElapsedTime(&mut time, start, end)), 600);
@@ -57,7 +59,7 @@ isolated! {
 
     fn a_stream_goes_on_when_what_it_waits_for_is_reached(_) over ["rocm", "rocm6"] {
         let (first, second, event) = (stream(), stream(), event(UNTIMED));
-        let gate = Gate::new(first);
+        let gate = gate_on(first);
         ok!(Hip.hipEventRecord(event, first));
         ok!(Hip.hipStreamWaitEvent(second, event, 0));
         // The wait stays when the event goes.

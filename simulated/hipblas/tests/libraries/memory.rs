@@ -2,9 +2,9 @@
 
 use std::ptr::{null_mut, without_provenance_mut};
 
-use crate::rig::{
-    Attributes, Gate, Ptr, allocate, behind, code, download, free_bytes, isolated, ok, pinned, stream, upload,
-};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Attributes, Hip, Ptr, allocate, behind, download, free_bytes, gate_on, pinned, stream, upload};
 
 const PAGE: usize = 4096;
 const COHERENT: u32 = 0x4000_0000;
@@ -69,7 +69,7 @@ isolated! {
 
     fn freeing_waits_for_work(_) over ["rocm", "rocm6"] {
         let (stream, block) = (stream(), allocate(PAGE));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         ok!(Hip.hipMemsetAsync(block, 1, PAGE, stream));
         std::thread::scope(|scope| {
             let block = block.addr();
@@ -215,7 +215,7 @@ isolated! {
 
     fn copies_of_page_locked_memory_are_not_waited_for(_) over ["rocm", "rocm6"] {
         let (stream, block, locked) = (stream(), allocate(PAGE), pinned(PAGE, NON_COHERENT | 3));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         ok!(Hip.hipMemcpyAsync(block, locked, PAGE, 1, stream));
         ok!(Hip.hipMemcpyAsync(locked, block, PAGE, 2, stream));
         assert_eq!(code!(Hip.hipStreamQuery(stream)), 600);

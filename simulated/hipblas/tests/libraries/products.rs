@@ -5,9 +5,11 @@ use std::ptr::null_mut;
 
 use half::{bf16, f16};
 
-use crate::rig::{
-    Gate, Ptr, allocate, code, download, free_bytes, isolated, ok, optional, store, stream, text, upload, version,
-};
+use highwater_simulated_harness::isolated::version;
+use highwater_simulated_harness::values::{diagonal_of, is_diagonal};
+use highwater_simulated_harness::{Shared, code, isolated, ok};
+
+use crate::rig::{Blas, Hip, Ptr, allocate, download, free_bytes, gate_on, optional, store, stream, text, upload};
 
 /// `HIPBLAS_OP_N` and `HIPBLAS_OP_T`.
 const PLAIN: i32 = 111;
@@ -18,74 +20,20 @@ const DEFAULT: i32 = 160;
 const EDGE: usize = 80;
 const WORKSPACE: usize = 1 << 16;
 
-type GemmEx = unsafe extern "C" fn(
-    Ptr,
-    i32,
-    i32,
-    i32,
-    i32,
-    i32,
-    *const c_void,
-    Ptr,
-    i32,
-    i32,
-    Ptr,
-    i32,
-    i32,
-    *const c_void,
-    Ptr,
-    i32,
-    i32,
-    i32,
-    i32,
-) -> i32;
-type GemmEx64 = unsafe extern "C" fn(
-    Ptr,
-    i32,
-    i32,
-    i64,
-    i64,
-    i64,
-    *const c_void,
-    Ptr,
-    i32,
-    i64,
-    Ptr,
-    i32,
-    i64,
-    *const c_void,
-    Ptr,
-    i32,
-    i64,
-    i32,
-    i32,
-) -> i32;
-type Batched = unsafe extern "C" fn(
-    Ptr,
-    i32,
-    i32,
-    i32,
-    i32,
-    i32,
-    *const c_void,
-    Ptr,
-    i32,
-    i32,
-    i64,
-    Ptr,
-    i32,
-    i32,
-    i64,
-    *const c_void,
-    Ptr,
-    i32,
-    i32,
-    i64,
-    i32,
-    i32,
-    i32,
-) -> i32;
-type SetWorkspace = unsafe extern "C" fn(Ptr, Ptr, usize) -> i32;
+macro_rules! types {
+    ($($name:ident($($argument:ty),*);)*) => { $(type $name = unsafe extern "C" fn($($argument),*) -> i32;)* };
+}
+
+types! {
+    GemmEx(
+        Ptr, i32, i32, i32, i32, i32, *const c_void, Ptr, i32, i32, Ptr, i32, i32, *const c_void, Ptr, i32, i32, i32, i32);
+    GemmEx64(
+        Ptr, i32, i32, i64, i64, i64, *const c_void, Ptr, i32, i64, Ptr, i32, i64, *const c_void, Ptr, i32, i64, i32, i32);
+    Batched(
+        Ptr, i32, i32, i32, i32, i32, *const c_void, Ptr, i32, i32, i64, Ptr, i32, i32, i64, *const c_void, Ptr, i32, i32,
+        i64, i32, i32, i32);
+    SetWorkspace(Ptr, Ptr, usize);
+}
 
 /// The symbol that takes `hipDataType` in the version at hand.
 fn new_symbol(base: &str) -> String {
@@ -121,27 +69,11 @@ fn square(handle: Ptr, a: Ptr, b: Ptr, c: Ptr) -> i32 {
 
 /// A square matrix that is `value` on its diagonal.
 fn diagonal(value: f32, stream: Ptr) -> Ptr {
-    let element = |index: usize| if index.is_multiple_of(EDGE + 1) { value } else { 0.0 };
-    upload(&(0..EDGE * EDGE).map(element).collect::<Vec<_>>(), stream)
+    upload(&diagonal_of(EDGE, value), stream)
 }
 
 fn is_square(c: Ptr, value: f32, stream: Ptr) -> bool {
-    let seen = download::<f32>(c, EDGE * EDGE, stream);
-    seen.iter().enumerate().all(|(index, &seen)| seen == if index.is_multiple_of(EDGE + 1) { value } else { 0.0 })
-}
-
-/// A pointer of this thread that others may use.
-#[derive(Clone, Copy)]
-struct Shared(Ptr);
-// SAFETY: the libraries' handles may be used by any thread.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn get(self) -> Ptr {
-        self.0
-    }
+    is_diagonal(&download(c, EDGE * EDGE, stream), EDGE, value)
 }
 
 isolated! {
@@ -368,7 +300,7 @@ isolated! {
         let (handle, stream) = (handle(), stream());
         let [a, b, c] = [2.0, 3.0, 0.0].map(|value| diagonal(value, stream));
         ok!(Blas.hipblasSetStream(handle, stream));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         assert_eq!(square(handle, a, a, c), 0);
         assert_eq!(code!(Hip.hipStreamQuery(stream)), 600);
         gate.open();
@@ -395,7 +327,7 @@ isolated! {
         let handle = handle();
         assert_eq!(before - free_bytes(), 32 << 20);
         let stream = stream();
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         let handle = Shared(handle);
         std::thread::scope(|scope| {
             let thread = scope.spawn(move || {

@@ -1,116 +1,23 @@
-//! A process under the script, the libraries' functions, and device memory.
+//! The libraries' functions, and device memory.
 
-use std::ffi::{CStr, OsStr, c_char, c_void};
-use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 
+use highwater_simulated_harness::gate::Gate;
+use highwater_simulated_harness::isolated::version;
+use highwater_simulated_harness::library::text_of;
+use highwater_simulated_harness::{library, ok};
 use libloading::Library;
-
-/// Set to the major version of HIP in the process that a test runs in.
-pub(crate) const INSIDE: &str = "HIGHWATER_TEST_INSIDE";
 
 pub(crate) type Ptr = *mut c_void;
 
-/// Runs the script.
-pub(crate) fn under(vendor: &str, command: &[&OsStr], environment: &[(&str, &str)]) -> Output {
-    let mut script = Command::new(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../scripts/simulated.sh"));
-    script.arg(vendor).args(command).env_remove("HIGHWATER_MOCK").env_remove("HIGHWATER_SIMULATED_HIP");
-    script.env_remove("HIP_VISIBLE_DEVICES").envs(environment.iter().copied()).output().unwrap()
+/// The file of a library in the version at hand.
+fn file(name: &str, of_6: i32, of_7: i32) -> String {
+    format!("lib{name}.so.{}", if version() == Some(6) { of_6 } else { of_7 })
 }
 
-/// The major version of HIP in the process that a test runs in; `None` in the process that starts it.
-pub(crate) fn version() -> Option<i32> {
-    std::env::var(INSIDE).ok()?.parse().ok()
-}
-
-fn major(vendor: &str) -> &'static str {
-    if vendor.starts_with("rocm6") { "6" } else { "7" }
-}
-
-/// Has the test of this name run in a process of its own, over each vendor. Where it is to end its process, `aborts` is what
-/// it says then.
-pub(crate) fn outside(test: &str, vendors: &[&str], environment: &[(&str, &str)], aborts: Option<&str>) {
-    let own = std::env::current_exe().unwrap();
-    let command = [own.as_os_str(), "--exact".as_ref(), test.as_ref(), "--nocapture".as_ref()];
-    for vendor in vendors {
-        let output = under(vendor, &command, &[environment, &[(INSIDE, major(vendor))]].concat());
-        let (text, told) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        let as_expected = match aborts {
-            // A name that is misspelt runs no test and fails nothing.
-            None => output.status.success() && text.contains("1 passed"),
-            Some(message) => output.status.signal() == Some(libc::SIGABRT) && told.contains(message),
-        };
-        assert!(as_expected, "over {vendor}, {}: {text}{told}", output.status);
-    }
-}
-
-/// A test that runs in a process of its own over each of the vendors, with an environment. It is given the major version of
-/// HIP.
-macro_rules! isolated {
-    ($(
-        $(#[$attribute:meta])*
-        fn $name:ident($version:pat) over $vendors:tt $(with $variable:ident = $value:literal)* $(aborts $message:literal)?
-            $body:block
-    )*) => {
-        $(
-            $(#[$attribute])*
-            #[test]
-            fn $name() {
-                match $crate::rig::version() {
-                    Some($version) => $body,
-                    #[allow(unreachable_patterns, reason = "some tests name their versions")]
-                    Some(_) => {}
-                    None => {
-                        let module = module_path!().split_once("::").map_or("", |(_, module)| module);
-                        let test = format!("{module}::{}", stringify!($name));
-                        let message: &[&str] = &[$($message)?];
-                        let environment: &[(&str, &str)] = &[$((stringify!($variable), $value)),*];
-                        $crate::rig::outside(&test, &$vendors, environment, message.first().copied());
-                    }
-                }
-            }
-        )*
-    };
-}
-pub(crate) use isolated;
-
-/// A library of the version at hand.
-fn open(name: &str, of_6: i32, of_7: i32) -> Library {
-    let number = if version() == Some(6) { of_6 } else { of_7 };
-    // SAFETY: the libraries may be opened at any time.
-    let library = unsafe { Library::new(format!("lib{name}.so.{number}")) };
-    library.unwrap_or_else(|error| panic!("{error:?}"))
-}
-
-macro_rules! api {
-    ($type:ident, $name:literal $of_6:literal $of_7:literal: $($function:ident($($argument:ty),*);)*) => {
-        #[allow(non_snake_case, reason = "the symbols have the vendor's names")]
-        pub(crate) struct $type {
-            $(pub(crate) $function: unsafe extern "C" fn($($argument),*) -> i32,)*
-        }
-
-        impl $type {
-            pub(crate) fn get() -> &'static Self {
-                static LIBRARY: OnceLock<$type> = OnceLock::new();
-                LIBRARY.get_or_init(|| {
-                    let library = open($name, $of_6, $of_7);
-                    // SAFETY: the functions have these types.
-                    let found = unsafe {
-                        Self { $($function: *library.get(concat!(stringify!($function), "\0").as_bytes()).unwrap(),)* }
-                    };
-                    std::mem::forget(library);
-                    found
-                })
-            }
-        }
-    };
-}
-
-api!(Hip, "amdhip64" 6 7:
+library! {
+    Hip: i32, "HIGHWATER_HIP_LIBRARY", &[&file("amdhip64", 6, 7)];
     hipInit(u32);
     hipRuntimeGetVersion(*mut i32);
     hipDriverGetVersion(*mut i32);
@@ -186,9 +93,10 @@ api!(Hip, "amdhip64" 6 7:
     hipGraphDestroy(Ptr);
     hipThreadExchangeStreamCaptureMode(*mut i32);
     hipGetProcAddress(*const c_char, *mut Ptr, i32, u64, *mut u32);
-);
+}
 
-api!(Blas, "hipblas" 2 3:
+library! {
+    Blas: i32, "HIGHWATER_HIPBLAS_LIBRARY", &[&file("hipblas", 2, 3)];
     hipblasCreate(*mut Ptr);
     hipblasDestroy(Ptr);
     hipblasSetStream(Ptr, Ptr);
@@ -199,7 +107,7 @@ api!(Blas, "hipblas" 2 3:
     hipblasGetAtomicsMode(Ptr, *mut i32);
     hipblasSetMathMode(Ptr, i32);
     hipblasGetMathMode(Ptr, *mut i32);
-);
+}
 
 /// `hipIpcMemHandle_t` and `hipIpcEventHandle_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -218,40 +126,20 @@ pub(crate) struct Attributes {
     pub(crate) flags: u32,
 }
 
+fn library_of(name: &str) -> &'static Library {
+    if name == "hip" { &Hip::get().library } else { &Blas::get().library }
+}
+
 /// A function that only some version has, by its symbol.
 pub(crate) fn optional<F: Copy>(library: &str, symbol: &str) -> Option<F> {
-    let library = if library == "hip" { open("amdhip64", 6, 7) } else { open("hipblas", 2, 3) };
     // SAFETY: the caller names the function's type.
-    let found = unsafe { library.get::<F>(symbol.as_bytes()) }.ok().map(|function| *function);
-    std::mem::forget(library);
-    found
+    unsafe { library_of(library).get::<F>(symbol.as_bytes()) }.ok().map(|function| *function)
 }
 
 /// The name or the text of a code.
 pub(crate) fn text(library: &str, function: &str, code: i32) -> String {
-    let function = optional::<unsafe extern "C" fn(i32) -> *const c_char>(library, function).unwrap();
-    // SAFETY: the function has this type, and gives a string that stays.
-    unsafe { CStr::from_ptr(function(code)) }.to_str().unwrap().to_owned()
+    text_of(library_of(library), function, code).unwrap()
 }
-
-/// Calls a function of a library, and says so when the code is not 0.
-macro_rules! ok {
-    ($library:ident.$name:ident($($argument:expr),* $(,)?)) => {{
-        // SAFETY: the arguments are those that the function asks for.
-        let code = unsafe { ($crate::rig::$library::get().$name)($($argument),*) };
-        assert_eq!(code, 0, stringify!($name));
-    }};
-}
-pub(crate) use ok;
-
-/// Calls a function of a library and gives its code.
-macro_rules! code {
-    ($library:ident.$name:ident($($argument:expr),* $(,)?)) => {{
-        // SAFETY: the arguments are those that the function asks for, or wrong ones that it checks.
-        unsafe { ($crate::rig::$library::get().$name)($($argument),*) }
-    }};
-}
-pub(crate) use code;
 
 /// A stream that does not wait for the legacy one.
 pub(crate) fn stream() -> Ptr {
@@ -312,31 +200,7 @@ pub(crate) fn free_bytes() -> usize {
     free
 }
 
-/// What a stream is blocked by.
-pub(crate) struct Gate(&'static AtomicBool);
-
-impl Gate {
-    /// Blocks the stream until the gate is opened or dropped.
-    pub(crate) fn new(stream: Ptr) -> Self {
-        unsafe extern "C" fn wait(flag: Ptr) {
-            // SAFETY: the flag lives for ever.
-            let flag = unsafe { &*flag.cast::<AtomicBool>() };
-            while !flag.load(Ordering::Acquire) {
-                std::thread::yield_now();
-            }
-        }
-        let flag: &'static AtomicBool = Box::leak(Box::default());
-        ok!(Hip.hipLaunchHostFunc(stream, wait, std::ptr::from_ref(flag).cast_mut().cast()));
-        Self(flag)
-    }
-
-    pub(crate) fn open(&self) {
-        self.0.store(true, Ordering::Release);
-    }
-}
-
-impl Drop for Gate {
-    fn drop(&mut self) {
-        self.open();
-    }
+/// Blocks a stream until the gate is opened or dropped.
+pub(crate) fn gate_on(stream: Ptr) -> Gate {
+    Gate::launched_by(|wait, flag| ok!(Hip.hipLaunchHostFunc(stream, wait, flag)))
 }

@@ -1,40 +1,14 @@
 //! The script: what it lays out, and that it is not seen otherwise.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
 
 use libloading::Library;
 
-use crate::rig::under;
-
-/// The folder of a variant, laid out.
-fn folder(vendor: &str) -> PathBuf {
-    let output = under(vendor, &["sh", "-c", "printf %s \"${LD_LIBRARY_PATH%%:*}\""].map(OsStr::new), &[]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    PathBuf::from(String::from_utf8(output.stdout).unwrap())
-}
-
-fn files(vendor: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(folder(vendor)).unwrap();
-    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// Which of the symbols the runtime of a variant has.
-fn symbols<'a>(vendor: &str, file: &str, names: &[&'a str]) -> Vec<&'a str> {
-    // SAFETY: the libraries may be opened at any time; the symbols are looked up and not used.
-    unsafe {
-        let library = Library::new(folder(vendor).join(file)).unwrap();
-        names.iter().copied().filter(|name| library.get::<*const ()>(name.as_bytes()).is_ok()).collect()
-    }
-}
+use highwater_simulated_harness::script::{check_misuse, check_output, files, folder, symbols, under};
 
 #[test]
 fn output_and_exit_status_are_those_of_the_command() {
-    let output = under("rocm", &["sh", "-c", "echo seen; echo told >&2; exit 9"].map(OsStr::new), &[]);
-    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(9), b"seen\n".as_slice()));
-    assert!(String::from_utf8_lossy(&output.stderr).ends_with("told\n"));
+    check_output("rocm");
 }
 
 #[test]
@@ -60,9 +34,7 @@ fn a_folder_is_laid_out_again_when_it_is_gone_or_of_another_build() {
 #[test]
 fn misuse_says_how_it_is_used() {
     for vendor in ["rocm:none-such", "rocm6:cuda-12", "rocm:stub", "rocm5", "cuda:hip-5"] {
-        let output = under(vendor, &["true"].map(OsStr::new), &[]);
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{vendor}");
-        assert!(String::from_utf8_lossy(&output.stderr).contains("Usage: scripts/simulated.sh"));
+        check_misuse(vendor, &["true"]);
     }
 }
 

@@ -3,9 +3,9 @@
 use std::process::Command;
 use std::ptr::{null_mut, without_provenance_mut};
 
-use crate::rig::{
-    IpcHandle, Ptr, allocate, behind, code, download, event, isolated, ok, pinned, store, stream, upload,
-};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Hip, IpcHandle, Ptr, allocate, behind, download, event, pinned, store, stream, upload};
 
 /// Set to what the importing process is given.
 const PEER: &str = "HIGHWATER_TEST_PEER";

@@ -2,7 +2,9 @@
 
 use std::ptr::{null_mut, without_provenance_mut};
 
-use crate::rig::{Gate, Ptr, code, isolated, ok, pinned, stream};
+use highwater_simulated_harness::{code, isolated, ok};
+
+use crate::rig::{Hip, Ptr, gate_on, pinned, stream};
 
 isolated! {
     fn priorities_are_moved_into_their_range(_) over ["rocm", "rocm6"] {
@@ -42,11 +44,11 @@ isolated! {
         let mut blocking = null_mut();
         ok!(Hip.hipStreamCreateWithFlags(&mut blocking, 0));
         let (free, word) = (stream(), pinned(4, 0));
-        let gate = Gate::new(free);
+        let gate = gate_on(free);
         ok!(Hip.hipMemsetAsync(word, 1, 4, null_mut()));
         ok!(Hip.hipStreamSynchronize(null_mut()));
         gate.open();
-        let gate = Gate::new(blocking);
+        let gate = gate_on(blocking);
         ok!(Hip.hipMemsetAsync(word, 2, 4, null_mut()));
         assert_eq!(code!(Hip.hipStreamQuery(null_mut())), 600);
         gate.open();
@@ -57,7 +59,7 @@ isolated! {
 
     fn what_is_queued_is_executed_when_the_stream_is_gone(_) over ["rocm", "rocm6"] {
         let (stream, word) = (stream(), pinned(4, 0));
-        let gate = Gate::new(stream);
+        let gate = gate_on(stream);
         ok!(Hip.hipMemsetAsync(word, 3, 4, stream));
         ok!(Hip.hipStreamDestroy(stream));
         gate.open();

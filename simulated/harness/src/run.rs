@@ -2,14 +2,72 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::calls::{Blas, Driver, Lt, cu};
-use crate::log::{Log, MARK, need, tell};
-use crate::rig::{Answer, own_program, start};
-use crate::{Needs, Process, Rule};
+use crate::Answer;
+use crate::log::{Log, MARK, tell};
+
+/// Whose process a rule runs in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Process {
+    /// One with the other rules of its kind: it leaves nothing behind that they could see.
+    Shared,
+    /// One of its own.
+    Own,
+}
+
+/// Something that a vendor's libraries do, as the outcome of calls. `N` names what it needs.
+#[derive(Debug)]
+pub struct Rule<N: 'static> {
+    /// By which a rule is chosen.
+    pub name: &'static str,
+    /// What the libraries do.
+    pub statement: &'static str,
+    /// What has to be there.
+    pub needs: N,
+    /// Where it runs.
+    pub process: Process,
+    /// Observes the libraries.
+    pub check: fn(&mut Log) -> Answer,
+}
+
+/// The rules of a module. Their needs are variants of the type `Needs` in the root of the calling crate.
+#[allow(clippy::crate_in_macro_def, reason = "the needs are the caller's")]
+#[macro_export]
+macro_rules! rules {
+    ($($name:literal $needs:ident $process:ident $check:path: $statement:literal;)*) => {
+        pub(crate) const RULES: &[$crate::run::Rule<crate::Needs>] = &[$($crate::run::Rule {
+            name: $name,
+            statement: $statement,
+            needs: crate::Needs::$needs,
+            process: $crate::run::Process::$process,
+            check: $check,
+        }),*];
+    };
+}
+
+/// Rules over one installation.
+#[derive(Debug)]
+pub struct Suite<N: 'static> {
+    /// The rules of each module.
+    pub rules: Vec<&'static [Rule<N>]>,
+    /// Finds the library without which no rule runs.
+    pub driver: fn() -> Answer,
+    /// What a program without that library prints.
+    pub advice: &'static str,
+    /// Returns why a need is not met.
+    pub lacking: fn(&N) -> Option<String>,
+    /// Whether a need is met on every machine of the vendor.
+    pub is_met_everywhere: fn(&N) -> bool,
+    /// Runs before each rule of a shared process.
+    pub begin: fn() -> Answer,
+    /// Runs after each rule of a shared process. What a rule left in the device would be seen by the next.
+    pub end: fn() -> Answer,
+    /// Variables of the processes that run rules.
+    pub environment: &'static [(&'static str, &'static str)],
+}
 
 /// Set in a process that runs rules for another: their names.
 const NAMES: &str = "HIGHWATER_RULES_NAMES";
@@ -56,10 +114,20 @@ fn options() -> Answer<Options> {
     Ok(options)
 }
 
-pub(crate) fn main(rules: &[&'static Rule]) -> ExitCode {
-    if let Ok(names) = std::env::var(NAMES) {
-        return serve(rules, &names);
+impl<N> Suite<N> {
+    /// Runs the rules that the arguments of the program choose.
+    pub fn main(&self) -> ExitCode {
+        // Rules that share a process stand together.
+        let mut rules: Vec<_> = self.rules.iter().flat_map(|rules| rules.iter()).collect();
+        rules.sort_by_key(|rule| rule.process == Process::Own);
+        match std::env::var(NAMES) {
+            Ok(names) => serve(self, &rules, &names),
+            Err(_) => choose(self, &rules),
+        }
     }
+}
+
+fn choose<N>(suite: &Suite<N>, rules: &[&'static Rule<N>]) -> ExitCode {
     let options = match options() {
         Ok(options) => options,
         Err(error) => {
@@ -67,7 +135,8 @@ pub(crate) fn main(rules: &[&'static Rule]) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let wanted = |rule: &Rule| options.filters.is_empty() || options.filters.iter().any(|f| rule.name.contains(&**f));
+    let wanted =
+        |rule: &Rule<N>| options.filters.is_empty() || options.filters.iter().any(|f| rule.name.contains(&**f));
     let rules: Vec<_> = rules.iter().copied().filter(|rule| wanted(rule)).collect();
     if options.list {
         for rule in &rules {
@@ -76,16 +145,16 @@ pub(crate) fn main(rules: &[&'static Rule]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let required = std::env::var(REQUIRED).is_ok_and(|value| value == "required");
-    if let Err(reason) = Driver::open() {
-        println!("not run: no CUDA driver: {reason}");
-        println!("over the simulation: scripts/simulated.sh cuda cargo test -p highwater-cuda --test rules");
+    if let Err(reason) = (suite.driver)() {
+        println!("not run: {reason}");
+        println!("{}", suite.advice);
         return if required { ExitCode::FAILURE } else { ExitCode::SUCCESS };
     }
     if rules.is_empty() {
         println!("no rule has such a name; `--list` tells all");
         return if required { ExitCode::FAILURE } else { ExitCode::SUCCESS };
     }
-    let results = run(&rules);
+    let results = run(suite.environment, &rules);
     let broken = summary(&rules, &results);
     if let Some(file) = &options.json
         && let Err(error) = std::fs::write(file, json(&rules, &results))
@@ -94,14 +163,14 @@ pub(crate) fn main(rules: &[&'static Rule]) -> ExitCode {
         return ExitCode::FAILURE;
     }
     // Not everybody has two devices.
-    let missed = rules.iter().zip(&results).any(|(rule, result)| {
-        let everywhere = !matches!(rule.needs, Needs::Devices | Needs::DevicesAndBlas);
-        everywhere && matches!(result.outcome, Outcome::LeftOut(_))
-    });
+    let missed = rules
+        .iter()
+        .zip(&results)
+        .any(|(rule, result)| (suite.is_met_everywhere)(&rule.needs) && matches!(result.outcome, Outcome::LeftOut(_)));
     if broken > 0 || (required && missed) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-fn summary(rules: &[&'static Rule], results: &[Result]) -> usize {
+fn summary<N>(rules: &[&'static Rule<N>], results: &[Result]) -> usize {
     let count = |is: fn(&Outcome) -> bool| results.iter().filter(|result| is(&result.outcome)).count();
     let (broken, left_out) = (
         count(|outcome| matches!(outcome, Outcome::Broken(_))),
@@ -126,7 +195,7 @@ fn summary(rules: &[&'static Rule], results: &[Result]) -> usize {
     broken
 }
 
-fn json(rules: &[&'static Rule], results: &[Result]) -> String {
+fn json<N>(rules: &[&'static Rule<N>], results: &[Result]) -> String {
     let mut all = serde_json::Map::new();
     let mut sorted: Vec<_> = rules.iter().zip(results).collect();
     sorted.sort_by_key(|(rule, _)| rule.name);
@@ -159,11 +228,14 @@ struct Server {
 }
 
 impl Server {
-    fn start(names: &[&str]) -> Answer<Self> {
-        let mut command = own_program()?;
-        command.env(NAMES, names.join(",")).stdin(Stdio::null()).stdout(Stdio::piped());
-        // With the few of the default, a blocked stream stops others that have nothing to do with it.
-        command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+    fn start(environment: &[(&str, &str)], names: &[&str]) -> Answer<Self> {
+        let own = std::env::current_exe().map_err(|error| error.to_string())?;
+        let mut command = Command::new(own);
+        command
+            .envs(environment.iter().copied())
+            .env(NAMES, names.join(","))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
         let mut child = command.spawn().map_err(|error| format!("cannot start this program again: {error}"))?;
         let (sender, lines) = channel();
         if let Some(output) = child.stdout.take() {
@@ -195,16 +267,16 @@ impl Server {
     }
 }
 
-fn run(rules: &[&'static Rule]) -> Vec<Result> {
+fn run<N>(environment: &[(&str, &str)], rules: &[&'static Rule<N>]) -> Vec<Result> {
     let mut results = Vec::new();
-    let mut waiting: VecDeque<&'static Rule> = rules.iter().copied().collect();
+    let mut waiting: VecDeque<&'static Rule<N>> = rules.iter().copied().collect();
     while let Some(first) = waiting.front() {
         let together = match first.process {
             Process::Own => 1,
             Process::Shared => waiting.iter().take_while(|rule| rule.process == Process::Shared).count(),
         };
         let names: Vec<_> = waiting.iter().take(together).map(|rule| rule.name).collect();
-        let mut server = match Server::start(&names) {
+        let mut server = match Server::start(environment, &names) {
             Ok(server) => server,
             Err(error) => {
                 let rule = waiting.pop_front();
@@ -264,7 +336,7 @@ fn one(server: &mut Server) -> (Result, bool) {
     }
 }
 
-fn print(rule: Option<&'static Rule>, number: usize, of: usize, outcome: &Outcome) {
+fn print<N>(rule: Option<&'static Rule<N>>, number: usize, of: usize, outcome: &Outcome) {
     let name = rule.map_or("", |rule| rule.name);
     match outcome {
         Outcome::Kept => println!("[{number:>3}/{of}] kept      {name}"),
@@ -274,22 +346,21 @@ fn print(rule: Option<&'static Rule>, number: usize, of: usize, outcome: &Outcom
 }
 
 /// Runs rules for the process that started this one.
-fn serve(rules: &[&'static Rule], names: &str) -> ExitCode {
+fn serve<N>(suite: &Suite<N>, rules: &[&'static Rule<N>], names: &str) -> ExitCode {
     for name in names.split(',') {
         let Some(rule) = rules.iter().find(|rule| rule.name == name) else { return ExitCode::FAILURE };
-        if let Some(reason) = lacking(rule) {
+        if let Some(reason) = (suite.lacking)(&rule.needs) {
             tell(&["left out", &reason]);
             continue;
         }
         let mut log = Log::default();
-        let started = if rule.process == Process::Shared { start(0).map(drop) } else { Ok(()) };
+        let started = if rule.process == Process::Shared { (suite.begin)() } else { Ok(()) };
         let ended = started.and_then(|()| {
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (rule.check)(&mut log)))
                 .unwrap_or_else(|_| Err("the check itself panicked".to_owned()))
         });
-        // What a rule of a shared process left in the device would be seen by the next.
         let ended = ended.and_then(|()| match rule.process {
-            Process::Shared => need("cuCtxSynchronize after the rule", cu!(cuCtxSynchronize())),
+            Process::Shared => (suite.end)(),
             Process::Own => Ok(()),
         });
         match log.finish(ended) {
@@ -298,29 +369,4 @@ fn serve(rules: &[&'static Rule], names: &str) -> ExitCode {
         }
     }
     ExitCode::SUCCESS
-}
-
-/// Why a rule cannot be checked here. Only two devices need the driver to be asked, and those rules start with that.
-fn lacking(rule: &Rule) -> Option<String> {
-    let library = |found: Answer<()>, what: &str| found.err().map(|reason| format!("no {what}: {reason}"));
-    let driver = library(Driver::open().map(drop), "CUDA driver");
-    let blas = || library(Blas::open().map(drop), "cuBLAS");
-    let lt = || library(Lt::open().map(drop), "cuBLASLt");
-    // cuBLASLt first: cuBLAS depends on it and would take whichever the loader finds.
-    driver.or_else(|| match rule.needs {
-        Needs::Driver => None,
-        Needs::Blas => lt().or_else(blas),
-        Needs::Lt => lt(),
-        Needs::Devices => one_device(),
-        Needs::DevicesAndBlas => lt().or_else(blas).or_else(one_device),
-    })
-}
-
-fn one_device() -> Option<String> {
-    let mut count = 0;
-    match (cu!(cuInit(0)), cu!(cuDeviceGetCount(&mut count))) {
-        (0, 0) if count >= 2 => None,
-        (0, 0) => Some(format!("it needs two devices, and there is {count}")),
-        (code, other) => Some(format!("cuInit answered {code}, cuDeviceGetCount {other}")),
-    }
 }

@@ -8,13 +8,13 @@ pub(crate) const MARK: char = '\u{1e}';
 
 /// The observations of one rule. Each is told at once, so that one that ends its process leaves those before it.
 #[derive(Debug, Default)]
-pub(crate) struct Log {
+pub struct Log {
     wrong: Vec<String>,
 }
 
 impl Log {
     /// An observation with the value that the vendor's library is known to give.
-    pub(crate) fn is<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T) {
+    pub fn is<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T) {
         let (differs, seen, expected) = (seen != expected, format!("{seen:?}"), format!("{expected:?}"));
         tell(&["expected", what, &seen, &expected]);
         if differs {
@@ -24,7 +24,7 @@ impl Log {
 
     /// An observation with the value that the vendor's library was seen to give, and another one that is as right; the rule
     /// says why.
-    pub(crate) fn either<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T, other: T) {
+    pub fn either<T: Debug + PartialEq>(&mut self, what: &str, seen: T, expected: T, other: T) {
         let right = seen == expected || seen == other;
         let (seen, expected) = (format!("{seen:?}"), format!("{expected:?} or {other:?}"));
         tell(&["expected", what, &seen, if right { &seen } else { &expected }]);
@@ -35,7 +35,7 @@ impl Log {
 
     /// An observation whose value depends on the machine or the library's version, or that nobody is known to have made:
     /// recorded, and compared by whoever compares two records.
-    pub(crate) fn observed(&mut self, what: &str, seen: impl Debug) {
+    pub fn observed(&mut self, what: &str, seen: impl Debug) {
         tell(&["observed", what, &format!("{seen:?}")]);
     }
 
@@ -54,15 +54,10 @@ pub(crate) fn tell(fields: &[&str]) {
     let _ = output.flush();
 }
 
-/// The error of a call that a rule needs to go on.
-pub(crate) fn need(what: &str, code: u32) -> Result<(), String> {
+/// Returns an error for the code of a call that has to succeed for the rule to go on.
+///
+/// # Errors
+/// For a code that is not 0.
+pub fn need(what: &str, code: u32) -> Result<(), String> {
     if code == 0 { Ok(()) } else { Err(format!("{what} answered {code}, and the rule could not go on")) }
 }
-
-/// Calls a function of a library that has to succeed for the rule to go on.
-macro_rules! ok {
-    ($library:ident $name:ident($($argument:expr),* $(,)?)) => {
-        $crate::log::need(stringify!($name), $library!($name($($argument),*)))?
-    };
-}
-pub(crate) use ok;

@@ -2,18 +2,24 @@
 
 use half::{bf16, f16};
 
-/// `cudaDataType` numbers.
-pub(crate) const F32: u32 = 0;
-pub(crate) const F64: u32 = 1;
-pub(crate) const F16: u32 = 2;
-pub(crate) const BF16: u32 = 14;
+/// `CUDA_R_32F`.
+pub const F32: u32 = 0;
+/// `CUDA_R_64F`.
+pub const F64: u32 = 1;
+/// `CUDA_R_16F`.
+pub const F16: u32 = 2;
+/// `CUDA_R_16BF`.
+pub const BF16: u32 = 14;
 
-/// `cublasComputeType_t` numbers.
-pub(crate) const IN_32F: u32 = 68;
-pub(crate) const IN_TF32: u32 = 77;
-pub(crate) const IN_64F: u32 = 70;
+/// `CUBLAS_COMPUTE_32F`.
+pub const IN_32F: u32 = 68;
+/// `CUBLAS_COMPUTE_32F_FAST_TF32`.
+pub const IN_TF32: u32 = 77;
+/// `CUBLAS_COMPUTE_64F`.
+pub const IN_64F: u32 = 70;
 
-pub(crate) fn bytes(data_type: u32) -> usize {
+/// Returns the bytes of an element.
+pub fn bytes(data_type: u32) -> usize {
     match data_type {
         F64 => 8,
         F32 => 4,
@@ -21,7 +27,8 @@ pub(crate) fn bytes(data_type: u32) -> usize {
     }
 }
 
-pub(crate) fn encode(data_type: u32, values: &[f64]) -> Vec<u8> {
+/// Returns values as a type holds them.
+pub fn encode(data_type: u32, values: &[f64]) -> Vec<u8> {
     let one = |&value: &f64| match data_type {
         F64 => value.to_le_bytes().to_vec(),
         F32 => (value as f32).to_le_bytes().to_vec(),
@@ -31,7 +38,8 @@ pub(crate) fn encode(data_type: u32, values: &[f64]) -> Vec<u8> {
     values.iter().flat_map(one).collect()
 }
 
-pub(crate) fn decode(data_type: u32, encoded: &[u8]) -> Vec<f64> {
+/// Returns the values that a type holds.
+pub fn decode(data_type: u32, encoded: &[u8]) -> Vec<f64> {
     fn part<const N: usize>(chunk: &[u8]) -> [u8; N] {
         std::array::from_fn(|index| chunk[index])
     }
@@ -45,7 +53,7 @@ pub(crate) fn decode(data_type: u32, encoded: &[u8]) -> Vec<f64> {
 }
 
 /// Numbers between -1 and 1, as `data_type` holds them.
-pub(crate) fn numbers(data_type: u32, count: usize, seed: u64) -> Vec<f64> {
+pub fn numbers(data_type: u32, count: usize, seed: u64) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -57,24 +65,43 @@ pub(crate) fn numbers(data_type: u32, count: usize, seed: u64) -> Vec<f64> {
     decode(data_type, &encode(data_type, &exact))
 }
 
+/// Returns a square matrix that is `value` on its diagonal.
+pub fn diagonal_of(edge: usize, value: f32) -> Vec<f32> {
+    (0..edge * edge).map(|index| if index.is_multiple_of(edge + 1) { value } else { 0.0 }).collect()
+}
+
+/// Returns whether a square matrix is `value` on its diagonal and 0 elsewhere.
+pub fn is_diagonal(seen: &[f32], edge: usize, value: f32) -> bool {
+    seen == diagonal_of(edge, value)
+}
+
 /// A product of column-major matrices: transposed or not, sizes, leading dimensions.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shape {
-    pub(crate) transposed: (bool, bool),
-    pub(crate) m: usize,
-    pub(crate) n: usize,
-    pub(crate) k: usize,
-    pub(crate) lda: usize,
-    pub(crate) ldb: usize,
-    pub(crate) ldc: usize,
+pub struct Shape {
+    /// Whether A and B are stored transposed.
+    pub transposed: (bool, bool),
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Terms of each sum.
+    pub k: usize,
+    /// Leading dimension of A.
+    pub lda: usize,
+    /// Leading dimension of B.
+    pub ldb: usize,
+    /// Leading dimension of C.
+    pub ldc: usize,
 }
 
 impl Shape {
-    pub(crate) fn packed(m: usize, n: usize, k: usize) -> Self {
+    /// Returns a product without transposes, whose matrices have no gaps.
+    pub fn packed(m: usize, n: usize, k: usize) -> Self {
         Self { transposed: (false, false), m, n, k, lda: m, ldb: k, ldc: m }
     }
 
-    pub(crate) fn elements(&self) -> [usize; 3] {
+    /// Returns how many elements A, B and C span.
+    pub fn elements(&self) -> [usize; 3] {
         [
             self.lda * if self.transposed.0 { self.m } else { self.k },
             self.ldb * if self.transposed.1 { self.k } else { self.n },
@@ -83,7 +110,7 @@ impl Shape {
     }
 
     /// A result, and the sum of the sizes of what was added up for it.
-    fn element(&self, a: &[f64], b: &[f64], row: usize, column: usize) -> (f64, f64) {
+    pub fn element(&self, a: &[f64], b: &[f64], row: usize, column: usize) -> (f64, f64) {
         let mut sums = (0.0, 0.0);
         for k in 0..self.k {
             let a = if self.transposed.0 { a[k + row * self.lda] } else { a[row + k * self.lda] };
@@ -93,8 +120,14 @@ impl Shape {
         sums
     }
 
+    /// Returns what C becomes with the product in it.
+    pub fn reference(&self, scales: (f64, f64), matrices: [&[f64]; 3]) -> Vec<f64> {
+        let exact = self.expected(Bound::of(F64, IN_64F), scales, matrices, |_, value| value);
+        exact.into_iter().map(|(value, _)| value).collect()
+    }
+
     /// What C becomes, each element with how far it may be off. Elements outside of the product stay as they are.
-    pub(crate) fn expected(
+    pub fn expected(
         &self,
         bound: Bound,
         (alpha, beta): (f64, f64),
@@ -119,7 +152,7 @@ impl Shape {
 
 /// How far results of a type may be off: by the rounding of inputs, of each addition, and of the output.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bound {
+pub struct Bound {
     input: f64,
     sum: f64,
     output: f64,
@@ -127,7 +160,8 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    pub(crate) fn of(data_type: u32, compute: u32) -> Self {
+    /// Returns the bound of a type in a computation.
+    pub fn of(data_type: u32, compute: u32) -> Self {
         let unit = |bits: i32| 2f64.powi(-bits);
         let (sum, output) = match data_type {
             F64 => (unit(52), unit(52)),
@@ -141,14 +175,14 @@ impl Bound {
     }
 
     /// With a function behind the product that approximations of other kinds are allowed for.
-    pub(crate) fn loosened(mut self) -> Self {
+    pub fn loosened(mut self) -> Self {
         self.least += 4e-3;
         self
     }
 }
 
 /// The first element that is off by too much, or that none is.
-pub(crate) fn compare(seen: &[f64], expected: &[(f64, f64)]) -> String {
+pub fn compare(seen: &[f64], expected: &[(f64, f64)]) -> String {
     let off = |(_, (seen, (expected, room))): &(usize, (&f64, &(f64, f64)))| {
         // Written so that a NaN is off.
         let close = (**seen - expected).abs() <= *room;
