@@ -105,14 +105,9 @@ impl UseObserver for Checks {
             .filter_map(|(_, work)| {
                 let touched = work.uses.iter().find(|used| used.range.meets(&range))?;
                 let verb = if touched.writes { "writes" } else { "reads" };
-                let OnStream { id, device, .. } = work.stream;
-                let stream = id.map_or_else(
-                    || format!("the legacy default stream of device {device}"),
-                    |stream| format!("{stream:?}"),
-                );
                 let text = format!(
-                    "{range} {how} while `{}` was queued or running on {stream}, which {verb} {}",
-                    work.operation, touched.range
+                    "{range} {how} while `{}` was queued or running on {}, which {verb} {}",
+                    work.operation, work.stream, touched.range
                 );
                 Some(Violation { operation, text })
             })

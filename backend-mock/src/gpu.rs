@@ -26,7 +26,7 @@ use crate::event::Event;
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
-use crate::observer::{Observers, OrderObserver, UseObserver};
+use crate::observer::{Observers, OrderObserver, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
 use crate::races::Race;
@@ -260,14 +260,14 @@ impl MockGpu {
         }
         if self.shared.races.is_none() {
             return Err(Error::new(ErrorKind::InvalidState, OPERATION, "no races are looked for")
-                .with_hint("open the mock with `MockOptions::with_race_detector(true)`"));
+                .with_hint("open the mock with `MockOptions::with_race_detector()`"));
         }
         let count = self.race_count();
         if count == 0 {
             return Ok(());
         }
         let races: String = self.races().iter().map(|race| format!("\n{race}")).collect();
-        Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{count} races were found{races}")))
+        Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{} found{races}", counted(count, "race"))))
     }
 
     /// How many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]), because nobody

@@ -119,6 +119,8 @@ pub(crate) struct Product {
     /// Leading dimension of D, and the distance of one D to the next, in elements.
     pub(crate) ldd: usize,
     pub(crate) stride_d: usize,
+    /// Whether D takes the place of C.
+    pub(crate) in_place: bool,
     /// Offset and element type, whose sums are as wide as those of the result.
     pub(crate) bias: Option<(usize, DataType)>,
     pub(crate) epilogue: Epilogue,

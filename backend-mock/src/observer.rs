@@ -175,10 +175,17 @@ impl fmt::Display for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { space, address, bytes } = *self;
         match space {
-            Space::Host => write!(f, "{bytes} bytes of page-locked memory at {address:#x}"),
-            Space::Device(device) => write!(f, "{bytes} bytes at {:?} of device {device}", DevicePtr::new(address)),
+            Space::Host => write!(f, "{} of page-locked memory at {address:#x}", counted(bytes, "byte")),
+            Space::Device(device) => {
+                write!(f, "{} at {:?} of device {device}", counted(bytes, "byte"), DevicePtr::new(address))
+            }
         }
     }
+}
+
+/// Returns a number of things in words: `1 race`, `2 races`.
+pub(crate) fn counted(count: u64, thing: &str) -> String {
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Which bytes of a range are meant: columns of equal length at equal distances, in parts at equal distances. Tiles of one
@@ -239,12 +246,12 @@ impl Layout {
 /// What memory is to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    Operand,
+    /// All that a copy, a fill or a call of the host uses.
+    Whole,
+    /// The operand of a product with this name.
+    Operand(&'static str),
     /// Room for the intermediate results of the product with this mark.
-    Workspace {
-        product: usize,
-        of_handle: bool,
-    },
+    Workspace { product: usize, of_handle: bool },
 }
 
 /// What one command does to one range.
@@ -286,7 +293,7 @@ impl Touch {
     /// All of a range that begins at `start` of a store.
     pub(crate) fn whole(store: Store, start: u64, range: Range) -> Self {
         let layout = Layout::whole(range.bytes);
-        Self { store, start, used: Use { range, layout, writes: true, role: Role::Operand } }
+        Self { store, start, used: Use { range, layout, writes: true, role: Role::Whole } }
     }
 
     /// An executable graph, which one launch at a time executes.

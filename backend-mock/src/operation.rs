@@ -134,9 +134,18 @@ impl FromStr for Operation {
                 "mock_operation",
                 format!("no operation is named `{}`", display_foreign(name)),
             )
-            .with_hint(format!("the operations are {}", known.join(", ")))
+            .with_hint(format!("{}the operations are {}", did_you_mean(name, &known), known.join(", ")))
         })
     }
+}
+
+/// Returns the question after the name that a misspelt one probably means, or nothing.
+pub(crate) fn did_you_mean(name: &str, known: &[impl AsRef<str>]) -> String {
+    // Two errors turn a name of three letters into almost any other.
+    let most = (name.chars().count() / 3).min(2);
+    let errors = known.iter().map(|known| (strsim::osa_distance(name, known.as_ref()), known.as_ref()));
+    let nearest = errors.filter(|(errors, _)| *errors <= most).min_by_key(|(errors, _)| *errors);
+    nearest.map_or_else(String::new, |(_, known)| format!("did you mean `{known}`? "))
 }
 
 #[cfg(test)]
@@ -150,5 +159,7 @@ mod tests {
         }
         let error = "alocate".parse::<Operation>().unwrap_err();
         assert!(error.message().contains("`alocate`") && error.hint().contains("allocate, free"), "{error}");
+        assert!(error.hint().starts_with("did you mean `allocate`? "), "{error}");
+        assert!("sleep".parse::<Operation>().unwrap_err().hint().starts_with("the operations are"));
     }
 }

@@ -8,7 +8,7 @@ use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transport
 
 use crate::arena::Quarantine;
 use crate::calls::MILLION;
-use crate::operation::Operation;
+use crate::operation::{Operation, did_you_mean};
 
 /// The environment variable that [`MockOptions::from_environment`] reads.
 pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
@@ -219,8 +219,8 @@ impl MockOptions {
     /// orders; ask [`MockGpu::races`](crate::MockGpu::races). See [`races`](crate::races). Costs time, for a backtrace of
     /// each call above all.
     #[must_use]
-    pub fn with_race_detector(mut self, on: bool) -> Self {
-        self.race_detector = on;
+    pub fn with_race_detector(mut self) -> Self {
+        self.race_detector = true;
         self
     }
 
@@ -485,7 +485,9 @@ fn parse_fault<W>(
         None => operation.usual_failure(),
         Some(words) => parse_kind(words).ok_or_else(|| {
             let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
-            bad(&format!("a kind of error out of {}", known.join(", ")))
+            let error = bad(&format!("a kind of error out of {}", known.join(", ")));
+            let hint = format!("{}{}", did_you_mean(&words.replace('_', "-"), &known), error.hint());
+            error.with_hint(hint)
         })?,
     };
     if parts.next().is_some() {
@@ -577,6 +579,7 @@ fn dashed(kind: ErrorKind) -> String {
 }
 
 fn parse_kind(words: &str) -> Option<ErrorKind> {
+    let words = words.replace('_', "-");
     KINDS.iter().copied().find(|&kind| dashed(kind) == words)
 }
 
@@ -672,6 +675,10 @@ mod tests {
         assert_eq!(fail("3..=5"), expect(MockOptions::new().with_faults(Operation::Copy, 3..=5, kind)));
         assert_eq!(fail("3..6"), [(Operation::Copy, 3..=5, kind)]);
         assert_eq!(expect(MockOptions::new().with_faults("copy", .., kind)), [(Operation::Copy, 1..=u64::MAX, kind)]);
+        assert_eq!(
+            MockOptions::parse("fail=copy:1:out_of_memory").unwrap().check().unwrap()[0].2,
+            ErrorKind::OutOfMemory
+        );
         let several = MockOptions::parse("fail=allocate:2..:out-of-memory,fail=copy:1..=2:device-lost").unwrap();
         assert_eq!(several.check().unwrap().len(), 2);
         for bad in ["0..", "0", "..3", "3..3", "6..3", "5..=4", "3...", "3..x", "..", "3..=", "-1.."] {
@@ -702,7 +709,12 @@ mod tests {
             ("fail=allocate:0", ["`fail`", "`allocate:0`", "OPERATION:CALLS"]),
             ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:CALLS"]),
             ("fail=allocate:1:sad", ["`fail`", "sad", "out-of-memory"]),
-            ("fail=alocate:1", ["`alocate`", "no operation", "allocate, free"]),
+            ("fail=alocate:1", ["`alocate`", "no operation", "did you mean `allocate`? "]),
+            (
+                "fail=copy:1:devicelost",
+                ["`fail`", "devicelost", "did you mean `device-lost`? expected a kind of error"],
+            ),
+            ("fail=copy:1:out_of_memori", ["`fail`", "out_of_memori", "did you mean `out-of-memory`? "]),
             ("ipc-transports=fabric", ["`ipc-transports`", "`fabric`", "`descriptor` or `none`"]),
             ("chance=fill:often", ["`chance`", "`fill:often`", "OPERATION:PER-MILLION"]),
             ("chance=fill:4294967296", ["`chance`", "`fill:4294967296`", "OPERATION:PER-MILLION"]),

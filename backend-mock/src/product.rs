@@ -186,6 +186,7 @@ impl RawProduct {
             d: 0,
             ldd: self.ldd,
             stride_d: self.stride_d,
+            in_place: self.c == self.d,
             bias,
             epilogue: self.epilogue,
             tf32: self.math_mode == MathMode::Tf32 && input == DataType::F32,

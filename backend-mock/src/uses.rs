@@ -14,12 +14,12 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     let on = |device: u32, offset: usize, layout: Layout, writes: bool| {
         let address = devices[device as usize].memory.base() + offset as u64;
         let range = Range { space: Space::Device(device), address, bytes: layout.extent() };
-        Use { range, layout, writes, role: Role::Operand }
+        Use { range, layout, writes, role: Role::Whole }
     };
     let whole = |device, offset, bytes: usize, writes| on(device, offset, Layout::whole(bytes as u64), writes);
     let host = |address: usize, bytes: usize, writes: bool| {
         let range = Range { space: Space::Host, address: address as u64, bytes: bytes as u64 };
-        Use { range, layout: Layout::whole(range.bytes), writes, role: Role::Operand }
+        Use { range, layout: Layout::whole(range.bytes), writes, role: Role::Whole }
     };
     let mut uses = match *command {
         Command::CopyToDevice { src, dst, bytes, device } => {
@@ -84,34 +84,38 @@ fn factors(product: &Product, on: On<'_>) -> Vec<Use> {
     let shape = &product.shape;
     let stored = |transpose, rows, columns| if transpose == Transpose::No { (rows, columns) } else { (columns, rows) };
     let (strides, size) = (product.strides(), shape.data_type.bytes());
-    let read = |offset, (rows, columns), ld, stride| {
+    let read = |name, offset, (rows, columns), ld, stride| {
         let layout = Layout::matrices(rows, (columns, ld), (strides.count, stride), size);
-        on(product.device, offset, layout, false)
+        Use { role: Role::Operand(name), ..on(product.device, offset, layout, false) }
     };
     vec![
-        read(product.a, stored(shape.transpose_a, shape.m, shape.k), shape.lda, strides.stride_a),
-        read(product.b, stored(shape.transpose_b, shape.k, shape.n), shape.ldb, strides.stride_b),
+        read("A", product.a, stored(shape.transpose_a, shape.m, shape.k), shape.lda, strides.stride_a),
+        read("B", product.b, stored(shape.transpose_b, shape.k, shape.n), shape.ldb, strides.stride_b),
     ]
 }
 
 fn results(product: &Product, panel: Panel, on: On<'_>) -> Vec<Use> {
     let (shape, size) = (&product.shape, product.shape.output.bytes());
-    let matrix = |first: usize, ld: usize, stride: usize, writes| {
+    let matrix = |name, first: usize, ld: usize, stride: usize, writes| {
         let offset = first + (panel.batch * stride + panel.column * ld + panel.row) * size;
         let layout = Layout::matrices(panel.rows, (panel.columns, ld), (panel.batches, stride), size);
-        on(product.device, offset, layout, writes)
+        Use { role: Role::Operand(name), ..on(product.device, offset, layout, writes) }
     };
-    let mut uses = vec![matrix(product.d, product.ldd, product.stride_d, true)];
+    let result = if product.in_place { "C" } else { "D" };
+    let mut uses = vec![matrix(result, product.d, product.ldd, product.stride_d, true)];
     if !product.beta.is_zero() {
-        uses.push(matrix(product.c, shape.ldc, product.strides().stride_c, false));
+        uses.push(matrix("C", product.c, shape.ldc, product.strides().stride_c, false));
     }
-    let mut read = |offset, bytes: usize| uses.push(on(product.device, offset, Layout::whole(bytes as u64), false));
+    let mut read = |name, offset, bytes: usize| {
+        let used = on(product.device, offset, Layout::whole(bytes as u64), false);
+        uses.push(Use { role: Role::Operand(name), ..used });
+    };
     if let Some((bias, data_type)) = product.bias {
-        read(bias + panel.row * data_type.bytes(), panel.rows * data_type.bytes());
+        read("bias", bias + panel.row * data_type.bytes(), panel.rows * data_type.bytes());
     }
-    for factor in [product.alpha, product.beta] {
+    for (name, factor) in [("alpha", product.alpha), ("beta", product.beta)] {
         if let Factor::At { offset, data_type } = factor {
-            read(offset, data_type.bytes());
+            read(name, offset, data_type.bytes());
         }
     }
     uses

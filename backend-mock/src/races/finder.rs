@@ -28,7 +28,9 @@ use parking_lot::Mutex;
 
 use crate::calls::Calls;
 use crate::clock::Clock;
-use crate::observer::{Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use};
+use crate::observer::{
+    Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use, counted,
+};
 use crate::operation::Operation;
 use crate::races::report::{Place, Race, RaceKind};
 use crate::races::shadow::{Access, Shadow};
@@ -88,12 +90,8 @@ impl Now<'_> {
     /// Notes the use of some bytes; what `settled` knows meets nobody any more.
     fn touch(&self, touch: &Touch, settled: &Clock, shadow: &mut Shadow, reports: &mut Reports) {
         let Use { range, layout, writes, role } = touch.used;
-        let product = match role {
-            Role::Operand => None,
-            Role::Workspace { product, .. } => Some(product),
-        };
         let Self { lane, number, frees, .. } = *self;
-        let access = Access { lane, number, writes, frees, product, site: Arc::clone(self.site), range };
+        let access = Access { lane, number, writes, frees, role, site: Arc::clone(self.site), range };
         let is_settled = |earlier: &Access| earlier.number <= settled.get(earlier.lane);
         for (offset, bytes) in layout.runs() {
             let run = (touch.start + offset, touch.start + offset + bytes);
@@ -115,8 +113,9 @@ impl Now<'_> {
         }
         if earlier.lane == self.lane {
             // Between the halves of a product, nobody else's intermediate results are written where its own are.
-            let finishes = access.product.is_some() && !access.writes;
-            return (finishes && earlier.writes && earlier.product != access.product).then_some(RaceKind::Interleaved);
+            let finishes = access.product().is_some() && !access.writes;
+            return (finishes && earlier.writes && earlier.product() != access.product())
+                .then_some(RaceKind::Interleaved);
         }
         let ordered = earlier.number <= self.clock.get(earlier.lane);
         (!ordered && (earlier.writes || access.writes)).then_some(RaceKind::Unordered)
@@ -158,7 +157,11 @@ impl Finder {
             (book.reports.races.clone(), book.reports.count, book.operations)
         };
         let mut text: String = races.iter().map(|race| format!("highwater-mock: {race}\n")).collect();
-        text.push_str(&format!("highwater-mock: race detector: {count} races in {operations} operations\n"));
+        text.push_str(&format!(
+            "highwater-mock: race detector: {} in {}\n",
+            counted(count, "race"),
+            counted(operations, "operation")
+        ));
         // If standard error is closed, nobody can be told.
         let _ = std::io::stderr().lock().write_all(text.as_bytes());
     }
@@ -321,7 +324,7 @@ impl OrderObserver for Finder {
         let Book { host, shadow, reports, .. } = &mut *book;
         let number = host.tick(HOST);
         let range = touch.used.range;
-        let access = Access { lane: HOST, number, writes: true, frees: true, product: None, site, range };
+        let access = Access { lane: HOST, number, writes: true, frees: true, role: Role::Whole, site, range };
         shadow.look(touch.store, (touch.start, touch.end()), |earlier, from, to| {
             let by_these_addresses = earlier.range.meets(&range);
             if by_these_addresses && !earlier.frees && earlier.number > host.get(earlier.lane) {

@@ -11,7 +11,7 @@
 //! use highwater_mock::races::RaceKind;
 //! use highwater_mock::{MockGpu, MockOptions, Operation};
 //!
-//! let gpu = MockGpu::open(MockOptions::new().with_race_detector(true))?;
+//! let gpu = MockGpu::open(MockOptions::new().with_race_detector())?;
 //! let one = gpu.create_stream(0, &StreamOptions::new())?;
 //! let other = gpu.create_stream(0, &StreamOptions::new())?;
 //! let block = gpu.allocate(0, &AllocateOptions::new(4096))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use highwater_hal::StreamId;
 
-use crate::observer::{Origin, Range, Space};
+use crate::observer::{Origin, Range, Role, Space, counted};
 use crate::operation::Operation;
 use crate::races::shadow::Access;
 use crate::races::site::{Frame, Site, first_of_program};
@@ -62,14 +62,13 @@ pub struct Place {
     writes: bool,
     frees: bool,
     is_graph: bool,
-    is_workspace: bool,
+    role: Role,
 }
 
 impl Place {
     pub(crate) fn of(access: &Access, is_graph: bool) -> Self {
-        let Access { range, writes, frees, .. } = *access;
-        let is_workspace = access.product.is_some();
-        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, is_workspace }
+        let Access { range, writes, frees, role, .. } = *access;
+        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, role }
     }
 
     /// The call of the backend; for an operation of a graph the launch.
@@ -113,7 +112,14 @@ impl Place {
     /// Whether the bytes are the workspace of a product, bound or the handle's own.
     #[must_use]
     pub fn is_workspace(&self) -> bool {
-        self.is_workspace
+        matches!(self.role, Role::Workspace { .. })
+    }
+
+    /// Returns the operand of a product that the bytes are: `A`, `B`, `C`, `D`, `bias`, `alpha` or `beta`. A result that the
+    /// product writes in place of C is `C`.
+    #[must_use]
+    pub fn operand(&self) -> Option<&'static str> {
+        if let Role::Operand(name) = self.role { Some(name) } else { None }
     }
 
     /// Name of the calling thread.
@@ -157,8 +163,9 @@ impl fmt::Display for Place {
         if self.is_graph {
             f.write_str(" executes the graph")?;
         } else {
-            let what = if self.is_workspace { " (its workspace)" } else { "" };
-            write!(f, " {verb} {}{what}", self.bytes())?;
+            write!(f, " {verb} {}", self.bytes())?;
+            let name = if self.is_workspace() { Some("workspace") } else { self.operand() };
+            name.map_or(Ok(()), |name| write!(f, " (its {name})"))?;
         }
         match &self.site.stream {
             Some(stream) if self.site.in_capture => write!(f, ", recorded on {stream}")?,
@@ -172,7 +179,7 @@ impl fmt::Display for Place {
             if others == 0 {
                 return Ok(());
             }
-            write!(f, "\n      and {others} frames of Highwater and the standard library")
+            write!(f, "\n      and {} of Highwater and the standard library", counted(others as u64, "frame"))
         };
         show(f, origin)?;
         if let Some(recorded) = &self.site.recorded {

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crate::observer::{Range, Store};
+use crate::observer::{Range, Role, Store};
 use crate::races::site::Site;
 
 /// One operation, as a byte that it touched remembers it.
@@ -19,11 +19,17 @@ pub(crate) struct Access {
     pub(crate) writes: bool,
     /// Whether the memory is nobody's from here on.
     pub(crate) frees: bool,
-    /// For intermediate results, whose they are.
-    pub(crate) product: Option<usize>,
+    pub(crate) role: Role,
     pub(crate) site: Arc<Site>,
     /// All that the operation touches here, by the addresses that it has for it.
     pub(crate) range: Range,
+}
+
+impl Access {
+    /// Returns the product whose intermediate results the bytes are.
+    pub(crate) fn product(&self) -> Option<usize> {
+        if let Role::Workspace { product, .. } = self.role { Some(product) } else { None }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -108,7 +114,7 @@ mod tests {
 
     fn access(lane: usize, number: u64, writes: bool) -> Access {
         let range = Range { space: Space::Host, address: 0, bytes: 1 };
-        Access { lane, number, writes, frees: false, product: None, site: Site::nowhere(), range }
+        Access { lane, number, writes, frees: false, role: Role::Whole, site: Site::nowhere(), range }
     }
 
     fn touch(shadow: &mut Shadow, range: (u64, u64), access: &Access) -> Vec<(usize, u64, u64, u64)> {

@@ -101,7 +101,7 @@ impl Bench {
     /// As [`MockGpu::open`].
     pub fn new(seed: u64) -> Result<Self> {
         let options = MockOptions::new().with_devices(2).with_memory_bytes(1 << 20).with_checks();
-        let gpu = MockGpu::open(options.with_schedule(seed).with_race_detector(true))?;
+        let gpu = MockGpu::open(options.with_schedule(seed).with_race_detector())?;
         Ok(Self { host: gpu.host_allocator(), gpu })
     }
 
