@@ -19,7 +19,7 @@ use crate::calls::Tally;
 use crate::device::Device;
 use crate::kernel::OwnWorkspace;
 use crate::operation::Operation;
-use crate::product::{RawProduct, Room, Scale};
+use crate::product::{RawProduct, Scale, Scratch};
 use crate::state::{Shared, wrong_device};
 use crate::stream::Stream;
 use highwater_hal::exit;
@@ -199,8 +199,8 @@ impl Context {
             (None, Some(own)) => (Workspace { ptr: own.ptr, bytes: own.bytes }, Some(Arc::clone(own))),
             (None, None) => return Err(destroyed(operation)),
         };
-        let room = Room { workspace, own, limit: workspace_limit };
-        product.enqueue(operation, self.device(), &stream, Some(room), self.gpu.gemm_gap).map(|_| ())
+        let scratch = Scratch { workspace, own, limit: workspace_limit };
+        product.enqueue(operation, self.device(), &stream, Some(scratch), self.gpu.gemm_gap).map(|_| ())
     }
 }
 

@@ -49,7 +49,7 @@ impl Stream {
         let step = Step::nameless(Command::Record(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
         if let Some(recorder) = queue.recorder() {
-            return recorder.mark(operation).map(Point::captured);
+            return recorder.capture_point(operation).map(Point::captured);
         }
         self.push(operation, &mut queue, [step], None)?;
         Ok(point)
@@ -60,7 +60,7 @@ impl Stream {
         self.device().check_not_lost(operation)?;
         let step = Step::nameless(Command::Wait(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
-        let Some(mark) = point.mark() else {
+        let Some(captured) = point.capture_point() else {
             let Some(recorder) = queue.recorder() else {
                 return self.push(operation, &mut queue, [step], None);
             };
@@ -70,9 +70,9 @@ impl Stream {
                 .with_hint("wait before the capture begins, or have the stream of the launch wait"));
         };
         if let Some(recorder) = queue.recorder() {
-            return recorder.wait_for(operation, mark);
+            return recorder.wait_for(operation, captured);
         }
-        queue.part = Some(mark.join(operation, self.is_legacy)?);
+        queue.part = Some(captured.join(operation, self.is_legacy)?);
         Ok(())
     }
 

@@ -56,7 +56,7 @@ impl Device {
     }
 
     /// Returns the store and the offset of the bytes at an address of the device; `None` if nothing lies there.
-    pub(crate) fn place(&self, address: u64) -> Option<(Store, u64)> {
+    pub(crate) fn locate(&self, address: u64) -> Option<(Store, u64)> {
         let offset = address.checked_sub(self.memory.base())?;
         if offset < self.memory.bytes() {
             return Some((self.store(), offset));
@@ -67,7 +67,7 @@ impl Device {
 
     /// Returns a range of memory that the device reaches, with the place where it lies.
     pub(crate) fn touch(&self, address: u64, bytes: u64) -> Option<Touch> {
-        let (store, start) = self.place(address)?;
+        let (store, start) = self.locate(address)?;
         Some(Touch::whole(store, start, Range { space: Space::Device(self.ordinal), address, bytes }))
     }
 

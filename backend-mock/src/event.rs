@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::observer::Observed;
 use crate::operation::Operation;
-use crate::recording::Mark;
+use crate::recording::CapturePoint;
 use crate::shared_event::{Progress, Record, SharedEvent};
 
 /// One record of an event.
@@ -25,7 +25,7 @@ pub(crate) struct Point {
     changed: Condvar,
     shared: Option<Record>,
     /// Where in a capture the record was made; such a point is never reached.
-    mark: Option<Mark>,
+    capture_point: Option<CapturePoint>,
     /// What the order observer keeps with the point.
     pub(crate) observed: Observed,
 }
@@ -40,19 +40,19 @@ impl Point {
     }
 
     /// A record that was made in a capture.
-    pub(crate) fn captured(mark: Mark) -> Arc<Self> {
-        Arc::new(Self::made(None, Some(mark)))
+    pub(crate) fn captured(capture_point: CapturePoint) -> Arc<Self> {
+        Arc::new(Self::made(None, Some(capture_point)))
     }
 
-    fn made(shared: Option<Record>, mark: Option<Mark>) -> Self {
+    fn made(shared: Option<Record>, capture_point: Option<CapturePoint>) -> Self {
         let progress = Mutex::new(Progress::Ahead);
         let observed = Observed { shared: shared.as_ref().map(Record::key), ..Observed::default() };
-        Self { progress, changed: Condvar::new(), shared, mark, observed }
+        Self { progress, changed: Condvar::new(), shared, capture_point, observed }
     }
 
     /// See the field.
-    pub(crate) fn mark(&self) -> Option<&Mark> {
-        self.mark.as_ref()
+    pub(crate) fn capture_point(&self) -> Option<&CapturePoint> {
+        self.capture_point.as_ref()
     }
 
     pub(crate) fn progress(&self) -> Progress {
@@ -133,8 +133,8 @@ impl Event {
     /// Returns the latest record, which must have been made outside of captures: nothing else is ever reached.
     pub(crate) fn reachable(&self, operation: Operation) -> Result<Option<Arc<Point>>> {
         let latest = self.latest();
-        let Some(mark) = latest.as_ref().and_then(|point| point.mark()) else { return Ok(latest) };
-        mark.lose("somebody asked or waited for an event that was recorded in it");
+        let Some(captured) = latest.as_ref().and_then(|point| point.capture_point()) else { return Ok(latest) };
+        captured.lose("somebody asked or waited for an event that was recorded in it");
         Err(operation
             .error(ErrorKind::Capture, "the event was last recorded in a capture, so it is never reached")
             .with_hint("record an event on the stream of the launch, and ask for that"))

@@ -59,7 +59,7 @@ pub struct RawProduct {
 }
 
 /// Where intermediate results go.
-pub(crate) struct Room {
+pub(crate) struct Scratch {
     pub(crate) workspace: Workspace,
     /// Keeps the workspace, where it is a handle's own.
     pub(crate) own: Option<Arc<OwnWorkspace>>,
@@ -121,13 +121,13 @@ impl RawProduct {
         shape.extents(operation.name()).map(|_| ())
     }
 
-    /// Checks the ranges and enqueues the product, through `room` where there is some. Gives the number of commands.
+    /// Checks the ranges and enqueues the product, through `scratch` where there is some. Gives the number of commands.
     pub(crate) fn enqueue(
         &self,
         operation: Operation,
         device: &Device,
         stream: &Arc<Stream>,
-        room: Option<Room>,
+        scratch: Option<Scratch>,
         gap: Duration,
     ) -> Result<usize> {
         let extents = self.shape.extents(operation.name())?;
@@ -168,9 +168,10 @@ impl RawProduct {
                 ));
             }
         };
-        let capacity = room.as_ref().map_or(0, |room| room.workspace.bytes.min(room.limit)) / intermediate_bytes(input);
-        let workspace = match &room {
-            Some(Room { workspace, .. }) => {
+        let capacity = scratch.as_ref().map_or(0, |scratch| scratch.workspace.bytes.min(scratch.limit))
+            / intermediate_bytes(input);
+        let workspace = match &scratch {
+            Some(Scratch { workspace, .. }) => {
                 device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?
             }
             None => 0,
@@ -192,7 +193,7 @@ impl RawProduct {
             tf32: self.math_mode == MathMode::Tf32 && input == DataType::F32,
             atomics: self.atomics_mode != AtomicsMode::NotAllowed,
             workspace,
-            own: room.and_then(|room| room.own),
+            own: scratch.and_then(|scratch| scratch.own),
         };
         product.d = range("the result", self.d, product.extent_d(), output, true)?;
         let product = Arc::new(product);

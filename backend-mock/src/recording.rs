@@ -77,12 +77,12 @@ impl Recording {
 
 /// Where in a capture an event was recorded.
 #[derive(Debug)]
-pub(crate) struct Mark {
+pub(crate) struct CapturePoint {
     capture: Arc<Capture>,
     clock: Clock,
 }
 
-impl Mark {
+impl CapturePoint {
     /// Loses the capture.
     pub(crate) fn lose(&self, why: &'static str) {
         self.capture.recording.lock().lose(why);
@@ -169,22 +169,25 @@ impl Recorder<'_> {
     }
 
     /// Returns the place in the capture at which an event is recorded now.
-    pub(crate) fn mark(&self, operation: Operation) -> Result<Mark> {
+    pub(crate) fn capture_point(&self, operation: Operation) -> Result<CapturePoint> {
         self.recording.check_open(operation)?;
-        Ok(Mark { capture: Arc::clone(&self.part.capture), clock: self.recording.clocks[self.part.index].clone() })
+        Ok(CapturePoint {
+            capture: Arc::clone(&self.part.capture),
+            clock: self.recording.clocks[self.part.index].clone(),
+        })
     }
 
     /// Has the stream wait for an event that was recorded in a capture.
-    pub(crate) fn wait_for(mut self, operation: Operation, mark: &Mark) -> Result<()> {
-        if Arc::ptr_eq(&self.part.capture, &mark.capture) {
+    pub(crate) fn wait_for(mut self, operation: Operation, captured: &CapturePoint) -> Result<()> {
+        if Arc::ptr_eq(&self.part.capture, &captured.capture) {
             self.recording.check_open(operation)?;
-            self.recording.clocks[self.part.index].join(&mark.clock);
+            self.recording.clocks[self.part.index].join(&captured.clock);
             return Ok(());
         }
         const WHY: &str = "one of its streams waited for an event of another capture";
         self.recording.lose(WHY);
         drop(self);
-        mark.lose(WHY);
+        captured.lose(WHY);
         Err(operation
             .error(ErrorKind::Capture, "the event belongs to another capture than the stream; both are lost")
             .with_hint("keep the streams and events of two captures apart"))

@@ -37,7 +37,7 @@ const NAP: Duration = Duration::from_micros(200);
 #[derive(Debug)]
 pub(crate) struct Schedule {
     /// Held by the thread that executes; again by what it executes.
-    turn: ReentrantMutex<()>,
+    execution: ReentrantMutex<()>,
     ready: Mutex<Ready>,
     /// Most operations that a call lets happen.
     most: u64,
@@ -66,7 +66,7 @@ impl Ready {
 impl Schedule {
     pub(crate) fn new(seed: u64) -> Arc<Self> {
         Arc::new(Self {
-            turn: ReentrantMutex::new(()),
+            execution: ReentrantMutex::new(()),
             ready: Mutex::new(Ready { seed, draws: 0, streams: Vec::new() }),
             most: [0, 1, 2, 8][(scramble(seed) % 4) as usize],
             calls: AtomicU64::new(0),
@@ -79,7 +79,7 @@ impl Schedule {
     fn go(&self, portion: u64, host_code_too: bool) {
         for _ in 0..portion {
             // While another thread executes, that is enough: it may run code that waits for a lock of this one.
-            let Some(_turn) = self.turn.try_lock() else { return };
+            let Some(_executing) = self.execution.try_lock() else { return };
             if !self.step(host_code_too) {
                 return;
             }
@@ -88,7 +88,7 @@ impl Schedule {
 
     /// Lets happen what it takes, unless another process is to come first.
     pub(crate) fn try_to_reach(&self, is_done: impl Fn() -> bool) {
-        let _turn = self.turn.lock();
+        let _executing = self.execution.lock();
         while !is_done() && self.step(false) {}
     }
 
@@ -158,10 +158,10 @@ impl Scheduler for Schedule {
 
     fn wait(&self, is_done: &dyn Fn() -> bool) {
         while !is_done() {
-            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
+            let Some(executing) = self.execution.try_lock_for(NAP) else { continue };
             // The commands that were executed meanwhile may have been all.
             let is_stuck = !is_done() && !self.step(true);
-            drop(turn);
+            drop(executing);
             if is_stuck {
                 std::thread::sleep(NAP);
             }
@@ -191,7 +191,7 @@ fn watch(schedule: &Weak<Schedule>, patience: Duration) {
             (calls, since) = (now, Instant::now());
         } else if since.elapsed() >= patience {
             while schedule.calls.load(Ordering::Relaxed) == calls {
-                let _turn = schedule.turn.lock();
+                let _executing = schedule.execution.lock();
                 if !schedule.step(true) {
                     break;
                 }
@@ -255,12 +255,12 @@ mod tests {
         let engine = engine(&schedule);
         let stream = Stream::new(&engine, 0);
         stream.enqueue(Operation::Fill, FILL).unwrap();
-        let turn = schedule.turn.lock();
+        let executing = schedule.execution.lock();
         std::thread::scope(|scope| {
             scope.spawn(|| (0..100).for_each(|_| schedule.called())).join().unwrap();
         });
         assert_eq!(schedule.ready.lock().streams.len(), 1);
-        drop(turn);
+        drop(executing);
         engine.stop();
         assert!(schedule.ready.lock().streams.is_empty());
     }

@@ -18,7 +18,7 @@ use crate::gpu::MockGpu;
 use crate::imports::Source;
 use crate::mapping::Mapping;
 use crate::operation::Operation;
-use crate::product::{RawProduct, Room};
+use crate::product::{RawProduct, Scratch};
 use crate::sealed_file::{self, page_bytes};
 use crate::state::{Shared, wrong_device};
 
@@ -310,8 +310,8 @@ impl MockGpu {
         if stream.device() != device {
             return Err(wrong_device(operation, stream, "the product", device));
         }
-        let room = workspace.map(|workspace| Room { workspace, own: None, limit: usize::MAX });
-        product.enqueue(operation, found, &queue, room, shared.gemm_gap)
+        let scratch = workspace.map(|workspace| Scratch { workspace, own: None, limit: usize::MAX });
+        product.enqueue(operation, found, &queue, scratch, shared.gemm_gap)
     }
 }
 

@@ -21,11 +21,11 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::command::{Command, Settled, Step};
 use crate::device::{self, Device};
 use crate::engine::Engine;
+use crate::memory_use::{touches, uses};
 use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
 use crate::recording::{Part, Recorder};
 use crate::shared_event::Progress;
-use crate::uses::{touches, uses};
 
 #[derive(Debug)]
 pub(crate) struct Stream {

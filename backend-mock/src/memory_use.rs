@@ -68,7 +68,7 @@ pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Devic
     let touched = uses(command, devices).into_iter().filter_map(|used| {
         let (store, start) = match used.range.space {
             Space::Host => (Store::Host, used.range.address),
-            Space::Device(device) => devices[device as usize].place(used.range.address)?,
+            Space::Device(device) => devices[device as usize].locate(used.range.address)?,
         };
         Some(Touch { store, start, used })
     });
