@@ -1,7 +1,7 @@
 //! BLAS and Lt handles: binding and checks.
 //!
-//! Binding is what pools do before every call, so it is cheap: a stream or workspace that was found good is remembered
-//! together with the epoch of the table it was found in, and is good until the epoch moves.
+//! Pools bind before every call, so binding is cheap. A handle remembers the stream and the workspace that passed the
+//! checks, with the epoch of the table that holds them. They stay valid until the epoch moves.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,10 +24,10 @@ use crate::state::{Shared, wrong_device};
 use crate::stream::Stream;
 use highwater_hal::exit;
 
-/// Bytes of the workspace that every handle has of its own.
+/// The bytes of the workspace that every handle owns.
 const OWN_WORKSPACE_BYTES: usize = 64 * 1024;
 
-/// A handle; in a forked child, and at exit, its destructor leaves the context alone.
+/// A handle. In a forked child and at exit, its destructor leaves the context alone.
 pub(crate) struct MockBlas(ManuallyDrop<Context>);
 
 struct Context {
@@ -47,13 +47,13 @@ struct Context {
     /// True if the device reads alpha and beta. Only foreign code sets this.
     scales_on_device: Arc<AtomicBool>,
     plans: HashMap<PlanId, PlanOptions>,
-    /// Last, so that what the fields above refer to outlives them.
+    /// The last field, because the fields above refer to it.
     gpu: Arc<Shared>,
 }
 
 struct BoundStream {
     id: StreamId,
-    /// Epoch of the streams when the id was last found good.
+    /// The epoch of the streams when the id last passed the check.
     epoch: u64,
     /// Fetched with the first product.
     stream: Option<Arc<Stream>>,
@@ -95,7 +95,7 @@ impl Drop for MockBlas {
         }
         self.0.close();
         self.0.gpu.calls.close_tally(&self.0.tally);
-        // SAFETY: this is the destructor, and the context is not touched after it.
+        // SAFETY: this is the destructor, and nothing touches the context after it.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
@@ -113,7 +113,7 @@ impl fmt::Debug for MockBlas {
 }
 
 impl Context {
-    /// Fork check, count, fault, and whether the handle is still there.
+    /// Enters an operation, and checks that the handle was not destroyed.
     #[inline]
     fn enter(&self, operation: Operation) -> Result<()> {
         self.gpu.calls.enter_handle(&self.tally, operation)?;
@@ -135,7 +135,7 @@ impl Context {
         &self.gpu.engine.devices[self.device as usize]
     }
 
-    /// Ends the handle; products that were enqueued keep what they need.
+    /// Ends the handle. Enqueued products keep what they need.
     fn close(&mut self) {
         if self.own.take().is_some() {
             self.stream = None;
@@ -167,7 +167,7 @@ impl Context {
         Ok(())
     }
 
-    /// The bound stream, which must still exist.
+    /// Returns the bound stream, which must still exist.
     fn bound_stream(&mut self, operation: Operation) -> Result<Arc<Stream>> {
         let gpu = &self.gpu;
         let Some(bound) = &mut self.stream else { return Err(unbound(operation)) };
@@ -293,7 +293,7 @@ impl BlasHandle for MockBlas {
         let operation = Operation::Gemm;
         self.0.enter_as(operation, BlasKind::Blas)?;
         self.0.check_type(operation, &gemm.shape)?;
-        // Relaxed: the code that changed it had the handle before, with the caller's permission.
+        // Relaxed: foreign code changes it only while the caller lends it the handle.
         if self.0.scales_on_device.load(Ordering::Relaxed) {
             return Err(operation
                 .error(ErrorKind::InvalidPointer, "the device read alpha at an address of the host")

@@ -1,7 +1,7 @@
 //! Stream capture: the commands of the streams that take part are recorded instead of executed, and replayed later.
 //!
-//! A capture begins on one stream. A stream that waits for an event recorded in the capture joins it, and takes part from
-//! there on.
+//! A capture begins on one stream. Another stream joins it by waiting for an event that was recorded in the capture,
+//! and takes part from there on.
 //!
 //! Locks: the queue of a stream before a recording.
 
@@ -42,8 +42,8 @@ impl Stream {
         ended.graph(operation)
     }
 
-    /// Enqueues the record of `point`, and returns the point that the event is to be moved to. In a capture it is another
-    /// one, which is never reached.
+    /// Enqueues the record of `point`, and returns the point that the event moves to. In a capture that is another
+    /// point, which is never reached.
     pub(crate) fn record(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<Arc<Point>> {
         self.device().check_not_lost(operation)?;
         let step = Step::nameless(Command::Record(Arc::clone(&point)));
@@ -55,7 +55,7 @@ impl Stream {
         Ok(point)
     }
 
-    /// Has what follows wait for a point, in a capture or outside.
+    /// Makes later work wait for a point, in a capture or outside.
     pub(crate) fn wait_for(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<()> {
         self.device().check_not_lost(operation)?;
         let step = Step::nameless(Command::Wait(Arc::clone(&point)));
@@ -76,7 +76,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues the commands of a graph, with nothing else between them.
+    /// Enqueues the commands of a graph, with no other command between them.
     pub(crate) fn launch(self: &Arc<Self>, operation: Operation, graph: &Graph, exec: GraphExecId) -> Result<()> {
         self.device().check_not_lost(operation)?;
         let launch = self.origin(operation).map(|origin| (origin, exec));
