@@ -1,4 +1,4 @@
-//! Which memory a command reads and writes, for observers.
+//! The memory that a command reads and writes, for observers.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::device::{Device, Retired};
 use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
 use crate::observer::{Layout, Range, Role, Space, Store, Touch, Use};
 
-/// What a command reads and writes.
+/// Returns what a command reads and writes.
 pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     let on = |device: u32, offset: usize, layout: Layout, writes: bool| {
         let address = devices[device as usize].memory.base() + offset as u64;
@@ -49,7 +49,7 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
             uses
         }
         Command::Record(_) | Command::Wait(_) | Command::Release(_) => Vec::new(),
-        // What it touches is not known here.
+        // The memory that host code touches is unknown.
         #[cfg(feature = "simulated")]
         Command::Call(_) => Vec::new(),
         #[cfg(test)]
@@ -59,8 +59,8 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     uses
 }
 
-/// Returns the memory that a command of `device` touches and where it lies, and whether the command frees it. Memory that
-/// was closed meanwhile is left out.
+/// Returns the memory that a command of `device` touches and its location, and whether the command frees it. Leaves out
+/// memory that was closed meanwhile.
 pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Device) -> (Vec<Touch>, bool) {
     if let Command::Release(Retired { ptr, bytes, .. }) = *command {
         return (device.touch(ptr.get(), bytes).into_iter().collect(), true);
@@ -121,7 +121,7 @@ fn results(product: &Product, panel: Panel, on: On<'_>) -> Vec<Use> {
     uses
 }
 
-/// The part of the workspace that a panel takes.
+/// Returns the part of the workspace that a panel takes.
 fn workspace(product: &Arc<Product>, panel: Panel, writes: bool, on: On<'_>) -> Use {
     let bytes = panel.rows * panel.columns * panel.batches * intermediate_bytes(product.shape.data_type);
     let role = Role::Workspace { product: Arc::as_ptr(product).addr(), of_handle: product.own.is_some() };

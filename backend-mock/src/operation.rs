@@ -1,4 +1,4 @@
-//! The operations of the mock: the calls that are counted, and can be made to fail.
+//! The operations of the mock: the calls that it counts, and can make fail.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use highwater_hal::{Error, ErrorKind, Result, display_foreign};
 
 macro_rules! operations {
     ($($variant:ident $name:literal $failure:ident,)*) => {
-        /// A trait method of the mock, by name. The methods of `HostAllocator` carry the prefix `host_`; all others are
-        /// named as in their trait.
+        /// A trait method of the mock, by name. The methods of `HostAllocator` have the prefix `host_`. All others have
+        /// the names of their traits.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Operation {
@@ -19,14 +19,14 @@ macro_rules! operations {
             /// Every operation.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
-            /// The name, as faults and errors have it.
+            /// Returns the name that faults and errors use.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
 
-            /// The kind of error of a fault that names none: `OutOfMemory` for calls that create something, `Vendor` for
-            /// the others.
+            /// Returns the kind of error of a fault that names none: `OutOfMemory` for calls that create something,
+            /// `Vendor` for the others.
             #[must_use]
             pub const fn usual_failure(self) -> ErrorKind {
                 match self { $(Self::$variant => ErrorKind::$failure,)* }
@@ -94,13 +94,13 @@ const COUNT: usize = Operation::ALL.len();
 const _: () = assert!(COUNT <= 64);
 
 impl Operation {
-    /// An error of this operation.
+    /// Returns an error of this operation.
     #[cold]
     pub(crate) fn error(self, kind: ErrorKind, message: impl Into<String>) -> Error {
         Error::new(kind, self.name(), message)
     }
 
-    /// `Unsupported`, because the ability is false.
+    /// Returns the error of an ability that is false: `Unsupported`.
     #[cold]
     pub(crate) fn lacks(self, ability: &str) -> Error {
         Error::lacks(self.name(), ability)
@@ -139,7 +139,7 @@ impl FromStr for Operation {
     }
 }
 
-/// Returns the question after the name that a misspelt one probably means, or nothing.
+/// Returns a question for the name that a misspelled one probably means, or an empty text.
 pub(crate) fn did_you_mean(name: &str, known: &[impl AsRef<str>]) -> String {
     // Two errors turn a name of three letters into almost any other.
     let most = (name.chars().count() / 3).min(2);
