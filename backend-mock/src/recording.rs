@@ -1,15 +1,15 @@
-//! What a capture records, and which streams take part in it.
+//! The recording of a capture, and the streams that take part in it.
 //!
-//! All commands go into one list in the order of the calls. A stream can only wait for what was recorded before, so that
-//! order respects every stream and every event between them, and a launch hands the list to one stream as it is.
+//! All commands go into one list in the order of the calls. A stream can only wait for earlier records, so that order
+//! respects every stream and every event between them. A launch hands the list to one stream as it is.
 //!
-//! Clocks tell whether the first stream has waited for all the others. Each stream knows how many commands of every other
-//! stream come before its next one. A recorded event carries the clock of its stream, and a wait takes the greater count
-//! of each. At the end, the first stream must know of every command.
+//! Clocks tell whether the first stream has waited for all the others. Each stream knows how many commands of every
+//! other stream come before its next one. A recorded event carries the clock of its stream, and a wait takes the
+//! greater count of each. At the end, the first stream must know of every command.
 //!
-//! A capture is *open* until it ends, and *lost* in between if it can no longer become a graph. A lost capture keeps its
-//! streams, which take nothing until the first one ends it. A stream refers to its capture, not the reverse, so a stream
-//! that finds its capture ended is free again.
+//! A capture is *open* until it ends. It is *lost* in between if it can no longer become a graph. The streams of a lost
+//! capture take no commands until the first stream ends it. A stream refers to its capture, not the reverse, so a
+//! stream that finds its capture ended is free again.
 //!
 //! Locks: no thread holds the locks of two recordings at once.
 
@@ -24,7 +24,7 @@ use crate::command::{Command, Step};
 use crate::observer::Note;
 use crate::operation::Operation;
 
-/// What a capture recorded: the commands of one execution.
+/// The commands that a capture recorded, for one execution.
 #[derive(Debug)]
 pub(crate) struct Graph(pub(crate) Vec<Step>);
 
@@ -75,7 +75,7 @@ impl Recording {
     }
 }
 
-/// Where in a capture an event was recorded.
+/// The place in a capture at which an event was recorded.
 #[derive(Debug)]
 pub(crate) struct CapturePoint {
     capture: Arc<Capture>,
@@ -177,7 +177,7 @@ impl Recorder<'_> {
         })
     }
 
-    /// Has the stream wait for an event that was recorded in a capture.
+    /// Makes the stream wait for an event that was recorded in a capture.
     pub(crate) fn wait_for(mut self, operation: Operation, captured: &CapturePoint) -> Result<()> {
         if Arc::ptr_eq(&self.part.capture, &captured.capture) {
             self.recording.check_open(operation)?;
@@ -252,8 +252,8 @@ impl OpenCaptures {
         self.0.push(capture);
     }
 
-    /// For a device on which handles cannot be made during a capture: loses the captures whose mode forbids it to this
-    /// thread.
+    /// Loses the captures whose mode forbids this thread to create a handle, on a device that cannot create one during
+    /// a capture.
     pub(crate) fn refuse_creation(&mut self, operation: Operation) -> Result<()> {
         let thread = std::thread::current().id();
         let mut refused = false;
