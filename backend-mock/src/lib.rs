@@ -88,7 +88,7 @@
 //! with [`POISON`]. It does not see commands of other processes.
 //!
 //! The race finder sees everything that orders two operations: streams, events, waits of the host, and graphs. It does not
-//! see accesses of the CPU to page-locked memory, what host threads tell each other, or paths that are never run. It
+//! see accesses of the CPU to page-locked memory, locks and channels of host threads, or paths that are never run. It
 //! misses a race rather than report one that is none; see [`races`].
 //!
 //! # The files, from the bottom up

@@ -17,7 +17,7 @@
 //! let other = gpu.create_stream(0, &StreamOptions::new())?;
 //! let block = gpu.allocate(0, &AllocateOptions::new(4096))?;
 //! let fill = |value| MemoryFill::new(0, block, FillPattern::U8(value), 4096);
-//! SAFETY: the block has 4096 bytes, and nobody frees it.
+//! // SAFETY: the block has 4096 bytes, and nobody frees it.
 //! unsafe {
 //!     gpu.fill(&fill(1), one)?;
 //!     gpu.fill(&fill(2), other)?; // Which of the two is last?
@@ -37,7 +37,7 @@
 //!
 //! # What the finder does not see
 //! - *Accesses of the CPU* to page-locked memory. Copies from and to it are seen, and its allocation and release.
-//! - *What host threads tell each other.* A wait of one thread counts for all from then on. So a program whose threads
+//! - *Locks and channels of host threads.* A wait of one thread counts for all from then on. So a program whose threads
 //!   use locks or channels is never blamed, and a thread that should have waited for another may be missed.
 //! - *Other processes.* A wait for an event that another process recorded counts as a wait for all that this process
 //!   let others wait for. Nobody is blamed for that, and a race may be missed. Events that one process has opened twice
