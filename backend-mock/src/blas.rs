@@ -155,7 +155,8 @@ impl Context {
             MathMode::Tf32 if self.gpu.capabilities.tf32 => Ok(()),
             MathMode::Tf32 => Err(operation.lacks("tf32")),
             other => {
-                Err(operation.error(ErrorKind::Unsupported, format!("the mock does not know the precision {other:?}")))
+                Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the precision {other:?}")))
             }
         }
     }
@@ -211,7 +212,7 @@ fn unbound(operation: Operation) -> Error {
 
 #[cold]
 fn destroyed(operation: Operation) -> Error {
-    operation.error(ErrorKind::InvalidHandle, "the handle was destroyed").with_hint("make a new one")
+    operation.error(ErrorKind::InvalidHandle, "the handle was destroyed").with_hint("create a new one")
 }
 
 impl BlasHandle for MockBlas {
@@ -263,7 +264,7 @@ impl BlasHandle for MockBlas {
                             ErrorKind::InvalidArgument,
                             format!("the workspace is at {:?}, not at a multiple of {alignment}", wanted.ptr),
                         )
-                        .with_hint("the capability `workspace_alignment` says what is needed"));
+                        .with_hint("the capability `workspace_alignment` is the required alignment"));
                 }
                 context.device().range(operation, "the workspace", wanted.ptr, wanted.bytes)?;
                 context.known_workspace = Some((wanted, epoch));
@@ -296,8 +297,8 @@ impl BlasHandle for MockBlas {
         // Relaxed: foreign code changes it only while the caller lends it the handle.
         if self.0.scales_on_device.load(Ordering::Relaxed) {
             return Err(operation
-                .error(ErrorKind::InvalidPointer, "the device read alpha at an address of the host")
-                .with_hint("foreign code has set the handle's pointer mode; put it back"));
+                .error(ErrorKind::InvalidPointer, "the device would read alpha at an address of the host")
+                .with_hint("foreign code set the handle's pointer mode; restore it"));
         }
         let mut product = RawProduct::new(gemm.shape, gemm.a, gemm.b, gemm.c);
         product.alpha = Scale::Value(gemm.alpha);
@@ -319,16 +320,15 @@ impl BlasHandle for MockBlas {
         if !options.alignment.is_power_of_two() {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,
-                format!("the plan is for operands aligned to {}, which is no power of two", options.alignment),
+                format!("the plan is for operands aligned to {}, which is not a power of two", options.alignment),
             ));
         }
         match options.epilogue {
             Epilogue::None | Epilogue::Bias | Epilogue::Relu | Epilogue::Gelu => {}
             Epilogue::BiasRelu | Epilogue::BiasGelu => {}
             other => {
-                return Err(
-                    operation.error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {other:?}"))
-                );
+                return Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the epilogue {other:?}")));
             }
         }
         let plan = PlanId::new(NUMBERS.fetch_add(1, Ordering::Relaxed));
@@ -345,9 +345,9 @@ impl BlasHandle for MockBlas {
             return Err(operation
                 .error(
                     ErrorKind::InvalidArgument,
-                    format!("{operand:?} is not a multiple of {}, as the plan has it", options.alignment),
+                    format!("{operand:?} is not a multiple of {}, the alignment of the plan", options.alignment),
                 )
-                .with_hint("make the plan with the alignment that the operands have"));
+                .with_hint("create the plan with the alignment of the operands"));
         }
         let mut product = RawProduct::new(options.shape, arguments.a, arguments.b, arguments.d);
         product.c = arguments.c;
@@ -389,6 +389,6 @@ impl BlasHandle for MockBlas {
 
 fn no_plan(operation: Operation, plan: PlanId) -> Error {
     operation
-        .error(ErrorKind::InvalidHandle, format!("{plan:?} is no plan of this handle (any more)"))
-        .with_hint("make the plan with the same handle, and run it before it is destroyed")
+        .error(ErrorKind::InvalidHandle, format!("{plan:?} is not a plan of this handle, or was destroyed"))
+        .with_hint("create the plan with the same handle, and run it before it is destroyed")
 }

@@ -174,7 +174,7 @@ impl Calls {
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
         let Some(kind) = due.or(by_chance) else { return Ok(operation) };
         self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
-        Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
+        Err(Error::new(kind, operation.name(), "a fault of the mock fails this call").with_hint(
             "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
         ))
     }
@@ -185,7 +185,7 @@ impl Calls {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "fail_by_chance",
-                format!("{per_million} in a million calls of `{operation}` were to fail; a million are all of them"),
+                format!("{per_million} in a million calls of `{operation}` should fail; the largest chance is 1000000"),
             ));
         }
         if !self.is_own_process() {
@@ -211,7 +211,7 @@ impl Calls {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "fail_call",
-                format!("call 0 of `{operation}` was to fail; calls count from 1"),
+                format!("the fault is for call 0 of `{operation}`; calls count from 1"),
             ));
         }
         if !self.is_own_process() {

@@ -67,7 +67,7 @@ impl Stream {
             recorder.lose("one of its streams waited for an event that was recorded outside");
             return Err(operation
                 .error(ErrorKind::Capture, "a capture cannot wait for an event recorded outside, and is lost by it")
-                .with_hint("wait before the capture begins, or have the stream of the launch wait"));
+                .with_hint("wait before the capture begins, or let the stream of the launch wait"));
         };
         if let Some(recorder) = queue.recorder() {
             return recorder.wait_for(operation, captured);

@@ -147,13 +147,13 @@ impl Device {
         };
         if stream_ordered != (block.owner == Owner::StreamOrdered) {
             let message = if stream_ordered {
-                format!("{ptr:?} was not allocated in stream order, but a stream is given")
+                format!("{ptr:?} was not allocated in stream order, but a stream was passed")
             } else {
-                format!("{ptr:?} was allocated in stream order, but no stream is given")
+                format!("{ptr:?} was allocated in stream order, but no stream was passed")
             };
             return Err(operation
                 .error(ErrorKind::InvalidArgument, message)
-                .with_hint("give a stream exactly for blocks of kind `StreamOrdered`"));
+                .with_hint("pass a stream if and only if the block is of kind `StreamOrdered`"));
         }
         arena.retire(offset);
         // Relaxed: a thread that relies on the new state learned of this call's return by other means.
@@ -273,9 +273,7 @@ impl Device {
                             self.ordinal
                         ),
                     )
-                    .with_hint(
-                        "pass memory that `allocate` or `open_memory` gave for this device and that was not freed",
-                    ))
+                    .with_hint("pass memory of `allocate` or `open_memory` for this device that was not freed"))
             }
         }
     }
@@ -332,5 +330,5 @@ impl Device {
 pub(crate) fn lost(operation: Operation, device: u32) -> Error {
     operation
         .error(ErrorKind::DeviceLost, format!("device {device} was lost"))
-        .with_hint("an operation panicked on the device's worker, or `lose_device` was called; open the mock anew")
+        .with_hint("an operation panicked on the device's worker, or `lose_device` was called; open the mock again")
 }

@@ -41,7 +41,7 @@ impl DeviceMemory {
             sealed_file::not_made("open", &format!("{what} the {bytes} bytes of a simulated device"), error)
         };
         let file = sealed_file::create("highwater-mock", bytes)
-            .map_err(|error| failed("cannot make a sealed memory file for", error))?;
+            .map_err(|error| failed("cannot create a sealed memory file for", error))?;
         let id = sealed_file::identify(&file).map_err(|error| failed("cannot identify the memory file of", error))?;
         // SAFETY: the file was just made with this size and sealed.
         let own = unsafe { Mapping::new(&file, 0, bytes) }.map_err(|error| failed("cannot map", error))?;

@@ -138,9 +138,9 @@ impl Event {
     pub(crate) fn reachable(&self, operation: Operation) -> Result<Option<Arc<Point>>> {
         let latest = self.latest();
         let Some(captured) = latest.as_ref().and_then(|point| point.capture_point()) else { return Ok(latest) };
-        captured.lose("somebody asked or waited for an event that was recorded in it");
+        captured.lose("a call queried or waited for an event that was recorded in it");
         Err(operation
             .error(ErrorKind::Capture, "the event was last recorded in a capture, so it is never reached")
-            .with_hint("record an event on the stream of the launch, and ask for that"))
+            .with_hint("record an event on the stream of the launch, and query that event"))
     }
 }

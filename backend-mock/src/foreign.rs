@@ -27,8 +27,8 @@ pub(crate) fn raw<T>(object: &Arc<T>) -> u64 {
 #[cold]
 pub(crate) fn unknown(operation: Operation, what: &str, device: u32, raw: u64) -> Error {
     operation
-        .error(ErrorKind::InvalidHandle, format!("{raw:#x} is no live {what} of device {device}"))
-        .with_hint(format!("pass what `raw_{what}` gave, and keep the {what} until its wrapper is destroyed"))
+        .error(ErrorKind::InvalidHandle, format!("{raw:#x} is not a live {what} of device {device}"))
+        .with_hint(format!("pass the result of `raw_{what}`, and keep the {what} until its wrapper is destroyed"))
 }
 
 /// The ids of wrappers.

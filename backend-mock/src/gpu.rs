@@ -169,10 +169,10 @@ impl MockGpu {
     /// A product on the handle then returns `InvalidPointer`, because the trait passes host addresses.
     ///
     /// # Errors
-    /// `InvalidHandle` if `raw` is no live handle.
+    /// `InvalidHandle` if `raw` is not a live handle.
     pub fn set_pointer_mode(&self, raw: u64, on_device: bool) -> Result<()> {
         let handle = self.shared.raw_handles.lock().get(&raw).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is no live handle"))
+            Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is not a live handle"))
                 .with_hint("pass the result of `BlasHandle::raw` while the handle lives")
         })?;
         handle.store(on_device, Ordering::Relaxed);
@@ -259,7 +259,7 @@ impl MockGpu {
             return Err(Generation::error(OPERATION));
         }
         if self.shared.races.is_none() {
-            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "no races are looked for")
+            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "the race finder is off")
                 .with_hint("open the mock with `MockOptions::with_race_detector()`"));
         }
         let count = self.race_count();
@@ -379,7 +379,7 @@ unsafe impl Backend for MockGpu {
             shared.check_default_stream(operation, stream)?;
             return Err(operation
                 .error(ErrorKind::InvalidArgument, "a default stream cannot be destroyed")
-                .with_hint("destroy only what `create_stream` gave"));
+                .with_hint("destroy only streams that `create_stream` returned"));
         }
         let removed = shared.streams.remove(operation.name(), stream)?;
         // Relaxed: a thread that relies on the id being stale learned of this call's return by other means.
@@ -522,7 +522,7 @@ unsafe impl Backend for MockGpu {
             let error = |kind, what: &str| Error::new(kind, operation.name(), format!("{id:?} {what}"));
             if !event.timing {
                 return Err(error(ErrorKind::InvalidArgument, "has no timing")
-                    .with_hint("make both events with `EventOptions::with_timing`"));
+                    .with_hint("create both events with `EventOptions::with_timing`"));
             }
             match event.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point)) {
                 None => Err(error(ErrorKind::InvalidArgument, "was never recorded")),
@@ -590,7 +590,7 @@ unsafe impl Backend for MockGpu {
             }
             other => {
                 return Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")));
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the kind of memory {other:?}")));
             }
         };
         if options.bytes == 0 {
@@ -772,7 +772,7 @@ unsafe impl Backend for MockGpu {
             BlasKind::Lt => return Err(operation.lacks("lt_plans")),
             other => {
                 return Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of handle {other:?}")));
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the kind of handle {other:?}")));
             }
         }
         if !shared.capabilities.create_during_capture {

@@ -151,7 +151,7 @@ impl MockHost {
                         block.bytes
                     ),
                 )
-                .with_hint("cut copies at the borders between registrations"));
+                .with_hint("split copies at the borders between registrations"));
         }
         drop(table);
         Err(operation
@@ -159,7 +159,7 @@ impl MockHost {
                 ErrorKind::InvalidPointer,
                 format!("{what}: {bytes} bytes at {ptr:?} are not inside one block of page-locked memory"),
             )
-            .with_hint("copy from and to memory that the host allocator gave or registered, one block at a time"))
+            .with_hint("copy from and to memory that the host allocator allocated or registered, one block at a time"))
     }
 
     /// Returns how many blocks are page-locked.
@@ -172,10 +172,8 @@ impl MockHost {
             HostMemoryKind::Default => Ok(()),
             HostMemoryKind::WriteCombined if self.capabilities.write_combined => Ok(()),
             HostMemoryKind::WriteCombined => Err(operation.lacks("write_combined")),
-            other => {
-                Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")))
-            }
+            other => Err(operation
+                .error(ErrorKind::Unsupported, format!("the mock does not support the kind of memory {other:?}"))),
         }
     }
 }
@@ -238,7 +236,7 @@ unsafe impl HostAllocator for MockHost {
                 let what = if other.is_some() { "was registered, not allocated" } else { "is no allocated block" };
                 return Err(operation
                     .error(ErrorKind::InvalidPointer, format!("{ptr:?} {what}"))
-                    .with_hint("free each block once, with the address that `allocate` gave"));
+                    .with_hint("free each block once, with the address that `allocate` returned"));
             }
         };
         table.blocks.remove(&ptr.address());

@@ -65,7 +65,7 @@ impl fmt::Debug for MockIpc {
 pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwater_hal::Error {
     operation
         .error(ErrorKind::Unsupported, format!("the device shares nothing by the transport {transport:?}"))
-        .with_hint("the capability `ipc_transports` says which there are")
+        .with_hint("the capability `ipc_transports` lists the transports of the device")
 }
 
 impl IpcSharing for MockIpc {
@@ -92,7 +92,7 @@ impl IpcSharing for MockIpc {
         self.check_transport(operation, handle.transport)?;
         let refused = |message: String| {
             operation.error(ErrorKind::InvalidArgument, message).with_hint(
-                "pass a handle as `export_memory` gave it, with its descriptor, for the device with its UUID",
+                "pass a handle as `export_memory` returned it, with its descriptor, for the device with its UUID",
             )
         };
         let uuid = device_uuid(ordinal);
@@ -106,7 +106,7 @@ impl IpcSharing for MockIpc {
             handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
         let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
         let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
-            .ok_or_else(|| refused("the payload is none that was exported for this descriptor".to_owned()))?;
+            .ok_or_else(|| refused("the payload was not exported for this descriptor".to_owned()))?;
         let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
         let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
         if bytes == 0 || bytes != handle.bytes || !offset.is_multiple_of(page_bytes()) || !fits {
@@ -142,8 +142,8 @@ impl IpcSharing for MockIpc {
         let object = self.gpu.event(operation, event)?;
         let shared = object.shared.as_ref().ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidArgument, format!("{event:?} was not made for other processes"))
-                .with_hint("make the event with `EventOptions::with_interprocess`")
+                .error(ErrorKind::InvalidArgument, format!("{event:?} was not created for other processes"))
+                .with_hint("create the event with `EventOptions::with_interprocess`")
         })?;
         shared.export(operation, device_uuid(object.device), &self.gpu.exported)
     }

@@ -361,7 +361,7 @@ impl MockOptions {
                     let switches: Vec<_> = SWITCHES.iter().map(|(name, _)| *name).collect();
                     invalid(
                         format!(
-                            "`{}` (with the value `{}`) is no option of the mock",
+                            "`{}` (with the value `{}`) is not an option of the mock",
                             display_foreign(key),
                             display_foreign(value)
                         ),
@@ -402,9 +402,9 @@ impl MockOptions {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "open",
-                format!("the mock does not share memory by every one of {:?}", capabilities.ipc_transports),
+                format!("the mock cannot share memory by every transport of {:?}", capabilities.ipc_transports),
             )
-            .with_hint("it shares by `Transport::Descriptor` or not at all"));
+            .with_hint("use `Transport::Descriptor`, or no transport"));
         }
         self.check_chances()?;
         self.faults
@@ -413,9 +413,9 @@ impl MockOptions {
                 Ok(operation) if *numbers.start() > 0 && !numbers.is_empty() => Ok((operation, numbers.clone(), *kind)),
                 Ok(_) if numbers.is_empty() => Err(invalid(
                     format!("the fault's range has no call of `{name}`"),
-                    "give a range with calls in it, such as 3..",
+                    "pass a range that contains calls, such as 3..",
                 )),
-                Ok(_) => Err(invalid(format!("call 0 of `{name}` was to fail"), "calls count from 1")),
+                Ok(_) => Err(invalid(format!("the fault is for call 0 of `{name}`"), "calls count from 1")),
                 Err(error) => Err(error),
             })
             .collect()
@@ -430,8 +430,8 @@ impl MockOptions {
             .map(|(name, per_million, kind)| match name.parse() {
                 Ok(operation) if *per_million <= MILLION => Ok((operation, *per_million, *kind)),
                 Ok(_) => Err(invalid(
-                    format!("{per_million} in a million calls of `{name}` were to fail"),
-                    "a million are all of them",
+                    format!("{per_million} in a million calls of `{name}` should fail"),
+                    "the largest chance is 1000000",
                 )),
                 Err(error) => Err(error),
             })
@@ -485,7 +485,7 @@ fn parse_fault<W>(
         None => operation.usual_failure(),
         Some(words) => parse_kind(words).ok_or_else(|| {
             let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
-            let error = bad(&format!("a kind of error out of {}", known.join(", ")));
+            let error = bad(&format!("one of the kinds {}", known.join(", ")));
             let hint = format!("{}{}", did_you_mean(&words.replace('_', "-"), &known), error.hint());
             error.with_hint(hint)
         })?,
@@ -712,7 +712,7 @@ mod tests {
             ("fail=alocate:1", ["`alocate`", "no operation", "did you mean `allocate`? "]),
             (
                 "fail=copy:1:devicelost",
-                ["`fail`", "devicelost", "did you mean `device-lost`? expected a kind of error"],
+                ["`fail`", "devicelost", "did you mean `device-lost`? expected one of the kinds"],
             ),
             ("fail=copy:1:out_of_memori", ["`fail`", "out_of_memori", "did you mean `out-of-memory`? "]),
             ("ipc-transports=fabric", ["`ipc-transports`", "`fabric`", "`descriptor` or `none`"]),

@@ -164,7 +164,7 @@ impl RawProduct {
             None => {
                 return Err(operation.error(
                     ErrorKind::InvalidArgument,
-                    format!("the epilogue {:?} reads a bias, and none is given", self.epilogue),
+                    format!("the epilogue {:?} reads a bias, but none was passed", self.epilogue),
                 ));
             }
         };

@@ -212,7 +212,7 @@ impl Recorder<'_> {
                     ErrorKind::Capture,
                     format!("a capture in mode {:?} ends on the thread that it began on", capture.mode),
                 )
-                .with_hint("end it there, or capture in mode `Relaxed`"));
+                .with_hint("end it on that thread, or capture in mode `Relaxed`"));
         }
         let recording = &mut *self.recording;
         let state = std::mem::replace(&mut recording.state, State::Ended);
@@ -235,7 +235,7 @@ impl Ended {
             _ if !self.is_joined => Err(operation
                 .error(ErrorKind::Capture, "a stream that joined the capture was not waited for; the capture is lost")
                 .with_hint(
-                    "record an event at the end of each stream that joined, and have the first stream wait for it",
+                    "record an event at the end of each stream that joined, and let the first stream wait for it",
                 )),
             _ => Ok(Graph(self.commands)),
         }
@@ -265,7 +265,7 @@ impl OpenCaptures {
             };
             let mut recording = capture.recording.lock();
             if forbidden && !matches!(recording.state, State::Ended) {
-                recording.lose("a handle was made meanwhile, and `create_during_capture` is false");
+                recording.lose("a handle was created meanwhile, and `create_during_capture` is false");
                 refused = true;
             }
         }
@@ -273,8 +273,8 @@ impl OpenCaptures {
             return Ok(());
         }
         Err(operation
-            .error(ErrorKind::Capture, "a handle cannot be made during a capture here; the capture is lost")
-            .with_hint("make handles before the capture begins, or capture in mode `Relaxed`"))
+            .error(ErrorKind::Capture, "this device creates no handle during a capture; the capture is lost")
+            .with_hint("create handles before the capture begins, or capture in mode `Relaxed`"))
     }
 }
 
@@ -282,7 +282,7 @@ impl OpenCaptures {
 fn lost(operation: Operation, why: &str) -> Error {
     operation
         .error(ErrorKind::Capture, format!("the capture was lost: {why}"))
-        .with_hint("end the capture on the stream that it began on, and capture anew")
+        .with_hint("end the capture on the stream that it began on, and capture again")
 }
 
 #[cold]
@@ -303,5 +303,5 @@ pub(crate) fn stream_order(operation: Operation) -> Error {
 pub(crate) fn legacy_stream(operation: Operation) -> Error {
     operation
         .error(ErrorKind::Capture, "the legacy default stream cannot take part in a capture")
-        .with_hint("capture on a stream made by `create_stream`")
+        .with_hint("capture on a stream of `create_stream`")
 }

@@ -199,7 +199,7 @@ fn watch(schedule: &Weak<Schedule>, patience: Duration) {
                     break;
                 }
                 if schedule.unprompted.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!("nobody called for {patience:?}, so work went on outside of the schedule");
+                    tracing::warn!("no call for {patience:?}: work went on outside of the schedule");
                 }
             }
         }

@@ -55,11 +55,9 @@ pub(crate) fn identify(file: &OwnedFd) -> Result<FileId, Errno> {
 /// Checks that a descriptor from another process is a memory file that cannot shrink. Returns the file and its size.
 pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64)> {
     let refused = |message: String| {
-        operation
-            .error(ErrorKind::InvalidArgument, message)
-            .with_hint("pass the descriptor that the exporter gave, unchanged")
+        operation.error(ErrorKind::InvalidArgument, message).with_hint("pass the exporter's descriptor unchanged")
     };
-    let asked = |error: Errno| refused(format!("the descriptor cannot be asked what it is: {error}"));
+    let asked = |error: Errno| refused(format!("cannot inspect the descriptor: {error}"));
     let seals = rustix::fs::fcntl_get_seals(file);
     let file_system = rustix::fs::fstatfs(file).map_err(asked)?.f_type as u64;
     match seals {
@@ -67,7 +65,7 @@ pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64
         Ok(seals) if file_system == MEMORY_FILE_SYSTEM => {
             return Err(refused(format!("the memory file is not sealed against shrinking, its seals are {seals:?}")));
         }
-        _ => return Err(refused("the descriptor is no memory file".to_owned())),
+        _ => return Err(refused("the descriptor is not a memory file".to_owned())),
     }
     let bytes = rustix::fs::fstat(file).map_err(asked)?.st_size;
     Ok((identify(file).map_err(asked)?, u64::try_from(bytes).unwrap_or(0)))
@@ -78,9 +76,9 @@ pub(crate) fn check(operation: Operation, file: &OwnedFd) -> Result<(FileId, u64
 pub(crate) fn failed(operation: Operation, what: &str, error: Errno) -> Error {
     let (kind, hint) = match error {
         Errno::ACCESS | Errno::PERM => {
-            (ErrorKind::InvalidArgument, "pass the descriptor that the exporter gave; it can be read and written")
+            (ErrorKind::InvalidArgument, "pass the exporter's descriptor, which can be read and written")
         }
-        Errno::INVAL | Errno::OVERFLOW => (ErrorKind::InvalidArgument, "pass what the exporter gave, unchanged"),
+        Errno::INVAL | Errno::OVERFLOW => (ErrorKind::InvalidArgument, "pass the exporter's handle unchanged"),
         _ => meaning(error),
     };
     operation.error(kind, format!("{what}: {error}")).with_code(i64::from(error.raw_os_error())).with_hint(hint)
@@ -104,9 +102,9 @@ fn meaning(error: Errno) -> (ErrorKind, &'static str) {
         Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
         Errno::ACCESS | Errno::PERM => (
             ErrorKind::PermissionDenied,
-            "a sandbox of the process refuses this: let it make memory files (memfd_create)",
+            "allow the process to create memory files (memfd_create); a sandbox refuses it",
         ),
-        _ => (ErrorKind::OperatingSystem, "fix the cause that the system names in the message"),
+        _ => (ErrorKind::OperatingSystem, "fix the cause that the message of the system names"),
     }
 }
 
@@ -157,7 +155,7 @@ mod tests {
         let open = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let pipe = OwnedFd::from(std::io::pipe().unwrap().0);
-        for (file, part) in [(open, "not sealed"), (null, "no memory file"), (pipe, "no memory file")] {
+        for (file, part) in [(open, "not sealed"), (null, "not a memory file"), (pipe, "not a memory file")] {
             let error = check(Operation::OpenMemory, &file).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.message().contains(part), "{error}");

@@ -130,7 +130,8 @@ pub(crate) struct SharedEvent {
 impl SharedEvent {
     /// Creates an event. `files` counts the files that are alive.
     pub(crate) fn create(operation: Operation, peers: &Arc<Peers>, files: &Arc<AtomicU64>) -> Result<Arc<Self>> {
-        let failed = |error| sealed_file::not_made(operation.name(), "cannot make a memory file for the event", error);
+        let failed =
+            |error| sealed_file::not_made(operation.name(), "cannot create a memory file for the event", error);
         let file = sealed_file::create("highwater-mock-event", STATE_BYTES).map_err(failed)?;
         // SAFETY: the file was just made with this size and sealed.
         let mapping = unsafe { Mapping::new(&file, 0, STATE_BYTES) }.map_err(failed)?;
@@ -146,8 +147,8 @@ impl SharedEvent {
     pub(crate) fn export(&self, operation: Operation, uuid: [u8; 16], exported: &Exported) -> Result<EventHandle> {
         let (file, _) = self.file.as_ref().ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidArgument, "the event was opened here, not made here")
-                .with_hint("pass on the handle that it was opened with, or export it where it was made")
+                .error(ErrorKind::InvalidArgument, "this process opened the event and did not create it")
+                .with_hint("pass on the handle that it was opened with, or export it in the process that created it")
         })?;
         let id = sealed_file::identify(file)
             .map_err(|error| sealed_file::failed(operation, "cannot identify the memory file", error))?;
@@ -163,9 +164,9 @@ impl SharedEvent {
         peers: &Arc<Peers>,
     ) -> Result<Arc<Self>> {
         let refused = |message: String| {
-            operation
-                .error(ErrorKind::InvalidArgument, message)
-                .with_hint("pass a handle as `export_event` gave it, with its descriptor, for the device with its UUID")
+            operation.error(ErrorKind::InvalidArgument, message).with_hint(
+                "pass a handle as `export_event` returned it, with its descriptor, for the device with its UUID",
+            )
         };
         if handle.device_uuid != uuid {
             return Err(refused(format!(
@@ -177,7 +178,7 @@ impl SharedEvent {
             handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
         let (file, bytes) = sealed_file::check(operation, descriptor)?;
         if open_payload(&handle.payload, EVENT_MAGIC, &uuid, file).is_none() || bytes != STATE_BYTES {
-            return Err(refused("the payload is none that was exported for this descriptor".to_owned()));
+            return Err(refused("the payload was not exported for this descriptor".to_owned()));
         }
         // SAFETY: the check found the file of this length and sealed against shrinking.
         let mapping = unsafe { Mapping::new(descriptor, 0, STATE_BYTES) }
@@ -278,7 +279,7 @@ impl SharedEvent {
             let changes = &self.state().changes;
             changes.fetch_add(1, Ordering::AcqRel);
             if let Err(error) = futex::wake(changes, futex::Flags::empty(), i32::MAX as u32) {
-                tracing::warn!(%error, "cannot wake those who wait for an event; they look by themselves");
+                tracing::warn!(%error, "cannot wake the waiters of an event; they check by themselves");
             }
         }
     }

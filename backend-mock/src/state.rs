@@ -140,9 +140,9 @@ impl State {
             return Err(operation
                 .error(
                     ErrorKind::InvalidHandle,
-                    format!("{id:?} is no default stream of backend {}", self.identity.tag.get()),
+                    format!("{id:?} is not a default stream of backend {}", self.identity.tag.get()),
                 )
-                .with_hint("make the id with this backend's tag and a device that it has"));
+                .with_hint("create the id with this backend's tag and a device that it has"));
         }
         let (can, name) = if id.is_legacy_default() {
             (self.capabilities.legacy_default_stream, "legacy_default_stream")

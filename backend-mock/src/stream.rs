@@ -69,10 +69,10 @@ impl Queue {
     /// Refuses to tell the progress of a stream that records. Asking loses the capture.
     pub(crate) fn refuse_to_answer(&self, operation: Operation) -> Result<()> {
         let Some(recorder) = self.recorder() else { return Ok(()) };
-        recorder.lose("somebody asked or waited for a stream that takes part in it");
+        recorder.lose("a call queried or waited for one of its streams");
         Err(operation
             .error(ErrorKind::Capture, "the stream takes part in a capture, which is lost by this call")
-            .with_hint("end the capture first, launch the graph, and ask for the stream of the launch"))
+            .with_hint("end the capture first, launch the graph, and query the stream of the launch"))
     }
 }
 
@@ -183,7 +183,7 @@ impl Stream {
         if queue.closed {
             return Err(operation
                 .error(ErrorKind::InvalidHandle, "the stream was destroyed")
-                .with_hint("bind or pass a stream that is alive"));
+                .with_hint("pass a live stream"));
         }
         Ok(queue)
     }

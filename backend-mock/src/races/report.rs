@@ -155,7 +155,7 @@ impl fmt::Display for Place {
             write!(f, ", where the `{operation}` of call {call}")?;
         }
         let verb = match (self.frees, self.writes) {
-            (true, _) => "gives back",
+            (true, _) => "frees",
             (_, true) => "writes",
             _ => "reads",
         };
@@ -230,7 +230,7 @@ impl fmt::Display for Race {
         let (first, second) = (self.first.operation(), self.second.operation());
         match self.kind {
             RaceKind::Unordered => writeln!(f, "race: nothing orders `{first}` and `{second}`, which both use {what}")?,
-            RaceKind::AfterFree => writeln!(f, "race: `{second}` uses {what}, which `{first}` has given back")?,
+            RaceKind::AfterFree => writeln!(f, "race: `{second}` uses {what}, which `{first}` freed")?,
             RaceKind::Interleaved => {
                 writeln!(f, "race: `{first}` and `{second}` use {what} as a workspace at the same time")?;
             }
@@ -241,11 +241,13 @@ impl fmt::Display for Race {
                 "  hint: before the second, wait for the stream of the first, or for an event recorded after it"
             }
             RaceKind::Unordered => {
-                "  hint: record an event after the first and have the stream of the second wait for it, or have the host \
+                "  hint: record an event after the first and let the stream of the second wait for it, or let the host \
                  wait in between"
             }
-            RaceKind::AfterFree => "  hint: keep the memory as long as a graph that uses it is launched",
-            RaceKind::Interleaved => "  hint: let one thread at a time make calls of products on a stream, or give each a workspace",
+            RaceKind::AfterFree => "  hint: free the memory after the last launch of a graph that uses it",
+            RaceKind::Interleaved => {
+                "  hint: let one thread at a time enqueue products on a stream, or use one workspace per thread"
+            }
         })
     }
 }
