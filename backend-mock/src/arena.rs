@@ -1,20 +1,23 @@
-//! Which parts of a device's memory are taken: best fit over the gaps, merged when a block comes back.
+//! The parts of a device's memory that are taken: best fit over the gaps, which merge when a block comes back.
 //!
-//! A block is *live* from its allocation until it is retired, *retiring* until the stream that frees it has passed that
-//! point, and a *gap* after that. Only live blocks may be used by new work; retiring ones still hold their bytes. An
-//! allocation in the order of the stream that frees a block takes bytes of that block at once, as vendors' pools do. If
-//! a [`Quarantine`] is set, a freed block becomes a gap only after enough later frees. So work that uses it too late
-//! meets no other block. Its bytes count as free, and are taken when nothing else is left. Offsets count from the start
-//! of the device's memory. The arena is plain data, without locks and without memory.
+//! A block is *live* from its allocation until it is retired. It is *retiring* until the stream that frees it has
+//! passed that point, and a *gap* after that. New work may use live blocks only; a retiring block still holds its
+//! bytes.
+//!
+//! An allocation in the order of the stream that frees a block takes bytes of that block at once, as the vendors' pools
+//! do. If a [`Quarantine`] is set, a freed block becomes a gap only after enough later frees, so work that uses it too
+//! late meets no other block. Quarantined bytes count as free, and are taken if nothing else is left.
+//!
+//! Offsets count from the start of the device's memory. The arena is plain data, without locks and without memory.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::sealed_file::page_bytes;
 
-/// Every block begins at a multiple of this.
+/// The alignment of every block.
 pub(crate) const ALIGNMENT: u64 = 256;
 
-/// Who a block belongs to, and how it is to be freed.
+/// The owner of a block, which decides how it is to be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owner {
     /// A caller of `allocate`.
@@ -23,12 +26,12 @@ pub(crate) enum Owner {
     StreamOrdered,
     /// A caller of `allocate`, in pages of its own, which can be mapped by other processes.
     Shareable,
-    /// The mock itself, for the own workspace of a BLAS handle; not counted among the live objects.
+    /// The mock itself, for the own workspace of a BLAS handle. Does not count as a live object.
     Mock,
 }
 
 impl Owner {
-    /// What a block's offset and length are multiples of.
+    /// Returns the number that offset and length of a block are multiples of.
     fn granule(self) -> u64 {
         if self == Self::Shareable { page_bytes() } else { ALIGNMENT }
     }
@@ -36,15 +39,15 @@ impl Owner {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Block {
-    /// Bytes that were asked for.
+    /// The bytes that the caller requested.
     pub(crate) bytes: u64,
     pub(crate) owner: Owner,
-    /// The number of the allocation; no other one of the arena has it.
+    /// The number of the allocation, unique in the arena.
     pub(crate) serial: u64,
 }
 
 impl Block {
-    /// Bytes that the block takes.
+    /// Returns the bytes that the block takes.
     pub(crate) fn reserved(self) -> u64 {
         self.bytes.next_multiple_of(self.owner.granule())
     }
@@ -61,17 +64,17 @@ struct Retiring {
     stream: Option<u64>,
 }
 
-/// How long freed blocks are kept from being handed out again.
+/// The time for which freed blocks are not handed out again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Quarantine {
-    /// Until this one and the blocks freed later come to more than that many bytes.
+    /// Until this block and the blocks freed later exceed that many bytes.
     pub(crate) bytes: Option<u64>,
     /// Until that many blocks were freed later.
     pub(crate) frees: Option<usize>,
 }
 
 impl Quarantine {
-    /// Whether blocks so many and so large can be kept; nothing is kept where nothing is set.
+    /// Returns whether that many blocks and bytes can be kept. Without limits, nothing is kept.
     fn holds(self, blocks: usize, bytes: u64) -> bool {
         (self.bytes.is_some() || self.frees.is_some())
             && self.bytes.is_none_or(|limit| bytes <= limit)
@@ -85,7 +88,7 @@ pub(crate) struct Arena {
     retiring: BTreeMap<u64, Retiring>,
     /// The retiring blocks that their stream may reuse at once, as (stream, length, offset).
     reusable: BTreeSet<(u64, u64, u64)>,
-    /// Length of each gap by its offset. No two gaps touch.
+    /// The length of each gap by its offset. No two gaps touch.
     gaps: BTreeMap<u64, u64>,
     /// The same gaps as (length, offset).
     gaps_by_length: BTreeSet<(u64, u64)>,
@@ -93,13 +96,13 @@ pub(crate) struct Arena {
     callers_blocks: u64,
     allocations: u64,
     quarantine: Quarantine,
-    /// Offset and length of what was freed and is no gap yet, the oldest first.
+    /// Offset and length of freed blocks that are no gaps yet, the oldest first.
     quarantined: VecDeque<(u64, u64)>,
     quarantined_bytes: u64,
 }
 
 impl Arena {
-    /// One gap of `capacity` bytes, a multiple of [`ALIGNMENT`].
+    /// Creates an arena of one gap of `capacity` bytes, a multiple of [`ALIGNMENT`].
     pub(crate) fn new(capacity: u64, quarantine: Quarantine) -> Self {
         let mut arena = Self {
             live: BTreeMap::new(),
@@ -118,7 +121,7 @@ impl Arena {
         arena
     }
 
-    /// Takes a block; `None` when no gap is long enough.
+    /// Takes a block. Returns `None` if no gap is long enough.
     pub(crate) fn allocate(&mut self, bytes: u64, owner: Owner) -> Option<u64> {
         let reserved = bytes.checked_next_multiple_of(owner.granule())?;
         let (gap, length, offset) = loop {
@@ -145,8 +148,8 @@ impl Arena {
         Some(offset)
     }
 
-    /// Takes a block out of bytes that `stream` is about to free. Returns `None` if it frees no block of that length,
-    /// or a quarantine keeps the bytes back.
+    /// Takes a block out of bytes that `stream` is about to free. Returns `None` if the stream frees no block of that
+    /// length, or if a quarantine keeps the bytes back.
     pub(crate) fn reuse(&mut self, bytes: u64, stream: u64) -> Option<u64> {
         let reserved = bytes.checked_next_multiple_of(Owner::StreamOrdered.granule())?;
         let first = (stream, reserved, 0)..=(stream, u64::MAX, u64::MAX);
@@ -167,23 +170,23 @@ impl Arena {
         self.callers_blocks += u64::from(owner != Owner::Mock);
     }
 
-    /// The live block that begins at `offset`.
+    /// Returns the live block that begins at `offset`.
     pub(crate) fn block(&self, offset: u64) -> Option<Block> {
         self.live.get(&offset).copied()
     }
 
-    /// Whether a range lies inside one live block.
+    /// Returns whether a range lies inside one live block.
     pub(crate) fn contains(&self, offset: u64, bytes: u64) -> bool {
         self.around(offset)
             .is_some_and(|(start, block)| offset.checked_add(bytes).is_some_and(|end| end <= start + block.bytes))
     }
 
-    /// The last live block that begins at or before `offset`.
+    /// Returns the last live block that begins at or before `offset`.
     pub(crate) fn around(&self, offset: u64) -> Option<(u64, Block)> {
         self.live.range(..=offset).next_back().map(|(&start, &block)| (start, block))
     }
 
-    /// Makes a live block unusable for new work; it keeps its bytes until it is released.
+    /// Retires a live block: new work must not use it. The block keeps its bytes until it is released.
     pub(crate) fn retire(&mut self, offset: u64) -> Option<Block> {
         let block = self.live.remove(&offset)?;
         self.retiring.insert(offset, Retiring { block, length: block.reserved(), stream: None });
@@ -199,7 +202,8 @@ impl Arena {
         }
     }
 
-    /// Takes out the parts of a retiring block that were not reused, as offset and length, for [`Arena::release`].
+    /// Removes the parts of a retiring block that were not reused. Returns their offsets and lengths, for
+    /// [`Arena::release`].
     pub(crate) fn end_retiring(&mut self, offset: u64, bytes: u64, serial: u64) -> Vec<(u64, u64)> {
         let parts = self.retiring.range(offset..offset + bytes).filter(|(_, part)| part.block.serial == serial);
         let parts: Vec<_> = parts.map(|(&at, part)| (at, part.length)).collect();
@@ -225,7 +229,7 @@ impl Arena {
         }
     }
 
-    /// Frees bytes that [`Arena::end_retiring`] took out.
+    /// Frees bytes that [`Arena::end_retiring`] removed.
     pub(crate) fn release(&mut self, (offset, length): (u64, u64)) {
         self.free_bytes += length;
         self.quarantined.push_back((offset, length));
@@ -235,7 +239,7 @@ impl Arena {
         {}
     }
 
-    /// Makes a gap of the block that has been in quarantine for longest.
+    /// Turns the block that has been in quarantine for longest into a gap.
     fn end_oldest_quarantine(&mut self) -> Option<()> {
         let (offset, length) = self.quarantined.pop_front()?;
         self.quarantined_bytes -= length;
@@ -243,7 +247,7 @@ impl Arena {
         Some(())
     }
 
-    /// Takes a gap in, and merges it with those beside it.
+    /// Adds a gap, and merges it with its neighbors.
     fn add_gap(&mut self, offset: u64, length: u64) {
         let (mut start, mut length) = (offset, length);
         if let Some((&before, &before_length)) = self.gaps.range(..start).next_back()
@@ -260,22 +264,22 @@ impl Arena {
         self.insert_gap(start, length);
     }
 
-    /// Bytes in gaps and in quarantine.
+    /// Returns the bytes in gaps and in quarantine.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
-    /// Bytes of the longest gap.
+    /// Returns the bytes of the longest gap.
     pub(crate) fn longest_gap(&self) -> u64 {
         self.gaps_by_length.last().map_or(0, |&(length, _)| length)
     }
 
-    /// Bytes of blocks whose stream-ordered free has not been reached.
+    /// Returns the bytes of blocks whose stream-ordered free has not been reached.
     pub(crate) fn retiring_bytes(&self) -> u64 {
         self.retiring.values().map(|retiring| retiring.length).sum()
     }
 
-    /// How many live blocks callers hold.
+    /// Returns the number of live blocks that callers hold.
     pub(crate) fn callers_blocks(&self) -> u64 {
         self.callers_blocks
     }
@@ -347,7 +351,7 @@ mod tests {
             let mut arena = Arena::new(CAPACITY, quarantine);
             let offset = arena.allocate(256, Owner::Plain).unwrap();
             let others = [(); 2].map(|()| arena.allocate(256, Owner::Plain).unwrap());
-            // What is freed first would be the tightest gap.
+            // The first block that is freed would be the tightest gap.
             arena.allocate(256, Owner::Plain).unwrap();
             free(&mut arena, offset);
             assert_eq!(arena.free_bytes(), CAPACITY - 3 * 256);
@@ -435,7 +439,7 @@ mod tests {
         let mut arena = Arena::new(CAPACITY, quarantine);
         let mut live: Vec<(u64, u64, Owner)> = Vec::new();
         let mut retired: Vec<(u64, Block)> = Vec::new();
-        // The rests of retired blocks: offset, length, serial number, and the stream that may reuse them.
+        // The remains of retired blocks: offset, length, serial number, and the stream that may reuse them.
         let mut parts: Vec<(u64, u64, u64, Option<u64>)> = Vec::new();
         for step in steps {
             match step {

@@ -1,7 +1,7 @@
 //! BLAS and Lt handles: binding and checks.
 //!
-//! Binding is what pools do before every call, so it is cheap: a stream or workspace that was found good is remembered
-//! together with the epoch of the table it was found in, and is good until the epoch moves.
+//! Pools bind before every call, so binding is cheap. A handle remembers the stream and the workspace that passed the
+//! checks, with the epoch of the table that holds them. They stay valid until the epoch moves.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,15 +19,15 @@ use crate::calls::Tally;
 use crate::device::Device;
 use crate::kernel::OwnWorkspace;
 use crate::operation::Operation;
-use crate::product::{RawProduct, Room, Scale};
+use crate::product::{RawProduct, Scale, Scratch};
 use crate::state::{Shared, wrong_device};
 use crate::stream::Stream;
 use highwater_hal::exit;
 
-/// Bytes of the workspace that every handle has of its own.
+/// The bytes of the workspace that every handle owns.
 const OWN_WORKSPACE_BYTES: usize = 64 * 1024;
 
-/// A handle; in a forked child, and at exit, its destructor leaves the context alone.
+/// A handle. In a forked child and at exit, its destructor leaves the context alone.
 pub(crate) struct MockBlas(ManuallyDrop<Context>);
 
 struct Context {
@@ -47,13 +47,13 @@ struct Context {
     /// True if the device reads alpha and beta. Only foreign code sets this.
     scales_on_device: Arc<AtomicBool>,
     plans: HashMap<PlanId, PlanOptions>,
-    /// Last, so that what the fields above refer to outlives them.
+    /// The last field, because the fields above refer to it.
     gpu: Arc<Shared>,
 }
 
 struct BoundStream {
     id: StreamId,
-    /// Epoch of the streams when the id was last found good.
+    /// The epoch of the streams when the id last passed the check.
     epoch: u64,
     /// Fetched with the first product.
     stream: Option<Arc<Stream>>,
@@ -95,7 +95,7 @@ impl Drop for MockBlas {
         }
         self.0.close();
         self.0.gpu.calls.close_tally(&self.0.tally);
-        // SAFETY: this is the destructor, and the context is not touched after it.
+        // SAFETY: this is the destructor, and nothing touches the context after it.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
@@ -113,7 +113,7 @@ impl fmt::Debug for MockBlas {
 }
 
 impl Context {
-    /// Fork check, count, fault, and whether the handle is still there.
+    /// Enters an operation, and checks that the handle was not destroyed.
     #[inline]
     fn enter(&self, operation: Operation) -> Result<()> {
         self.gpu.calls.enter_handle(&self.tally, operation)?;
@@ -135,7 +135,7 @@ impl Context {
         &self.gpu.engine.devices[self.device as usize]
     }
 
-    /// Ends the handle; products that were enqueued keep what they need.
+    /// Ends the handle. Enqueued products keep what they need.
     fn close(&mut self) {
         if self.own.take().is_some() {
             self.stream = None;
@@ -155,7 +155,8 @@ impl Context {
             MathMode::Tf32 if self.gpu.capabilities.tf32 => Ok(()),
             MathMode::Tf32 => Err(operation.lacks("tf32")),
             other => {
-                Err(operation.error(ErrorKind::Unsupported, format!("the mock does not know the precision {other:?}")))
+                Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the precision {other:?}")))
             }
         }
     }
@@ -167,7 +168,7 @@ impl Context {
         Ok(())
     }
 
-    /// The bound stream, which must still exist.
+    /// Returns the bound stream, which must still exist.
     fn bound_stream(&mut self, operation: Operation) -> Result<Arc<Stream>> {
         let gpu = &self.gpu;
         let Some(bound) = &mut self.stream else { return Err(unbound(operation)) };
@@ -199,8 +200,8 @@ impl Context {
             (None, Some(own)) => (Workspace { ptr: own.ptr, bytes: own.bytes }, Some(Arc::clone(own))),
             (None, None) => return Err(destroyed(operation)),
         };
-        let room = Room { workspace, own, limit: workspace_limit };
-        product.enqueue(operation, self.device(), &stream, Some(room), self.gpu.gemm_gap).map(|_| ())
+        let scratch = Scratch { workspace, own, limit: workspace_limit };
+        product.enqueue(operation, self.device(), &stream, Some(scratch), self.gpu.gemm_gap).map(|_| ())
     }
 }
 
@@ -211,7 +212,7 @@ fn unbound(operation: Operation) -> Error {
 
 #[cold]
 fn destroyed(operation: Operation) -> Error {
-    operation.error(ErrorKind::InvalidHandle, "the handle was destroyed").with_hint("make a new one")
+    operation.error(ErrorKind::InvalidHandle, "the handle was destroyed").with_hint("create a new one")
 }
 
 impl BlasHandle for MockBlas {
@@ -263,7 +264,7 @@ impl BlasHandle for MockBlas {
                             ErrorKind::InvalidArgument,
                             format!("the workspace is at {:?}, not at a multiple of {alignment}", wanted.ptr),
                         )
-                        .with_hint("the capability `workspace_alignment` says what is needed"));
+                        .with_hint("the capability `workspace_alignment` is the required alignment"));
                 }
                 context.device().range(operation, "the workspace", wanted.ptr, wanted.bytes)?;
                 context.known_workspace = Some((wanted, epoch));
@@ -293,11 +294,11 @@ impl BlasHandle for MockBlas {
         let operation = Operation::Gemm;
         self.0.enter_as(operation, BlasKind::Blas)?;
         self.0.check_type(operation, &gemm.shape)?;
-        // Relaxed: the code that changed it had the handle before, with the caller's permission.
+        // Relaxed: foreign code changes it only while the caller lends it the handle.
         if self.0.scales_on_device.load(Ordering::Relaxed) {
             return Err(operation
-                .error(ErrorKind::InvalidPointer, "the device read alpha at an address of the host")
-                .with_hint("foreign code has set the handle's pointer mode; put it back"));
+                .error(ErrorKind::InvalidPointer, "the device would read alpha at an address of the host")
+                .with_hint("foreign code set the handle's pointer mode; restore it"));
         }
         let mut product = RawProduct::new(gemm.shape, gemm.a, gemm.b, gemm.c);
         product.alpha = Scale::Value(gemm.alpha);
@@ -319,16 +320,15 @@ impl BlasHandle for MockBlas {
         if !options.alignment.is_power_of_two() {
             return Err(operation.error(
                 ErrorKind::InvalidArgument,
-                format!("the plan is for operands aligned to {}, which is no power of two", options.alignment),
+                format!("the plan is for operands aligned to {}, which is not a power of two", options.alignment),
             ));
         }
         match options.epilogue {
             Epilogue::None | Epilogue::Bias | Epilogue::Relu | Epilogue::Gelu => {}
             Epilogue::BiasRelu | Epilogue::BiasGelu => {}
             other => {
-                return Err(
-                    operation.error(ErrorKind::Unsupported, format!("the mock does not know the epilogue {other:?}"))
-                );
+                return Err(operation
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the epilogue {other:?}")));
             }
         }
         let plan = PlanId::new(NUMBERS.fetch_add(1, Ordering::Relaxed));
@@ -345,9 +345,9 @@ impl BlasHandle for MockBlas {
             return Err(operation
                 .error(
                     ErrorKind::InvalidArgument,
-                    format!("{operand:?} is not a multiple of {}, as the plan has it", options.alignment),
+                    format!("{operand:?} is not a multiple of {}, the alignment of the plan", options.alignment),
                 )
-                .with_hint("make the plan with the alignment that the operands have"));
+                .with_hint("create the plan with the alignment of the operands"));
         }
         let mut product = RawProduct::new(options.shape, arguments.a, arguments.b, arguments.d);
         product.c = arguments.c;
@@ -389,6 +389,6 @@ impl BlasHandle for MockBlas {
 
 fn no_plan(operation: Operation, plan: PlanId) -> Error {
     operation
-        .error(ErrorKind::InvalidHandle, format!("{plan:?} is no plan of this handle (any more)"))
-        .with_hint("make the plan with the same handle, and run it before it is destroyed")
+        .error(ErrorKind::InvalidHandle, format!("{plan:?} is not a plan of this handle, or was destroyed"))
+        .with_hint("create the plan with the same handle, and run it before it is destroyed")
 }

@@ -1,8 +1,8 @@
 //! Counts and faults of a mock's calls.
 //!
-//! Every trait method of the mock begins by *entering* its [`Operation`]: fork check, count, fault. A call that is told
-//! to fail has no effect. The counters of a BLAS handle are its own (a handle is used by one thread at a time), so that
-//! threads that bind streams side by side do not share a cache line; they are summed up when somebody asks.
+//! Every trait method of the mock first *enters* its [`Operation`]: fork check, count, fault. A call that is told to
+//! fail has no effect. One thread at a time uses a BLAS handle, so each handle has counters of its own. Threads that
+//! bind streams side by side then share no cache line. The counts are added up on request.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -18,7 +18,7 @@ use crate::operation::Operation;
 
 const COUNT: usize = Operation::ALL.len();
 
-/// One set of counters, an entry per operation.
+/// One set of counters, one per operation.
 #[derive(Debug)]
 pub(crate) struct Tally([AtomicU64; COUNT]);
 
@@ -41,17 +41,17 @@ struct Fault {
 
 #[derive(Debug)]
 enum When {
-    /// The calls with these numbers fail; `calls` counts the calls since the fault was set.
+    /// The calls with these numbers fail. `calls` counts the calls since the fault was set.
     Calls { numbers: RangeInclusive<u64>, calls: u64 },
-    /// So many times in a million; `calls` have come since it was set.
+    /// `per_million` of a million calls fail on average. `calls` counts the calls since the chance was set.
     Chance { per_million: u32, calls: u64 },
 }
 
-/// As many chances as make certain.
+/// The chance at which every call fails.
 pub(crate) const MILLION: u32 = 1_000_000;
 
 impl Fault {
-    /// Counts a call, and tells whether it is to fail.
+    /// Counts a call, and returns whether it fails.
     fn is_due(&mut self, seed: u64) -> bool {
         match &mut self.when {
             When::Calls { numbers, calls } => {
@@ -60,7 +60,7 @@ impl Fault {
             }
             When::Chance { per_million, calls } => {
                 *calls += 1;
-                // By name: an operation that joins the list moves no other one's chances.
+                // By name: a new operation in the list must not change the chances of the others.
                 let operation = checksum(&[self.operation.name().as_bytes()]);
                 let draw = scramble(seed ^ scramble(operation.wrapping_add(*calls)));
                 draw % u64::from(MILLION) < u64::from(*per_million)
@@ -88,13 +88,13 @@ pub(crate) trait CallObserver: fmt::Debug + Send + Sync {
 pub(crate) struct Calls {
     generation: Generation,
     tally: Tally,
-    /// Counters of the handles that are alive; folded into `tally` when a handle ends.
+    /// The counters of live handles. They are added to `tally` when a handle ends.
     handles: Mutex<Vec<Arc<Tally>>>,
-    /// The operations that have a fault waiting, one bit each.
+    /// The operations with a waiting fault, one bit each.
     armed: AtomicU64,
     faults: Mutex<Vec<Fault>>,
     seed: u64,
-    /// The calls that were made to fail.
+    /// The calls that the mock made fail.
     failed: Tally,
     /// The schedule, if one executes work within calls.
     observer: Option<Arc<dyn CallObserver>>,
@@ -115,13 +115,13 @@ impl Calls {
         }
     }
 
-    /// Whether this is still the process that opened the backend.
+    /// Returns whether this process opened the backend.
     #[inline]
     pub(crate) fn is_own_process(&self) -> bool {
         self.generation.is_current()
     }
 
-    /// Fork check, count, schedule and fault of one call; to be called before any lock is taken.
+    /// Enters a call: fork check, count, schedule, fault. The caller must hold no lock. Returns the operation.
     #[inline]
     pub(crate) fn enter(&self, operation: Operation) -> Result<Operation> {
         if !self.generation.is_current() {
@@ -135,7 +135,7 @@ impl Calls {
         self.fail_if_told(operation)
     }
 
-    /// As [`Calls::enter`], with the counters of a handle, which no other thread writes at the same time.
+    /// Enters a call with the counters of a handle, which no other thread writes at the same time.
     #[inline]
     pub(crate) fn enter_handle(&self, tally: &Tally, operation: Operation) -> Result<Operation> {
         if !self.generation.is_current() {
@@ -151,8 +151,8 @@ impl Calls {
 
     #[inline]
     fn fail_if_told(&self, operation: Operation) -> Result<Operation> {
-        // Relaxed: whoever armed the fault before this call, as far as the program can tell, is seen; the list itself
-        // lies under its lock.
+        // Relaxed: a call sees every fault that was set before it in the order of the program. The list lies under its
+        // lock.
         if self.armed.load(Ordering::Relaxed) & operation.bit() == 0 {
             Ok(operation)
         } else {
@@ -174,18 +174,18 @@ impl Calls {
         self.armed.store(faults.iter().fold(0, |bits, fault| bits | fault.operation.bit()), Ordering::Relaxed);
         let Some(kind) = due.or(by_chance) else { return Ok(operation) };
         self.failed.0[operation as usize].fetch_add(1, Ordering::Relaxed);
-        Err(Error::new(kind, operation.name(), "the mock was told to fail this call").with_hint(
+        Err(Error::new(kind, operation.name(), "a fault of the mock fails this call").with_hint(
             "the fault was set by `with_fault`, `with_faults`, `with_chance`, `fail_call`, `fail_by_chance` or HIGHWATER_MOCK",
         ))
     }
 
-    /// Makes calls from now on fail by chance; 0 ends it.
+    /// Makes calls fail by chance from the next one on; 0 ends it.
     pub(crate) fn fail_by_chance(&self, operation: Operation, per_million: u32, kind: ErrorKind) -> Result<()> {
         if per_million > MILLION {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "fail_by_chance",
-                format!("{per_million} in a million calls of `{operation}` were to fail; a million are all of them"),
+                format!("{per_million} in a million calls of `{operation}` should fail; the largest chance is 1000000"),
             ));
         }
         if !self.is_own_process() {
@@ -200,18 +200,18 @@ impl Calls {
         Ok(())
     }
 
-    /// How many calls of an operation were made to fail.
+    /// Returns how many calls of an operation the mock made fail.
     pub(crate) fn faults(&self, operation: Operation) -> u64 {
         self.failed.get(operation)
     }
 
-    /// Makes the calls with these numbers from now (1 is the next one) fail.
+    /// Makes the calls with these numbers fail; 1 is the next one.
     pub(crate) fn fail(&self, operation: Operation, numbers: RangeInclusive<u64>, kind: ErrorKind) -> Result<()> {
         if *numbers.start() == 0 {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "fail_call",
-                format!("call 0 of `{operation}` was to fail; calls count from 1"),
+                format!("the fault is for call 0 of `{operation}`; calls count from 1"),
             ));
         }
         if !self.is_own_process() {
@@ -223,14 +223,14 @@ impl Calls {
         Ok(())
     }
 
-    /// Counters for one handle.
+    /// Creates the counters of a handle.
     pub(crate) fn open_tally(&self) -> Arc<Tally> {
         let tally = Arc::new(Tally::new());
         self.handles.lock().push(Arc::clone(&tally));
         tally
     }
 
-    /// Takes a handle's counts over.
+    /// Adds the counts of a handle that ends to those of the backend.
     pub(crate) fn close_tally(&self, tally: &Arc<Tally>) {
         let mut handles = self.handles.lock();
         handles.retain(|other| !Arc::ptr_eq(other, tally));
@@ -239,7 +239,7 @@ impl Calls {
         }
     }
 
-    /// How often an operation was called, failed calls included. A forked child has called nothing.
+    /// Returns how often an operation was called, failed calls included. A forked child has called nothing.
     pub(crate) fn count(&self, operation: Operation) -> u64 {
         if !self.is_own_process() {
             return 0;
@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(calls.armed.load(Ordering::Relaxed), Operation::Copy.bit(), "one has no end");
     }
 
-    /// Which of 2000 calls fail.
+    /// Returns which of 2000 calls fail.
     fn failing(seed: u64, operation: Operation, per_million: u32) -> Vec<usize> {
         let calls = Calls::new(seed, None);
         calls.fail_by_chance(operation, per_million, ErrorKind::Vendor).unwrap();

@@ -1,7 +1,7 @@
 //! Stream capture: the commands of the streams that take part are recorded instead of executed, and replayed later.
 //!
-//! A capture begins on one stream. A stream that waits for an event recorded in the capture joins it, and takes part from
-//! there on.
+//! A capture begins on one stream. Another stream joins it by waiting for an event that was recorded in the capture,
+//! and takes part from there on.
 //!
 //! Locks: the queue of a stream before a recording.
 
@@ -42,41 +42,41 @@ impl Stream {
         ended.graph(operation)
     }
 
-    /// Enqueues the record of `point`, and returns the point that the event is to be moved to. In a capture it is another
-    /// one, which is never reached.
+    /// Enqueues the record of `point`, and returns the point that the event moves to. In a capture that is another
+    /// point, which is never reached.
     pub(crate) fn record(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<Arc<Point>> {
         self.device().check_not_lost(operation)?;
         let step = Step::nameless(Command::Record(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
         if let Some(recorder) = queue.recorder() {
-            return recorder.mark(operation).map(Point::captured);
+            return recorder.capture_point(operation).map(Point::captured);
         }
         self.push(operation, &mut queue, [step], None)?;
         Ok(point)
     }
 
-    /// Has what follows wait for a point, in a capture or outside.
+    /// Makes later work wait for a point, in a capture or outside.
     pub(crate) fn wait_for(self: &Arc<Self>, operation: Operation, point: Arc<Point>) -> Result<()> {
         self.device().check_not_lost(operation)?;
         let step = Step::nameless(Command::Wait(Arc::clone(&point)));
         let mut queue = self.open_queue(operation)?;
-        let Some(mark) = point.mark() else {
+        let Some(captured) = point.capture_point() else {
             let Some(recorder) = queue.recorder() else {
                 return self.push(operation, &mut queue, [step], None);
             };
             recorder.lose("one of its streams waited for an event that was recorded outside");
             return Err(operation
                 .error(ErrorKind::Capture, "a capture cannot wait for an event recorded outside, and is lost by it")
-                .with_hint("wait before the capture begins, or have the stream of the launch wait"));
+                .with_hint("wait before the capture begins, or let the stream of the launch wait"));
         };
         if let Some(recorder) = queue.recorder() {
-            return recorder.wait_for(operation, mark);
+            return recorder.wait_for(operation, captured);
         }
-        queue.part = Some(mark.join(operation, self.is_legacy)?);
+        queue.part = Some(captured.join(operation, self.is_legacy)?);
         Ok(())
     }
 
-    /// Enqueues the commands of a graph, with nothing else between them.
+    /// Enqueues the commands of a graph, with no other command between them.
     pub(crate) fn launch(self: &Arc<Self>, operation: Operation, graph: &Graph, exec: GraphExecId) -> Result<()> {
         self.device().check_not_lost(operation)?;
         let launch = self.origin(operation).map(|origin| (origin, exec));

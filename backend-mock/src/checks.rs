@@ -1,11 +1,11 @@
-//! Test mode: freed memory is poisoned, and memory that is freed or handed out while device work still uses it is found.
+//! Test mode: finds memory that is freed or handed out while device work still uses it.
 //!
-//! Every command that is put into a queue is noted with the ranges that it reads and writes, until it has been executed.
-//! What gives memory back, or hands it out, looks whether such a command touches it; if one does, that is a
-//! [`Violation`]. Nothing is refused and nothing panics: a violation is there to be asked for.
+//! The checks note every enqueued command, with the ranges that it reads and writes, until the command has been
+//! executed. A call that frees memory, or hands it out, meets such a command: that is a [`Violation`]. The call is not
+//! refused and nothing panics. A test asks for the violations.
 //!
-//! Work is noted when it is enqueued and gone before anybody can see it completed, so who waits as he must is never
-//! blamed. Commands of other processes are not seen. Without test mode none of this exists but a null check per command.
+//! The note of a command ends before anybody can see the command completed, so a caller that waits as it must is never
+//! blamed. Commands of other processes are not seen.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,16 +16,16 @@ use parking_lot::Mutex;
 use crate::observer::{Note, OnStream, Range, Use, UseObserver};
 use crate::operation::Operation;
 
-/// Violations that are kept with their words; all are counted.
+/// The violations that are kept with their text. All are counted.
 const KEPT: usize = 1000;
 
-/// A rule of use that was broken, as [`MockGpu::violations`](crate::MockGpu::violations) tells it.
+/// A rule of use that was broken; see [`MockGpu::violations`](crate::MockGpu::violations).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Violation {
     /// The call that broke it.
     pub operation: Operation,
-    /// Which memory, and which work on which stream still used it.
+    /// The memory, and the work on a stream that still used it.
     pub text: String,
 }
 
@@ -51,11 +51,11 @@ struct Book {
     count: u64,
 }
 
-/// The book of one backend in test mode.
+/// The checks of one backend in test mode.
 #[derive(Debug, Default)]
 pub(crate) struct Checks(Arc<Mutex<Book>>);
 
-/// A command that has not been executed yet; dropped when it has.
+/// The note of a command that has not been executed. Drop it once the command has been executed.
 #[derive(Debug)]
 struct Noted {
     book: Arc<Mutex<Book>>,
@@ -81,7 +81,7 @@ impl Checks {
 
 impl UseObserver for Checks {
     fn enqueued(&self, operation: Operation, stream: OnStream, mut uses: Vec<Use>) -> Option<Note> {
-        // A handle's own workspace is no caller's memory, and is given back by the last command itself.
+        // A handle's own workspace is no caller's memory. The last command that uses it gives it back.
         uses.retain(|used| !used.is_of_handle());
         if uses.is_empty() {
             return None;
@@ -105,14 +105,9 @@ impl UseObserver for Checks {
             .filter_map(|(_, work)| {
                 let touched = work.uses.iter().find(|used| used.range.meets(&range))?;
                 let verb = if touched.writes { "writes" } else { "reads" };
-                let OnStream { id, device, .. } = work.stream;
-                let stream = id.map_or_else(
-                    || format!("the legacy default stream of device {device}"),
-                    |stream| format!("{stream:?}"),
-                );
                 let text = format!(
-                    "{range} {how} while `{}` was queued or running on {stream}, which {verb} {}",
-                    work.operation, touched.range
+                    "{range} {how} while `{}` was queued or running on {}, which {verb} {}",
+                    work.operation, work.stream, touched.range
                 );
                 Some(Violation { operation, text })
             })

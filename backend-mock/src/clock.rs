@@ -1,9 +1,9 @@
 //! Vector clocks: how many operations of each lane come before a point.
 //!
-//! A *lane* is a sequence of operations in order: a stream, or the calls of the host. An operation is told by its lane
-//! and its number there, and comes before a point exactly when the point's clock counts as many on that lane.
+//! A *lane* is a sequence of operations in order: a stream, or the calls of the host. An operation is its lane and its
+//! number there. It comes before a point exactly if the point's clock counts as many on that lane.
 
-/// A count for each lane; of lanes that are not mentioned nothing is known.
+/// A count for each lane. A lane that is missing counts 0.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Clock(Vec<u64>);
 
@@ -12,7 +12,7 @@ impl Clock {
         self.0.get(lane).copied().unwrap_or(0)
     }
 
-    /// Counts one more operation of a lane, and gives its number.
+    /// Counts one more operation of a lane, and returns its number.
     pub(crate) fn tick(&mut self, lane: usize) -> u64 {
         if self.0.len() <= lane {
             self.0.resize(lane + 1, 0);
@@ -21,7 +21,7 @@ impl Clock {
         self.0[lane]
     }
 
-    /// Comes after everything that comes before `other`.
+    /// Makes this clock come after everything that comes before `other`.
     pub(crate) fn join(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {
             self.0.resize(other.0.len(), 0);

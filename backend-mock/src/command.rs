@@ -43,11 +43,11 @@ pub(crate) enum Command {
     Wait(Arc<Point>),
     /// Gives back the bytes of a block that was freed in stream order.
     Release(Retired),
-    /// First half of a product: into the workspace.
+    /// The first half of a product, into the workspace.
     Multiply(Arc<Product>, Panel),
-    /// Second half: from the workspace to the result.
+    /// The second half, from the workspace to the result.
     Finish(Arc<Product>, Panel),
-    /// Both halves at once, for a product that was given no room for intermediate results.
+    /// Both halves at once, for a product without space for intermediate results.
     MultiplyAndFinish(Arc<Product>),
     /// Runs code of the host.
     #[cfg(feature = "simulated")]
@@ -56,7 +56,7 @@ pub(crate) enum Command {
     Panic,
 }
 
-/// A command with where it comes from, which the race finder wants to know.
+/// A command, with the call that enqueued it if an observer wants to know.
 #[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub(crate) command: Command,
@@ -64,13 +64,13 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// For commands that touch no memory.
+    /// Creates a step of a command that touches no memory.
     pub(crate) fn nameless(command: Command) -> Self {
         Self { command, origin: None }
     }
 }
 
-/// A point that the stream has come to, to be settled together with the count of completed commands.
+/// A point that the stream has come to. It is settled together with the count of completed commands.
 pub(crate) type Settled = Option<(Arc<Point>, Progress)>;
 
 impl Command {
@@ -80,7 +80,7 @@ impl Command {
             // SAFETY: the caller of `copy` promised that the host block stays allocated and is not written until the
             // copy has completed, and the range was found inside a page-locked block.
             Self::CopyToDevice { src, dst, bytes, device } => unsafe { memory(device).write(dst, src.as_ptr(), bytes) },
-            // SAFETY: as above, and that nobody else reads or writes the destination.
+            // SAFETY: as above; and no other code reads or writes the destination.
             Self::CopyToHost { src, dst, bytes, device } => unsafe { memory(device).read(src, dst.as_ptr(), bytes) },
             Self::CopyOnDevices { src, src_device, dst, dst_device, bytes } => {
                 memory(dst_device).copy_from(dst, memory(src_device), src, bytes);
@@ -89,7 +89,7 @@ impl Command {
             Self::Record(point) => return Some((point, Progress::Reached(Instant::now()))),
             Self::Wait(point) => {
                 if point.wait().is_none() {
-                    // What was to come before will never come, and what follows relies on it.
+                    // The work that should come before never will, and later work relies on it.
                     device.lose();
                 }
             }
@@ -105,7 +105,7 @@ impl Command {
         None
     }
 
-    /// What is left to do when the device was lost before the command's turn came.
+    /// Does the rest of a command that the loss of the device overtook.
     pub(crate) fn give_up(self, device: &Device) -> Settled {
         match self {
             Self::Record(point) => return Some((point, Progress::Lost)),
@@ -116,14 +116,14 @@ impl Command {
     }
 }
 
-/// Code that a stream's worker runs in its turn; more than once when a graph that recorded it is launched more than once.
+/// Code that a stream's worker runs when the stream gets there. A graph that recorded it runs it once per launch.
 #[cfg(feature = "simulated")]
 #[derive(Clone)]
 pub struct Call(Arc<dyn Fn() + Send + Sync>);
 
 #[cfg(feature = "simulated")]
 impl Call {
-    /// Wraps the code. It must not wait for the stream that it runs on.
+    /// Wraps the code. The code must not wait for the stream that it runs on.
     #[must_use]
     pub fn new(code: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(code))

@@ -1,4 +1,4 @@
-//! One simulated device: its memory, which parts of it are taken, and whether it still works.
+//! One simulated device: its memory, the parts of it that are taken, and whether it still works.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,14 +10,14 @@ use crate::device_memory::{DeviceMemory, POISON};
 use crate::observer::{Observers, Range, Space, Store, Touch};
 use crate::operation::Operation;
 
-/// A retired block, whose bytes come back with [`Device::release`].
+/// A retired block. [`Device::release`] gives its bytes back.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Retired {
     pub(crate) ptr: DevicePtr,
-    /// Bytes that the block takes.
+    /// The bytes that the block takes.
     pub(crate) bytes: u64,
     serial: u64,
-    /// The number of commands that the use observer had noted by then. No later command belongs to the block.
+    /// The number of commands that the use observer had noted by then. No later command uses the block.
     noted: u64,
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Device {
     pub(crate) ordinal: u32,
     pub(crate) memory: DeviceMemory,
     arena: RwLock<Arena>,
-    /// Grows whenever a block stops to be live, so that the result of a range check can be remembered.
+    /// Grows whenever a block ends to be live, so that the result of a range check can be remembered.
     epoch: AtomicU64,
     lost: AtomicBool,
     /// Whether freed memory is filled with [`POISON`].
@@ -56,7 +56,7 @@ impl Device {
     }
 
     /// Returns the store and the offset of the bytes at an address of the device; `None` if nothing lies there.
-    pub(crate) fn place(&self, address: u64) -> Option<(Store, u64)> {
+    pub(crate) fn locate(&self, address: u64) -> Option<(Store, u64)> {
         let offset = address.checked_sub(self.memory.base())?;
         if offset < self.memory.bytes() {
             return Some((self.store(), offset));
@@ -67,7 +67,7 @@ impl Device {
 
     /// Returns a range of memory that the device reaches, with the place where it lies.
     pub(crate) fn touch(&self, address: u64, bytes: u64) -> Option<Touch> {
-        let (store, start) = self.place(address)?;
+        let (store, start) = self.locate(address)?;
         Some(Touch::whole(store, start, Range { space: Space::Device(self.ordinal), address, bytes }))
     }
 
@@ -75,7 +75,7 @@ impl Device {
         Store::File(self.memory.id().inode)
     }
 
-    /// Tells the order observer that bytes are handed out anew, or belong to nobody.
+    /// Tells the order observer that bytes are handed out anew, or have no owner.
     fn forget(&self, offset: u64, bytes: u64) {
         if let Some(order) = &self.observers.order {
             order.forget(self.store(), offset, bytes);
@@ -91,7 +91,7 @@ impl Device {
         }
     }
 
-    /// Tells the use observer that memory changes hands. Only the first `noted` commands must not use it any more.
+    /// Tells the use observer that memory changes hands. Only the first `noted` commands can conflict with that.
     fn change_hands(&self, noted: u64, operation: Operation, how: &str, offset: u64, bytes: u64) {
         if let Some(uses) = &self.observers.uses {
             let address = self.memory.base() + offset;
@@ -99,8 +99,7 @@ impl Device {
         }
     }
 
-    /// Allocates memory for a caller. For stream-ordered memory, a stream gets at once the bytes that it has not freed
-    /// yet.
+    /// Allocates memory for a caller. A stream gets at once the stream-ordered memory that it is about to free.
     pub(crate) fn allocate(
         &self,
         operation: Operation,
@@ -148,16 +147,16 @@ impl Device {
         };
         if stream_ordered != (block.owner == Owner::StreamOrdered) {
             let message = if stream_ordered {
-                format!("{ptr:?} was not allocated in stream order, but a stream is given")
+                format!("{ptr:?} was not allocated in stream order, but a stream was passed")
             } else {
-                format!("{ptr:?} was allocated in stream order, but no stream is given")
+                format!("{ptr:?} was allocated in stream order, but no stream was passed")
             };
             return Err(operation
                 .error(ErrorKind::InvalidArgument, message)
-                .with_hint("give a stream exactly for blocks of kind `StreamOrdered`"));
+                .with_hint("pass a stream if and only if the block is of kind `StreamOrdered`"));
         }
         arena.retire(offset);
-        // Relaxed: whoever may rely on the new state has learnt of this call's return by other means.
+        // Relaxed: a thread that relies on the new state learned of this call's return by other means.
         self.epoch.fetch_add(1, Ordering::Relaxed);
         Ok(self.retired(ptr, block))
     }
@@ -200,7 +199,7 @@ impl Device {
         parts.into_iter().for_each(|part| arena.release(part));
     }
 
-    /// Frees a block of the mock's own.
+    /// Frees a block that the mock owns.
     pub(crate) fn free_own(&self, ptr: DevicePtr, bytes: u64) {
         let Some(offset) = self.offset(ptr) else { return };
         let block = self.arena.write().retire(offset);
@@ -210,7 +209,7 @@ impl Device {
         }
     }
 
-    /// Offset and block of an allocation that other processes may map.
+    /// Returns the offset and the block of an allocation that other processes may map.
     pub(crate) fn shareable(&self, operation: Operation, ptr: DevicePtr) -> Result<(u64, Block)> {
         let arena = self.arena.read();
         match self.offset(ptr).and_then(|offset| Some((offset, arena.block(offset)?))) {
@@ -222,7 +221,7 @@ impl Device {
         }
     }
 
-    /// Undoes one open of memory of another process.
+    /// Closes memory of another process once.
     pub(crate) fn close_import(&self, operation: Operation, ptr: DevicePtr) -> Result<()> {
         let place = ptr.get().checked_sub(self.memory.base());
         let touch = self.observers.order.as_ref().and_then(|_| self.touch(ptr.get(), 1));
@@ -248,7 +247,7 @@ impl Device {
         }
     }
 
-    /// Checks that a range lies inside one live block, and gives its offset in the memory.
+    /// Checks that a range lies inside one live block, and returns its offset in the memory.
     pub(crate) fn range(&self, operation: Operation, what: &str, ptr: DevicePtr, bytes: usize) -> Result<usize> {
         let offset = ptr.get().checked_sub(self.memory.base());
         if let Some(offset) = offset.filter(|&offset| offset >= self.memory.bytes())
@@ -274,14 +273,12 @@ impl Device {
                             self.ordinal
                         ),
                     )
-                    .with_hint(
-                        "pass memory that `allocate` or `open_memory` gave for this device and that was not freed",
-                    ))
+                    .with_hint("pass memory of `allocate` or `open_memory` for this device that was not freed"))
             }
         }
     }
 
-    /// See the field.
+    /// Returns the epoch of the blocks: it grows whenever a block ends to be live.
     #[inline]
     pub(crate) fn epoch(&self) -> u64 {
         // Relaxed: see `retire`.
@@ -296,7 +293,7 @@ impl Device {
         self.arena.read().callers_blocks()
     }
 
-    /// From here on nothing is executed on the device any more.
+    /// Loses the device: it executes nothing any more.
     pub(crate) fn lose(&self) {
         self.lost.store(true, Ordering::Release);
     }
@@ -333,5 +330,5 @@ impl Device {
 pub(crate) fn lost(operation: Operation, device: u32) -> Error {
     operation
         .error(ErrorKind::DeviceLost, format!("device {device} was lost"))
-        .with_hint("an operation panicked on the device's worker, or `lose_device` was called; open the mock anew")
+        .with_hint("an operation panicked on the device's worker, or `lose_device` was called; open the mock again")
 }

@@ -1,11 +1,11 @@
-//! The memory that a device can reach: one sealed memory file of its own, and what it opened of other processes.
+//! The memory that a device can reach: its own sealed memory file, and the memory of other processes that is open.
 //!
-//! Offsets count from the start of the device's own memory. Opened memory lies far behind it, at offsets that no own memory
-//! of any device has, and is found in a table at each access: work on memory that was closed too early meets nobody's
-//! pages, it panics, and the device is lost, as on hardware.
+//! Offsets count from the start of the device's own memory. Opened memory lies far behind it, at offsets that no
+//! device's own memory has, and each access looks it up in a table. Work on memory that was closed too early panics,
+//! and the device is lost, as on hardware.
 //!
-//! The file has no name in any file system, cannot change its size, and is gone with the last process that maps it.
-//! Only pages that were touched take physical memory, and big freed blocks give theirs back.
+//! The file has no name in any file system, cannot change its size, and ends with the last process that maps it. Only
+//! pages that were touched take physical memory, and large freed blocks give theirs back.
 
 use std::os::fd::OwnedFd;
 
@@ -17,9 +17,9 @@ use crate::imports::Imports;
 use crate::mapping::Mapping;
 use crate::sealed_file::{self, FileId};
 
-/// Freed blocks from this size on give their pages back.
+/// The smallest freed block that gives its pages back.
 const GIVE_BACK_FROM: u64 = 64 * 1024;
-/// Words that a copy from device to device carries at a time.
+/// The words that a copy from device to device carries at a time.
 const CARRY_WORDS: usize = 512;
 
 /// The pattern that fills freed memory in test mode, in the machine's byte order. As 32 bits it is a NaN, and two of them
@@ -41,37 +41,37 @@ impl DeviceMemory {
             sealed_file::not_made("open", &format!("{what} the {bytes} bytes of a simulated device"), error)
         };
         let file = sealed_file::create("highwater-mock", bytes)
-            .map_err(|error| failed("cannot make a sealed memory file for", error))?;
+            .map_err(|error| failed("cannot create a sealed memory file for", error))?;
         let id = sealed_file::identify(&file).map_err(|error| failed("cannot identify the memory file of", error))?;
         // SAFETY: the file was just made with this size and sealed.
         let own = unsafe { Mapping::new(&file, 0, bytes) }.map_err(|error| failed("cannot map", error))?;
         Ok(Self { own, file, id, imports: RwLock::new(Imports::new(ordinal)) })
     }
 
-    /// The device address of the first byte.
+    /// Returns the device address of the first byte.
     pub(crate) fn base(&self) -> u64 {
         self.own.address()
     }
 
-    /// How many bytes the device has of its own.
+    /// Returns how many bytes of its own the device has.
     pub(crate) fn bytes(&self) -> u64 {
         self.own.bytes()
     }
 
-    /// The file that holds the device's own bytes.
+    /// Returns the file that holds the device's own bytes.
     pub(crate) fn file(&self) -> &OwnedFd {
         &self.file
     }
 
-    /// Returns which file it is.
+    /// Returns the identity of that file.
     pub(crate) fn id(&self) -> FileId {
         self.id
     }
 
-    /// Runs `access` on the mapping that `offset` lies in, with the offset inside of it.
+    /// Runs `access` on the mapping that holds `offset`, with the offset inside it.
     ///
     /// # Panics
-    /// When the offset lies in none; ranges are checked before work is enqueued.
+    /// If no mapping holds the offset. Calls check ranges before they enqueue work.
     fn at<R>(&self, offset: usize, access: impl FnOnce(&Mapping, usize) -> R) -> R {
         if (offset as u64) < self.own.bytes() {
             return access(&self.own, offset);
@@ -83,21 +83,21 @@ impl DeviceMemory {
         }
     }
 
-    /// As [`Mapping::read`].
+    /// Reads bytes into host memory.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Mapping::read`].
     pub(crate) unsafe fn read(&self, offset: usize, dst: *mut u8, bytes: usize) {
-        // SAFETY: the caller's promise is the one that is asked for.
+        // SAFETY: as promised by the caller.
         self.at(offset, |mapping, inside| unsafe { mapping.read(inside, dst, bytes) });
     }
 
-    /// As [`Mapping::write`].
+    /// Writes bytes from host memory.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Mapping::write`].
     pub(crate) unsafe fn write(&self, offset: usize, src: *const u8, bytes: usize) {
-        // SAFETY: the caller's promise is the one that is asked for.
+        // SAFETY: as promised by the caller.
         self.at(offset, |mapping, inside| unsafe { mapping.write(inside, src, bytes) });
     }
 
@@ -111,11 +111,11 @@ impl DeviceMemory {
     /// Writes elements at `offset`.
     pub(crate) fn write_slice<T: bytemuck::Pod>(&self, offset: usize, src: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(src);
-        // SAFETY: the slice is initialised, and its borrow keeps writers away.
+        // SAFETY: the slice is initialized, and its borrow keeps writers away.
         unsafe { self.write(offset, bytes.as_ptr(), bytes.len()) };
     }
 
-    /// Copies from another device's memory, or from another place of this one.
+    /// Copies from another device's memory, or within this one.
     pub(crate) fn copy_from(&self, offset: usize, source: &Self, source_offset: usize, bytes: usize) {
         let mut carried = [0u64; CARRY_WORDS];
         let carried: &mut [u8] = bytemuck::cast_slice_mut(&mut carried);
@@ -128,12 +128,12 @@ impl DeviceMemory {
         }
     }
 
-    /// As [`Mapping::fill`].
+    /// Fills a range; see [`Mapping::fill`].
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: u64) {
         self.at(offset, |mapping, inside| mapping.fill(inside, bytes, pattern));
     }
 
-    /// Gives the pages of a freed block back to the system, where it is big enough to matter.
+    /// Gives the pages of a freed block back to the system, if the block is large enough.
     pub(crate) fn give_back(&self, offset: u64, bytes: u64) {
         if bytes >= GIVE_BACK_FROM
             && let Err(error) =

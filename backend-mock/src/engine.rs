@@ -1,4 +1,4 @@
-//! What the streams of one backend share: the devices, the worker threads or the scheduler, and the observers.
+//! The state that the streams of one backend share: devices, worker threads or scheduler, and observers.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use crate::operation::Operation;
 use crate::shared_event::Progress;
 use crate::stream::Stream;
 
-/// What executes the commands of streams in place of the workers.
+/// An executor of the streams' commands, in place of the workers.
 pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
     /// Adds a stream that has work from here on.
     fn add(&self, stream: &Arc<Stream>);
@@ -25,7 +25,7 @@ pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
     /// Removes a stream that has no work any more.
     fn remove(&self, stream: &Stream);
 
-    /// Notes that a call asks how far the work is.
+    /// Notes that a call asks for the progress of the work.
     fn queried(&self);
 
     /// Executes work until `is_done` returns true.
@@ -35,15 +35,15 @@ pub(crate) trait Scheduler: fmt::Debug + Send + Sync {
     fn finish(&self);
 }
 
-/// What the streams of one backend share.
+/// The state that the streams of one backend share.
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) devices: Vec<Arc<Device>>,
-    /// By device, every stream that may have work: those in the table, the default ones, and destroyed ones that are
-    /// still draining.
+    /// By device, every stream that may have work: the streams in the table, the default ones, and destroyed ones that
+    /// still drain.
     streams: Vec<Mutex<Vec<Weak<Stream>>>>,
     pub(crate) latency_ns: AtomicU64,
-    /// Set when the backend ends: what is still queued is executed at once, without latency.
+    /// Set when the backend ends. Queued work is then executed at once, without latency.
     pub(crate) stopping: AtomicBool,
     pub(crate) workers: Mutex<Vec<JoinHandle<()>>>,
     thread_name: String,
@@ -98,7 +98,7 @@ impl Engine {
             },
         )?;
         let mut workers = self.workers.lock();
-        // Workers of destroyed streams are gone or about to be; taking them in here bounds the list.
+        // Workers of destroyed streams have ended or are about to. Joining them here bounds the list.
         while let Some(index) = workers.iter().position(JoinHandle::is_finished) {
             join(workers.swap_remove(index));
         }
@@ -106,7 +106,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits until a point is reached (`Complete`) or lost (`None`). The host knows from there on what comes before it.
+    /// Waits until a point is reached (`Complete`) or lost (`None`). From then on the host knows what comes before it.
     pub(crate) fn wait_for(&self, point: &Point) -> Option<Completion> {
         if let Some(scheduler) = &self.scheduler {
             scheduler.wait(&|| !matches!(point.progress(), Progress::Ahead));
@@ -116,7 +116,7 @@ impl Engine {
         completion
     }
 
-    /// Returns where a point stands. If it is reached, the host knows from there on what comes before it.
+    /// Returns the progress of a point. If it is reached, the host knows from then on what comes before it.
     pub(crate) fn ask_for(&self, point: &Point) -> Progress {
         if let Some(scheduler) = &self.scheduler {
             scheduler.queried();
@@ -146,7 +146,7 @@ impl Engine {
         }
     }
 
-    /// Closes every stream, lets the workers finish what is queued, and waits for them.
+    /// Closes every stream, lets the workers finish the queued work, and waits for them.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         for device in &self.devices {
@@ -157,7 +157,7 @@ impl Engine {
         }
         let workers = std::mem::take(&mut *self.workers.lock());
         for worker in workers {
-            // A worker that comes here itself cannot wait for its own end; it ends right after.
+            // A worker cannot wait for its own end. It ends right after.
             if worker.thread().id() != std::thread::current().id() {
                 join(worker);
             }

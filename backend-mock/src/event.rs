@@ -1,11 +1,13 @@
 //! Events: each record makes a *point* of its own in a stream.
 //!
-//! An event is a name for its latest point. A wait takes the point that the event names at the time of the call, so a
-//! later record, even one that another stream reaches first, does not move it, and destroying the event takes nothing
-//! away from waits and records that are already enqueued. A point is published only after its record has been enqueued,
-//! so whoever waits for a point waits for something enqueued before: waits form no circle.
+//! An event is a name for its latest point. A wait takes the point that the event names at the time of the call. A
+//! later record does not move the wait, even if another stream reaches it first. Destroying the event takes nothing
+//! away from enqueued waits and records.
 //!
-//! The points of an event for several processes are records in shared memory, see [`crate::shared_event`].
+//! A point is published only after its record has been enqueued. So a wait always waits for something that was enqueued
+//! before, and waits form no cycle.
+//!
+//! The points of an event for several processes are records in shared memory; see [`crate::shared_event`].
 
 use std::sync::Arc;
 
@@ -14,18 +16,18 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::observer::Observed;
 use crate::operation::Operation;
-use crate::recording::Mark;
+use crate::recording::CapturePoint;
 use crate::shared_event::{Progress, Record, SharedEvent};
 
 /// One record of an event.
 #[derive(Debug)]
 pub(crate) struct Point {
-    /// Where the point stands, unless it is shared.
+    /// The progress of the point, unless it is shared.
     progress: Mutex<Progress>,
     changed: Condvar,
     shared: Option<Record>,
-    /// Where in a capture the record was made; such a point is never reached.
-    mark: Option<Mark>,
+    /// The place in a capture at which the record was made. Such a point is never reached.
+    capture_point: Option<CapturePoint>,
     /// What the order observer keeps with the point.
     pub(crate) observed: Observed,
 }
@@ -39,20 +41,20 @@ impl Point {
         Arc::new(Self::made(shared, None))
     }
 
-    /// A record that was made in a capture.
-    pub(crate) fn captured(mark: Mark) -> Arc<Self> {
-        Arc::new(Self::made(None, Some(mark)))
+    /// Creates the point of a record that was made in a capture.
+    pub(crate) fn captured(capture_point: CapturePoint) -> Arc<Self> {
+        Arc::new(Self::made(None, Some(capture_point)))
     }
 
-    fn made(shared: Option<Record>, mark: Option<Mark>) -> Self {
+    fn made(shared: Option<Record>, capture_point: Option<CapturePoint>) -> Self {
         let progress = Mutex::new(Progress::Ahead);
         let observed = Observed { shared: shared.as_ref().map(Record::key), ..Observed::default() };
-        Self { progress, changed: Condvar::new(), shared, mark, observed }
+        Self { progress, changed: Condvar::new(), shared, capture_point, observed }
     }
 
-    /// See the field.
-    pub(crate) fn mark(&self) -> Option<&Mark> {
-        self.mark.as_ref()
+    /// Returns the place in a capture at which the record was made.
+    pub(crate) fn capture_point(&self) -> Option<&CapturePoint> {
+        self.capture_point.as_ref()
     }
 
     pub(crate) fn progress(&self) -> Progress {
@@ -62,7 +64,8 @@ impl Point {
         }
     }
 
-    /// Called once, by the stream's worker, under the lock of its queue; whoever holds this lock takes no other.
+    /// Settles the point. The stream's worker calls it once, under the lock of its queue, and takes no lock under this
+    /// one.
     pub(crate) fn settle(&self, progress: Progress) {
         if let Some(record) = &self.shared {
             return record.settle(progress);
@@ -92,7 +95,7 @@ pub(crate) struct Event {
     pub(crate) device: u32,
     pub(crate) timing: bool,
     latest: Mutex<Option<Arc<Point>>>,
-    /// The event's state, where it is for several processes.
+    /// The state of the event, if it is for several processes.
     pub(crate) shared: Option<Arc<SharedEvent>>,
 }
 
@@ -101,12 +104,12 @@ impl Event {
         Arc::new(Self { device, timing, latest: Mutex::new(None), shared: None })
     }
 
-    /// An event for several processes.
+    /// Creates an event for several processes.
     pub(crate) fn interprocess(device: u32, shared: Arc<SharedEvent>) -> Arc<Self> {
         Arc::new(Self { device, timing: false, latest: Mutex::new(None), shared: Some(shared) })
     }
 
-    /// The latest record; `None` when there was none.
+    /// Returns the latest record; `None` if there was none.
     pub(crate) fn latest(&self) -> Option<Arc<Point>> {
         match &self.shared {
             None => self.latest.lock().clone(),
@@ -114,7 +117,7 @@ impl Event {
         }
     }
 
-    /// A point for a record that is about to be enqueued.
+    /// Creates a point for a record that is about to be enqueued.
     pub(crate) fn point(&self, operation: Operation) -> Result<Arc<Point>> {
         match &self.shared {
             None => Ok(Point::new()),
@@ -130,13 +133,14 @@ impl Event {
         }
     }
 
-    /// Returns the latest record, which must have been made outside of captures: nothing else is ever reached.
+    /// Returns the latest record, which must have been made outside of captures. A record in a capture is never
+    /// reached.
     pub(crate) fn reachable(&self, operation: Operation) -> Result<Option<Arc<Point>>> {
         let latest = self.latest();
-        let Some(mark) = latest.as_ref().and_then(|point| point.mark()) else { return Ok(latest) };
-        mark.lose("somebody asked or waited for an event that was recorded in it");
+        let Some(captured) = latest.as_ref().and_then(|point| point.capture_point()) else { return Ok(latest) };
+        captured.lose("a call queried or waited for an event that was recorded in it");
         Err(operation
             .error(ErrorKind::Capture, "the event was last recorded in a capture, so it is never reached")
-            .with_hint("record an event on the stream of the launch, and ask for that"))
+            .with_hint("record an event on the stream of the launch, and query that event"))
     }
 }

@@ -1,8 +1,8 @@
-//! Streams that the caller did not make here: those of other code, wrapped under an id of their own, and the default
-//! stream that each thread has.
+//! Streams that the caller did not create here: streams of other code, wrapped under an id of their own, and the
+//! default stream of each thread.
 //!
-//! The raw handle of a stream or event is its address, as with the vendors: it says nothing once the object is gone. Only
-//! live objects are found by it. A wrapper shares the object and is forgotten when it is destroyed.
+//! The raw handle of a stream or event is its address, as with the vendors, and is found only while the object lives. A
+//! wrapper shares the object, and is forgotten when it is destroyed.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -19,7 +19,7 @@ use crate::operation::Operation;
 use crate::stream::Stream;
 use highwater_hal::exit;
 
-/// The raw handle of a stream or event.
+/// Returns the raw handle of a stream or event.
 pub(crate) fn raw<T>(object: &Arc<T>) -> u64 {
     Arc::as_ptr(object).addr() as u64
 }
@@ -27,8 +27,8 @@ pub(crate) fn raw<T>(object: &Arc<T>) -> u64 {
 #[cold]
 pub(crate) fn unknown(operation: Operation, what: &str, device: u32, raw: u64) -> Error {
     operation
-        .error(ErrorKind::InvalidHandle, format!("{raw:#x} is no live {what} of device {device}"))
-        .with_hint(format!("pass what `raw_{what}` gave, and keep the {what} until its wrapper is destroyed"))
+        .error(ErrorKind::InvalidHandle, format!("{raw:#x} is not a live {what} of device {device}"))
+        .with_hint(format!("pass the result of `raw_{what}`, and keep the {what} until its wrapper is destroyed"))
 }
 
 /// The ids of wrappers.
@@ -44,7 +44,7 @@ impl<I: Eq + Hash> Wrappers<I> {
         self.0.lock().insert(id);
     }
 
-    /// Whether the id was a wrapper's, which it is no longer.
+    /// Forgets a wrapper. Returns whether the id was one.
     pub(crate) fn forget(&self, id: &I) -> bool {
         self.0.lock().remove(id)
     }
@@ -54,8 +54,8 @@ impl<I: Eq + Hash> Wrappers<I> {
     }
 }
 
-/// The per-thread default streams of one backend. A stream begins with its first use and ends with its thread or with
-/// the backend, whichever is first; what was enqueued on it is executed in either case.
+/// The per-thread default streams of one backend. A stream begins with its first use, and ends with its thread or with
+/// the backend, whichever is first. Its enqueued work is executed in either case.
 #[derive(Debug)]
 pub(crate) struct ThreadStreams {
     calls: Arc<Calls>,
@@ -67,7 +67,7 @@ impl ThreadStreams {
         Arc::new(Self { calls, streams: Mutex::new(HashMap::new()) })
     }
 
-    /// The calling thread's stream of a device.
+    /// Returns the calling thread's stream of a device.
     pub(crate) fn get(self: &Arc<Self>, engine: &Arc<Engine>, device: u32) -> Arc<Stream> {
         let key = (std::thread::current().id(), device);
         let mut streams = self.streams.lock();
@@ -77,13 +77,13 @@ impl ThreadStreams {
         let stream = Stream::new(engine, device);
         streams.insert(key, Arc::clone(&stream));
         drop(streams);
-        // A thread that is at its end already leaves the stream to the backend.
+        // A thread that is ending leaves the stream to the backend.
         let _ = END.try_with(|end| end.backends.borrow_mut().push(Arc::downgrade(self)));
         stream
     }
 
     fn end(&self, thread: ThreadId) {
-        // The lock may have been held by a thread that a forked child does not have.
+        // A thread that a forked child does not have may hold the lock.
         if !self.calls.is_own_process() || exit::has_begun() {
             return;
         }
@@ -94,7 +94,7 @@ impl ThreadStreams {
     }
 }
 
-/// Ends the streams of a thread with it.
+/// Ends the streams of a thread when the thread ends.
 struct EndOfThread {
     thread: ThreadId,
     backends: RefCell<Vec<Weak<ThreadStreams>>>,

@@ -26,7 +26,7 @@ use crate::event::Event;
 use crate::foreign::{self, ThreadStreams, Wrappers};
 use crate::host::MockHost;
 use crate::ipc::{self, MockIpc};
-use crate::observer::{Observers, OrderObserver, UseObserver};
+use crate::observer::{Observers, OrderObserver, UseObserver, counted};
 use crate::operation::Operation;
 use crate::options::MockOptions;
 use crate::races::Race;
@@ -38,10 +38,10 @@ use crate::shared_event::{Progress, SharedEvent};
 use crate::state::{Shared, State, device_uuid};
 use crate::stream::Stream;
 
-/// Simulated devices. Opened with [`MockGpu::open`], used through [`Backend`].
+/// Simulated devices. Open them with [`MockGpu::open`], and use them through [`Backend`].
 ///
-/// BLAS handles, the host allocator and the sharing keep what they need of it alive, so the devices end with the last of them: then
-/// what is still queued is executed without latency, the worker threads are joined, and memory and descriptors are given
+/// BLAS handles, the host allocator and the sharing keep the devices alive, so the devices end with the last of them.
+/// Then the mock executes the queued work without latency, joins the worker threads, and gives memory and descriptors
 /// back. In a forked child, and once the process has begun to exit, dropping does nothing.
 pub struct MockGpu {
     shared: Arc<Shared>,
@@ -57,11 +57,11 @@ impl fmt::Debug for MockGpu {
 }
 
 impl MockGpu {
-    /// Makes the devices.
+    /// Opens the devices.
     ///
     /// # Errors
-    /// `InvalidArgument` or `Unsupported` for options that cannot be had, `OutOfMemory` when the system refuses the
-    /// memory.
+    /// `InvalidArgument` or `Unsupported` for options that the mock does not have, `OutOfMemory` if the system refuses
+    /// the memory.
     pub fn open(options: MockOptions) -> Result<Arc<Self>> {
         let faults = options.check()?;
         let schedule = options.schedule.map(Schedule::new);
@@ -137,7 +137,7 @@ impl MockGpu {
             schedule,
             prints_races: options.prints_races,
         };
-        // There is no vendor whose handlers would have to be run after: once for all backends of the process.
+        // No vendor has exit handlers that must run first. Once for all backends of the process.
         static WATCH: Once = Once::new();
         WATCH.call_once(exit::watch);
         Ok(Arc::new(Self { shared: Arc::new(Shared(ManuallyDrop::new(state))) }))
@@ -154,10 +154,10 @@ impl MockGpu {
         self.shared.engine.latency_ns.store(nanoseconds(latency), Ordering::Relaxed);
     }
 
-    /// Changes the time that making a handle of `device` takes.
+    /// Changes the time that creating a handle of `device` takes.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such device.
+    /// `InvalidArgument` if the device does not exist.
     pub fn set_create_handle_latency(&self, device: u32, latency: Duration) -> Result<()> {
         let setting = self.shared.create_handle_latency_ns.get(device as usize);
         let setting = setting.ok_or_else(|| self.shared.no_device("set_create_handle_latency", device))?;
@@ -169,129 +169,128 @@ impl MockGpu {
     /// A product on the handle then returns `InvalidPointer`, because the trait passes host addresses.
     ///
     /// # Errors
-    /// `InvalidHandle` if `raw` is no live handle.
+    /// `InvalidHandle` if `raw` is not a live handle.
     pub fn set_pointer_mode(&self, raw: u64, on_device: bool) -> Result<()> {
         let handle = self.shared.raw_handles.lock().get(&raw).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is no live handle"))
+            Error::new(ErrorKind::InvalidHandle, "set_pointer_mode", format!("{raw} is not a live handle"))
                 .with_hint("pass the result of `BlasHandle::raw` while the handle lives")
         })?;
         handle.store(on_device, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Makes a call of an operation fail, the `nth_from_now`-th (1 is the next one). `operation` is an [`Operation`] or
-    /// its name. See [`MockOptions::with_fault`] for what a `Runtime` makes of the failure.
+    /// Makes the `nth_from_now`-th call of an operation fail; 1 is the next one. `operation` is an [`Operation`] or its
+    /// name. [`MockOptions::with_fault`] says what a `Runtime` makes of the failure.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that does not exist and for 0.
+    /// `InvalidArgument` for an unknown name and for 0.
     pub fn fail_call(&self, operation: impl AsRef<str>, nth_from_now: u64, kind: ErrorKind) -> Result<()> {
         self.shared.calls.fail(operation.as_ref().parse()?, nth_from_now..=nth_from_now, kind)
     }
 
-    /// Makes calls of an operation fail by chance, `per_million` of a million on average, from the next one on; 0 ends it.
-    /// Which calls those are depends on the seed of the options, the operation and how many calls of it came since, and on
-    /// nothing else. A fault of [`MockGpu::fail_call`] that is due comes first.
+    /// Makes `per_million` of a million calls of an operation fail on average, from the next one on; 0 ends it. The
+    /// seed of the options, the operation, and the number of its calls since then decide which calls fail. A due fault
+    /// of [`MockGpu::fail_call`] comes first.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that does not exist and for more than a million.
+    /// `InvalidArgument` for an unknown name and for more than a million.
     pub fn fail_by_chance(&self, operation: impl AsRef<str>, per_million: u32, kind: ErrorKind) -> Result<()> {
         self.shared.calls.fail_by_chance(operation.as_ref().parse()?, per_million, kind)
     }
 
-    /// How many calls of an operation the mock made fail because it was told to.
+    /// Returns how many calls of an operation the mock made fail.
     #[must_use]
     pub fn faults(&self, operation: Operation) -> u64 {
         self.shared.calls.faults(operation)
     }
 
-    /// How often an operation was called, failed calls included.
+    /// Returns how often an operation was called, failed calls included.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> u64 {
         self.shared.calls.count(operation)
     }
 
-    /// How often any operation was called.
+    /// Returns how often any operation was called.
     #[must_use]
     pub fn total_calls(&self) -> u64 {
         Operation::ALL.iter().map(|&operation| self.calls(operation)).sum()
     }
 
-    /// The rules of use that were broken since the backend was opened in test mode
-    /// ([`MockOptions::with_checks`]), the first 1000 of them. Without test mode nothing is found.
+    /// Returns the first 1000 rules of use that were broken since the backend was opened in test mode
+    /// ([`MockOptions::with_checks`]). Without test mode the list is empty.
     #[must_use]
     pub fn violations(&self) -> Vec<Violation> {
-        // In a child, the lock may be held by a thread that it does not have.
+        // In a child, a thread that the child does not have may hold the lock.
         let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
         checks.map_or_else(Vec::new, |checks| checks.violations())
     }
 
-    /// How many there were in all.
+    /// Returns how many rules of use were broken in all.
     #[must_use]
     pub fn violation_count(&self) -> u64 {
         let checks = self.shared.checks.as_ref().filter(|_| self.shared.calls.is_own_process());
         checks.map_or(0, |checks| checks.count())
     }
 
-    /// The races that were found since the backend was opened with [`MockOptions::with_race_detector`], the first 1000 of
-    /// them, in the order in which their second operations were called. Two operations make one race, however many bytes
-    /// they share. Without the finder there are none. See [`races`](crate::races).
+    /// Returns the first 1000 races since the backend was opened with [`MockOptions::with_race_detector`], in the order
+    /// in which their second operations were called. Two operations make one race, however many bytes they share.
+    /// Without the finder the list is empty. See [`races`](crate::races).
     #[must_use]
     pub fn races(&self) -> Vec<Race> {
-        // In a child, the lock may be held by a thread that it does not have.
+        // In a child, a thread that the child does not have may hold the lock.
         let races = self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process());
         races.map_or_else(Vec::new, |races| races.races())
     }
 
-    /// How many races there were in all.
+    /// Returns how many races there were in all.
     #[must_use]
     pub fn race_count(&self) -> u64 {
         let races = self.shared.races.as_ref().filter(|_| self.shared.calls.is_own_process());
         races.map_or(0, |races| races.count())
     }
 
-    /// For the end of a test: whether no races were found.
+    /// Fails if a race was found, for the end of a test.
     ///
     /// # Errors
-    /// `InvalidState` with every race in full, and when the finder is off; `Forked` in a forked child.
+    /// `InvalidState` with every race in full, and if the finder is off; `Forked` in a forked child.
     pub fn check_races(&self) -> Result<()> {
         const OPERATION: &str = "check_races";
         if !self.shared.calls.is_own_process() {
             return Err(Generation::error(OPERATION));
         }
         if self.shared.races.is_none() {
-            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "no races are looked for")
-                .with_hint("open the mock with `MockOptions::with_race_detector(true)`"));
+            return Err(Error::new(ErrorKind::InvalidState, OPERATION, "the race finder is off")
+                .with_hint("open the mock with `MockOptions::with_race_detector()`"));
         }
         let count = self.race_count();
         if count == 0 {
             return Ok(());
         }
         let races: String = self.races().iter().map(|race| format!("\n{race}")).collect();
-        Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{count} races were found{races}")))
+        Err(Error::new(ErrorKind::InvalidState, OPERATION, format!("{} found{races}", counted(count, "race"))))
     }
 
-    /// How many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]), because nobody
-    /// called for two seconds. While it is 0, equal calls give equal schedules.
+    /// Returns how many operations of streams happened outside of the schedule ([`MockOptions::with_schedule`]),
+    /// because nobody called for two seconds. While it is 0, equal calls give equal schedules.
     #[must_use]
     pub fn unscheduled_operations(&self) -> u64 {
         self.shared.schedule.as_ref().map_or(0, |schedule| schedule.unprompted())
     }
 
-    /// The inode of the memory file that holds the device's own memory. Every process that opened some of it has it among
-    /// its mappings (`/proc/PID/maps`) under this number.
+    /// Returns the inode of the memory file that holds the device's own memory. A process that has opened some of it
+    /// has this inode among its mappings (`/proc/PID/maps`).
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such device.
+    /// `InvalidArgument` if the device does not exist.
     pub fn memory_inode(&self, device: u32) -> Result<u64> {
         let found = self.shared.engine.devices.get(device as usize);
         Ok(found.ok_or_else(|| self.shared.no_device("memory_inode", device))?.memory.id().inode)
     }
 
-    /// Breaks a device: nothing is executed on it any more, and calls that need it give `DeviceLost`. There is no way
-    /// back.
+    /// Loses a device for good. It executes nothing any more, and calls that need it return `DeviceLost`.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such device.
+    /// `InvalidArgument` if the device does not exist.
     pub fn lose_device(&self, device: u32) -> Result<()> {
         let found = self.shared.engine.devices.get(device as usize);
         found.ok_or_else(|| self.shared.no_device("lose_device", device))?.lose();
@@ -303,8 +302,8 @@ fn out_of_range(operation: Operation, what: &str) -> Error {
     operation.error(ErrorKind::InvalidArgument, format!("{what} reaches past the address space"))
 }
 
-// SAFETY: streams execute in order on one worker each; a record is reached when the worker has executed what was
-// enqueued before it, and that is what events and streams answer by. Copies move exactly the checked ranges.
+// SAFETY: one worker executes the commands of a stream in order. A record is reached once the worker has executed all
+// that was enqueued before it, and events and streams answer by that. Copies move exactly the checked ranges.
 unsafe impl Backend for MockGpu {
     fn identity(&self) -> &Identity {
         &self.shared.identity
@@ -337,9 +336,9 @@ unsafe impl Backend for MockGpu {
     fn live_objects(&self) -> LiveObjects {
         let mut live = LiveObjects::default();
         let shared = &*self.shared;
-        // A child owns nothing of its parent's.
+        // A child owns no object of its parent.
         if shared.calls.is_own_process() {
-            // What was wrapped belongs to other code.
+            // Wrapped objects belong to other code.
             live.streams = (shared.streams.len() as u64).saturating_sub(shared.wrapped_streams.count());
             live.events = (shared.events.len() as u64).saturating_sub(shared.wrapped_events.count());
             live.handles = shared.handles.load(Ordering::Relaxed);
@@ -368,7 +367,7 @@ unsafe impl Backend for MockGpu {
         }
         let stream = Stream::new(&shared.engine, device);
         let id = shared.streams.insert(operation.name(), device, Arc::clone(&stream))?;
-        // Nobody else knows the stream yet.
+        // No other thread knows the stream yet.
         let _ = stream.id.set(id);
         Ok(id)
     }
@@ -380,10 +379,10 @@ unsafe impl Backend for MockGpu {
             shared.check_default_stream(operation, stream)?;
             return Err(operation
                 .error(ErrorKind::InvalidArgument, "a default stream cannot be destroyed")
-                .with_hint("destroy only what `create_stream` gave"));
+                .with_hint("destroy only streams that `create_stream` returned"));
         }
         let removed = shared.streams.remove(operation.name(), stream)?;
-        // Relaxed: whoever may rely on the id being stale has learnt of this call's return by other means.
+        // Relaxed: a thread that relies on the id being stale learned of this call's return by other means.
         shared.streams_epoch.fetch_add(1, Ordering::Relaxed);
         if !shared.wrapped_streams.forget(&stream) {
             removed.close();
@@ -406,7 +405,7 @@ unsafe impl Backend for MockGpu {
         let device = self.shared.device(operation, device)?;
         let clock = self.shared.engine.clock_of(device.ordinal);
         let streams = self.shared.engine.streams_of(device.ordinal);
-        // Every capture is lost, not only the first that is met, and nothing is waited for then.
+        // Every capture is lost, not only the first one that is met. Nothing is waited for then.
         let refusals: Vec<_> = streams.iter().map(|stream| stream.queue.lock().refuse_to_answer(operation)).collect();
         refusals.into_iter().collect::<Result<()>>()?;
         for stream in streams {
@@ -487,7 +486,7 @@ unsafe impl Backend for MockGpu {
         let point = queue.record(operation, object.point(operation)?)?;
         object.move_to(Arc::clone(&point));
         if let Some(schedule) = self.shared.schedule.as_ref().filter(|_| object.shared.is_some()) {
-            // Another process that waits drives nothing here.
+            // A wait of another process executes nothing here.
             schedule.try_to_reach(|| !matches!(point.progress(), Progress::Ahead));
         }
         Ok(())
@@ -523,7 +522,7 @@ unsafe impl Backend for MockGpu {
             let error = |kind, what: &str| Error::new(kind, operation.name(), format!("{id:?} {what}"));
             if !event.timing {
                 return Err(error(ErrorKind::InvalidArgument, "has no timing")
-                    .with_hint("make both events with `EventOptions::with_timing`"));
+                    .with_hint("create both events with `EventOptions::with_timing`"));
             }
             match event.reachable(operation)?.map(|point| self.shared.engine.ask_for(&point)) {
                 None => Err(error(ErrorKind::InvalidArgument, "was never recorded")),
@@ -591,7 +590,7 @@ unsafe impl Backend for MockGpu {
             }
             other => {
                 return Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")));
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the kind of memory {other:?}")));
             }
         };
         if options.bytes == 0 {
@@ -773,7 +772,7 @@ unsafe impl Backend for MockGpu {
             BlasKind::Lt => return Err(operation.lacks("lt_plans")),
             other => {
                 return Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of handle {other:?}")));
+                    .error(ErrorKind::Unsupported, format!("the mock does not support the kind of handle {other:?}")));
             }
         }
         if !shared.capabilities.create_during_capture {

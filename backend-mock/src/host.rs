@@ -1,7 +1,8 @@
 //! Page-locked host memory, emulated by anonymous mappings and a table of what is locked.
 //!
-//! Nothing is locked in fact; the table makes copies as strict as the fastest hardware is: a range outside of the table,
-//! or across two entries of it, is refused. Registered memory counts against the limit as allocated memory does.
+//! Nothing is really locked. The table makes copies as strict as on the strictest hardware: a range outside of the
+//! table, or across two entries of it, is an error. Registered memory counts against the limit as allocated memory
+//! does.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ptr::NonNull;
@@ -19,11 +20,11 @@ use crate::observer::{Observers, Range, Space, Store, Touch, UseObserver};
 use crate::operation::Operation;
 use highwater_hal::exit;
 
-/// Freed blocks that test mode keeps, poisoned, and how many bytes of them.
+/// The freed blocks, and their bytes, that test mode keeps poisoned.
 const KEPT_BLOCKS: usize = 64;
 const KEPT_BYTES: usize = 64 << 20;
 
-/// Distance between the host's and the device's address where the two differ.
+/// The distance between the host's and the device's address, if the two differ.
 const DEVICE_WINDOW: u64 = 1 << 62;
 
 #[derive(Debug)]
@@ -38,7 +39,7 @@ struct Table {
     /// By address. No two entries overlap.
     blocks: BTreeMap<usize, Block>,
     locked_bytes: u64,
-    /// In test mode, what was freed last and is still mapped, the oldest first.
+    /// In test mode, the freed blocks that are still mapped, the oldest first.
     freed: VecDeque<(HostPtr, usize)>,
 }
 
@@ -98,11 +99,11 @@ impl MockHost {
         }
     }
 
-    /// Poisons a freed block and keeps it mapped for a while, so that who reads it too late finds the poison, and device
-    /// work that comes too late finds memory. Unmaps the oldest ones that no work uses.
+    /// Poisons a freed block and keeps it mapped for a while. A program that reads it too late finds the poison, and
+    /// device work that comes too late finds memory. Unmaps the oldest blocks that no work uses.
     ///
     /// # Safety
-    /// The block is a mapping of `allocate` that is in the table no more.
+    /// The block must be a mapping of `allocate` that is no longer in the table.
     unsafe fn keep_poisoned(&self, ptr: HostPtr, bytes: usize) {
         for offset in (0..bytes).step_by(size_of::<u32>()) {
             let part = (bytes - offset).min(size_of::<u32>());
@@ -131,8 +132,8 @@ impl MockHost {
         }
     }
 
-    /// Checks that a range lies inside one page-locked block. One that begins in a registration and reaches out of it, also
-    /// where another one follows without a gap, gives what vendors give for it: an invalid argument.
+    /// Checks that a range lies inside one page-locked block. A range that begins in a registration and reaches out of
+    /// it is an invalid argument, as with the vendors, even if another registration follows without a gap.
     pub(crate) fn range(&self, operation: Operation, what: &str, ptr: HostPtr, bytes: usize) -> Result<()> {
         let table = self.table.read();
         if table.contains(ptr.address(), bytes) {
@@ -150,7 +151,7 @@ impl MockHost {
                         block.bytes
                     ),
                 )
-                .with_hint("cut copies at the borders between registrations"));
+                .with_hint("split copies at the borders between registrations"));
         }
         drop(table);
         Err(operation
@@ -158,10 +159,10 @@ impl MockHost {
                 ErrorKind::InvalidPointer,
                 format!("{what}: {bytes} bytes at {ptr:?} are not inside one block of page-locked memory"),
             )
-            .with_hint("copy from and to memory that the host allocator gave or registered, one block at a time"))
+            .with_hint("copy from and to memory that the host allocator allocated or registered, one block at a time"))
     }
 
-    /// How many blocks are page-locked.
+    /// Returns how many blocks are page-locked.
     pub(crate) fn blocks(&self) -> u64 {
         self.table.read().blocks.len() as u64
     }
@@ -171,10 +172,8 @@ impl MockHost {
             HostMemoryKind::Default => Ok(()),
             HostMemoryKind::WriteCombined if self.capabilities.write_combined => Ok(()),
             HostMemoryKind::WriteCombined => Err(operation.lacks("write_combined")),
-            other => {
-                Err(operation
-                    .error(ErrorKind::Unsupported, format!("the mock does not know the kind of memory {other:?}")))
-            }
+            other => Err(operation
+                .error(ErrorKind::Unsupported, format!("the mock does not support the kind of memory {other:?}"))),
         }
     }
 }
@@ -194,8 +193,8 @@ fn exhausted(operation: Operation, bytes: usize, locked: u64, limit: u64) -> Err
         .with_hint("free page-locked memory, or open the mock with more host memory")
 }
 
-// SAFETY: each block is an anonymous mapping of its own, zeroed, page-aligned, at least as large as asked for, and
-// unmapped only by `free` or with the allocator itself.
+// SAFETY: each block is an anonymous mapping of its own, zeroed, page-aligned, and at least as large as requested. Only
+// `free` unmaps it, or the end of the allocator.
 unsafe impl HostAllocator for MockHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         let operation = self.calls.enter(Operation::HostAllocate)?;
@@ -237,12 +236,12 @@ unsafe impl HostAllocator for MockHost {
                 let what = if other.is_some() { "was registered, not allocated" } else { "is no allocated block" };
                 return Err(operation
                     .error(ErrorKind::InvalidPointer, format!("{ptr:?} {what}"))
-                    .with_hint("free each block once, with the address that `allocate` gave"));
+                    .with_hint("free each block once, with the address that `allocate` returned"));
             }
         };
         table.blocks.remove(&ptr.address());
         table.locked_bytes -= bytes as u64;
-        // Unmapping much takes long; the address is not given out again before it is done.
+        // Unmapping a large block takes long. The system does not hand the address out before it is done.
         drop(table);
         self.change_hands(operation, "were freed", ptr, bytes);
         self.note_free(operation, ptr, bytes);
@@ -251,7 +250,7 @@ unsafe impl HostAllocator for MockHost {
             unsafe { self.keep_poisoned(ptr, bytes) };
             return Ok(());
         }
-        // SAFETY: the mapping was made by `allocate` with this length; the caller promises that nobody uses it any more.
+        // SAFETY: `allocate` made the mapping with this length. The caller promises that nobody uses it any more.
         unsafe { unmap(ptr.as_ptr(), bytes) };
         Ok(())
     }
@@ -270,7 +269,7 @@ unsafe impl HostAllocator for MockHost {
             return invalid(format!("{bytes} bytes at {ptr:?} reach past the address space"));
         };
         let mut table = self.table.write();
-        // The last block that begins before the end is the only one that can reach into the range.
+        // Only the last block that begins before the end can reach into the range.
         if let Some((start, block)) = table.around(end - 1)
             && start + block.bytes > ptr.address()
         {
@@ -323,7 +322,7 @@ unsafe impl HostAllocator for MockHost {
 }
 
 impl Drop for MockHost {
-    /// Unmaps what was never freed: with the allocator gone, nobody can free it any more.
+    /// Unmaps the blocks that were never freed. Without the allocator, nobody can free them.
     fn drop(&mut self) {
         if !self.calls.is_own_process() || exit::has_begun() {
             return;
@@ -331,15 +330,15 @@ impl Drop for MockHost {
         let table = self.table.get_mut();
         let never_freed = table.blocks.values().filter(|block| !block.registered).map(|block| (block.ptr, block.bytes));
         for (ptr, bytes) in never_freed.chain(table.freed.iter().copied()) {
-            // SAFETY: the mapping was made by `allocate` with this length and is unmapped nowhere else any more. The
-            // backend, whose workers used it, holds the allocator and has ended.
+            // SAFETY: `allocate` made the mapping with this length, and no other code unmaps it. The backend, whose
+            // workers used it, holds the allocator and has ended.
             unsafe { unmap(ptr.as_ptr(), bytes) };
         }
     }
 }
 
 /// # Safety
-/// The range is a mapping of `allocate` that nobody uses any more.
+/// The range must be a mapping of `allocate` that nobody uses any more.
 unsafe fn unmap(address: *mut u8, bytes: usize) {
     // SAFETY: as promised by the caller.
     if let Err(error) = unsafe { rustix::mm::munmap(address.cast(), bytes) } {

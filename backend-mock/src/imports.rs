@@ -1,8 +1,8 @@
-//! Memory of other processes (or of other devices of this one) that is open for a device, and where it lies in the
-//! device's addresses.
+//! Memory of other processes, or of other devices of this one, that is open for a device, and its addresses on the
+//! device.
 //!
-//! Addresses are handed out going up, and one that was closed comes again only after all the others: work that still
-//! uses it meets nothing rather than somebody else's memory.
+//! Addresses are handed out going up, and a closed one returns only after all the others. Work that still uses a closed
+//! address meets nothing, not other memory.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use std::sync::Arc;
 use crate::mapping::Mapping;
 use crate::sealed_file::{FileId, page_bytes};
 
-/// Bytes of addresses that each device has for opened memory: more than there is to be mapped.
+/// The bytes of addresses that each device has for opened memory.
 const WINDOW: u64 = 1 << 52;
 
-/// What is open, and what counts as the same when it is opened again. A block that was freed and allocated anew at the
+/// The memory that is open, and its identity when it is opened again. A block that was freed and allocated again in the
 /// same place is another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Source {
@@ -32,28 +32,28 @@ struct Import {
 
 #[derive(Debug)]
 pub(crate) struct Imports {
-    /// First offset of the window.
+    /// The first offset of the window.
     start: u64,
-    /// Where in the window the next one is placed, if it fits there.
+    /// The offset in the window of the next one, if it fits there.
     next: u64,
     open: BTreeMap<u64, Import>,
     offsets: BTreeMap<Source, u64>,
 }
 
 impl Imports {
-    /// Nothing open, for the device with this ordinal.
+    /// Creates the empty table of the device with this ordinal.
     pub(crate) fn new(ordinal: u32) -> Self {
         Self { start: (u64::from(ordinal) + 1) * WINDOW, next: 0, open: BTreeMap::new(), offsets: BTreeMap::new() }
     }
 
-    /// Counts one more open of what is open, and gives its offset.
+    /// Counts one more open of memory that is open, and returns its offset.
     pub(crate) fn open_again(&mut self, source: &Source) -> Option<u64> {
         let offset = *self.offsets.get(source)?;
         self.open.get_mut(&offset)?.opens += 1;
         Some(offset)
     }
 
-    /// Takes in what was not open, and gives its offset; `None` when no addresses are left.
+    /// Adds memory that was not open, and returns its offset; `None` if no addresses are left.
     pub(crate) fn insert(&mut self, source: Source, mapping: Mapping) -> Option<u64> {
         let offset = self.place(mapping.bytes())?;
         self.open.insert(offset, Import { mapping: Arc::new(mapping), source, opens: 1 });
@@ -61,14 +61,14 @@ impl Imports {
         Some(offset)
     }
 
-    /// Takes addresses that `insert` will not hand out until all the others were; `None` when none are left.
+    /// Takes addresses that `insert` will not hand out before all the others; `None` if none are left.
     #[cfg(feature = "simulated")]
     pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Option<u64> {
         let start = self.place(bytes.checked_add(alignment)?)?;
         Some(start.next_multiple_of(alignment))
     }
 
-    /// Takes in a mapping at an offset that `reserve` gave. `false` where something is open there.
+    /// Adds a mapping at an offset that `reserve` returned. Returns false if memory is open there.
     #[cfg(feature = "simulated")]
     pub(crate) fn insert_at(&mut self, offset: u64, source: Source, mapping: Mapping) -> bool {
         let end = offset + mapping.bytes();
@@ -81,7 +81,8 @@ impl Imports {
         true
     }
 
-    /// Undoes one open. `None` where nothing is open at the offset, else the mapping if that was the last one.
+    /// Closes memory once. Returns `None` if no memory is open at the offset, else the mapping if that was the last
+    /// open.
     pub(crate) fn close(&mut self, offset: u64) -> Option<Option<Arc<Mapping>>> {
         let import = self.open.get_mut(&offset)?;
         import.opens -= 1;
@@ -93,27 +94,27 @@ impl Imports {
         Some(Some(import.mapping))
     }
 
-    /// The mapping that an offset lies in, and the offset inside of it.
+    /// Returns the mapping that holds an offset, and the offset inside it.
     pub(crate) fn mapping(&self, offset: u64) -> Option<(Arc<Mapping>, u64)> {
         let (start, import) = self.around(offset)?;
         (offset - start < import.mapping.bytes()).then(|| (Arc::clone(&import.mapping), offset - start))
     }
 
-    /// The inode of the file that an offset lies in, and the place in it.
+    /// Returns the inode of the file that holds an offset, and the offset in the file.
     pub(crate) fn source(&self, offset: u64) -> Option<(u64, u64)> {
         let (start, import) = self.around(offset)?;
         let inside = offset - start;
         (inside < import.mapping.bytes()).then(|| (import.source.file.inode, import.source.offset + inside))
     }
 
-    /// Whether a range lies inside one block that is open.
+    /// Returns whether a range lies inside one open block.
     pub(crate) fn contains(&self, offset: u64, bytes: u64) -> bool {
         self.around(offset).is_some_and(|(start, import)| {
             offset.checked_add(bytes).is_some_and(|end| end <= start + import.source.bytes)
         })
     }
 
-    /// How many blocks are open, however often each.
+    /// Returns how many blocks are open, each counted once.
     pub(crate) fn count(&self) -> u64 {
         self.open.len() as u64
     }
@@ -122,7 +123,7 @@ impl Imports {
         self.open.range(..=offset).next_back().map(|(&start, import)| (start, import))
     }
 
-    /// An offset with so many free bytes behind it, and a page that stays free.
+    /// Returns an offset with that many free bytes behind it, and a page that stays free.
     fn place(&mut self, bytes: u64) -> Option<u64> {
         let length = bytes.checked_add(page_bytes())?;
         let offset = self.place_from(self.next, length).or_else(|| self.place_from(0, length))?;

@@ -1,6 +1,6 @@
 //! [`MockIpc`]: handles of device memory and events for other processes, and opening them.
 //!
-//! A memory handle names a range of the exporter's memory file and travels with a descriptor of that file. Its payload
+//! A memory handle names a range of the exporter's memory file, and travels with a descriptor of that file. Its payload
 //! is little-endian:
 //!
 //! | bytes | what |
@@ -12,13 +12,13 @@
 //! | 32..56 | zeros |
 //! | 56..64 | a checksum of the above, the device's UUID and the file's inode |
 //!
-//! so that a handle that was altered, or put together with another descriptor, is no handle. The exporter's memory file
-//! holds all of the device's memory: who was given one block is trusted with the others.
+//! An altered handle, or one with another descriptor, is no handle. The exporter's memory file holds all of the
+//! device's memory, so a process with one block is trusted with the others.
 //!
-//! An event handle has the same form with another magic number and no offset, see [`crate::shared_event`].
+//! An event handle has the same form with another magic number and no offset; see [`crate::shared_event`].
 //!
-//! Shared memory is not counted here. When its exporter frees a block, the bytes are given to the next one, whoever
-//! still has them mapped; keeping that from happening is what core is for.
+//! The mock does not count who has memory open. When the exporter frees a block, the next allocation gets the bytes,
+//! even if another process still maps them. Preventing that is the task of core.
 
 use std::fmt;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ use crate::state::{Shared, device_uuid};
 
 const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"HWMKMEM1");
 
-/// The mock's sharing; it keeps the devices alive.
+/// The mock's sharing. Keeps the devices alive.
 pub(crate) struct MockIpc {
     gpu: Arc<Shared>,
 }
@@ -60,12 +60,12 @@ impl fmt::Debug for MockIpc {
     }
 }
 
-/// The error of a transport that the capabilities do not name.
+/// Returns the error of a transport that the capabilities do not name.
 #[cold]
 pub(crate) fn unsupported(operation: Operation, transport: Transport) -> highwater_hal::Error {
     operation
         .error(ErrorKind::Unsupported, format!("the device shares nothing by the transport {transport:?}"))
-        .with_hint("the capability `ipc_transports` says which there are")
+        .with_hint("the capability `ipc_transports` lists the transports of the device")
 }
 
 impl IpcSharing for MockIpc {
@@ -92,7 +92,7 @@ impl IpcSharing for MockIpc {
         self.check_transport(operation, handle.transport)?;
         let refused = |message: String| {
             operation.error(ErrorKind::InvalidArgument, message).with_hint(
-                "pass a handle as `export_memory` gave it, with its descriptor, for the device with its UUID",
+                "pass a handle as `export_memory` returned it, with its descriptor, for the device with its UUID",
             )
         };
         let uuid = device_uuid(ordinal);
@@ -106,7 +106,7 @@ impl IpcSharing for MockIpc {
             handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
         let (file, file_bytes) = sealed_file::check(operation, descriptor)?;
         let [_, offset, bytes, serial, ..] = open_payload(&handle.payload, MEMORY_MAGIC, &uuid, file)
-            .ok_or_else(|| refused("the payload is none that was exported for this descriptor".to_owned()))?;
+            .ok_or_else(|| refused("the payload was not exported for this descriptor".to_owned()))?;
         let length = bytes.checked_next_multiple_of(page_bytes()).unwrap_or(u64::MAX);
         let fits = offset.checked_add(length).is_some_and(|end| end <= file_bytes);
         if bytes == 0 || bytes != handle.bytes || !offset.is_multiple_of(page_bytes()) || !fits {
@@ -120,7 +120,7 @@ impl IpcSharing for MockIpc {
         let place = match imports.open_again(&source) {
             Some(place) => place,
             None => {
-                // SAFETY: the file was found to be long enough and sealed against becoming shorter.
+                // SAFETY: the check found the file long enough and sealed against shrinking.
                 let mapping = unsafe { Mapping::new(descriptor, offset, length) }
                     .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
                 imports.insert(source, mapping).ok_or_else(|| {
@@ -142,8 +142,8 @@ impl IpcSharing for MockIpc {
         let object = self.gpu.event(operation, event)?;
         let shared = object.shared.as_ref().ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidArgument, format!("{event:?} was not made for other processes"))
-                .with_hint("make the event with `EventOptions::with_interprocess`")
+                .error(ErrorKind::InvalidArgument, format!("{event:?} was not created for other processes"))
+                .with_hint("create the event with `EventOptions::with_interprocess`")
         })?;
         shared.export(operation, device_uuid(object.device), &self.gpu.exported)
     }

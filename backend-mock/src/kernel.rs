@@ -1,16 +1,16 @@
-//! The kernels behind a product, on private buffers: read from device memory, multiply, write back.
+//! The kernels of a product, on private buffers: read from device memory, multiply, write back.
 //!
-//! A product is two commands. *Multiply* leaves `op(A) * op(B)` in the workspace; *finish* takes it from there, scales,
-//! adds the old C, applies the epilogue and writes the result. Between the two the intermediate result lies in ordinary
-//! device memory, so whoever else writes the workspace meanwhile spoils it, as on hardware. A product that is larger
-//! than its workspace is cut into panels, with two commands each.
+//! A product is two commands. *Multiply* leaves `op(A) * op(B)` in the workspace. *Finish* takes it from there, scales
+//! it, adds the old C, applies the epilogue and writes the result. Between the two, the intermediate result lies in
+//! ordinary device memory, so another write to the workspace spoils it, as on hardware. A product that is larger than
+//! its workspace is cut into panels, with two commands each.
 //!
-//! Half types are widened to 32 bits, multiplied, added up and kept there, and rounded once, when the result is written.
-//! In TF32 the factors are rounded before they are multiplied, and nothing else is.
+//! Half types are widened to 32 bits, multiplied and added there, and rounded once, when the result is written. TF32
+//! rounds the factors before they are multiplied, and nothing else.
 //!
-//! Equal calls give equal bits: the order of every sum depends only on the shape and the size of the workspace. Where
-//! atomics are allowed, a sum over a long k is made of parts that are added in another order each time, so that code
-//! which promises repeatable results and forgets the setting is found out.
+//! Equal calls give equal bits: the order of every sum depends only on the shape and the size of the workspace. If
+//! atomics are allowed, a sum over a long k has parts that are added in another order each time. That exposes code that
+//! promises repeatable results and forgets the setting.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::{Add, AddAssign, Mul};
@@ -25,7 +25,7 @@ use crate::device_memory::DeviceMemory;
 /// The part of a product that one pair of commands computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Panel {
-    /// First product of the batch, and how many.
+    /// The first product of the batch, and their number.
     pub(crate) batch: usize,
     pub(crate) batches: usize,
     pub(crate) row: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Panel {
     pub(crate) columns: usize,
 }
 
-/// Cuts a product that is not empty into panels of at most `capacity` elements, which is at least 1.
+/// Cuts a nonempty product into panels of at most `capacity` elements, which is at least 1.
 pub(crate) fn panels(shape: &GemmShape, capacity: usize) -> impl Iterator<Item = Panel> + use<> {
     let (m, n, count) = (shape.m, shape.n, shape.batch_count());
     let one = m * n;
@@ -55,7 +55,7 @@ pub(crate) fn panels(shape: &GemmShape, capacity: usize) -> impl Iterator<Item =
     })
 }
 
-/// A workspace that belongs to a handle. Products that use it keep it; the last one to go gives it back.
+/// A workspace that belongs to a handle. Products that use it hold it, and the last one to end gives it back.
 #[derive(Debug)]
 pub(crate) struct OwnWorkspace {
     pub(crate) device: Arc<Device>,
@@ -98,7 +98,7 @@ impl Factor {
         }
     }
 
-    /// Whether it is 0 whatever happens until the result is written.
+    /// Returns whether the factor is 0, whatever is executed before the result is written.
     pub(crate) fn is_zero(self) -> bool {
         self == Self::Value(0.0)
     }
@@ -108,7 +108,7 @@ impl Factor {
 #[derive(Debug)]
 pub(crate) struct Product {
     pub(crate) device: u32,
-    /// With the element types: C and D have sums of the same width as A and B.
+    /// Includes the element types. The sums of C and D are as wide as those of A and B.
     pub(crate) shape: GemmShape,
     pub(crate) alpha: Factor,
     pub(crate) beta: Factor,
@@ -119,7 +119,9 @@ pub(crate) struct Product {
     /// Leading dimension of D, and the distance of one D to the next, in elements.
     pub(crate) ldd: usize,
     pub(crate) stride_d: usize,
-    /// Offset and element type, whose sums are as wide as those of the result.
+    /// Whether D takes the place of C.
+    pub(crate) in_place: bool,
+    /// The offset and the element type, whose sums are as wide as those of the result.
     pub(crate) bias: Option<(usize, DataType)>,
     pub(crate) epilogue: Epilogue,
     /// Whether the factors are rounded to TF32.
@@ -127,24 +129,24 @@ pub(crate) struct Product {
     /// Whether the order of sums is free.
     pub(crate) atomics: bool,
     pub(crate) workspace: usize,
-    /// Keeps the workspace until the last command has run, where it is the handle's own.
+    /// Holds the workspace until the last command has run, if it is the handle's own.
     pub(crate) own: Option<Arc<OwnWorkspace>>,
 }
 
-/// A type that sums are computed and kept in: the workspace holds it, whatever the elements are.
+/// A type of sums. The workspace holds it, whatever the elements are.
 trait Accumulator: Pod + Add<Output = Self> + AddAssign + Mul<Output = Self> + PartialOrd {
     fn from_f64(value: f64) -> Self;
     fn to_f64(self) -> f64;
 
-    /// The nearest value with a mantissa of 10 bits; 64-bit products have no such mode.
+    /// Returns the nearest value with a mantissa of 10 bits. Products of 64 bits have no such mode.
     fn round_to_tf32(self) -> Self {
         self
     }
 
-    /// `C = alpha * A * B + beta * C` on unchecked pointers.
+    /// The function for `C = alpha * A * B + beta * C` on unchecked pointers.
     const GEMM: UncheckedGemm<Self>;
 
-    /// `c = a * b` with c column-major and packed; strides in elements.
+    /// Computes `c = a * b` with c column-major and packed. Strides count elements.
     #[expect(clippy::too_many_arguments, reason = "the argument list of every GEMM")]
     fn multiply(
         m: usize,
@@ -188,7 +190,7 @@ trait Accumulator: Pod + Add<Output = Self> + AddAssign + Mul<Output = Self> + P
 type UncheckedGemm<T> =
     unsafe fn(usize, usize, usize, T, *const T, isize, isize, *const T, isize, isize, T, *mut T, isize, isize);
 
-/// Distance between rows and between columns, in elements.
+/// The distances between rows and between columns, in elements.
 #[derive(Debug, Clone, Copy)]
 struct Strides {
     row: usize,
@@ -211,7 +213,7 @@ impl Accumulator for f32 {
         if !self.is_finite() {
             return self;
         }
-        // Half a step less one, and one more where the bit that stays is odd: ties go to even. A carry runs into the
+        // Half a step less one, and one more if the remaining bit is odd: ties go to even. A carry runs into the
         // exponent, as it should, up to infinity.
         let bits = self.to_bits();
         let half = (1 << (DROPPED - 1)) - 1 + (bits >> DROPPED & 1);
@@ -235,7 +237,7 @@ impl Accumulator for f64 {
 trait Element: Pod {
     type Wide: Accumulator;
     fn widen(self) -> Self::Wide;
-    /// The nearest value.
+    /// Returns the nearest value.
     fn narrow(wide: Self::Wide) -> Self;
 }
 
@@ -279,7 +281,7 @@ impl Element for half::bf16 {
     }
 }
 
-/// Bytes of an intermediate result of elements of this type.
+/// Returns the bytes of an intermediate result of elements of this type.
 pub(crate) fn intermediate_bytes(data_type: DataType) -> usize {
     match data_type {
         DataType::F64 => size_of::<f64>(),
@@ -345,12 +347,12 @@ impl Product {
         }
     }
 
-    /// Whether A and B have no part in the result.
+    /// Returns whether A and B have no part in the result.
     pub(crate) fn ignores_factors(&self) -> bool {
         self.alpha.is_zero() || self.shape.k == 0
     }
 
-    /// How many elements of D the product reaches.
+    /// Returns how many elements of D the product spans.
     pub(crate) fn extent_d(&self) -> usize {
         let (batches, columns) = (self.shape.batch_count().saturating_sub(1), self.shape.n.saturating_sub(1));
         batches * self.stride_d + columns * self.ldd + self.shape.m
@@ -360,7 +362,7 @@ impl Product {
         self.shape.batch.unwrap_or(StridedBatch { count: 1, stride_a: 0, stride_b: 0, stride_c: 0 })
     }
 
-    /// `op(A) * op(B)` of one product of the batch, column-major and packed.
+    /// Returns `op(A) * op(B)` of one product of the batch, column-major and packed.
     fn product<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize) -> Vec<T::Wide> {
         let Panel { row, rows, column, columns, .. } = panel;
         let mut product = vec![T::Wide::zeroed(); rows * columns];
@@ -398,7 +400,7 @@ impl Product {
         product
     }
 
-    /// `D = epilogue(alpha * product + beta * C)` for one product of the batch.
+    /// Writes `D = epilogue(alpha * product + beta * C)` for one product of the batch.
     fn store<T: Element>(&self, memory: &DeviceMemory, panel: Panel, batch: usize, product: &[T::Wide]) {
         let Panel { row, rows, column, columns, .. } = panel;
         let (alpha, beta) = (self.alpha.read(memory), self.beta.read(memory));
@@ -443,30 +445,30 @@ impl Product {
     }
 }
 
-/// Part of a vector, as wide as the sums that it is added to.
+/// Reads part of a vector, as wide as the sums that it is added to.
 fn widened<T: Element, W: Accumulator>(memory: &DeviceMemory, base: usize, row: usize, rows: usize) -> Vec<W> {
     let values = load::<T>(memory, base, rows, (row, rows), (0, 1));
     values.into_iter().map(|value| W::from_f64(value.widen().to_f64())).collect()
 }
 
-/// A NaN stays one.
+/// Returns the positive part. A NaN stays a NaN.
 fn relu<W: Accumulator>(x: W) -> W {
     if x < W::zeroed() { W::zeroed() } else { x }
 }
 
-/// In its tanh form. Where x is negative the terms cancel, so 32 bits would leave few that are right.
+/// Returns GELU in its tanh form. If x is negative the terms cancel, so 32 bits would leave few correct digits.
 fn gelu<W: Accumulator>(x: W) -> W {
     let x = x.to_f64();
     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
     W::from_f64(0.5 * x * (1.0 + inner.tanh()))
 }
 
-/// Into how many parts k is cut where atomics are allowed. With two of them no order would show.
+/// The number of parts of k if atomics are allowed. With two parts, no order would show.
 const PARTS: usize = 8;
-/// Below this k is not cut.
+/// The smallest k that is cut.
 const MIN_SPLIT_K: usize = 64;
 
-/// The parts in another order each time, as blocks that add with atomics come.
+/// Returns the parts in another order each time, like blocks that add with atomics.
 fn any_order() -> [usize; PARTS] {
     // Keys are random in each process and differ from call to call.
     let mut random = RandomState::new().hash_one(());
@@ -479,7 +481,7 @@ fn any_order() -> [usize; PARTS] {
     parts
 }
 
-/// Part of a matrix, packed; rows and columns are (first, how many).
+/// Reads part of a matrix, packed. Rows and columns are (first, number).
 fn load<T: Element>(
     memory: &DeviceMemory,
     base: usize,
@@ -527,7 +529,7 @@ mod tests {
     #[test]
     fn gelu_is_itself_far_up_nothing_far_down_and_exact_between() {
         assert_eq!((gelu(1e30f32), gelu(-1e30f32), gelu(0f64)), (1e30, 0.0, 0.0));
-        // The formula, worked out elsewhere.
+        // The formula, computed elsewhere.
         for (x, expected) in [(1.0, 0.841_191_990_608_276_1), (-2.0, -0.045_402_305_912_224_94)] {
             assert!((gelu::<f64>(x) - expected).abs() < 1e-15, "{x}: {}", gelu::<f64>(x));
         }

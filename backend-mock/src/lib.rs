@@ -1,12 +1,16 @@
 //! A GPU simulated on the CPU: the `mock` backend of Highwater.
 //!
-//! [`MockGpu`] is a device, not a stub. Its memory is real and limited, its streams run on threads of their own and
-//! really lag behind, its products are really computed, in two stream operations each that meet in the workspace, so
-//! that code which misuses streams, events or workspaces gets wrong numbers, as on hardware. It can be made slow, be
-//! made to lack an ability, and be told to fail the n-th call of any operation, or some by chance ([`MockOptions`], or the
-//! environment variable `HIGHWATER_MOCK`); it counts every call; and in test mode ([`MockOptions::with_checks`]) it finds
-//! memory that is freed while device work still uses it. It finds work that nothing orders ([`races`]), and executes in an order
-//! that a seed gives ([`MockOptions::with_schedule`]).
+//! [`MockGpu`] implements the contract of `highwater-hal` on any Linux machine. Tests run on it without hardware, and fail
+//! on it if they would fail on hardware. It is a device, not a stub:
+//!
+//! - Memory is real and limited. Streams run on threads of their own, and lag behind the calls.
+//! - Products are computed. Each is two commands that meet in the workspace, so code that misuses streams, events or
+//!   workspaces gets wrong numbers, as on hardware.
+//! - [`MockOptions`], or the environment variable `HIGHWATER_MOCK`, make the mock slow, take abilities away, and make the
+//!   n-th call of an operation fail, or calls by chance. The mock counts every call.
+//! - Test mode ([`MockOptions::with_checks`]) finds memory that is freed while device work still uses it. The race finder
+//!   ([`races`]) finds work that nothing orders.
+//! - A schedule ([`MockOptions::with_schedule`]) executes the work in an order that a seed gives.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -41,33 +45,63 @@
 //! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
-//! # Where what is
-//! - `options`: what a mock is like; `operation`: names, counts and faults of its calls
-//! - `gpu`: the `Backend`; `blas`: the handles; `host`: page-locked memory
-//! - `device`, `arena`, `device_memory`, `mapping`: a device, which parts of its memory are taken, and the bytes
-//! - `ipc`, `imports`, `shared_event`, `sealed_file`, `peers`: memory and events of other processes, and whether those live
-//! - `stream`, `event`, `engine`: queues, points in streams, and the workers
-//! - `product`, `kernel`: the commands of a product, and what they compute
-//! - `capture`, `foreign`: recorded work and its replay; streams and events of other code, and of each thread
-//! - `checks`: test mode; [`races`]: the race finder; `uses`: what commands read and write, for both
-//! - `schedule`: execution in an order that follows from a seed
-//! - `simulated`: what the simulated vendor libraries (`backend-mock/simulated`) need of the inside
+//! # What the mock promises
 //!
-//! # How it differs from hardware
-//! It is stricter: a copy from or to memory that is not page-locked, a range that is not inside one live block, and a
-//! stream-ordered block freed without a stream are refused. Whoever asks or waits for a stream or an event of a capture
-//! loses the capture for certain, and a capture takes neither stream-ordered memory nor the launch of a graph. Stream
-//! priorities change nothing, and a graph is executed one operation after the other.
+//! **It checks what the contract asks of the caller.** A copy from or to memory that is not page-locked, a range that is not
+//! inside one live block, and a stream-ordered block freed without a stream are errors. Hardware may accept some of them.
+//! A query of a stream or an event of a capture always loses the capture. A capture takes neither stream-ordered memory nor
+//! the launch of a graph.
 //!
-//! It is repeatable bit for bit, except where [`AtomicsMode::Allowed`](highwater_hal::AtomicsMode) was chosen: then sums
-//! over a long k are added in another order each time, on purpose.
+//! **It repeats bit for bit.** Equal calls give equal results, except with
+//! [`AtomicsMode::Allowed`](highwater_hal::AtomicsMode). Then sums over a long k are added in another order each time, on
+//! purpose.
 //!
-//! # Sharing between processes
-//! Every process has devices of its own, with the same UUIDs: they stand for the same hardware, and each process sees its
-//! own allocations and what it opened of others. Memory and events travel by descriptor
-//! ([`Transport::Descriptor`](highwater_hal::Transport)). What is shared lives in sealed memory files without a name, so
-//! it needs no room in `/dev/shm`, and ends with the last process that uses it, however that ends. Work that a process
-//! has queued ends with the process; on hardware it may go on for a while.
+//! **It leaves out what no correct program can see.** Stream priorities change nothing, and a graph executes one operation
+//! after the other.
+//!
+//! # How it simulates a device
+//!
+//! *Asynchrony.* Each stream is a queue of commands and a worker thread. A call checks its arguments, enqueues, and returns.
+//! The worker executes in order, after the latency of the options. An event names the latest point that was recorded for
+//! it; a wait takes the point that the event names at the time of the call. A command that panics loses its device, and no
+//! caller is left waiting.
+//!
+//! *Memory.* A device's memory is one sealed memory file, mapped once. An arena says which bytes are taken. All accesses are
+//! relaxed atomics, so accesses that nothing orders give unspecified values and never undefined behavior. Page-locked
+//! memory is anonymous memory and a table. Nothing is locked, and copies are as strict as on hardware.
+//!
+//! *Time.* Events record the host's clock. A latency is time that really passes. Under a schedule there are no workers and
+//! no latencies: calls of the host execute the commands.
+//!
+//! *Other processes.* Every process has devices of its own, with the same UUIDs. They stand for the same hardware, and each
+//! process sees its own allocations and what it opened of others. Memory and events travel by descriptor
+//! ([`Transport::Descriptor`](highwater_hal::Transport)). Shared state lives in sealed memory files without a name, so it
+//! needs no space in `/dev/shm`, and ends with the last process that uses it. Work that a process has queued ends with the
+//! process. On hardware it may go on for a while.
+//!
+//! # What the observers see
+//!
+//! The engine executes, and knows nothing of the checks and the race finder. It tells them which memory each command uses
+//! and what orders the commands (`observer`). Without them, each hook costs one check of a null pointer.
+//!
+//! Test mode sees memory that changes hands while a command that has been enqueued still uses it, and fills freed memory
+//! with [`POISON`]. It does not see commands of other processes.
+//!
+//! The race finder sees everything that orders two operations: streams, events, waits of the host, and graphs. It does not
+//! see accesses of the CPU to page-locked memory, locks and channels of host threads, or paths that are never run. It
+//! misses a race rather than report one that is none; see [`races`].
+//!
+//! # The files, from the bottom up
+//! - `operation`, `calls`: the names of the calls; their counts and faults
+//! - `mapping`, `sealed_file`, `payload`, `imports`, `device_memory`, `arena`, `device`: a device, its bytes, and which of
+//!   them are taken
+//! - `observer`, `clock`: what the engine tells its observers
+//! - `event`, `shared_event`, `peers`: points in streams, also of other processes, and whether those processes live
+//! - `command`, `kernel`, `memory_use`, `recording`: what streams execute, what it computes, and what captures record
+//! - `stream`, `engine`, `capture`, `product`: queues, workers, and the calls that enqueue
+//! - `checks`, [`races`], `schedule`: the observers, and execution in the order of a seed
+//! - `host`, `foreign`, `state`, `blas`, `ipc`, `gpu`: the traits of the contract; `options`: how a mock is opened
+//! - `simulated`: the inside of the mock, for the simulated vendor libraries
 
 mod arena;
 mod blas;
@@ -88,6 +122,7 @@ mod imports;
 mod ipc;
 mod kernel;
 mod mapping;
+mod memory_use;
 mod observer;
 mod operation;
 mod options;
@@ -104,7 +139,6 @@ mod shared_event;
 pub mod simulated;
 mod state;
 mod stream;
-mod uses;
 
 pub use checks::Violation;
 pub use device_memory::POISON;

@@ -1,10 +1,10 @@
 //! Memory that two processes may have mapped, touched only through relaxed atomics.
 //!
-//! Safe code on top of the backend is promised that device accesses which nobody ordered give unspecified *values*, as
-//! on hardware, and never undefined behaviour. So a mapping is an array of `AtomicU64` and nothing else: every access is
-//! a whole, aligned word (the memory model knows no race between atomics of one size), and the parts of words at the
-//! edges of a range are exchanged by compare-and-swap, which leaves the bytes beside the range alone even when another
-//! thread, or another process, writes those at the same time. Ordering comes from streams and events.
+//! The backend promises safe code that device accesses which nothing orders give unspecified *values*, as on hardware,
+//! and never undefined behavior. So a mapping is an array of `AtomicU64` and nothing else. Every access is a whole,
+//! aligned word, and the memory model knows no race between atomics of one size. The parts of words at the edges of a
+//! range are exchanged by compare-and-swap. That leaves the bytes beside the range alone, even if another thread or
+//! process writes them at the same time. Ordering comes from streams and events.
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
@@ -15,7 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 const WORD: usize = size_of::<u64>();
 
-/// A part of a memory file that cannot become shorter than it. Unmapped when dropped.
+/// A part of a memory file that cannot shrink below it. Unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: NonNull<AtomicU64>,
@@ -31,12 +31,12 @@ impl Mapping {
     /// Maps `bytes` bytes of `file` from `offset` on; both are multiples of the page size, and `bytes` is not 0.
     ///
     /// # Safety
-    /// The file is at least `offset + bytes` long and sealed against shrinking.
+    /// The file must be at least `offset + bytes` long and sealed against shrinking.
     pub(crate) unsafe fn new(file: &OwnedFd, offset: u64, bytes: u64) -> Result<Self, Errno> {
         let length = usize::try_from(bytes).map_err(|_| Errno::NOMEM)?;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file that can never become shorter than it, as
-        // the caller promises.
+        // SAFETY: a new mapping at an address of the kernel's choice, of a file that cannot shrink below it, as the
+        // caller promises.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), length, ProtFlags::READ | ProtFlags::WRITE, flags, file, offset)
         }?;
@@ -44,34 +44,34 @@ impl Mapping {
         Ok(Self { base, words: length / WORD })
     }
 
-    /// The address of the first byte.
+    /// Returns the address of the first byte.
     pub(crate) fn address(&self) -> u64 {
         self.base.as_ptr().addr() as u64
     }
 
-    /// How many bytes there are.
+    /// Returns the number of bytes.
     pub(crate) fn bytes(&self) -> u64 {
         (self.words * WORD) as u64
     }
 
-    /// The memory itself.
+    /// Returns the memory as atomics.
     pub(crate) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned, `words` words long, lives as long as `self`, and is only ever accessed as
-        // these atomics, in this and in every other process that maps it.
+        // SAFETY: the mapping is page-aligned, `words` words long, and lives as long as `self`. Every process that maps
+        // it accesses it as these atomics only.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.words) }
     }
 
     /// Reads `bytes` at `offset` into host memory.
     ///
     /// # Panics
-    /// When the range is not in the memory; ranges are checked before work is enqueued.
+    /// If the range is not in the memory. Calls check ranges before they enqueue work.
     ///
     /// # Safety
-    /// `dst` is writable for `bytes` bytes, which nobody else accesses meanwhile.
+    /// `dst` must be writable for `bytes` bytes, which no other code accesses meanwhile.
     pub(crate) unsafe fn read(&self, offset: usize, dst: *mut u8, bytes: usize) {
         let words = self.words();
         let range = Range::of(offset, bytes);
-        // Relaxed, here and below: see the module's words on ordering.
+        // Relaxed, here and below: see the module's documentation.
         let load_part = |index: usize, from: usize, count: usize, to: *mut u8| {
             let word = words[index].load(Ordering::Relaxed).to_ne_bytes();
             // SAFETY: `to` is inside the destination with at least `count` bytes to go; the source is a local array.
@@ -95,10 +95,10 @@ impl Mapping {
     /// Writes `bytes` from host memory at `offset`.
     ///
     /// # Panics
-    /// As [`DeviceMemory::read`].
+    /// As for [`Mapping::read`].
     ///
     /// # Safety
-    /// `src` is readable and initialised for `bytes` bytes, which nobody writes meanwhile.
+    /// `src` must be readable and initialized for `bytes` bytes, which no other code writes meanwhile.
     pub(crate) unsafe fn write(&self, offset: usize, src: *const u8, bytes: usize) {
         let words = self.words();
         let range = Range::of(offset, bytes);
@@ -141,14 +141,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made in `new` with this length, and no reference into it outlives `self`.
+        // SAFETY: `new` made the mapping with this length, and no reference into it outlives `self`.
         if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.words * WORD) } {
             tracing::warn!(%error, "cannot unmap the memory of a simulated device");
         }
     }
 }
 
-/// A range of bytes as the end of one word, whole words, and the beginning of another.
+/// A range of bytes: the end of one word, whole words, and the beginning of another.
 struct Range {
     head: usize,
     /// Index of the first whole word.
@@ -164,7 +164,7 @@ impl Range {
     }
 }
 
-/// Replaces `count` bytes of a word, from byte `at` on, by those of `value`, and leaves the others as they are.
+/// Replaces `count` bytes of a word, from byte `at` on, by those of `value`.
 fn exchange_part(word: &AtomicU64, at: usize, count: usize, value: u64) {
     let mut mask = [0; WORD];
     mask[at..at + count].fill(0xff);

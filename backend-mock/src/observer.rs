@@ -1,10 +1,10 @@
-//! What the engine tells those who watch it: plain data, and a trait for each kind of observer.
+//! The interface between the engine and its observers: plain data, and a trait for each kind of observer.
 //!
-//! The engine knows nothing of its observers. It tells a [`UseObserver`] which memory each command uses until it has been
-//! executed, and an [`OrderObserver`] what orders the commands. Test mode is the first, the race finder the second. Without
-//! observers, each hook costs one check of a null pointer.
+//! The engine knows nothing of its observers. It tells a [`UseObserver`] which memory each command uses until the
+//! command has been executed, and an [`OrderObserver`] what orders the commands. Test mode is the first, the race
+//! finder the second. Without observers, each hook costs one check of a null pointer.
 //!
-//! Observers change nothing in the engine and call nothing of it, so a hook may be called under any of the engine's locks.
+//! Observers change nothing in the engine and call nothing of it, so the engine may call a hook under any of its locks.
 
 use std::any::Any;
 use std::backtrace::Backtrace;
@@ -23,17 +23,17 @@ pub(crate) struct Observers {
     pub(crate) order: Option<Arc<dyn OrderObserver>>,
 }
 
-/// An observer of which memory the commands that have not been executed yet use.
+/// An observer of the memory that unexecuted commands use.
 pub(crate) trait UseObserver: fmt::Debug + Send + Sync {
-    /// Notes a command that is about to be enqueued. The engine drops the note once the command has been executed, before
-    /// anybody can see that.
+    /// Notes a command that is about to be enqueued. The engine drops the note after it has executed the command, and
+    /// before anybody can see that.
     fn enqueued(&self, operation: Operation, stream: OnStream, uses: Vec<Use>) -> Option<Note>;
 
     /// Returns the number of commands noted so far.
     fn noted(&self) -> u64;
 
     /// Notes that memory changes hands. `how` completes the sentence "the bytes ...". Only the first `noted` commands
-    /// must not use the bytes any more.
+    /// can conflict with that.
     fn changed_hands(&self, noted: u64, operation: Operation, how: &str, range: Range);
 
     /// Returns whether a command that has not been executed uses a range.
@@ -46,7 +46,7 @@ pub(crate) type Note = Box<dyn Any + Send>;
 /// An observer of what orders the commands, and of the memory that they use. The engine calls it in the thread that makes
 /// the call of the backend.
 pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
-    /// Returns the call that is being made. The engine asks before it takes any lock.
+    /// Returns the current call. The engine holds no lock.
     fn origin(&self, operation: Operation) -> Arc<Origin>;
 
     /// Notes a new stream of a device, and returns the lane that its commands go into.
@@ -75,8 +75,8 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
         frees: bool,
     );
 
-    /// Notes the memory that a command uses which a capture records. `index` and `clock` are those of its stream in the
-    /// capture. The capture keeps `notes` for the observer.
+    /// Notes the memory that a recorded command uses. `part` is the index of its stream in the capture, and its clock.
+    /// The capture keeps `notes` for the observer.
     fn captured(
         &self,
         notes: &mut Option<Note>,
@@ -89,7 +89,7 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
     /// Returns what comes before the next operation of a stream.
     fn clock_of_stream(&self, lane: usize) -> Clock;
 
-    /// Returns what comes before the end of all that was called for a device so far, also on streams that are gone.
+    /// Returns what comes before the end of all work that was enqueued for a device, also on streams that are gone.
     fn clock_of_device(&self, device: u32) -> Clock;
 
     /// Notes that the host has waited for everything in a clock.
@@ -101,14 +101,14 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
     /// Notes that a call frees memory at once.
     fn freed(&self, operation: Operation, touch: Touch);
 
-    /// Notes that memory cannot be reached by these addresses any more. It may still be reached by others.
+    /// Notes that these addresses do not reach some memory any more. Other addresses may.
     fn closed(&self, operation: Operation, touch: Touch);
 
-    /// Forgets the uses of bytes that are handed out anew, or that belong to the mock again.
+    /// Forgets the uses of bytes that are handed out anew, or belong to the mock again.
     fn forget(&self, store: Store, start: u64, bytes: u64);
 }
 
-/// What an [`OrderObserver`] keeps with a point of a stream.
+/// The data that an [`OrderObserver`] keeps with a point of a stream.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
     /// What comes before the point.
@@ -120,16 +120,16 @@ pub(crate) struct Observed {
 /// A call of the backend.
 #[derive(Debug)]
 pub(crate) struct Origin {
-    /// Counts the calls that the finder has seen.
+    /// The number of the call among those that the finder has seen.
     pub(crate) serial: u64,
     pub(crate) operation: Operation,
-    /// Which call of that operation.
+    /// The number of the call among those of the operation.
     pub(crate) call: u64,
     pub(crate) thread: String,
     pub(crate) backtrace: Option<Backtrace>,
 }
 
-/// The stream that an operation runs on, as messages name it.
+/// The stream of an operation, as messages name it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OnStream {
     pub(crate) lane: usize,
@@ -148,7 +148,7 @@ impl fmt::Display for OnStream {
     }
 }
 
-/// Whose addresses a range is in.
+/// The address space of a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Space {
     Host,
@@ -175,14 +175,21 @@ impl fmt::Display for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { space, address, bytes } = *self;
         match space {
-            Space::Host => write!(f, "{bytes} bytes of page-locked memory at {address:#x}"),
-            Space::Device(device) => write!(f, "{bytes} bytes at {:?} of device {device}", DevicePtr::new(address)),
+            Space::Host => write!(f, "{} of page-locked memory at {address:#x}", counted(bytes, "byte")),
+            Space::Device(device) => {
+                write!(f, "{} at {:?} of device {device}", counted(bytes, "byte"), DevicePtr::new(address))
+            }
         }
     }
 }
 
-/// Which bytes of a range are meant: columns of equal length at equal distances, in parts at equal distances. Tiles of one
-/// matrix lie between each other without sharing a byte.
+/// Returns a number of things in words: `1 race`, `2 races`.
+pub(crate) fn counted(count: u64, thing: &str) -> String {
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
+}
+
+/// The bytes of a range that are meant: columns of equal length at equal distances, in parts at equal distances. Tiles
+/// of one matrix lie between each other without sharing a byte.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     column: u64,
@@ -193,12 +200,12 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// All of so many bytes.
+    /// Returns the layout of all of that many bytes.
     pub(crate) const fn whole(bytes: u64) -> Self {
         Self { column: bytes, columns: 1, column_step: bytes, parts: 1, part_step: bytes }
     }
 
-    /// Column-major matrices of so many rows and columns; the distances of columns and of matrices in elements.
+    /// Returns the layout of column-major matrices. The distances of columns and of matrices count elements.
     pub(crate) fn matrices(rows: usize, columns: (usize, usize), parts: (usize, usize), size: usize) -> Self {
         let bytes = |elements: usize| (elements * size) as u64;
         let ((columns, ld), (parts, stride)) = (columns, parts);
@@ -220,7 +227,7 @@ impl Layout {
         layout
     }
 
-    /// Bytes from the first to behind the last one.
+    /// Returns the bytes from the first to the end of the last.
     pub(crate) fn extent(&self) -> u64 {
         if self.column == 0 || self.columns == 0 || self.parts == 0 {
             return 0;
@@ -228,7 +235,7 @@ impl Layout {
         (self.parts - 1) * self.part_step + (self.columns - 1) * self.column_step + self.column
     }
 
-    /// Offset and length of each piece without gaps.
+    /// Returns offset and length of each piece without gaps.
     pub(crate) fn runs(self) -> impl Iterator<Item = (u64, u64)> {
         (0..self.parts).flat_map(move |part| {
             (0..self.columns).map(move |column| (part * self.part_step + column * self.column_step, self.column))
@@ -236,18 +243,18 @@ impl Layout {
     }
 }
 
-/// What memory is to a command.
+/// The role of memory in a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    Operand,
-    /// Room for the intermediate results of the product with this mark.
-    Workspace {
-        product: usize,
-        of_handle: bool,
-    },
+    /// All memory of a copy, a fill or a call of the host.
+    Whole,
+    /// The operand of a product with this name.
+    Operand(&'static str),
+    /// Space for the intermediate results of the product with this number.
+    Workspace { product: usize, of_handle: bool },
 }
 
-/// What one command does to one range.
+/// One use of a range by a command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Use {
     /// From the first to the last byte.
@@ -258,13 +265,13 @@ pub(crate) struct Use {
 }
 
 impl Use {
-    /// Whether the memory is the mock's own, which the last product that uses it gives back.
+    /// Returns whether the memory is the mock's own, which the last product that uses it gives back.
     pub(crate) fn is_of_handle(&self) -> bool {
         matches!(self.role, Role::Workspace { of_handle: true, .. })
     }
 }
 
-/// Where bytes are, whatever addresses they are reached by.
+/// The location of bytes, whatever addresses reach them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Store {
     Host,
@@ -274,7 +281,7 @@ pub(crate) enum Store {
     Graph,
 }
 
-/// Bytes that an operation uses, and where they are.
+/// Bytes that an operation uses, and their location.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Touch {
     pub(crate) store: Store,
@@ -283,13 +290,13 @@ pub(crate) struct Touch {
 }
 
 impl Touch {
-    /// All of a range that begins at `start` of a store.
+    /// Returns all of a range that begins at `start` of a store.
     pub(crate) fn whole(store: Store, start: u64, range: Range) -> Self {
         let layout = Layout::whole(range.bytes);
-        Self { store, start, used: Use { range, layout, writes: true, role: Role::Operand } }
+        Self { store, start, used: Use { range, layout, writes: true, role: Role::Whole } }
     }
 
-    /// An executable graph, which one launch at a time executes.
+    /// Returns an executable graph, which one launch at a time executes.
     pub(crate) fn graph(exec: IdParts) -> Self {
         let number = u64::from(exec.slot) << 32 | u64::from(exec.generation.get());
         Self::whole(Store::Graph, number, Range { space: Space::Host, address: number, bytes: 1 })

@@ -1,4 +1,4 @@
-//! The operations of the mock: the calls that are counted, and can be made to fail.
+//! The operations of the mock: the calls that it counts, and can make fail.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,8 +9,8 @@ macro_rules! operations {
     (name HostAllocator $method:ident) => { concat!("host_", stringify!($method)) };
     (name $trait:ident $method:ident) => { stringify!($method) };
     ($($trait:ident { $($variant:ident: $fn:tt $method:ident $arguments:tt -> $answer:ty;)* })*) => {
-        /// A trait method of the mock, by name. The methods of `HostAllocator` carry the prefix `host_`; all others are
-        /// named as in their trait.
+        /// A trait method of the mock, by name. The methods of `HostAllocator` have the prefix `host_`. All others have
+        /// the names of their traits.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Operation {
@@ -21,14 +21,14 @@ macro_rules! operations {
             /// Every operation.
             pub const ALL: &'static [Self] = &[$($(Self::$variant,)*)*];
 
-            /// The name, as faults and errors have it.
+            /// Returns the name that faults and errors use.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $($(Self::$variant => operations!(name $trait $method),)*)* }
             }
 
-            /// The kind of error of a fault that names none: `OutOfMemory` for calls that create something, `Vendor` for
-            /// the others.
+            /// Returns the kind of error of a fault that names none: `OutOfMemory` for calls that create something,
+            /// `Vendor` for the others.
             #[must_use]
             pub const fn usual_failure(self) -> ErrorKind {
                 match self {
@@ -55,13 +55,13 @@ const COUNT: usize = Operation::ALL.len();
 const _: () = assert!(COUNT <= 64);
 
 impl Operation {
-    /// An error of this operation.
+    /// Returns an error of this operation.
     #[cold]
     pub(crate) fn error(self, kind: ErrorKind, message: impl Into<String>) -> Error {
         Error::new(kind, self.name(), message)
     }
 
-    /// `Unsupported`, because the ability is false.
+    /// Returns the error of an ability that is false: `Unsupported`.
     #[cold]
     pub(crate) fn lacks(self, ability: &str) -> Error {
         Error::lacks(self.name(), ability)
@@ -95,9 +95,18 @@ impl FromStr for Operation {
                 "mock_operation",
                 format!("no operation is named `{}`", display_foreign(name)),
             )
-            .with_hint(format!("the operations are {}", known.join(", ")))
+            .with_hint(format!("{}the operations are {}", did_you_mean(name, &known), known.join(", ")))
         })
     }
+}
+
+/// Returns a question for the name that a misspelled one probably means, or an empty text.
+pub(crate) fn did_you_mean(name: &str, known: &[impl AsRef<str>]) -> String {
+    // Two errors turn a name of three letters into almost any other.
+    let most = (name.chars().count() / 3).min(2);
+    let errors = known.iter().map(|known| (strsim::osa_distance(name, known.as_ref()), known.as_ref()));
+    let nearest = errors.filter(|(errors, _)| *errors <= most).min_by_key(|(errors, _)| *errors);
+    nearest.map_or_else(String::new, |(_, known)| format!("did you mean `{known}`? "))
 }
 
 #[cfg(test)]
@@ -111,5 +120,7 @@ mod tests {
         }
         let error = "alocate".parse::<Operation>().unwrap_err();
         assert!(error.message().contains("`alocate`") && error.hint().contains("allocate, free"), "{error}");
+        assert!(error.hint().starts_with("did you mean `allocate`? "), "{error}");
+        assert!("sleep".parse::<Operation>().unwrap_err().hint().starts_with("the operations are"));
     }
 }

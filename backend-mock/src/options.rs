@@ -1,4 +1,4 @@
-//! What a mock is like: how many devices, how much memory, how slow, what it can do, and what fails.
+//! The options of a mock: devices, memory, latencies, capabilities, and faults.
 
 use std::collections::BTreeMap;
 use std::ops::{Bound, RangeBounds, RangeInclusive};
@@ -8,22 +8,22 @@ use highwater_hal::{Capabilities, Error, ErrorKind, Result, Transport, Transport
 
 use crate::arena::Quarantine;
 use crate::calls::MILLION;
-use crate::operation::Operation;
+use crate::operation::{Operation, did_you_mean};
 
 /// The environment variable that [`MockOptions::from_environment`] reads.
 pub const ENVIRONMENT_VARIABLE: &str = "HIGHWATER_MOCK";
 
-/// Device memory is made of pages of this size.
+/// The size of the pages of device memory.
 const PAGE: u64 = 4096;
 const MAX_DEVICES: u32 = 64;
 /// Far less than on hardware, so that blocks of a few megabytes have several pieces.
 const REGISTER_PIECE_BYTES: usize = 4 << 20;
-/// More than a page table maps comfortably.
+/// A larger device would need too large a page table.
 const MAX_MEMORY_BYTES: u64 = 1 << 42;
 /// The longest time that a text may set. A longer one is a slip of the pen, and hangs the program.
 const LONGEST_TIME: Duration = Duration::from_secs(3600);
 
-/// How to open a [`MockGpu`](crate::MockGpu).
+/// The options with which a [`MockGpu`](crate::MockGpu) opens.
 ///
 /// ```
 /// use std::time::Duration;
@@ -55,7 +55,7 @@ pub struct MockOptions {
     pub(crate) quarantine: Quarantine,
     pub(crate) checks: bool,
     pub(crate) race_detector: bool,
-    /// Whether what was found is told on standard error at the end.
+    /// Whether the mock prints its races to standard error at the end.
     pub(crate) prints_races: bool,
     pub(crate) schedule: Option<u64>,
 }
@@ -67,8 +67,8 @@ impl Default for MockOptions {
 }
 
 impl MockOptions {
-    /// One device of 4 GiB without latency, with every ability that the mock has; page-locked memory up to the
-    /// machine's physical memory.
+    /// Returns the default: one device of 4 GiB without latency, with every ability that the mock has. Page-locked
+    /// memory is limited by the machine's physical memory.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -90,59 +90,59 @@ impl MockOptions {
         }
     }
 
-    /// The same with that many devices, 1 to 64.
+    /// Sets the number of devices, 1 to 64.
     #[must_use]
     pub fn with_devices(mut self, devices: u32) -> Self {
         self.devices = devices;
         self
     }
 
-    /// The same with that many bytes of memory per device, a multiple of 4096. Only what is touched takes memory.
+    /// Sets the bytes of memory of each device, a multiple of 4096. Only touched pages take memory.
     #[must_use]
     pub fn with_memory_bytes(mut self, bytes: u64) -> Self {
         self.memory_bytes = bytes;
         self
     }
 
-    /// The same with that many bytes for page-locked memory.
+    /// Sets the limit of page-locked memory, in bytes.
     #[must_use]
     pub fn with_host_memory_bytes(mut self, bytes: u64) -> Self {
         self.host_memory_bytes = bytes;
         self
     }
 
-    /// The same with an extra time that every operation of a stream takes on the device, before its effect.
+    /// Sets an extra time that every operation of a stream takes on the device, before its effect.
     #[must_use]
     pub fn with_latency(mut self, latency: Duration) -> Self {
         self.latency = latency;
         self
     }
 
-    /// The same with a time that making a BLAS or Lt handle of `device` takes its caller.
+    /// Sets the time that creating a BLAS or Lt handle of `device` takes its caller.
     #[must_use]
     pub fn with_create_handle_latency(mut self, device: u32, latency: Duration) -> Self {
         self.create_handle_latency.insert(device, latency);
         self
     }
 
-    /// The same with a pause of the calling thread between the two operations of a product, which makes callers that do
-    /// not take turns interleave for certain.
+    /// Sets a pause of the calling thread between the two operations of a product. Callers that do not take turns then
+    /// interleave for certain.
     #[must_use]
     pub fn with_gemm_gap(mut self, gap: Duration) -> Self {
         self.gemm_gap = gap;
         self
     }
 
-    /// The same with changed capabilities. Abilities can be taken away, facts be changed; a way to share that the mock does
-    /// not have makes [`MockGpu::open`](crate::MockGpu::open) fail.
+    /// Changes the capabilities. A transport that the mock does not have makes [`MockGpu::open`](crate::MockGpu::open)
+    /// fail.
     #[must_use]
     pub fn with_capabilities(mut self, change: impl FnOnce(&mut Capabilities)) -> Self {
         change(&mut self.capabilities);
         self
     }
 
-    /// The same with the `nth` call (from 1) of an operation failing. `operation` is an [`Operation`] or its name; a name
-    /// that does not exist makes [`MockGpu::open`](crate::MockGpu::open) fail.
+    /// Makes the `nth` call of an operation fail, counted from 1. `operation` is an [`Operation`] or its name. An
+    /// unknown name makes [`MockGpu::open`](crate::MockGpu::open) fail.
     ///
     /// On `OutOfMemory`, a `Runtime` frees its caches and tries once more, so one such failure of an allocation never
     /// surfaces. [`MockOptions::with_faults`] makes the second attempt fail too.
@@ -151,9 +151,9 @@ impl MockOptions {
         self.with_faults(operation, nth..=nth, kind)
     }
 
-    /// As [`MockOptions::with_fault`], for every call of an operation in a range: `3..` for the third call and all
-    /// after it, `3..6` for three calls. A range without calls makes [`MockGpu::open`](crate::MockGpu::open) fail. If
-    /// several faults match a call, the one set first applies.
+    /// Makes every call of an operation in a range fail: `3..` for the third call and all after it, `3..6` for three
+    /// calls. A range without calls makes [`MockGpu::open`](crate::MockGpu::open) fail. If several faults match a call,
+    /// the one set first applies.
     ///
     /// ```
     /// use highwater_hal::{AllocateOptions, Backend, ErrorKind};
@@ -174,78 +174,78 @@ impl MockOptions {
         self
     }
 
-    /// The same with calls of an operation failing by chance, `per_million` of a million on average. Which ones follows
-    /// from the seed; see [`MockGpu::fail_by_chance`](crate::MockGpu::fail_by_chance). A name that does not exist, and more
-    /// than a million, make [`MockGpu::open`](crate::MockGpu::open) fail.
+    /// Makes calls of an operation fail by chance, `per_million` of a million on average. The seed decides which ones;
+    /// see [`MockGpu::fail_by_chance`](crate::MockGpu::fail_by_chance). An unknown name, or more than a million, makes
+    /// [`MockGpu::open`](crate::MockGpu::open) fail.
     #[must_use]
     pub fn with_chance(mut self, operation: impl AsRef<str>, per_million: u32, kind: ErrorKind) -> Self {
         self.chances.push((operation.as_ref().to_owned(), per_million, kind));
         self
     }
 
-    /// The same with another seed of all chances; 0 by default.
+    /// Sets the seed of all chances; 0 by default.
     #[must_use]
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// The same with freed device memory kept from being handed out again while it and what was freed after it come to at
-    /// most `bytes` bytes, so that work which uses it too late spoils nobody else's memory. It counts as free, and is
-    /// handed out after all when nothing else is left.
+    /// Keeps freed device memory from being handed out again while it and the memory freed after it come to at most
+    /// `bytes` bytes. Work that uses it too late then spoils no other memory. It counts as free, and is handed out if
+    /// nothing else is left.
     #[must_use]
     pub fn with_quarantine_bytes(mut self, bytes: u64) -> Self {
         self.quarantine.bytes = Some(bytes);
         self
     }
 
-    /// As [`MockOptions::with_quarantine_bytes`], until `frees` further blocks were freed. With both, what comes first
-    /// counts.
+    /// Keeps freed device memory back until `frees` further blocks were freed. If both limits are set, the first one
+    /// reached applies.
     #[must_use]
     pub fn with_quarantine_frees(mut self, frees: usize) -> Self {
         self.quarantine.frees = Some(frees);
         self
     }
 
-    /// The same in test mode: device memory and page-locked memory are filled with [`POISON`](crate::POISON) when they are
-    /// freed, and memory that is freed, closed or handed out while a stream still has work on it is found; ask
-    /// [`MockGpu::violations`](crate::MockGpu::violations). Some freed page-locked blocks stay mapped for a while. Costs
-    /// time and memory.
+    /// Turns test mode on. Device memory and page-locked memory are filled with [`POISON`](crate::POISON) when they are
+    /// freed. The mock finds memory that is freed, closed or handed out while a stream still has work on it; see
+    /// [`MockGpu::violations`](crate::MockGpu::violations). Some freed page-locked blocks stay mapped for a while.
+    /// Costs time and memory.
     #[must_use]
     pub fn with_checks(mut self) -> Self {
         self.checks = true;
         self
     }
 
-    /// The same looking for races, or not: for operations that touch the same memory, of which one writes, and that nothing
-    /// orders; ask [`MockGpu::races`](crate::MockGpu::races). See [`races`](crate::races). Costs time, for a backtrace of
-    /// each call above all.
+    /// Turns the race finder on. It finds operations that touch the same memory, of which one writes, and that nothing
+    /// orders; see [`MockGpu::races`](crate::MockGpu::races) and [`races`](crate::races). Costs time, above all for a
+    /// backtrace of each call.
     #[must_use]
-    pub fn with_race_detector(mut self, on: bool) -> Self {
-        self.race_detector = on;
+    pub fn with_race_detector(mut self) -> Self {
+        self.race_detector = true;
         self
     }
 
-    /// The same with the streams' operations executed in an order that follows from `seed` and the calls, instead of by
-    /// worker threads as the system lets them: a test that fails with a seed fails with it again, and each seed tries
-    /// another order.
+    /// Executes the streams' operations in an order that follows from `seed` and the calls, instead of on worker
+    /// threads. A test that fails with a seed fails with it again, and each seed tries another order.
     ///
-    /// Operations happen within calls: a wait lets happen what it takes, any other call some, or none. Latencies of operations are
-    /// left out. Which operation comes when depends on the seed and on the calls in their order, and on nothing else, as
-    /// long as one host thread calls at a time, no event of another process is waited for, and
-    /// [`MockGpu::unscheduled_operations`](crate::MockGpu::unscheduled_operations) is 0. Times of events are those of the
-    /// clock.
+    /// Operations happen within calls. A wait executes what it needs; any other call executes some operations, or none.
+    /// Latencies of operations are left out, and events record the clock.
+    ///
+    /// The order depends only on the seed and on the calls, under three conditions: one host thread calls at a time,
+    /// nothing waits for an event of another process, and
+    /// [`MockGpu::unscheduled_operations`](crate::MockGpu::unscheduled_operations) is 0.
     #[must_use]
     pub fn with_schedule(mut self, seed: u64) -> Self {
         self.schedule = Some(seed);
         self
     }
 
-    /// Reads `HIGHWATER_MOCK`; unset or empty, it changes nothing. See [`MockOptions::parse`].
+    /// Reads `HIGHWATER_MOCK`. If it is unset or empty, returns the default. See [`MockOptions::parse`].
     ///
     /// # Errors
-    /// As [`MockOptions::parse`], and what [`MockGpu::open`](crate::MockGpu::open) would refuse; the message names the
-    /// variable.
+    /// As for [`MockOptions::parse`], and for options that [`MockGpu::open`](crate::MockGpu::open) refuses. The message
+    /// names the variable.
     pub fn from_environment() -> Result<Self> {
         match std::env::var(ENVIRONMENT_VARIABLE) {
             Ok(text) => Self::from_variable(&text),
@@ -256,9 +256,9 @@ impl MockOptions {
         }
     }
 
-    /// Parses and checks: whoever set the variable has to read its name in the error, whichever of the two finds it.
+    /// Parses and checks. An error of either names the variable, for the person who set it.
     fn from_variable(text: &str) -> Result<Self> {
-        // Nobody has the mock in hand to ask it for races.
+        // No code holds the mock to ask it for races.
         let checked = |options: Self| options.check().map(|_| Self { prints_races: true, ..options });
         Self::parse(text).and_then(checked).map_err(|error| {
             let message = format!("in {ENVIRONMENT_VARIABLE}, {}", error.message());
@@ -266,7 +266,7 @@ impl MockOptions {
         })
     }
 
-    /// Reads options from `key=value` pairs with commas between:
+    /// Reads options from `key=value` pairs separated by commas:
     ///
     /// | key | value |
     /// |---|---|
@@ -283,7 +283,7 @@ impl MockOptions {
     /// | `schedule` | a number, the seed |
     /// | an ability or a fact by the name of its field, `lt` for short | `on` or `off` |
     ///
-    /// `-` and `_` mean the same in keys; `fail`, `chance` and `create-handle-latency` may stand several times.
+    /// Keys and kinds accept `_` for `-`. `fail`, `chance` and `create-handle-latency` may appear several times.
     ///
     /// ```
     /// use highwater_mock::MockOptions;
@@ -294,7 +294,7 @@ impl MockOptions {
     /// ```
     ///
     /// # Errors
-    /// `InvalidArgument` names the key, the value and what is expected.
+    /// `InvalidArgument` with the key, the value, and the expected form.
     pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::new();
         for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
@@ -366,7 +366,7 @@ impl MockOptions {
                     let switches: Vec<_> = SWITCHES.iter().map(|(name, _)| *name).collect();
                     invalid(
                         format!(
-                            "`{}` (with the value `{}`) is no option of the mock",
+                            "`{}` (with the value `{}`) is not an option of the mock",
                             display_foreign(key),
                             display_foreign(value)
                         ),
@@ -379,7 +379,7 @@ impl MockOptions {
         Ok(())
     }
 
-    /// Checks what the builder methods took as it came, and gives the faults with their operations.
+    /// Checks what the builder methods accepted unchecked. Returns the faults with their operations.
     pub(crate) fn check(&self) -> Result<Vec<(Operation, RangeInclusive<u64>, ErrorKind)>> {
         if !(1..=MAX_DEVICES).contains(&self.devices) {
             return Err(invalid(format!("{} devices were asked for", self.devices), "expected 1 to 64"));
@@ -407,9 +407,9 @@ impl MockOptions {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "open",
-                format!("the mock does not share memory by every one of {:?}", capabilities.ipc_transports),
+                format!("the mock cannot share memory by every transport of {:?}", capabilities.ipc_transports),
             )
-            .with_hint("it shares by `Transport::Descriptor` or not at all"));
+            .with_hint("use `Transport::Descriptor`, or no transport"));
         }
         self.check_chances()?;
         self.faults
@@ -418,9 +418,9 @@ impl MockOptions {
                 Ok(operation) if *numbers.start() > 0 && !numbers.is_empty() => Ok((operation, numbers.clone(), *kind)),
                 Ok(_) if numbers.is_empty() => Err(invalid(
                     format!("the fault's range has no call of `{name}`"),
-                    "give a range with calls in it, such as 3..",
+                    "pass a range that contains calls, such as 3..",
                 )),
-                Ok(_) => Err(invalid(format!("call 0 of `{name}` was to fail"), "calls count from 1")),
+                Ok(_) => Err(invalid(format!("the fault is for call 0 of `{name}`"), "calls count from 1")),
                 Err(error) => Err(error),
             })
             .collect()
@@ -428,15 +428,15 @@ impl MockOptions {
 }
 
 impl MockOptions {
-    /// The faults by chance, with their operations.
+    /// Returns the faults by chance, with their operations.
     pub(crate) fn check_chances(&self) -> Result<Vec<(Operation, u32, ErrorKind)>> {
         self.chances
             .iter()
             .map(|(name, per_million, kind)| match name.parse() {
                 Ok(operation) if *per_million <= MILLION => Ok((operation, *per_million, *kind)),
                 Ok(_) => Err(invalid(
-                    format!("{per_million} in a million calls of `{name}` were to fail"),
-                    "a million are all of them",
+                    format!("{per_million} in a million calls of `{name}` should fail"),
+                    "the largest chance is 1000000",
                 )),
                 Err(error) => Err(error),
             })
@@ -444,7 +444,7 @@ impl MockOptions {
     }
 }
 
-/// The numbers of calls in a range; without a start, from the first call on. Empty if the range is empty.
+/// Returns the numbers of calls in a range, from the first call on if it has no start. Empty if the range is empty.
 fn call_numbers(calls: &impl RangeBounds<u64>) -> RangeInclusive<u64> {
     #[expect(clippy::reversed_empty_ranges, reason = "no call is in it")]
     const NONE: RangeInclusive<u64> = 2..=1;
@@ -461,7 +461,7 @@ fn call_numbers(calls: &impl RangeBounds<u64>) -> RangeInclusive<u64> {
     first.zip(last).map_or(NONE, |(first, last)| first..=last)
 }
 
-/// Reads the number of a call, or a range of them as Rust writes it.
+/// Reads the number of a call, or a range of them in Rust's syntax.
 fn parse_calls(text: &str) -> Option<RangeInclusive<u64>> {
     let number = |text: &str| text.parse::<u64>().ok();
     let numbers = match text.split_once("..") {
@@ -490,7 +490,9 @@ fn parse_fault<W>(
         None => operation.usual_failure(),
         Some(words) => parse_kind(words).ok_or_else(|| {
             let known: Vec<_> = KINDS.iter().map(|kind| dashed(*kind)).collect();
-            bad(&format!("a kind of error out of {}", known.join(", ")))
+            let error = bad(&format!("one of the kinds {}", known.join(", ")));
+            let hint = format!("{}{}", did_you_mean(&words.replace('_', "-"), &known), error.hint());
+            error.with_hint(hint)
         })?,
     };
     if parts.next().is_some() {
@@ -518,7 +520,7 @@ fn default_capabilities() -> Capabilities {
 
 macro_rules! switches {
     ($($field:ident,)*) => {
-        /// The yes-or-no fields of [`Capabilities`], by name.
+        /// The Boolean fields of [`Capabilities`], by name.
         const SWITCHES: &[Switch] =
             &[$((stringify!($field), |capabilities: &mut Capabilities| &mut capabilities.$field),)*];
     };
@@ -534,7 +536,7 @@ switches! {
     pinned_cached_by_device, event_waits_end_with_peer,
 }
 
-/// How the mock shares memory.
+/// The transports of the mock.
 const TRANSPORTS: Transports = Transports::NONE.with(Transport::Descriptor);
 
 const KEYS: &[&str] = &[
@@ -582,6 +584,7 @@ fn dashed(kind: ErrorKind) -> String {
 }
 
 fn parse_kind(words: &str) -> Option<ErrorKind> {
+    let words = words.replace('_', "-");
     KINDS.iter().copied().find(|&kind| dashed(kind) == words)
 }
 
@@ -623,7 +626,7 @@ fn physical_memory_bytes() -> u64 {
     let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     match (u64::try_from(pages), u64::try_from(page)) {
         (Ok(pages), Ok(page)) => pages.saturating_mul(page),
-        // A system that does not tell limits by refusing.
+        // A system that reports no size limits by refusing.
         _ => u64::MAX,
     }
 }
@@ -677,6 +680,10 @@ mod tests {
         assert_eq!(fail("3..=5"), expect(MockOptions::new().with_faults(Operation::Copy, 3..=5, kind)));
         assert_eq!(fail("3..6"), [(Operation::Copy, 3..=5, kind)]);
         assert_eq!(expect(MockOptions::new().with_faults("copy", .., kind)), [(Operation::Copy, 1..=u64::MAX, kind)]);
+        assert_eq!(
+            MockOptions::parse("fail=copy:1:out_of_memory").unwrap().check().unwrap()[0].2,
+            ErrorKind::OutOfMemory
+        );
         let several = MockOptions::parse("fail=allocate:2..:out-of-memory,fail=copy:1..=2:device-lost").unwrap();
         assert_eq!(several.check().unwrap().len(), 2);
         for bad in ["0..", "0", "..3", "3..3", "6..3", "5..=4", "3...", "3..x", "..", "3..=", "-1.."] {
@@ -707,7 +714,12 @@ mod tests {
             ("fail=allocate:0", ["`fail`", "`allocate:0`", "OPERATION:CALLS"]),
             ("fail=allocate:1:vendor-error:x", ["`fail`", "vendor-error:x", "OPERATION:CALLS"]),
             ("fail=allocate:1:sad", ["`fail`", "sad", "out-of-memory"]),
-            ("fail=alocate:1", ["`alocate`", "no operation", "allocate, free"]),
+            ("fail=alocate:1", ["`alocate`", "no operation", "did you mean `allocate`? "]),
+            (
+                "fail=copy:1:devicelost",
+                ["`fail`", "devicelost", "did you mean `device-lost`? expected one of the kinds"],
+            ),
+            ("fail=copy:1:out_of_memori", ["`fail`", "out_of_memori", "did you mean `out-of-memory`? "]),
             ("ipc-transports=fabric", ["`ipc-transports`", "`fabric`", "`descriptor` or `none`"]),
             ("chance=fill:often", ["`chance`", "`fill:often`", "OPERATION:PER-MILLION"]),
             ("chance=fill:4294967296", ["`chance`", "`fill:4294967296`", "OPERATION:PER-MILLION"]),

@@ -3,7 +3,7 @@
 use crate::hash::checksum;
 use crate::sealed_file::FileId;
 
-/// A payload of numbers, with the checksum at its end.
+/// Returns a payload of numbers, with the checksum at its end.
 pub(crate) fn seal_payload(numbers: &[u64], uuid: &[u8; 16], file: FileId) -> [u8; 64] {
     let mut payload = [0; 64];
     for (place, number) in payload[..56].chunks_exact_mut(8).zip(numbers) {
@@ -14,7 +14,7 @@ pub(crate) fn seal_payload(numbers: &[u64], uuid: &[u8; 16], file: FileId) -> [u
     payload
 }
 
-/// The numbers of a payload; `None` for one that [`seal_payload`] did not make for this device and file.
+/// Returns the numbers of a payload; `None` unless [`seal_payload`] made it for this device and file.
 pub(crate) fn open_payload(payload: &[u8; 64], magic: u64, uuid: &[u8; 16], file: FileId) -> Option<[u64; 7]> {
     let mut numbers = [0; 7];
     for (number, place) in numbers.iter_mut().zip(payload.chunks_exact(8)) {

@@ -1,8 +1,8 @@
-//! Whether another process is still there.
+//! Whether another process still lives.
 //!
-//! A process has ended when its process descriptor is readable, and by nothing else. A number names a process together
-//! with the time it started, because numbers are used again; numbers count in one namespace, so processes of two
-//! containers do not find each other.
+//! A process has ended exactly if its process descriptor is readable. A process id and the start time together name a
+//! process, because ids are used again. Ids count in one namespace, so processes of two containers do not find each
+//! other.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-/// Process descriptors that are kept at most.
+/// The largest number of process descriptors that are kept.
 const KEPT: usize = 64;
 
-/// A process, for as long as the machine runs: its number and the low half of its start time, as they stand in shared
-/// memory. 0 is none.
+/// A process, as long as the machine runs: its id and the low half of its start time, as they stand in shared memory. 0
+/// is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ProcessId(pub(crate) u64);
 
@@ -39,7 +39,7 @@ impl ProcessId {
     }
 }
 
-/// The other processes that were asked for.
+/// The other processes that events asked for.
 #[derive(Debug)]
 pub(crate) struct Peers {
     pub(crate) own: ProcessId,
@@ -51,7 +51,7 @@ impl Peers {
         Self { own: ProcessId::own(), alive: Mutex::new(BTreeMap::new()) }
     }
 
-    /// Whether the process has ended. Where that cannot be found out (no descriptors are left, say), it has not.
+    /// Returns whether the process has ended. If the system cannot tell (no descriptors are left, say), it has not.
     pub(crate) fn has_ended(&self, process: ProcessId) -> bool {
         if process == self.own {
             return false;
@@ -67,11 +67,11 @@ impl Peers {
         let Some(pid) = process.pid() else { return true };
         let descriptor = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(descriptor) => descriptor,
-            // INVAL: the number is a thread's by now.
+            // INVAL: the id belongs to a thread by now.
             Err(error) => return matches!(error, Errno::SRCH | Errno::INVAL),
         };
-        // Asked after the descriptor was opened: if the number has changed hands before, the times differ, and if it
-        // changes hands now, the descriptor tells.
+        // Read after the descriptor was opened. If the id changed hands before, the times differ. If it changes hands
+        // now, the descriptor becomes readable.
         let another = start_time(pid.as_raw_nonzero().get() as u32).is_some_and(|start| start != process.start());
         if another || is_readable(&descriptor) {
             return true;
@@ -90,10 +90,10 @@ fn is_readable(descriptor: &OwnedFd) -> bool {
     rustix::event::poll(&mut asked, Some(&now)).is_ok() && asked[0].revents().contains(PollFlags::IN)
 }
 
-/// When a process was started, in the kernel's ticks; the low half. See proc_pid_stat(5), field 22.
+/// Returns the start time of a process in the kernel's ticks, the low half. See proc_pid_stat(5), field 22.
 pub(crate) fn start_time(number: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-    // The second field, the name in parentheses, may hold anything.
+    // The second field, the name in parentheses, may hold any text.
     let (_, fields) = stat.rsplit_once(')')?;
     let ticks: u64 = fields.split_whitespace().nth(19)?.parse().ok()?;
     Some(ticks as u32)

@@ -1,8 +1,8 @@
 //! A product on its way into a stream: its ranges are checked, and it becomes two commands for each panel.
 //!
-//! [`RawProduct`] says all that the kernels can do, which is more than the trait `BlasHandle` asks for: Ds that are laid
-//! out in another way than C, a bias of another type, scales that are read on the device. It is for code that stands in for a vendor's BLAS
-//! library on top of the mock.
+//! [`RawProduct`] describes all that the kernels can do, which is more than the trait `BlasHandle` requests: Ds with
+//! another layout than C, a bias of another type, scales that the device reads. It is for code that stands in for a
+//! vendor's BLAS library on top of the mock.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ pub enum Scale {
 pub struct RawProduct {
     /// Sizes, leading dimensions, batch, and the element types of the matrices.
     pub shape: GemmShape,
-    /// Element type of the bias: that of the output, or any but 64 bits where that has not 64 bits.
+    /// Element type of the bias: that of the output, or any but 64 bits if the output has fewer.
     pub bias_type: DataType,
     /// Factor of the product.
     pub alpha: Scale,
@@ -46,11 +46,11 @@ pub struct RawProduct {
     pub d: DevicePtr,
     /// Leading dimension of D, in elements.
     pub ldd: usize,
-    /// Elements from one D of a batch to the next; the Ds do not overlap.
+    /// Elements from one D of a batch to the next. The Ds must not overlap.
     pub stride_d: usize,
-    /// First element of the bias, where the epilogue has one.
+    /// First element of the bias, if the epilogue has one.
     pub bias: Option<DevicePtr>,
-    /// What follows the product.
+    /// The epilogue after the product.
     pub epilogue: Epilogue,
     /// Precision of the factors of 32 bits.
     pub math_mode: MathMode,
@@ -58,17 +58,17 @@ pub struct RawProduct {
     pub atomics_mode: AtomicsMode,
 }
 
-/// Where intermediate results go.
-pub(crate) struct Room {
+/// The space for intermediate results.
+pub(crate) struct Scratch {
     pub(crate) workspace: Workspace,
-    /// Keeps the workspace, where it is a handle's own.
+    /// Holds the workspace, if it is a handle's own.
     pub(crate) own: Option<Arc<OwnWorkspace>>,
-    /// Bytes that may be used at most.
+    /// The largest number of bytes that may be used.
     pub(crate) limit: usize,
 }
 
 impl RawProduct {
-    /// `C = A * B` in full precision.
+    /// Creates `C = A * B` in full precision.
     #[must_use]
     pub const fn new(shape: GemmShape, a: DevicePtr, b: DevicePtr, c: DevicePtr) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl RawProduct {
         }
     }
 
-    /// Checks what the shape alone does not say.
+    /// Checks what the shape alone does not imply.
     fn check(&self, operation: Operation) -> Result<()> {
         let (input, output) = (self.shape.data_type, self.shape.output);
         let widened = output == DataType::F32 && matches!(input, DataType::F16 | DataType::Bf16);
@@ -121,13 +121,13 @@ impl RawProduct {
         shape.extents(operation.name()).map(|_| ())
     }
 
-    /// Checks the ranges and enqueues the product, through `room` where there is some. Gives the number of commands.
+    /// Checks the ranges and enqueues the product, through `scratch` if there is one. Returns the number of commands.
     pub(crate) fn enqueue(
         &self,
         operation: Operation,
         device: &Device,
         stream: &Arc<Stream>,
-        room: Option<Room>,
+        scratch: Option<Scratch>,
         gap: Duration,
     ) -> Result<usize> {
         let extents = self.shape.extents(operation.name())?;
@@ -135,7 +135,7 @@ impl RawProduct {
         if self.shape.is_empty() {
             return Ok(0);
         }
-        // Matrices that the product does not read may be anywhere.
+        // Matrices that the product does not read may lie anywhere.
         let range = |what: &str, ptr: DevicePtr, elements: usize, data_type: DataType, used: bool| {
             if !used || elements == 0 {
                 return Ok(0);
@@ -164,13 +164,14 @@ impl RawProduct {
             None => {
                 return Err(operation.error(
                     ErrorKind::InvalidArgument,
-                    format!("the epilogue {:?} reads a bias, and none is given", self.epilogue),
+                    format!("the epilogue {:?} reads a bias, but none was passed", self.epilogue),
                 ));
             }
         };
-        let capacity = room.as_ref().map_or(0, |room| room.workspace.bytes.min(room.limit)) / intermediate_bytes(input);
-        let workspace = match &room {
-            Some(Room { workspace, .. }) => {
+        let capacity = scratch.as_ref().map_or(0, |scratch| scratch.workspace.bytes.min(scratch.limit))
+            / intermediate_bytes(input);
+        let workspace = match &scratch {
+            Some(Scratch { workspace, .. }) => {
                 device.range(operation, "the bound workspace", workspace.ptr, workspace.bytes)?
             }
             None => 0,
@@ -186,12 +187,13 @@ impl RawProduct {
             d: 0,
             ldd: self.ldd,
             stride_d: self.stride_d,
+            in_place: self.c == self.d,
             bias,
             epilogue: self.epilogue,
             tf32: self.math_mode == MathMode::Tf32 && input == DataType::F32,
             atomics: self.atomics_mode != AtomicsMode::NotAllowed,
             workspace,
-            own: room.and_then(|room| room.own),
+            own: scratch.and_then(|scratch| scratch.own),
         };
         product.d = range("the result", self.d, product.extent_d(), output, true)?;
         let product = Arc::new(product);

@@ -1,15 +1,15 @@
-//! What a capture records, and which streams take part in it.
+//! The recording of a capture, and the streams that take part in it.
 //!
-//! All commands go into one list in the order of the calls. A stream can only wait for what was recorded before, so that
-//! order respects every stream and every event between them, and a launch hands the list to one stream as it is.
+//! All commands go into one list in the order of the calls. A stream can only wait for earlier records, so that order
+//! respects every stream and every event between them. A launch hands the list to one stream as it is.
 //!
-//! Clocks tell whether the first stream has waited for all the others. Each stream knows how many commands of every other
-//! stream come before its next one. A recorded event carries the clock of its stream, and a wait takes the greater count
-//! of each. At the end, the first stream must know of every command.
+//! Clocks tell whether the first stream has waited for all the others. Each stream knows how many commands of every
+//! other stream come before its next one. A recorded event carries the clock of its stream, and a wait takes the
+//! greater count of each. At the end, the first stream must know of every command.
 //!
-//! A capture is *open* until it ends, and *lost* in between if it can no longer become a graph. A lost capture keeps its
-//! streams, which take nothing until the first one ends it. A stream refers to its capture, not the reverse, so a stream
-//! that finds its capture ended is free again.
+//! A capture is *open* until it ends. It is *lost* in between if it can no longer become a graph. The streams of a lost
+//! capture take no commands until the first stream ends it. A stream refers to its capture, not the reverse, so a
+//! stream that finds its capture ended is free again.
 //!
 //! Locks: no thread holds the locks of two recordings at once.
 
@@ -24,7 +24,7 @@ use crate::command::{Command, Step};
 use crate::observer::Note;
 use crate::operation::Operation;
 
-/// What a capture recorded: the commands of one execution.
+/// The commands that a capture recorded, for one execution.
 #[derive(Debug)]
 pub(crate) struct Graph(pub(crate) Vec<Step>);
 
@@ -75,14 +75,14 @@ impl Recording {
     }
 }
 
-/// Where in a capture an event was recorded.
+/// The place in a capture at which an event was recorded.
 #[derive(Debug)]
-pub(crate) struct Mark {
+pub(crate) struct CapturePoint {
     capture: Arc<Capture>,
     clock: Clock,
 }
 
-impl Mark {
+impl CapturePoint {
     /// Loses the capture.
     pub(crate) fn lose(&self, why: &'static str) {
         self.capture.recording.lock().lose(why);
@@ -169,22 +169,25 @@ impl Recorder<'_> {
     }
 
     /// Returns the place in the capture at which an event is recorded now.
-    pub(crate) fn mark(&self, operation: Operation) -> Result<Mark> {
+    pub(crate) fn capture_point(&self, operation: Operation) -> Result<CapturePoint> {
         self.recording.check_open(operation)?;
-        Ok(Mark { capture: Arc::clone(&self.part.capture), clock: self.recording.clocks[self.part.index].clone() })
+        Ok(CapturePoint {
+            capture: Arc::clone(&self.part.capture),
+            clock: self.recording.clocks[self.part.index].clone(),
+        })
     }
 
-    /// Has the stream wait for an event that was recorded in a capture.
-    pub(crate) fn wait_for(mut self, operation: Operation, mark: &Mark) -> Result<()> {
-        if Arc::ptr_eq(&self.part.capture, &mark.capture) {
+    /// Makes the stream wait for an event that was recorded in a capture.
+    pub(crate) fn wait_for(mut self, operation: Operation, captured: &CapturePoint) -> Result<()> {
+        if Arc::ptr_eq(&self.part.capture, &captured.capture) {
             self.recording.check_open(operation)?;
-            self.recording.clocks[self.part.index].join(&mark.clock);
+            self.recording.clocks[self.part.index].join(&captured.clock);
             return Ok(());
         }
         const WHY: &str = "one of its streams waited for an event of another capture";
         self.recording.lose(WHY);
         drop(self);
-        mark.lose(WHY);
+        captured.lose(WHY);
         Err(operation
             .error(ErrorKind::Capture, "the event belongs to another capture than the stream; both are lost")
             .with_hint("keep the streams and events of two captures apart"))
@@ -209,7 +212,7 @@ impl Recorder<'_> {
                     ErrorKind::Capture,
                     format!("a capture in mode {:?} ends on the thread that it began on", capture.mode),
                 )
-                .with_hint("end it there, or capture in mode `Relaxed`"));
+                .with_hint("end it on that thread, or capture in mode `Relaxed`"));
         }
         let recording = &mut *self.recording;
         let state = std::mem::replace(&mut recording.state, State::Ended);
@@ -232,7 +235,7 @@ impl Ended {
             _ if !self.is_joined => Err(operation
                 .error(ErrorKind::Capture, "a stream that joined the capture was not waited for; the capture is lost")
                 .with_hint(
-                    "record an event at the end of each stream that joined, and have the first stream wait for it",
+                    "record an event at the end of each stream that joined, and let the first stream wait for it",
                 )),
             _ => Ok(Graph(self.commands)),
         }
@@ -249,8 +252,8 @@ impl OpenCaptures {
         self.0.push(capture);
     }
 
-    /// For a device on which handles cannot be made during a capture: loses the captures whose mode forbids it to this
-    /// thread.
+    /// Loses the captures whose mode forbids this thread to create a handle, on a device that cannot create one during
+    /// a capture.
     pub(crate) fn refuse_creation(&mut self, operation: Operation) -> Result<()> {
         let thread = std::thread::current().id();
         let mut refused = false;
@@ -262,7 +265,7 @@ impl OpenCaptures {
             };
             let mut recording = capture.recording.lock();
             if forbidden && !matches!(recording.state, State::Ended) {
-                recording.lose("a handle was made meanwhile, and `create_during_capture` is false");
+                recording.lose("a handle was created meanwhile, and `create_during_capture` is false");
                 refused = true;
             }
         }
@@ -270,8 +273,8 @@ impl OpenCaptures {
             return Ok(());
         }
         Err(operation
-            .error(ErrorKind::Capture, "a handle cannot be made during a capture here; the capture is lost")
-            .with_hint("make handles before the capture begins, or capture in mode `Relaxed`"))
+            .error(ErrorKind::Capture, "this device creates no handle during a capture; the capture is lost")
+            .with_hint("create handles before the capture begins, or capture in mode `Relaxed`"))
     }
 }
 
@@ -279,7 +282,7 @@ impl OpenCaptures {
 fn lost(operation: Operation, why: &str) -> Error {
     operation
         .error(ErrorKind::Capture, format!("the capture was lost: {why}"))
-        .with_hint("end the capture on the stream that it began on, and capture anew")
+        .with_hint("end the capture on the stream that it began on, and capture again")
 }
 
 #[cold]
@@ -300,5 +303,5 @@ pub(crate) fn stream_order(operation: Operation) -> Error {
 pub(crate) fn legacy_stream(operation: Operation) -> Error {
     operation
         .error(ErrorKind::Capture, "the legacy default stream cannot take part in a capture")
-        .with_hint("capture on a stream made by `create_stream`")
+        .with_hint("capture on a stream of `create_stream`")
 }

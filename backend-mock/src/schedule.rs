@@ -1,22 +1,25 @@
-//! Deterministic schedules: which stream executes its next operation, and when, follows from a seed and the calls.
+//! Deterministic schedules: a seed and the calls decide which stream executes its next operation, and when.
 //!
-//! There are no workers then. The streams that have work stand in a list, in the order in which they got it. Each call of
-//! the backend lets a drawn number of operations happen, one at a time, on the caller's thread; a wait lets as many
-//! happen as it takes, a query at times a few. Each operation is the next one of the stream of the highest priority among those
-//! that can go on. A stream draws its priority when it gets work, and now and then another one, so that one stream runs
-//! far ahead of the others as often as all of them run side by side. How much happens between waits is drawn once: some
-//! seeds leave all work to the waits, others do most of it at once.
+//! There are no workers. The streams with work stand in a list, in the order in which they got it. Each call of the
+//! backend executes a drawn number of operations, one at a time, on the caller's thread. A wait executes as many as it
+//! needs, a query at times a few.
 //!
-//! Nothing else is drawn and no clock is asked, so equal calls in equal order execute equal operations in equal order.
-//! Latencies of operations are left out. What has no call to be driven by would stand still for good (a program that
-//! watches memory, or another process that waits for an event), so after [`PATIENCE`] without a call the work goes on by
-//! itself; [`Schedule::unprompted`] counts what happened so. Records of events for other processes are executed by the call
-//! itself, as far as nothing holds them up.
+//! Each operation is the next one of the stream with the highest priority among those that can go on. A stream draws
+//! its priority when it gets work, and at times another one. So one stream runs far ahead of the others as often as all
+//! run side by side. The amount of work between waits is drawn once: some seeds leave all work to the waits, others do
+//! most of it at once.
 //!
-//! Code of the host (the simulated vendor libraries have it) is run by waits and queries only, and only where nothing else can
-//! go on, because a thread that makes a call may hold a lock that the code takes.
+//! Nothing else is drawn and no clock is read, so equal calls in equal order execute equal operations in equal order.
+//! Latencies of operations are left out.
 //!
-//! Locks: the turn before a stream's queue before the list. Commands are executed under the turn.
+//! Without calls, work would never go on: for a program that watches memory, or for another process that waits for an
+//! event. So after [`PATIENCE`] without a call, work goes on by itself, and [`Schedule::unprompted`] counts it. A call
+//! itself executes records of events for other processes, unless something holds them up.
+//!
+//! Only waits and queries run code of the host (the simulated vendor libraries have it), and only if nothing else can
+//! go on. A thread that makes another call may hold a lock that the code takes.
+//!
+//! Locks: `execution`, then a stream's queue, then the list. The thread that executes commands holds `execution`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -29,22 +32,22 @@ use crate::engine::Scheduler;
 use crate::hash::scramble;
 use crate::stream::Stream;
 
-/// How long work waits for a call before it goes on by itself.
+/// The time without a call after which work goes on by itself.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a wait sleeps where another process, or code of the host, is to come first.
+/// The time that a wait sleeps if another process, or code of the host, must come first.
 const NAP: Duration = Duration::from_micros(200);
 
 #[derive(Debug)]
 pub(crate) struct Schedule {
-    /// Held by the thread that executes; again by what it executes.
-    turn: ReentrantMutex<()>,
+    /// Held by the thread that executes, and again by what it executes.
+    execution: ReentrantMutex<()>,
     ready: Mutex<Ready>,
-    /// Most operations that a call lets happen.
+    /// The largest number of operations that a call executes.
     most: u64,
     /// Grows with each call.
     calls: AtomicU64,
     unprompted: AtomicU64,
-    /// Set, and told, when the backend ends.
+    /// Set, and signaled, when the backend ends.
     over: Mutex<bool>,
     ended: Condvar,
 }
@@ -66,7 +69,7 @@ impl Ready {
 impl Schedule {
     pub(crate) fn new(seed: u64) -> Arc<Self> {
         Arc::new(Self {
-            turn: ReentrantMutex::new(()),
+            execution: ReentrantMutex::new(()),
             ready: Mutex::new(Ready { seed, draws: 0, streams: Vec::new() }),
             most: [0, 1, 2, 8][(scramble(seed) % 4) as usize],
             calls: AtomicU64::new(0),
@@ -78,28 +81,28 @@ impl Schedule {
 
     fn go(&self, portion: u64, host_code_too: bool) {
         for _ in 0..portion {
-            // While another thread executes, that is enough: it may run code that waits for a lock of this one.
-            let Some(_turn) = self.turn.try_lock() else { return };
+            // Another thread executes, which is enough: it may run code that waits for a lock of this one.
+            let Some(_executing) = self.execution.try_lock() else { return };
             if !self.step(host_code_too) {
                 return;
             }
         }
     }
 
-    /// Lets happen what it takes, unless another process is to come first.
+    /// Executes work until `is_done`, unless another process must come first.
     pub(crate) fn try_to_reach(&self, is_done: impl Fn() -> bool) {
-        let _turn = self.turn.lock();
+        let _executing = self.execution.lock();
         while !is_done() && self.step(false) {}
     }
 
-    /// Executes one operation, if there is a stream that can go on. To be called in turn.
+    /// Executes one operation, if a stream can go on. The caller must hold `execution`.
     fn step(&self, host_code_too: bool) -> bool {
         let streams = self.ready.lock().streams.clone();
         let best = |host_code_too: bool| {
             let able = streams.iter().filter(|(stream, _)| stream.can_go_on(host_code_too));
             able.max_by_key(|(_, priority)| *priority)
         };
-        // Code of the host comes when nothing else can.
+        // Code of the host comes only if nothing else can go on.
         let Some((stream, _)) = best(false).or_else(|| if host_code_too { best(true) } else { None }) else {
             return false;
         };
@@ -114,12 +117,12 @@ impl Schedule {
         stream.execute_one()
     }
 
-    /// How many operations happened without a call.
+    /// Returns how many operations happened without a call.
     pub(crate) fn unprompted(&self) -> u64 {
         self.unprompted.load(Ordering::Relaxed)
     }
 
-    /// Starts the thread that lets work go on when nobody calls.
+    /// Starts the thread that executes work if nobody calls.
     pub(crate) fn watch(self: &Arc<Self>, name: String) -> std::io::Result<()> {
         let schedule = Arc::downgrade(self);
         std::thread::Builder::new().name(name).spawn(move || watch(&schedule, PATIENCE)).map(|_| ())
@@ -127,7 +130,7 @@ impl Schedule {
 }
 
 impl CallObserver for Schedule {
-    /// Lets some work happen before the call.
+    /// Executes some work before the call.
     fn called(&self) {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let portion = self.ready.lock().draw() % (self.most + 1);
@@ -152,16 +155,16 @@ impl Scheduler for Schedule {
 
     fn queried(&self) {
         let draw = self.ready.lock().draw();
-        // At times something happens, so that a caller that asks again and again gets its answer in the end.
+        // At times a query executes work, so that a caller that asks again and again gets its answer in the end.
         self.go(if draw.is_multiple_of(2) { 0 } else { 1 + draw / 2 % 4 }, true);
     }
 
     fn wait(&self, is_done: &dyn Fn() -> bool) {
         while !is_done() {
-            let Some(turn) = self.turn.try_lock_for(NAP) else { continue };
-            // The commands that were executed meanwhile may have been all.
+            let Some(executing) = self.execution.try_lock_for(NAP) else { continue };
+            // Another thread may have executed the last commands meanwhile.
             let is_stuck = !is_done() && !self.step(true);
-            drop(turn);
+            drop(executing);
             if is_stuck {
                 std::thread::sleep(NAP);
             }
@@ -191,12 +194,12 @@ fn watch(schedule: &Weak<Schedule>, patience: Duration) {
             (calls, since) = (now, Instant::now());
         } else if since.elapsed() >= patience {
             while schedule.calls.load(Ordering::Relaxed) == calls {
-                let _turn = schedule.turn.lock();
+                let _executing = schedule.execution.lock();
                 if !schedule.step(true) {
                     break;
                 }
                 if schedule.unprompted.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!("nobody called for {patience:?}, so work went on outside of the schedule");
+                    tracing::warn!("no call for {patience:?}: work went on outside of the schedule");
                 }
             }
         }
@@ -255,12 +258,12 @@ mod tests {
         let engine = engine(&schedule);
         let stream = Stream::new(&engine, 0);
         stream.enqueue(Operation::Fill, FILL).unwrap();
-        let turn = schedule.turn.lock();
+        let executing = schedule.execution.lock();
         std::thread::scope(|scope| {
             scope.spawn(|| (0..100).for_each(|_| schedule.called())).join().unwrap();
         });
         assert_eq!(schedule.ready.lock().streams.len(), 1);
-        drop(turn);
+        drop(executing);
         engine.stop();
         assert!(schedule.ready.lock().streams.is_empty());
     }

@@ -1,22 +1,23 @@
-//! Events that several processes record, ask and wait for: their state lies in a sealed memory file of their own.
+//! Events that several processes record, query and wait for. Their state lies in a sealed memory file of their own.
 //!
-//! The state is made of atomics only. A process may be killed between any two steps, so no step leaves anything behind
-//! that others would have to wait for, and nothing in the file is believed: numbers out of range are nobody's record.
+//! The state consists of atomics only. A process may be killed between any two steps, so no step leaves anything behind
+//! that others would have to wait for. Nothing in the file is trusted: a number out of range is no record.
 //!
-//! Each record of the event has a number, counted from 1, and a word in a ring of [`SLOTS`] words: the number, who
-//! recorded it, and where it stands. To *record* is to
+//! Each record of the event has a number, counted from 1, and a word in a ring of [`SLOTS`] words: the number, the
+//! recorder, and the progress. To *record* is to
 //!
 //! 1. take the next number;
-//! 2. put the word into the ring, as pending. Where the word before it in that place is still pending, there are too
-//!    many records outstanding, and the call fails;
+//! 2. put the word into the ring, as pending. If the previous word in that slot is still pending, too many records are
+//!   outstanding, and the call fails;
 //! 3. enqueue the record on the stream;
 //! 4. raise `latest` to the number: from here on the event *is* this record, for every process.
 //!
-//! The worker that reaches the record turns the word to reached, counts `changes` up and wakes whoever sleeps on it.
-//! A wait takes `latest` at the time of the call and then looks at that one word. When the ring has moved on, the record
-//! was settled before. While it sleeps, a waiter looks every [`LOOK_AFTER`] whether the process that made the record is
-//! still there. If it is not, its work has ended with it: the record counts as reached, and the waiter says so in the
-//! ring.
+//! The worker that reaches the record sets the word to reached, increments `changes`, and wakes the sleeping waiters. A
+//! wait takes `latest` at the time of the call and then reads that one word. If the ring has moved on, the record was
+//! settled before.
+//!
+//! A sleeping waiter checks every [`LOOK_AFTER`] whether the process that made the record still lives. If it does not,
+//! its work has ended with it: the record counts as reached, and the waiter writes that into the ring.
 //!
 //! | in the ring | next | by whom |
 //! |---|---|---|
@@ -24,11 +25,11 @@
 //! | pending | reached | anybody, after the recorder has ended |
 //! | reached, lost | pending with a higher number | a recorder |
 //!
-//! Numbers that were taken and never became `latest` (the recorder was killed, or its stream refused) are skipped.
+//! A number that was taken and never became `latest` is skipped: its recorder was killed, or its stream refused.
 //!
-//! *Orderings.* Settling is a release and looking an acquire, so that who sees a record reached sees the work before it.
-//! `latest` is raised with release after the word was put, so that who finds the number finds the word. A waiter reads
-//! `changes` before the word and sleeps only while it has not moved, so no waking is missed.
+//! *Orderings.* Settling is a release and reading an acquire, so a process that sees a record reached sees the work
+//! before it. `latest` is raised with release after the word was put, so a process that finds the number finds the
+//! word. A waiter reads `changes` before the word and sleeps only while it has not moved, so it misses no wake.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -45,11 +46,11 @@ use crate::peers::{Peers, ProcessId};
 use crate::sealed_file::{self, Exported};
 
 const EVENT_MAGIC: u64 = u64::from_le_bytes(*b"HWMKEVT1");
-/// Records that may be outstanding at once.
+/// The largest number of outstanding records.
 pub(crate) const SLOTS: usize = 1792;
-/// Processes that may record one event; the places of those that have ended are used again.
+/// The largest number of living processes that record one event. A place of an ended process is used again.
 const RECORDERS: usize = 251;
-/// How long a waiter sleeps before it looks whether the recorder is still there.
+/// The time that a waiter sleeps before it checks the recorder.
 const LOOK_AFTER: Duration = Duration::from_millis(10);
 
 /// The file's contents. Zeros are an event that was never recorded.
@@ -72,18 +73,18 @@ struct State {
 const STATE_BYTES: u64 = size_of::<State>() as u64;
 const _: () = assert!(STATE_BYTES == 16384);
 
-/// Where a point stands.
+/// The progress of a point.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Progress {
-    /// The stream has not come there yet.
+    /// The stream has not reached the point.
     Ahead,
-    /// The stream came there at this time.
+    /// The stream reached the point at this time.
     Reached(Instant),
     /// The device was lost before.
     Lost,
 }
 
-/// What a word of the ring says.
+/// A word of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Word {
     number: u64,
@@ -104,7 +105,7 @@ impl Word {
         self.number << 16 | (self.recorder as u64) << 8 | self.standing as u64
     }
 
-    /// A word that no recorder wrote was reached.
+    /// Unpacks a word. A word that no recorder wrote counts as reached.
     const fn unpack(word: u64) -> Self {
         let standing = match word as u8 {
             1 => Standing::Pending,
@@ -121,15 +122,16 @@ pub(crate) struct SharedEvent {
     mapping: Mapping,
     /// The inode of its file.
     inode: u64,
-    /// Kept by the process that made the event, to be exported.
+    /// Kept by the process that created the event, for exports.
     file: Option<(OwnedFd, Arc<AtomicU64>)>,
     peers: Arc<Peers>,
 }
 
 impl SharedEvent {
-    /// Makes an event. `files` counts the files that are alive.
+    /// Creates an event. `files` counts the files that are alive.
     pub(crate) fn create(operation: Operation, peers: &Arc<Peers>, files: &Arc<AtomicU64>) -> Result<Arc<Self>> {
-        let failed = |error| sealed_file::not_made(operation.name(), "cannot make a memory file for the event", error);
+        let failed =
+            |error| sealed_file::not_made(operation.name(), "cannot create a memory file for the event", error);
         let file = sealed_file::create("highwater-mock-event", STATE_BYTES).map_err(failed)?;
         // SAFETY: the file was just made with this size and sealed.
         let mapping = unsafe { Mapping::new(&file, 0, STATE_BYTES) }.map_err(failed)?;
@@ -141,12 +143,12 @@ impl SharedEvent {
         Ok(Arc::new(event))
     }
 
-    /// Makes a handle of an event that this process made.
+    /// Creates a handle of an event that this process created.
     pub(crate) fn export(&self, operation: Operation, uuid: [u8; 16], exported: &Exported) -> Result<EventHandle> {
         let (file, _) = self.file.as_ref().ok_or_else(|| {
             operation
-                .error(ErrorKind::InvalidArgument, "the event was opened here, not made here")
-                .with_hint("pass on the handle that it was opened with, or export it where it was made")
+                .error(ErrorKind::InvalidArgument, "this process opened the event and did not create it")
+                .with_hint("pass on the handle that it was opened with, or export it in the process that created it")
         })?;
         let id = sealed_file::identify(file)
             .map_err(|error| sealed_file::failed(operation, "cannot identify the memory file", error))?;
@@ -162,9 +164,9 @@ impl SharedEvent {
         peers: &Arc<Peers>,
     ) -> Result<Arc<Self>> {
         let refused = |message: String| {
-            operation
-                .error(ErrorKind::InvalidArgument, message)
-                .with_hint("pass a handle as `export_event` gave it, with its descriptor, for the device with its UUID")
+            operation.error(ErrorKind::InvalidArgument, message).with_hint(
+                "pass a handle as `export_event` returned it, with its descriptor, for the device with its UUID",
+            )
         };
         if handle.device_uuid != uuid {
             return Err(refused(format!(
@@ -176,9 +178,9 @@ impl SharedEvent {
             handle.descriptor.as_ref().ok_or_else(|| refused("the handle has no descriptor".to_owned()))?.as_ref();
         let (file, bytes) = sealed_file::check(operation, descriptor)?;
         if open_payload(&handle.payload, EVENT_MAGIC, &uuid, file).is_none() || bytes != STATE_BYTES {
-            return Err(refused("the payload is none that was exported for this descriptor".to_owned()));
+            return Err(refused("the payload was not exported for this descriptor".to_owned()));
         }
-        // SAFETY: the file was found to be as long and sealed against becoming shorter.
+        // SAFETY: the check found the file of this length and sealed against shrinking.
         let mapping = unsafe { Mapping::new(descriptor, 0, STATE_BYTES) }
             .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))?;
         let event = Self { mapping, inode: file.inode, file: None, peers: Arc::clone(peers) };
@@ -189,18 +191,18 @@ impl SharedEvent {
     }
 
     fn state(&self) -> &State {
-        // SAFETY: the mapping is page-aligned and as long as a `State`, lives as long as `self`, and is accessed in no
-        // other way, here and in every other process: `State` is atomics without gaps, for which any bytes are values.
+        // SAFETY: the mapping is page-aligned, as long as a `State`, and lives as long as `self`. Every process
+        // accesses it only as a `State`: atomics without gaps, for which any bytes are values.
         unsafe { &*self.mapping.words().as_ptr().cast::<State>() }
     }
 
-    /// The latest record; `None` when there was none.
+    /// Returns the latest record; `None` if there was none.
     pub(crate) fn latest(self: &Arc<Self>) -> Option<Record> {
         let number = self.state().latest.load(Ordering::Acquire);
         (number > 0).then(|| Record { event: Arc::clone(self), number })
     }
 
-    /// Steps 1 and 2 of a record.
+    /// Takes steps 1 and 2 of a record.
     pub(crate) fn begin_record(self: &Arc<Self>, operation: Operation) -> Result<Record> {
         let state = self.state();
         let crowded = |what: String| {
@@ -228,7 +230,7 @@ impl SharedEvent {
         }
     }
 
-    /// The index of this process among the recorders; `None` when there is no room.
+    /// Returns the index of this process among the recorders; `None` if no place is left.
     fn recorder(&self) -> Option<u8> {
         let recorders = &self.state().recorders;
         let own = self.peers.own.0;
@@ -243,7 +245,7 @@ impl SharedEvent {
                 if !self.peers.has_ended(ProcessId(other)) {
                     return false;
                 }
-                // What it left pending must not be taken for this process's.
+                // Pending words of the ended process must not count as those of this one.
                 self.settle_all_of(*index as u8);
                 claim(index, other)
             })
@@ -269,7 +271,7 @@ impl SharedEvent {
         &self.state().ring[(number % SLOTS as u64) as usize]
     }
 
-    /// Settles a pending word, unless somebody else did.
+    /// Settles a pending word, unless another thread or process did.
     fn settle(&self, word: Word, standing: Standing) {
         let settled = Word { standing, ..word }.pack();
         let slot = self.slot(word.number);
@@ -277,7 +279,7 @@ impl SharedEvent {
             let changes = &self.state().changes;
             changes.fetch_add(1, Ordering::AcqRel);
             if let Err(error) = futex::wake(changes, futex::Flags::empty(), i32::MAX as u32) {
-                tracing::warn!(%error, "cannot wake those who wait for an event; they look by themselves");
+                tracing::warn!(%error, "cannot wake the waiters of an event; they check by themselves");
             }
         }
     }
@@ -299,17 +301,17 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The inode of the event's file, and the number of the record.
+    /// Returns the inode of the event's file, and the number of the record.
     pub(crate) fn key(&self) -> (u64, u64) {
         (self.event.inode, self.number)
     }
 
-    /// Step 4 of a record.
+    /// Takes step 4 of a record.
     pub(crate) fn publish(&self) {
         self.event.state().latest.fetch_max(self.number, Ordering::AcqRel);
     }
 
-    /// Says that the stream has come to the record, or never will.
+    /// Settles the record: the stream has reached it, or never will.
     pub(crate) fn settle(&self, progress: Progress) {
         let standing = if matches!(progress, Progress::Lost) { Standing::Lost } else { Standing::Reached };
         let word = Word::unpack(self.event.slot(self.number).load(Ordering::Acquire));
@@ -318,7 +320,7 @@ impl Record {
         }
     }
 
-    /// Where the record stands.
+    /// Returns the progress of the record.
     pub(crate) fn progress(&self) -> Progress {
         match self.pending() {
             Ok(word) if self.event.has_ended(word.recorder) => {
@@ -351,7 +353,7 @@ impl Record {
         }
     }
 
-    /// The word as long as it is pending, else how it was settled.
+    /// Returns the word while it is pending, else how it was settled.
     fn pending(&self) -> Result<Word, Progress> {
         let word = Word::unpack(self.event.slot(self.number).load(Ordering::Acquire));
         match word.standing {
@@ -424,14 +426,14 @@ mod tests {
         for record in &records[1..4] {
             record.settle(Progress::Reached(Instant::now()));
         }
-        // The number that was refused is skipped, together with its place.
+        // The refused number is skipped, together with its slot.
         let later = record(&event);
         assert_eq!(later.number, SLOTS as u64 + 2);
         assert!(is_ahead(&records[0]) && is_ahead(&later));
         assert!(!is_ahead(&records[1]), "the ring has moved on over what was settled");
     }
 
-    /// Makes a record look as if a process had made it that is not there any more.
+    /// Makes a record look like that of a process that has ended.
     fn by_the_dead(event: &Arc<SharedEvent>, index: u8) -> Record {
         let nobody = (1 << 22 | 1) << 32 | u64::from(index);
         event.state().recorders[usize::from(index)].store(nobody, Ordering::Relaxed);
@@ -444,7 +446,7 @@ mod tests {
     #[test]
     fn the_places_of_processes_that_have_ended_are_used_again_after_their_records_were_settled() {
         let event = event();
-        // This process takes the place after each, until the last one, after which only the first can be used again.
+        // This process takes the place after each. At the last one, only the first can be used again.
         let records: Vec<_> = (0..RECORDERS as u8).map(|index| by_the_dead(&event, index)).collect();
         let own = record(&event);
         assert_eq!(Word::unpack(event.slot(own.number).load(Ordering::Relaxed)).recorder, 0);

@@ -1,8 +1,8 @@
-//! What the simulated vendor libraries need of the inside of the mock, and nobody else.
+//! The inside of the mock, for the simulated vendor libraries and nobody else.
 //!
-//! A simulated driver has its vendor's rules, which it checks itself; what it finds good it hands to the engine through
-//! [`Hooks`] and the [`Backend`](highwater_hal::Backend). The hooks check that nothing outside of the device's memory
-//! is touched, and leave what is allowed to the caller.
+//! A simulated driver checks its vendor's rules itself, and hands the engine what passes, through [`Hooks`] and the
+//! [`Backend`](highwater_hal::Backend). The hooks check that nothing outside of the device's memory is touched. All
+//! other rules are the caller's.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -18,11 +18,11 @@ use crate::gpu::MockGpu;
 use crate::imports::Source;
 use crate::mapping::Mapping;
 use crate::operation::Operation;
-use crate::product::{RawProduct, Room};
+use crate::product::{RawProduct, Scratch};
 use crate::sealed_file::{self, page_bytes};
 use crate::state::{Shared, wrong_device};
 
-/// The inside of a mock, as simulated vendor libraries use it; keeps the devices alive.
+/// The inside of a mock. Keeps the devices alive.
 #[derive(Clone)]
 pub struct Hooks(Arc<Shared>);
 
@@ -33,46 +33,46 @@ impl fmt::Debug for Hooks {
 }
 
 impl Hooks {
-    /// The inside of `gpu`.
+    /// Returns the inside of `gpu`.
     #[must_use]
     pub fn new(gpu: &MockGpu) -> Self {
         Self(gpu.shared())
     }
 
-    /// Whether this is still the process that opened the mock.
+    /// Returns whether this process opened the mock.
     #[inline]
     #[must_use]
     pub fn is_own_process(&self) -> bool {
         self.0.calls.is_own_process()
     }
 
-    /// Counts a call and lets it fail if the mock was told so, as its own calls do.
+    /// Counts a call, and fails it if a fault is due, as the mock's own calls do.
     ///
     /// # Errors
-    /// `Forked` in a forked child, else the fault that is due.
+    /// `Forked` in a forked child, else the due fault.
     pub fn enter(&self, operation: Operation) -> Result<()> {
         self.0.calls.enter(operation).map(|_| ())
     }
 
     // ------------------------------------------------------------------ streams
 
-    /// Has a stream run code in its turn, or its capture record it.
+    /// Makes a stream run code, or its capture record it.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_hal::Backend::copy).
+    /// As for [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_call(&self, stream: StreamId, call: Call) -> Result<()> {
         let operation = Operation::Copy;
         self.0.stream(operation, stream)?.enqueue(operation, Command::Call(call))
     }
 
-    /// Enqueues a copy whose device sides lie in the memory of their device; host memory may be any, and a stream of any
-    /// device will do.
+    /// Enqueues a copy whose device sides lie in the memory of their device. Host memory need not be page-locked, and
+    /// the stream may belong to any device.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_hal::Backend::copy).
+    /// As for [`Backend::copy`](highwater_hal::Backend::copy).
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Backend::copy`](highwater_hal::Backend::copy).
     pub unsafe fn enqueue_copy(&self, stream: StreamId, dst: Location, src: Location, bytes: usize) -> Result<()> {
         let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
@@ -97,7 +97,8 @@ impl Hooks {
             (Location::Host(dst), Location::Host(src)) => {
                 let (dst, src) = (dst.address(), src.address());
                 Command::Call(Call::new(move || {
-                    // SAFETY: the caller promised that both ranges stay and that nobody else writes them; they may overlap.
+                    // SAFETY: the caller promised that both ranges stay and that no other code writes them. They may
+                    // overlap.
                     unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes) };
                 }))
             }
@@ -105,10 +106,10 @@ impl Hooks {
         queue.enqueue(operation, command)
     }
 
-    /// Enqueues a copy of `bytes` to device memory, which the call takes along.
+    /// Enqueues a copy of `bytes`, which the call owns, to device memory.
     ///
     /// # Errors
-    /// As [`Backend::copy`](highwater_hal::Backend::copy).
+    /// As for [`Backend::copy`](highwater_hal::Backend::copy).
     pub fn enqueue_write(&self, stream: StreamId, device: u32, ptr: DevicePtr, bytes: Vec<u8>) -> Result<()> {
         let operation = self.0.calls.enter(Operation::Copy)?;
         let queue = self.0.stream(operation, stream)?;
@@ -118,11 +119,11 @@ impl Hooks {
         queue.enqueue(operation, Command::Call(call))
     }
 
-    /// Enqueues a fill of device memory with `pattern`, eight bytes whose period divides the address; a stream of any device
-    /// will do.
+    /// Enqueues a fill of device memory with `pattern`, eight bytes whose period divides the address. The stream may
+    /// belong to any device.
     ///
     /// # Errors
-    /// As [`Backend::fill`](highwater_hal::Backend::fill).
+    /// As for [`Backend::fill`](highwater_hal::Backend::fill).
     pub fn enqueue_fill(
         &self,
         stream: StreamId,
@@ -137,11 +138,11 @@ impl Hooks {
         queue.enqueue(operation, Command::Fill { device, dst, bytes, pattern })
     }
 
-    /// Lets what `stream` is given from here on come after what `before` has been given. Does nothing where either takes
-    /// part in a capture.
+    /// Orders later work of `stream` after the enqueued work of `before`. Does nothing if either takes part in a
+    /// capture.
     ///
     /// # Errors
-    /// As [`Backend::record_event`](highwater_hal::Backend::record_event).
+    /// As for [`Backend::record_event`](highwater_hal::Backend::record_event).
     pub fn order(&self, stream: StreamId, before: StreamId) -> Result<()> {
         let operation = Operation::StreamWaitEvent;
         let (after, before) = (self.0.stream(operation, stream)?, self.0.stream(operation, before)?);
@@ -152,7 +153,7 @@ impl Hooks {
         after.wait_for(operation, point)
     }
 
-    /// Loses the capture that a stream takes part in, if any; `why` stands in the errors of the calls that follow.
+    /// Loses the capture that a stream takes part in, if any. The errors of later calls contain `why`.
     pub fn lose_capture(&self, stream: StreamId, why: &'static str) {
         if let Ok(stream) = self.0.stream(Operation::IsCapturing, stream)
             && let Some(recorder) = stream.queue.lock().recorder()
@@ -161,7 +162,7 @@ impl Hooks {
         }
     }
 
-    /// Whether the device was lost: by a command that panicked, or by [`MockGpu::lose_device`].
+    /// Returns whether the device was lost, by a command that panicked or by [`MockGpu::lose_device`].
     #[must_use]
     pub fn is_lost(&self, device: u32) -> bool {
         self.0.engine.devices.get(device as usize).is_some_and(|device| device.is_lost())
@@ -179,24 +180,24 @@ impl Hooks {
 
     // ------------------------------------------------------------------ memory
 
-    /// First address and length of the device's own memory.
+    /// Returns first address and length of the device's own memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such device.
+    /// `InvalidArgument` if the device does not exist.
     pub fn own_memory(&self, device: u32) -> Result<(u64, u64)> {
         let memory = &self.0.device(Operation::MemoryInfo, device)?.memory;
         Ok((memory.base(), memory.bytes()))
     }
 
-    /// The file that holds the device's own memory, byte for byte.
+    /// Returns the file that holds the device's own memory, byte for byte.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such device.
+    /// `InvalidArgument` if the device does not exist.
     pub fn memory_file(&self, device: u32) -> Result<&OwnedFd> {
         Ok(self.0.device(Operation::ExportMemory, device)?.memory.file())
     }
 
-    /// Offset, length and number of the allocation that begins at `ptr`, which was made to be shared.
+    /// Returns offset, length and number of the shareable allocation that begins at `ptr`.
     ///
     /// # Errors
     /// `InvalidPointer` and `InvalidArgument` for other memory.
@@ -221,10 +222,10 @@ impl Hooks {
         }
     }
 
-    /// Opens a part of a memory file for a device; the same part again gives the same address, and counts.
+    /// Opens a part of a memory file for a device. Opening the same part again returns the same address, and counts.
     ///
     /// # Errors
-    /// `InvalidArgument` when the file is no sealed memory file or too short, `OutOfMemory`.
+    /// `InvalidArgument` if the file is no sealed memory file or too short, `OutOfMemory`.
     pub fn open(&self, device: u32, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<DevicePtr> {
         let operation = Operation::OpenMemory;
         let device = self.0.device(operation, device)?;
@@ -242,16 +243,16 @@ impl Hooks {
         Ok(DevicePtr::new(device.memory.base() + place))
     }
 
-    /// Undoes one [`Hooks::open`] or [`Hooks::map`].
+    /// Closes once what [`Hooks::open`] or [`Hooks::map`] opened.
     ///
     /// # Errors
-    /// `InvalidPointer` where nothing is open.
+    /// `InvalidPointer` if nothing is open.
     pub fn close(&self, device: u32, ptr: DevicePtr) -> Result<()> {
         let operation = Operation::CloseMemory;
         self.0.device(operation, device)?.close_import(operation, ptr)
     }
 
-    /// Addresses of the device at which nothing lies yet.
+    /// Returns addresses of the device that are not in use.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -270,8 +271,7 @@ impl Hooks {
     /// Maps a part of a memory file at an address of [`Hooks::reserve`].
     ///
     /// # Errors
-    /// `InvalidArgument` when the file is no sealed memory file or too short, `InvalidPointer` when something is mapped
-    /// there.
+    /// `InvalidArgument` if the file is no sealed memory file or too short, `InvalidPointer` if the address is in use.
     pub fn map(&self, device: u32, address: u64, file: &OwnedFd, offset: u64, bytes: u64, serial: u64) -> Result<()> {
         let operation = Operation::OpenMemory;
         let memory = &self.0.device(operation, device)?.memory;
@@ -286,16 +286,16 @@ impl Hooks {
 }
 
 impl MockGpu {
-    /// Enqueues a product on a stream of `device`, with its intermediate results in `workspace`; without one it is a
-    /// single command. It counts as a call of [`Operation::Gemm`], and gives the number of commands.
+    /// Enqueues a product on a stream of `device`, with its intermediate results in `workspace`. Without a workspace it
+    /// is a single command. Counts as a call of [`Operation::Gemm`]. Returns the number of commands.
     ///
     /// # Errors
     /// `InvalidArgument` and `Unsupported` for what the product asks for, `InvalidPointer` for ranges that are not inside
     /// one block of the device, `InvalidHandle` for an unknown stream, `WrongDevice` for a stream of another device.
     ///
     /// # Safety
-    /// As for [`BlasHandle::run_plan`](highwater_hal::BlasHandle::run_plan), and the workspace is used by nobody else
-    /// until the product has completed.
+    /// As for [`BlasHandle::run_plan`](highwater_hal::BlasHandle::run_plan). No other work may use the workspace until
+    /// the product has completed.
     pub unsafe fn enqueue_product(
         &self,
         device: u32,
@@ -310,26 +310,27 @@ impl MockGpu {
         if stream.device() != device {
             return Err(wrong_device(operation, stream, "the product", device));
         }
-        let room = workspace.map(|workspace| Room { workspace, own: None, limit: usize::MAX });
-        product.enqueue(operation, found, &queue, room, shared.gemm_gap)
+        let scratch = workspace.map(|workspace| Scratch { workspace, own: None, limit: usize::MAX });
+        product.enqueue(operation, found, &queue, scratch, shared.gemm_gap)
     }
 }
 
-/// A memory file of `bytes` zeros, without a name in any file system and sealed in its size. `name` is seen in `/proc`.
+/// Creates a memory file of `bytes` zeros, without a name in any file system and sealed in its size. `/proc` shows
+/// `name`.
 ///
 /// # Errors
-/// Of the system.
+/// An error of the system.
 pub fn create_file(name: &str, bytes: u64) -> std::io::Result<OwnedFd> {
     Ok(sealed_file::create(name, bytes)?)
 }
 
-/// The size of a page of the system.
+/// Returns the size of a page of the system.
 #[must_use]
 pub fn page_size() -> u64 {
     page_bytes()
 }
 
-/// Inode number and size of a memory file that is sealed against shrinking.
+/// Returns inode number and size of a memory file that is sealed against shrinking.
 ///
 /// # Errors
 /// `InvalidArgument` for any other file.
@@ -338,13 +339,13 @@ pub fn check_file(file: &OwnedFd) -> Result<(u64, u64)> {
     Ok((id.inode, bytes))
 }
 
-/// When a process was started, in the kernel's ticks, the low half; `None` when there is no such process.
+/// Returns the start time of a process in the kernel's ticks, the low half; `None` if it does not exist.
 #[must_use]
 pub fn start_time(process: u32) -> Option<u32> {
     crate::peers::start_time(process)
 }
 
-/// Whether the process has begun to exit, as the mock sees it.
+/// Returns whether the process has begun to exit, as the mock sees it.
 #[must_use]
 pub fn is_exiting() -> bool {
     highwater_hal::exit::has_begun()
@@ -364,7 +365,7 @@ fn checked_source(operation: Operation, file: &OwnedFd, offset: u64, bytes: u64,
 }
 
 fn map(operation: Operation, file: &OwnedFd, offset: u64, length: u64) -> Result<Mapping> {
-    // SAFETY: `checked_source` found the file long enough and sealed against becoming shorter.
+    // SAFETY: `checked_source` found the file long enough and sealed against shrinking.
     unsafe { Mapping::new(file, offset, length) }
         .map_err(|error| sealed_file::failed(operation, "cannot map the memory file", error))
 }

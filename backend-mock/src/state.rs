@@ -1,4 +1,4 @@
-//! What the backend, its BLAS handles and its sharing have in common.
+//! The state that the backend, its BLAS handles and its sharing have in common.
 
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
@@ -27,7 +27,7 @@ use crate::schedule::Schedule;
 use crate::sealed_file::Exported;
 use crate::stream::Stream;
 
-/// The backend as its BLAS handles share it.
+/// The state, shared by its users.
 pub(crate) struct Shared(pub(crate) ManuallyDrop<State>);
 
 pub(crate) struct State {
@@ -55,13 +55,13 @@ pub(crate) struct State {
     pub(crate) gemm_gap: Duration,
     /// The descriptors that exported handles carry.
     pub(crate) exported: Exported,
-    /// How many memory files of events there are.
+    /// The number of memory files of events.
     pub(crate) event_files: Arc<AtomicU64>,
     pub(crate) peers: OnceLock<Arc<Peers>>,
     pub(crate) checks: Option<Arc<Checks>>,
     pub(crate) races: Option<Arc<Finder>>,
     pub(crate) schedule: Option<Arc<Schedule>>,
-    /// Whether races are told on standard error at the end.
+    /// Whether the mock prints its races to standard error at the end.
     pub(crate) prints_races: bool,
 }
 
@@ -75,8 +75,8 @@ impl Deref for Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // A child has no workers to join, and a lock may have been held by a thread that it does not have; at exit the
-        // system gives everything back. Both leak on purpose.
+        // A child has no workers to join, and a thread that it does not have may hold a lock. At exit the system gives
+        // everything back. Both leak on purpose.
         if !self.calls.is_own_process() || exit::has_begun() {
             return;
         }
@@ -84,7 +84,7 @@ impl Drop for Shared {
         if let Some(races) = self.races.as_ref().filter(|_| self.prints_races) {
             races.print();
         }
-        // SAFETY: this is the destructor, and the state is not touched after it.
+        // SAFETY: this is the destructor, and nothing touches the state after it.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
@@ -114,7 +114,7 @@ impl State {
         }
     }
 
-    /// The stream of an id.
+    /// Returns the stream of an id.
     pub(crate) fn stream(&self, operation: Operation, id: StreamId) -> Result<Arc<Stream>> {
         if id.is_legacy_default() || id.is_per_thread_default() {
             self.check_default_stream(operation, id)?;
@@ -140,9 +140,9 @@ impl State {
             return Err(operation
                 .error(
                     ErrorKind::InvalidHandle,
-                    format!("{id:?} is no default stream of backend {}", self.identity.tag.get()),
+                    format!("{id:?} is not a default stream of backend {}", self.identity.tag.get()),
                 )
-                .with_hint("make the id with this backend's tag and a device that it has"));
+                .with_hint("create the id with this backend's tag and a device that it has"));
         }
         let (can, name) = if id.is_legacy_default() {
             (self.capabilities.legacy_default_stream, "legacy_default_stream")
@@ -156,18 +156,18 @@ impl State {
         if stream.device() == device { Ok(()) } else { Err(wrong_device(operation, stream, what, device)) }
     }
 
-    /// The other processes, as the events of this backend see them.
+    /// Returns the other processes, as the events of this backend see them.
     pub(crate) fn peers(&self) -> &Arc<Peers> {
         self.peers.get_or_init(|| Arc::new(Peers::new()))
     }
 
-    /// Fork check, count, fault, and whether the device captures at all.
+    /// Enters an operation, and checks that the device captures.
     pub(crate) fn enter_capture(&self, operation: Operation) -> Result<&Self> {
         self.calls.enter(operation)?;
         if self.capabilities.capture { Ok(self) } else { Err(operation.lacks("capture")) }
     }
 
-    /// Fork check, count, fault, and whether objects of other code can be wrapped.
+    /// Enters an operation, and checks that objects of other code can be wrapped.
     pub(crate) fn enter_foreign(&self, operation: Operation) -> Result<&Self> {
         self.calls.enter(operation)?;
         if self.capabilities.foreign_objects { Ok(self) } else { Err(operation.lacks("foreign_objects")) }
@@ -188,7 +188,7 @@ pub(crate) fn wrong_device(operation: Operation, stream: StreamId, what: &str, d
         .with_hint("use a stream of the same device")
 }
 
-/// The UUID of a device: the same in every process.
+/// Returns the UUID of a device: the same in every process.
 pub(crate) fn device_uuid(device: u32) -> [u8; 16] {
     let mut uuid = *b"highwater mock\0\0";
     uuid[15] = device as u8;

@@ -1,13 +1,14 @@
-//! Streams: a queue of commands each, executed in order by a worker thread of its own.
+//! Streams: each is a queue of commands that a worker thread of its own executes in order.
 //!
-//! The queue's lock is held to push and to pop, never while a command executes, waits or takes its time, so enqueueing
-//! waits for nothing. The worker starts with the first command and ends when the stream was closed and its queue is
-//! empty. A command that panics loses its device: what follows on that device is given up, points among it are settled
-//! as lost, and nobody is left waiting.
+//! The queue's lock is held to push and to pop, never while a command executes or waits, so enqueueing waits for
+//! nothing. The worker starts with the first command, and ends when the stream is closed and its queue is empty.
 //!
-//! Under a [`Schedule`] there are no workers: calls of the host execute the commands, in an order that a seed gives.
+//! A command that panics loses its device. Later commands of that device are given up, points among them are settled as
+//! lost, and no caller is left waiting.
 //!
-//! Priorities are accepted and change nothing: the workers share the CPU as the system sees fit.
+//! Under a [`Scheduler`](crate::engine::Scheduler) there are no workers: calls of the host execute the commands.
+//!
+//! Priorities change nothing: the workers share the CPU as the system decides.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,41 +22,41 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::command::{Command, Settled, Step};
 use crate::device::{self, Device};
 use crate::engine::Engine;
+use crate::memory_use::{touches, uses};
 use crate::observer::{Note, OnStream, OrderObserver, Origin, Touch};
 use crate::operation::Operation;
 use crate::recording::{Part, Recorder};
 use crate::shared_event::Progress;
-use crate::uses::{touches, uses};
 
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) device: u32,
-    /// Its name in messages; the legacy default stream has none.
+    /// Its name in messages. Default streams have none.
     pub(crate) id: OnceLock<StreamId>,
     /// Whether it is the device's legacy default stream.
     pub(crate) is_legacy: bool,
     engine: Arc<Engine>,
     pub(crate) queue: Mutex<Queue>,
-    /// Told when a command arrives, when the stream is closed, and when the engine stops.
+    /// Signaled when a command arrives, when the stream is closed, and when the engine stops.
     arrived: Condvar,
-    /// Told when a command has been executed.
+    /// Signaled when a command has been executed.
     passed: Condvar,
-    /// The lane that the order observer gave it; 0 without one.
+    /// The lane that the order observer assigned; 0 without one.
     lane: usize,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    /// With the use observer's note of each.
+    /// Each with the use observer's note.
     commands: VecDeque<(Command, Option<Note>)>,
     enqueued: u64,
     completed: u64,
-    /// Whether a worker was started, or the stream stands in the list of the schedule.
+    /// Whether a worker was started, or the scheduler has the stream.
     has_worker: bool,
-    /// Whether a command is being executed, under a schedule.
+    /// Whether a command is being executed, under a scheduler.
     is_busy: bool,
     closed: bool,
-    /// The capture that the stream takes part in; it may have ended since.
+    /// The capture that the stream takes part in. It may have ended since.
     pub(crate) part: Option<Part>,
 }
 
@@ -65,23 +66,23 @@ impl Queue {
         self.part.as_ref()?.recorder()
     }
 
-    /// Refuses to tell how far a stream is that records. Asking loses the capture.
+    /// Refuses to tell the progress of a stream that records. Asking loses the capture.
     pub(crate) fn refuse_to_answer(&self, operation: Operation) -> Result<()> {
         let Some(recorder) = self.recorder() else { return Ok(()) };
-        recorder.lose("somebody asked or waited for a stream that takes part in it");
+        recorder.lose("a call queried or waited for one of its streams");
         Err(operation
             .error(ErrorKind::Capture, "the stream takes part in a capture, which is lost by this call")
-            .with_hint("end the capture first, launch the graph, and ask for the stream of the launch"))
+            .with_hint("end the capture first, launch the graph, and query the stream of the launch"))
     }
 }
 
 impl Stream {
-    /// A stream of the engine's device `ordinal`, without a worker yet.
+    /// Creates a stream of the engine's device `ordinal`, without a worker yet.
     pub(crate) fn new(engine: &Arc<Engine>, ordinal: u32) -> Arc<Self> {
         Self::with_kind(engine, ordinal, false)
     }
 
-    /// The legacy default stream of the device.
+    /// Creates the legacy default stream of a device.
     pub(crate) fn legacy(engine: &Arc<Engine>, ordinal: u32) -> Arc<Self> {
         Self::with_kind(engine, ordinal, true)
     }
@@ -105,12 +106,12 @@ impl Stream {
         &self.engine.devices[self.device as usize]
     }
 
-    /// Appends a command, or has the capture record it; waits for nothing.
+    /// Appends a command, or records it in the capture. Waits for nothing.
     pub(crate) fn enqueue(self: &Arc<Self>, operation: Operation, command: Command) -> Result<()> {
         self.enqueue_from(operation, &self.origin(operation), command)
     }
 
-    /// As [`Stream::enqueue`], for one of several commands of a call.
+    /// Appends one of several commands of a call; see [`Stream::enqueue`].
     pub(crate) fn enqueue_from(
         self: &Arc<Self>,
         operation: Operation,
@@ -133,7 +134,7 @@ impl Stream {
         self.engine.observers.order.as_deref()
     }
 
-    /// Returns the call that is being made, if an observer wants to know. The caller must hold no lock.
+    /// Returns the current call, if an observer wants to know. The caller must hold no lock.
     pub(crate) fn origin(&self, operation: Operation) -> Option<Arc<Origin>> {
         self.order().map(|order| order.origin(operation))
     }
@@ -154,7 +155,7 @@ impl Stream {
         OnStream { lane: self.lane, id: self.id.get().copied(), is_legacy: self.is_legacy, device: self.device }
     }
 
-    /// Has the capture that the stream takes part in record a command.
+    /// Records a command in the capture that the stream takes part in.
     fn capture(&self, mut recorder: Recorder<'_>, operation: Operation, step: Step) -> Result<()> {
         recorder.check(operation, &step)?;
         let observed = self.order().zip(step.origin.clone());
@@ -171,23 +172,23 @@ impl Stream {
         self.queue.lock().closed
     }
 
-    /// Whether a capture records what is enqueued.
+    /// Returns whether a capture records the stream's commands.
     pub(crate) fn is_recording(&self) -> bool {
         self.queue.lock().recorder().is_some()
     }
 
-    /// The queue of a stream that takes commands.
+    /// Locks the queue of a stream that takes commands.
     pub(crate) fn open_queue(&self, operation: Operation) -> Result<MutexGuard<'_, Queue>> {
         let queue = self.queue.lock();
         if queue.closed {
             return Err(operation
                 .error(ErrorKind::InvalidHandle, "the stream was destroyed")
-                .with_hint("bind or pass a stream that is alive"));
+                .with_hint("pass a live stream"));
         }
         Ok(queue)
     }
 
-    /// Hands commands to the worker, which it starts with the first.
+    /// Hands commands to the worker, which starts with the first.
     pub(crate) fn push(
         self: &Arc<Self>,
         operation: Operation,
@@ -243,7 +244,7 @@ impl Stream {
         }
     }
 
-    /// Takes no more commands; those in the queue are still executed.
+    /// Closes the stream to new commands. Those in the queue are still executed.
     pub(crate) fn close(&self) {
         let mut queue = self.queue.lock();
         queue.closed = true;
@@ -263,7 +264,7 @@ impl Stream {
         Ok(if self.has_completed(&queue) { Completion::Complete } else { Completion::Pending })
     }
 
-    /// Whether all that was enqueued has been executed, which the host knows from here on.
+    /// Returns whether everything that was enqueued has been executed. The host knows that from here on.
     fn has_completed(&self, queue: &Queue) -> bool {
         let completed = queue.completed == queue.enqueued;
         if let Some(order) = self.order().filter(|_| completed) {
@@ -272,7 +273,7 @@ impl Stream {
         completed
     }
 
-    /// Waits for what has been enqueued before the call.
+    /// Waits for the work that was enqueued before the call.
     pub(crate) fn synchronize(&self, operation: Operation) -> Result<()> {
         let queue = self.queue.lock();
         queue.refuse_to_answer(operation)?;
@@ -296,19 +297,20 @@ impl Stream {
         }
     }
 
-    /// Waits for what has been enqueued before the call, whether the stream is destroyed, lost or takes part in a capture.
+    /// Waits for the work that was enqueued before the call, even if the stream is destroyed, lost or takes part in a
+    /// capture.
     #[cfg(feature = "simulated")]
     pub(crate) fn drain(&self) {
         self.wait_for_all(self.queue.lock());
     }
 
-    /// Whether everything that was enqueued has been executed.
+    /// Returns whether everything that was enqueued has been executed.
     #[cfg(feature = "simulated")]
     pub(crate) fn is_idle(&self) -> bool {
         self.has_completed(&self.queue.lock())
     }
 
-    /// What a worker does: executes the commands in order, until the stream was closed and none is left.
+    /// Executes the commands in order, until the stream is closed and none is left. The body of a worker.
     pub(crate) fn work(&self) {
         let mut queue = self.queue.lock();
         loop {
@@ -323,7 +325,7 @@ impl Stream {
         }
     }
 
-    /// Executes a command that was taken out of the queue.
+    /// Executes a command that was popped from the queue.
     fn execute(&self, queue: &mut MutexGuard<'_, Queue>, (command, note): (Command, Option<Note>)) {
         let settled = MutexGuard::unlocked(queue, || {
             let settled = self.run(command);
@@ -331,7 +333,7 @@ impl Stream {
             drop(note);
             settled
         });
-        // Both under the lock: who sees the point reached finds the stream as far, and the other way round.
+        // Both under the lock: a thread that sees the point reached finds the stream as far, and the reverse.
         queue.completed += 1;
         if let Some((point, progress)) = settled {
             point.settle(progress);
@@ -339,8 +341,8 @@ impl Stream {
         self.passed.notify_all();
     }
 
-    /// Whether the next command can be executed without waiting for another stream. Code of the host counts only where
-    /// that is asked for.
+    /// Returns whether the next command can be executed without waiting for another stream. Code of the host counts
+    /// only if `host_code_too`.
     pub(crate) fn can_go_on(&self, host_code_too: bool) -> bool {
         let queue = self.queue.lock();
         match queue.commands.front() {
@@ -372,14 +374,14 @@ impl Stream {
         true
     }
 
-    /// Lets the latency pass; the lock is free meanwhile, and the end of the backend cuts it short.
+    /// Waits for the latency. The lock is free meanwhile, and the end of the backend cuts the wait short.
     fn take_time(&self, queue: &mut MutexGuard<'_, Queue>) {
         // Relaxed: a setting, which orders nothing.
         let latency = Duration::from_nanos(self.engine.latency_ns.load(Ordering::Relaxed));
         if latency.is_zero() {
             return;
         }
-        // A deadline past the range of the clock is as good as none: the stop flag ends the wait.
+        // A deadline past the range of the clock counts as none: the stop flag ends the wait.
         let deadline = Instant::now().checked_add(latency);
         while !self.engine.stopping.load(Ordering::Acquire) {
             match deadline {
@@ -397,8 +399,8 @@ impl Stream {
         if device.is_lost() {
             return command.give_up(device);
         }
-        // Unwind safety: what a panicking command leaves half done is device memory, whose contents are unspecified
-        // from then on, and the device is lost with it.
+        // Unwind safety: a panicking command leaves device memory half written. Its contents are unspecified from then
+        // on, and the device is lost with it.
         catch_unwind(AssertUnwindSafe(|| command.execute(&self.engine.devices, device))).unwrap_or_else(|_| {
             device.lose();
             None
@@ -433,7 +435,7 @@ mod tests {
         let (broken, dependent, healthy) = (Stream::new(&engine, 0), Stream::new(&engine, 1), Stream::new(&engine, 1));
         let point = Point::new();
         broken.enqueue(Operation::Fill, Command::Panic).unwrap();
-        // The device may be lost before the record arrives or after; either way nobody hangs.
+        // The device may be lost before the record arrives or after. Nobody hangs in either case.
         if broken.enqueue(Operation::RecordEvent, Command::Record(Arc::clone(&point))).is_ok() {
             assert!(point.wait().is_none());
             dependent.enqueue(Operation::StreamWaitEvent, Command::Wait(point)).unwrap();

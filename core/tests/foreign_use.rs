@@ -95,7 +95,7 @@ fn a_graph_keeps_memory_that_a_recorded_kernel_was_noted_for() {
 
 #[test]
 fn a_note_orders_the_kernel_after_the_allocation() {
-    let (gpu, runtime) = open(MockOptions::new().with_race_detector(true));
+    let (gpu, runtime) = open(MockOptions::new().with_race_detector());
     let device = runtime.device(0).unwrap();
     let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let buffer: DeviceBuffer<u32> = home.allocate(LEN).unwrap();

@@ -21,7 +21,7 @@ fn below<'t>(text: &'t str, number: &str) -> Vec<&'t str> {
 
 #[test]
 fn a_report_begins_with_the_frames_of_the_program_and_folds_the_rest() {
-    let gpu = MockGpu::open(MockOptions::new().with_race_detector(true)).unwrap();
+    let gpu = MockGpu::open(MockOptions::new().with_race_detector()).unwrap();
     let runtime = Runtime::new(gpu.clone()).unwrap();
     let device = runtime.device(0).unwrap();
     let (uploads, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());

@@ -11,7 +11,7 @@ const LEN: usize = 1000;
 
 /// A mock that finds missing orders in any order of execution.
 fn watched(streams: usize) -> (Arc<MockGpu>, Runtime, Vec<Stream>) {
-    let gpu = MockGpu::open(MockOptions::new().with_devices(2).with_race_detector(true)).unwrap();
+    let gpu = MockGpu::open(MockOptions::new().with_devices(2).with_race_detector()).unwrap();
     let runtime = Runtime::new(gpu.clone()).unwrap();
     let streams = (0..streams).map(|_| runtime.device(0).unwrap().create_stream().unwrap()).collect();
     (gpu, runtime, streams)

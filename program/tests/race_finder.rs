@@ -108,7 +108,7 @@ fn work(runtime: &Runtime, rounds: usize) -> Result<Vec<bool>> {
 #[test]
 fn what_pools_hand_on_is_ordered() {
     for options in [MockOptions::new(), MockOptions::new().with_latency(std::time::Duration::from_micros(100))] {
-        let gpu = MockGpu::open(options.with_race_detector(true)).unwrap();
+        let gpu = MockGpu::open(options.with_race_detector()).unwrap();
         let runtime = Runtime::new(Arc::<MockGpu>::clone(&gpu)).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -123,7 +123,7 @@ fn what_pools_hand_on_is_ordered() {
 #[test]
 fn a_seed_repeats_every_call_and_answer_of_one_thread() {
     let run = |seed: u64| {
-        let gpu = MockGpu::open(MockOptions::new().with_schedule(seed).with_race_detector(true)).unwrap();
+        let gpu = MockGpu::open(MockOptions::new().with_schedule(seed).with_race_detector()).unwrap();
         let runtime = Runtime::new(Arc::<MockGpu>::clone(&gpu)).unwrap();
         let seen = work(&runtime, 12).unwrap();
         assert_eq!(runtime.close().unwrap().total(), 0, "seed {seed}");

@@ -1,22 +1,21 @@
-//! The finder: follows what orders operations, and compares each with what its bytes have seen.
+//! The finder: follows what orders operations, and compares each with the earlier uses of its bytes.
 //!
-//! All is done in the caller's thread, when an operation is called, never when it is executed: a wait refers to a point that
-//! was enqueued before, so what is ordered before an operation is known when it is enqueued. What is found depends on
-//! the calls and on what queries answered, and not on which worker was faster.
+//! All of it happens in the caller's thread, when an operation is enqueued and not when it is executed. A wait refers
+//! to a point that was enqueued before, so everything that is ordered before an operation is known by then. The result
+//! depends on the calls and on the answers of queries, and not on which worker was faster.
 //!
-//! There is a lane for each stream and one for the host. The clock of a stream grows by its own operations, by the
-//! clocks of the points that it waits for, and by all that the host knows at the time of each call. The host knows the
-//! clock of what it has waited for, or has seen complete. The host is *one* lane, whichever threads call: what one thread
-//! has learned by waiting counts for all from then on, because the locks and channels by which threads tell each other are
-//! not seen here.
+//! Each stream has a lane, and the host has one. The clock of a stream grows by its own operations, by the clocks of
+//! the points that it waits for, and by all that the host knows at the time of each call. The host knows the clock of
+//! everything that it has waited for, or has seen complete. The host is *one* lane, whichever threads call. Locks and
+//! channels between threads are not seen here, so a wait of one thread counts for all from then on.
 //!
-//! A capture has lanes and bytes of its own, so that branches of one graph are compared with each other while they are
-//! recorded. A launch is one operation of its stream that does what all the recorded ones do.
+//! A capture has lanes and bytes of its own, so branches of one graph are compared with each other while they are
+//! recorded. A launch is one operation of its stream that uses all memory of the recorded ones.
 //!
-//! Events of several processes: a record that another process made may come after anything that this process has let
-//! others wait for, so a wait for it counts as a wait for all of that.
+//! A record that another process made may come after anything that this process let others wait for. So a wait for it
+//! counts as a wait for all of that.
 //!
-//! Lock: the book is taken last, and nothing else is taken under it.
+//! Lock: `book` is taken last, and no lock is taken under it.
 
 use std::backtrace::Backtrace;
 use std::collections::{BTreeMap, HashSet};
@@ -28,14 +27,16 @@ use parking_lot::Mutex;
 
 use crate::calls::Calls;
 use crate::clock::Clock;
-use crate::observer::{Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use};
+use crate::observer::{
+    Note, Observed, OnStream, OrderObserver, Origin, Range, Role, Space, Store, Touch, Use, counted,
+};
 use crate::operation::Operation;
 use crate::races::report::{Place, Race, RaceKind};
 use crate::races::shadow::{Access, Shadow};
 use crate::races::site::Site;
 use crate::shared_event;
 
-/// Races that are kept in full; all are counted.
+/// The races that are kept in full. All are counted.
 const KEPT: usize = 1000;
 /// The lane of the host.
 const HOST: usize = 0;
@@ -50,15 +51,15 @@ pub(crate) struct Finder {
 
 #[derive(Debug, Default)]
 struct Book {
-    /// What the host knows to have happened.
+    /// The operations that the host knows to have happened.
     host: Clock,
-    /// By lane; that of the host is not used.
+    /// By lane. The entry of the host is not used.
     lanes: Vec<Clock>,
-    /// The device of each lane; of the host none.
+    /// The device of each lane; none for the host.
     devices: Vec<Option<u32>>,
-    /// Lanes of streams that are gone.
+    /// The lanes of streams that are gone.
     ended: Vec<usize>,
-    /// What other processes may have waited for.
+    /// The operations that other processes may have waited for.
     exported: Clock,
     /// The clocks of this process's records of shared events, by file and number.
     records: BTreeMap<(u64, u64), Clock>,
@@ -74,26 +75,22 @@ struct Reports {
     count: u64,
 }
 
-/// The operation that is being noted.
+/// The operation that is noted.
 struct Now<'a> {
     lane: usize,
     number: u64,
-    /// What comes before it.
+    /// The operations that come before it.
     clock: &'a Clock,
     site: &'a Arc<Site>,
     frees: bool,
 }
 
 impl Now<'_> {
-    /// Notes the use of some bytes; what `settled` knows meets nobody any more.
+    /// Notes the use of some bytes. Uses in `settled` can conflict with no later use.
     fn touch(&self, touch: &Touch, settled: &Clock, shadow: &mut Shadow, reports: &mut Reports) {
         let Use { range, layout, writes, role } = touch.used;
-        let product = match role {
-            Role::Operand => None,
-            Role::Workspace { product, .. } => Some(product),
-        };
         let Self { lane, number, frees, .. } = *self;
-        let access = Access { lane, number, writes, frees, product, site: Arc::clone(self.site), range };
+        let access = Access { lane, number, writes, frees, role, site: Arc::clone(self.site), range };
         let is_settled = |earlier: &Access| earlier.number <= settled.get(earlier.lane);
         for (offset, bytes) in layout.runs() {
             let run = (touch.start + offset, touch.start + offset + bytes);
@@ -109,14 +106,15 @@ impl Now<'_> {
 
     fn conflict(&self, earlier: &Access, access: &Access) -> Option<RaceKind> {
         if earlier.frees {
-            // Elsewhere, addresses of host memory come back without an allocation that is seen here.
+            // Elsewhere, addresses of host memory return without an allocation that is seen here.
             let is_known = access.range.space != Space::Host || self.site.recorded.is_some();
             return is_known.then_some(RaceKind::AfterFree);
         }
         if earlier.lane == self.lane {
-            // Between the halves of a product, nobody else's intermediate results are written where its own are.
-            let finishes = access.product.is_some() && !access.writes;
-            return (finishes && earlier.writes && earlier.product != access.product).then_some(RaceKind::Interleaved);
+            // Between the halves of a product, no other product may write its intermediate results there.
+            let finishes = access.product().is_some() && !access.writes;
+            return (finishes && earlier.writes && earlier.product() != access.product())
+                .then_some(RaceKind::Interleaved);
         }
         let ordered = earlier.number <= self.clock.get(earlier.lane);
         (!ordered && (earlier.writes || access.writes)).then_some(RaceKind::Unordered)
@@ -151,15 +149,19 @@ impl Finder {
         self.book.lock().reports.count
     }
 
-    /// Prints what was found to standard error.
+    /// Prints the races to standard error.
     pub(crate) fn print(&self) {
         let (races, count, operations) = {
             let book = self.book.lock();
             (book.reports.races.clone(), book.reports.count, book.operations)
         };
         let mut text: String = races.iter().map(|race| format!("highwater-mock: {race}\n")).collect();
-        text.push_str(&format!("highwater-mock: race detector: {count} races in {operations} operations\n"));
-        // If standard error is closed, nobody can be told.
+        text.push_str(&format!(
+            "highwater-mock: race detector: {} in {}\n",
+            counted(count, "race"),
+            counted(operations, "operation")
+        ));
+        // If standard error is closed, the report is lost.
         let _ = std::io::stderr().lock().write_all(text.as_bytes());
     }
 
@@ -321,7 +323,7 @@ impl OrderObserver for Finder {
         let Book { host, shadow, reports, .. } = &mut *book;
         let number = host.tick(HOST);
         let range = touch.used.range;
-        let access = Access { lane: HOST, number, writes: true, frees: true, product: None, site, range };
+        let access = Access { lane: HOST, number, writes: true, frees: true, role: Role::Whole, site, range };
         shadow.look(touch.store, (touch.start, touch.end()), |earlier, from, to| {
             let by_these_addresses = earlier.range.meets(&range);
             if by_these_addresses && !earlier.frees && earlier.number > host.get(earlier.lane) {

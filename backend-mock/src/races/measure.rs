@@ -1,33 +1,33 @@
-//! How many of the seeded mistakes the finder finds.
+//! A measurement: how many of the seeded mistakes the finder finds.
 
 use highwater_hal::Result;
 
 use super::examples::{ALL, Bench, Example};
 use super::report::Race;
 
-/// What [`measure`] found.
+/// The result of [`measure`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Measured {
-    /// How many mistakes there are.
+    /// The number of mistakes.
     pub seeded: usize,
-    /// How many of them were found: with a report of the two operations that the mistake leaves unordered.
+    /// The number of mistakes that were found: a report names the two operations that the mistake leaves unordered.
     pub found: usize,
-    /// How many reports there were of anything else, in the mistakes and in their corrections.
+    /// The number of other reports, for the mistakes and for their corrections.
     pub false_reports: usize,
-    /// One by one.
+    /// The result of each mistake.
     pub details: Vec<Detail>,
 }
 
-/// What became of one mistake.
+/// The result of one mistake.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Detail {
     /// The mistake.
     pub example: Example,
-    /// What was reported of the mistake.
+    /// The reports of the mistake.
     pub races: Vec<Race>,
-    /// What was reported of the correction: nothing, where the finder is right.
+    /// The reports of the correction: none, if the finder is right.
     pub races_when_corrected: Vec<Race>,
 }
 
@@ -36,13 +36,13 @@ impl Detail {
         [race.first().operation(), race.second().operation()] == self.example.operations
     }
 
-    /// Whether the mistake was found.
+    /// Returns whether the mistake was found.
     #[must_use]
     pub fn is_found(&self) -> bool {
         self.races.iter().any(|race| self.is_seeded(race))
     }
 
-    /// How many reports there were of anything else.
+    /// Returns the number of other reports.
     #[must_use]
     pub fn false_reports(&self) -> usize {
         let others = self.races.iter().filter(|race| !self.is_seeded(race)).count();
@@ -50,8 +50,8 @@ impl Detail {
     }
 }
 
-/// Runs every mistake of [`examples`](super::examples) and its correction, each on a mock of its own, whose schedule has the
-/// seed `seed`. What is found depends on no schedule; takes some milliseconds.
+/// Runs every mistake of [`examples`](super::examples) and its correction, each on a mock of its own with the schedule
+/// of `seed`. The result depends on no schedule. Takes some milliseconds.
 ///
 /// ```
 /// let measured = highwater_mock::races::measure(1)?;
@@ -60,7 +60,7 @@ impl Detail {
 /// ```
 ///
 /// # Errors
-/// What a mock gives that cannot be opened, or refuses a call of a mistake.
+/// An error of a mock that cannot be opened, or that refuses a call of a mistake.
 pub fn measure(seed: u64) -> Result<Measured> {
     let run = |program: fn(&Bench) -> Result<()>| -> Result<Vec<Race>> {
         let bench = Bench::new(seed)?;

@@ -1,22 +1,23 @@
-//! The race finder: which operations touch the same memory, one of them writing, with nothing that orders the two.
+//! The race finder: finds operations that touch the same memory, of which one writes, and that nothing orders.
 //!
-//! Opened with [`MockOptions::with_race_detector`](crate::MockOptions::with_race_detector), the mock follows what orders operations: the
-//! order within a stream, records of events and waits for them, on one device and across devices, waits of the host and
-//! queries that answered `Complete`, and the order of the host's calls. Each operation is compared with what was done to
-//! its bytes before: copies, fills, every operand and the workspace of products, launches of graphs, allocating and freeing.
-//! What is not ordered is a [`Race`], which [`MockGpu::races`](crate::MockGpu::races) gives with both places.
+//! Opened with [`MockOptions::with_race_detector`](crate::MockOptions::with_race_detector), the mock follows what
+//! orders operations: the order within a stream, records of events and waits for them (also across devices), waits of
+//! the host, queries that returned `Complete`, and the order of the host's calls. It compares each operation with the
+//! earlier uses of its bytes: copies, fills, every operand and the workspace of products, launches of graphs,
+//! allocating and freeing. Two operations without an order are a [`Race`]. [`MockGpu::races`](crate::MockGpu::races)
+//! returns it with both places.
 //!
 //! ```
 //! use highwater_hal::{AllocateOptions, Backend, FillPattern, MemoryFill, StreamOptions};
 //! use highwater_mock::races::RaceKind;
 //! use highwater_mock::{MockGpu, MockOptions, Operation};
 //!
-//! let gpu = MockGpu::open(MockOptions::new().with_race_detector(true))?;
+//! let gpu = MockGpu::open(MockOptions::new().with_race_detector())?;
 //! let one = gpu.create_stream(0, &StreamOptions::new())?;
 //! let other = gpu.create_stream(0, &StreamOptions::new())?;
 //! let block = gpu.allocate(0, &AllocateOptions::new(4096))?;
 //! let fill = |value| MemoryFill::new(0, block, FillPattern::U8(value), 4096);
-//! // SAFETY: the block has 4096 bytes, and is freed by nobody.
+//! // SAFETY: the block has 4096 bytes, and nobody frees it.
 //! unsafe {
 //!     gpu.fill(&fill(1), one)?;
 //!     gpu.fill(&fill(2), other)?; // Which of the two is last?
@@ -30,28 +31,28 @@
 //! # Ok::<(), highwater_hal::Error>(())
 //! ```
 //!
-//! What is found follows from the calls alone, not from which stream happened to be faster: an operation is judged when it is
-//! called. A query is the exception, whose answer is a matter of time; [`MockOptions::with_schedule`](crate::MockOptions::with_schedule)
-//! makes it one of the seed.
+//! The result follows from the calls, not from which stream was faster: an operation is judged when it is called. Only
+//! the answer of a query depends on time. [`MockOptions::with_schedule`](crate::MockOptions::with_schedule) makes it
+//! depend on a seed.
 //!
-//! # What is not seen
+//! # What the finder does not see
 //! - *Accesses of the CPU* to page-locked memory. Copies from and to it are seen, and its allocation and release.
-//! - *How host threads tell each other* what they waited for. What one of them has learned counts for all from then on, so
-//!   that a program whose threads use locks or channels is never blamed; a thread that should have waited for another one may
-//!   be missed.
-//! - *Other processes.* A wait for an event that another process recorded counts as a wait for all that this process let
-//!   others wait for: nobody is blamed for it, and something may be missed. Events that one process has opened twice are one.
+//! - *Locks and channels of host threads.* A wait of one thread counts for all from then on. So a program whose threads
+//!   use locks or channels is never blamed, and a thread that should have waited for another may be missed.
+//! - *Other processes.* A wait for an event that another process recorded counts as a wait for all that this process
+//!   let others wait for. Nobody is blamed for that, and a race may be missed. Events that one process has opened twice
+//!   are one.
 //! - The code that simulated vendor libraries run in streams.
 //!
-//! # Where it looks closer
+//! # What the finder sees closely
 //! - A matrix whose leading dimension is above its rows leaves bytes out, and tiles of one matrix do not meet.
-//! - Branches of one graph are compared with each other while it is captured, though the mock executes them one after the other.
+//! - Branches of one graph are compared while it is captured, although the mock executes them one after the other.
 //! - An executable graph is launched once at a time, so two launches of it that nothing orders are a race.
 //! - A graph whose memory was freed is found when it is launched ([`RaceKind::AfterFree`]).
-//! - Two threads that make products on one stream with one workspace without taking turns are found where their operations
-//!   came between each other ([`RaceKind::Interleaved`]).
+//! - Two threads that make products on one stream with one workspace without taking turns are found if their operations
+//!   interleave ([`RaceKind::Interleaved`]).
 //!
-//! [`examples`] are twenty mistakes and their corrections; [`measure`] runs them.
+//! [`examples`] holds twenty mistakes and their corrections, and [`measure`] runs them.
 
 pub mod examples;
 pub(crate) mod finder;

@@ -1,26 +1,24 @@
-//! What a user reads of a race.
+//! The report of a race.
 
 use std::fmt;
 use std::sync::Arc;
 
 use highwater_hal::StreamId;
 
-use crate::observer::{Origin, Range, Space};
+use crate::observer::{Origin, Range, Role, Space, counted};
 use crate::operation::Operation;
 use crate::races::shadow::Access;
 use crate::races::site::{Frame, Site, first_of_program};
 
-/// What is wrong between two operations.
+/// The kind of conflict between two operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RaceKind {
-    /// Both touch the same bytes, one of them writes, and nothing orders the two: neither a stream, nor an event, nor a wait
-    /// of the host.
+    /// Both touch the same bytes, one of them writes, and no stream, event or wait of the host orders the two.
     Unordered,
     /// The second uses memory that the first has freed.
     AfterFree,
-    /// Two products on one stream came between each other's operations in one workspace: two threads called without taking
-    /// turns.
+    /// Two products interleaved on one stream in one workspace: two threads called without taking turns.
     Interleaved,
 }
 
@@ -28,11 +26,11 @@ pub enum RaceKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Bytes {
-    /// The device by whose addresses the memory was reached; `None` for page-locked host memory.
+    /// The device whose addresses reach the memory; `None` for page-locked host memory.
     pub device: Option<u32>,
     /// The first byte.
     pub address: u64,
-    /// How many.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
@@ -62,80 +60,87 @@ pub struct Place {
     writes: bool,
     frees: bool,
     is_graph: bool,
-    is_workspace: bool,
+    role: Role,
 }
 
 impl Place {
     pub(crate) fn of(access: &Access, is_graph: bool) -> Self {
-        let Access { range, writes, frees, .. } = *access;
-        let is_workspace = access.product.is_some();
-        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, is_workspace }
+        let Access { range, writes, frees, role, .. } = *access;
+        Self { site: Arc::clone(&access.site), range, writes, frees, is_graph, role }
     }
 
-    /// The call of the backend; for an operation of a graph the launch.
+    /// Returns the call of the backend. For an operation of a graph it is the launch.
     #[must_use]
     pub fn operation(&self) -> Operation {
         self.site.origin.operation
     }
 
-    /// Which call of that operation it was, from 1, as [`MockGpu::calls`](crate::MockGpu::calls) counts and the option `fail`
-    /// has it.
+    /// Returns the number of the call among those of the operation, from 1. [`MockGpu::calls`](crate::MockGpu::calls)
+    /// and the option `fail` count the same way.
     #[must_use]
     pub fn call(&self) -> u64 {
         self.site.origin.call
     }
 
-    /// For an operation of a graph, the call that recorded it, and which one it was.
+    /// For an operation of a graph, returns the call that recorded it, and its number.
     #[must_use]
     pub fn recorded(&self) -> Option<(Operation, u64)> {
         self.site.recorded.as_ref().map(|origin| (origin.operation, origin.call))
     }
 
-    /// The stream; `None` for what the host does and for default streams.
+    /// Returns the stream; `None` for an operation of the host and for default streams.
     #[must_use]
     pub fn stream(&self) -> Option<StreamId> {
         self.site.stream.and_then(|stream| stream.id)
     }
 
-    /// Whether the operation writes the bytes, or gives them back.
+    /// Returns whether the operation writes the bytes, or gives them back.
     #[must_use]
     pub fn writes(&self) -> bool {
         self.writes
     }
 
-    /// From the first to the last byte that the operation touches there. A matrix with a leading dimension above its rows
-    /// leaves out some in between.
+    /// Returns the bytes from the first to the last that the operation touches there. A matrix with a leading dimension
+    /// above its rows leaves out some in between.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.range.into()
     }
 
-    /// Whether the bytes are the workspace of a product, bound or the handle's own.
+    /// Returns whether the bytes are the workspace of a product, bound or the handle's own.
     #[must_use]
     pub fn is_workspace(&self) -> bool {
-        self.is_workspace
+        matches!(self.role, Role::Workspace { .. })
     }
 
-    /// Name of the calling thread.
+    /// Returns the name of the operand of a product that uses the bytes: `A`, `B`, `C`, `D`, `bias`, `alpha` or `beta`.
+    /// A result that the product writes in place of C is `C`.
+    #[must_use]
+    pub fn operand(&self) -> Option<&'static str> {
+        if let Role::Operand(name) = self.role { Some(name) } else { None }
+    }
+
+    /// Returns the name of the calling thread.
     #[must_use]
     pub fn thread(&self) -> &str {
         &self.site.origin.thread
     }
 
-    /// Who called, the innermost function first, without those of the mock and of the standard library. Without debug
-    /// information they have no locations. `Display` shows the frames of the program, and counts the others.
+    /// Returns the callers, the innermost function first, without functions of the mock and of the standard library.
+    /// Without debug information they have no locations. `Display` shows the frames of the program, and counts the
+    /// others.
     #[must_use]
     pub fn frames(&self) -> Vec<Frame> {
         self.site.origin.frames()
     }
 
-    /// Who called when the operation was recorded, where a graph executes it.
+    /// Returns the callers when the operation was recorded, if a graph executes it.
     #[must_use]
     pub fn recorded_frames(&self) -> Vec<Frame> {
         self.site.recorded.as_ref().map_or_else(Vec::new, |origin| origin.frames())
     }
 
-    /// `FILE:LINE:COLUMN` of the call in the program, outside of Highwater, where debug information tells it.
+    /// Returns `FILE:LINE:COLUMN` of the call in the program, outside of Highwater, if debug information has it.
     #[must_use]
     pub fn location(&self) -> Option<String> {
         first_of_program(&self.frames()).and_then(|frame| frame.location.clone())
@@ -150,15 +155,16 @@ impl fmt::Display for Place {
             write!(f, ", where the `{operation}` of call {call}")?;
         }
         let verb = match (self.frees, self.writes) {
-            (true, _) => "gives back",
+            (true, _) => "frees",
             (_, true) => "writes",
             _ => "reads",
         };
         if self.is_graph {
             f.write_str(" executes the graph")?;
         } else {
-            let what = if self.is_workspace { " (its workspace)" } else { "" };
-            write!(f, " {verb} {}{what}", self.bytes())?;
+            write!(f, " {verb} {}", self.bytes())?;
+            let name = if self.is_workspace() { Some("workspace") } else { self.operand() };
+            name.map_or(Ok(()), |name| write!(f, " (its {name})"))?;
         }
         match &self.site.stream {
             Some(stream) if self.site.in_capture => write!(f, ", recorded on {stream}")?,
@@ -172,7 +178,7 @@ impl fmt::Display for Place {
             if others == 0 {
                 return Ok(());
             }
-            write!(f, "\n      and {others} frames of Highwater and the standard library")
+            write!(f, "\n      and {} of Highwater and the standard library", counted(others as u64, "frame"))
         };
         show(f, origin)?;
         if let Some(recorded) = &self.site.recorded {
@@ -183,8 +189,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Two operations that spoil each other, as [`MockGpu::races`](crate::MockGpu::races) tells it. Its `Display` shows both
-/// places in full.
+/// Two conflicting operations; see [`MockGpu::races`](crate::MockGpu::races). `Display` shows both places in full.
 #[derive(Debug, Clone)]
 pub struct Race {
     pub(crate) kind: RaceKind,
@@ -194,25 +199,25 @@ pub struct Race {
 }
 
 impl Race {
-    /// What is wrong.
+    /// Returns the kind of conflict.
     #[must_use]
     pub fn kind(&self) -> RaceKind {
         self.kind
     }
 
-    /// The operation that was called earlier.
+    /// Returns the operation that was called earlier.
     #[must_use]
     pub fn first(&self) -> &Place {
         &self.first
     }
 
-    /// The operation that was called later.
+    /// Returns the operation that was called later.
     #[must_use]
     pub fn second(&self) -> &Place {
         &self.second
     }
 
-    /// The first bytes without a gap that both touch, by the addresses of the second.
+    /// Returns the first bytes without a gap that both touch, by the addresses of the second.
     #[must_use]
     pub fn overlap(&self) -> Bytes {
         self.overlap.into()
@@ -225,7 +230,7 @@ impl fmt::Display for Race {
         let (first, second) = (self.first.operation(), self.second.operation());
         match self.kind {
             RaceKind::Unordered => writeln!(f, "race: nothing orders `{first}` and `{second}`, which both use {what}")?,
-            RaceKind::AfterFree => writeln!(f, "race: `{second}` uses {what}, which `{first}` has given back")?,
+            RaceKind::AfterFree => writeln!(f, "race: `{second}` uses {what}, which `{first}` freed")?,
             RaceKind::Interleaved => {
                 writeln!(f, "race: `{first}` and `{second}` use {what} as a workspace at the same time")?;
             }
@@ -236,11 +241,13 @@ impl fmt::Display for Race {
                 "  hint: before the second, wait for the stream of the first, or for an event recorded after it"
             }
             RaceKind::Unordered => {
-                "  hint: record an event after the first and have the stream of the second wait for it, or have the host \
+                "  hint: record an event after the first and let the stream of the second wait for it, or let the host \
                  wait in between"
             }
-            RaceKind::AfterFree => "  hint: keep the memory as long as a graph that uses it is launched",
-            RaceKind::Interleaved => "  hint: let one thread at a time make calls of products on a stream, or give each a workspace",
+            RaceKind::AfterFree => "  hint: free the memory after the last launch of a graph that uses it",
+            RaceKind::Interleaved => {
+                "  hint: let one thread at a time enqueue products on a stream, or use one workspace per thread"
+            }
         })
     }
 }

@@ -1,29 +1,35 @@
-//! What was last done to each byte, by each lane.
+//! The last uses of each byte, by lane.
 //!
-//! Bytes that were treated alike lie in one segment. A segment keeps, for each lane, the last write and the last read after
-//! it: what is not ordered after one of these is not ordered after anything earlier of that lane, and what is ordered after
-//! the latest is ordered after all.
+//! Bytes with equal uses lie in one segment. A segment keeps, for each lane, the last write and the last read after it.
+//! An operation that is not ordered after one of these is not ordered after anything earlier of that lane. An operation
+//! that is ordered after the latest is ordered after all.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crate::observer::{Range, Store};
+use crate::observer::{Range, Role, Store};
 use crate::races::site::Site;
 
-/// One operation, as a byte that it touched remembers it.
+/// One operation, as kept for a byte that it touched.
 #[derive(Debug, Clone)]
 pub(crate) struct Access {
     pub(crate) lane: usize,
-    /// Which operation of the lane.
+    /// The number of the operation in its lane.
     pub(crate) number: u64,
     pub(crate) writes: bool,
-    /// Whether the memory is nobody's from here on.
+    /// Whether the memory has no owner from here on.
     pub(crate) frees: bool,
-    /// For intermediate results, whose they are.
-    pub(crate) product: Option<usize>,
+    pub(crate) role: Role,
     pub(crate) site: Arc<Site>,
-    /// All that the operation touches here, by the addresses that it has for it.
+    /// All that the operation touches here, by the addresses that it uses.
     pub(crate) range: Range,
+}
+
+impl Access {
+    /// Returns the product whose intermediate results the bytes are.
+    pub(crate) fn product(&self) -> Option<usize> {
+        if let Role::Workspace { product, .. } = self.role { Some(product) } else { None }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -36,8 +42,8 @@ struct Segment {
 pub(crate) struct Shadow(HashMap<Store, BTreeMap<u64, Segment>>);
 
 impl Shadow {
-    /// Notes an access to the bytes from `start` to `end`, after `meet` has seen each that is there, with where the two
-    /// overlap. Those that are `settled` meet nobody any more and are forgotten.
+    /// Notes an access to the bytes from `start` to `end`. Calls `meet` for each earlier access, with the overlap. Then
+    /// forgets the `settled` ones, which can conflict with no later access.
     pub(crate) fn touch(
         &mut self,
         store: Store,
@@ -77,7 +83,7 @@ impl Shadow {
         }
     }
 
-    /// Forgets what was done to the bytes from `start` to `end`.
+    /// Forgets the accesses to the bytes from `start` to `end`.
     pub(crate) fn forget(&mut self, store: Store, (start, end): (u64, u64)) {
         let Some(segments) = self.0.get_mut(&store) else { return };
         split(segments, start);
@@ -91,7 +97,7 @@ impl Shadow {
     }
 }
 
-/// Has a segment end and another begin at `place`, if it lies inside of one.
+/// Splits the segment that contains `place`, if it begins before.
 fn split(segments: &mut BTreeMap<u64, Segment>, place: u64) {
     let Some((_, segment)) = segments.range_mut(..place).next_back() else { return };
     if segment.end > place {
@@ -108,7 +114,7 @@ mod tests {
 
     fn access(lane: usize, number: u64, writes: bool) -> Access {
         let range = Range { space: Space::Host, address: 0, bytes: 1 };
-        Access { lane, number, writes, frees: false, product: None, site: Site::nowhere(), range }
+        Access { lane, number, writes, frees: false, role: Role::Whole, site: Site::nowhere(), range }
     }
 
     fn touch(shadow: &mut Shadow, range: (u64, u64), access: &Access) -> Vec<(usize, u64, u64, u64)> {
@@ -129,7 +135,7 @@ mod tests {
         let met = touch(&mut shadow, (65, 120), &access(1, 1, true));
         let expected = [(0, 1, 65, 70), (0, 3, 65, 70), (0, 1, 70, 100), (0, 2, 70, 100), (0, 2, 100, 120)];
         assert_eq!(met, expected);
-        // A write takes the place of all that its lane did before.
+        // A write replaces all earlier accesses of its lane.
         touch(&mut shadow, (0, 200), &access(0, 4, true));
         assert_eq!(touch(&mut shadow, (66, 68), &access(2, 1, false)), [(1, 1, 66, 68), (0, 4, 66, 68)]);
     }

@@ -1,4 +1,4 @@
-//! Where an operation comes from: which call of the backend, on which thread, and from which place of the program.
+//! The origin of an operation: the call of the backend, the thread, and the line of the program.
 
 use std::backtrace::BacktraceStatus;
 use std::fmt;
@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use crate::observer::{OnStream, Origin};
 
-/// Where an operation comes from.
+/// The origin of an operation.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) origin: Arc<Origin>,
-    /// `None` for what the host does.
+    /// `None` for an operation of the host.
     pub(crate) stream: Option<OnStream>,
     /// For an operation of a graph, the call that recorded it; `origin` is the launch.
     pub(crate) recorded: Option<Arc<Origin>>,
@@ -29,13 +29,13 @@ impl Site {
     }
 }
 
-/// A function that was active when a call was made, as [`Place::frames`](super::Place::frames) gives it.
+/// A function that was active during a call; see [`Place::frames`](super::Place::frames).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Frame {
     /// Its path.
     pub function: String,
-    /// `FILE:LINE:COLUMN`, where the program was built with debug information.
+    /// `FILE:LINE:COLUMN`, if the program was built with debug information.
     pub location: Option<String>,
 }
 
@@ -49,7 +49,8 @@ impl fmt::Display for Frame {
 }
 
 impl Origin {
-    /// The callers, the innermost first, without this crate, the standard library and what starts threads and programs.
+    /// Returns the callers, the innermost first, without this crate, the standard library, and the code that starts
+    /// threads and programs.
     pub(crate) fn frames(&self) -> Vec<Frame> {
         let here = std::env::current_dir().unwrap_or_default();
         let mut frames = self.all_frames();
@@ -57,8 +58,8 @@ impl Origin {
         frames
     }
 
-    /// The frames that a report shows: the callers in the program, and the number of other frames. If none is in the
-    /// program, all callers.
+    /// Returns the frames that a report shows: the callers in the program, and the number of other frames. If no caller
+    /// is in the program, all callers.
     pub(crate) fn shown_frames(&self) -> (Vec<Frame>, usize) {
         shown(self.all_frames(), &std::env::current_dir().unwrap_or_default())
     }
@@ -79,8 +80,8 @@ fn shown(mut frames: Vec<Frame>, here: &Path) -> (Vec<Frame>, usize) {
     (frames, others)
 }
 
-/// The frames of a printed backtrace: a line `NUMBER: FUNCTION`, without the number where it was inlined into the next, and
-/// perhaps a line `at FILE:LINE:COLUMN`.
+/// Returns the frames of a printed backtrace: a line `NUMBER: FUNCTION`, without the number for a function that was
+/// inlined into the next, and perhaps a line `at FILE:LINE:COLUMN`.
 fn parse(printed: &str) -> Vec<Frame> {
     let mut frames: Vec<Frame> = Vec::new();
     for line in printed.lines().map(str::trim) {
@@ -99,18 +100,19 @@ fn parse(printed: &str) -> Vec<Frame> {
     frames
 }
 
-/// Where the sources of this crate lie.
+/// The folder of this crate's sources.
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
 
 impl Frame {
-    /// The path of the function; that of a trait's method begins with its type. What was inlined has a bare name.
+    /// Returns the path of the function. That of a trait's method begins with its type, and an inlined function has a
+    /// bare name.
     fn path(&self) -> &str {
         let path = self.function.trim_start_matches(['<', '&']);
         let path = path.strip_prefix("mut ").unwrap_or(path);
         path.strip_prefix("dyn ").unwrap_or(path)
     }
 
-    /// The source file; a relative path is printed for those below the current directory.
+    /// Returns the source file. A relative path is printed for files below the current directory.
     fn file(&self, here: &Path) -> Option<PathBuf> {
         self.location.as_ref().and_then(|location| location.split(':').next()).map(|file| here.join(file))
     }
@@ -161,7 +163,8 @@ impl Frame {
     }
 }
 
-/// The frame that a user looks for first: the innermost one of the program, not of the libraries of this project.
+/// Returns the frame that a user looks for first: the innermost one of the program, outside of this project's
+/// libraries.
 pub(crate) fn first_of_program(frames: &[Frame]) -> Option<&Frame> {
     let here = std::env::current_dir().unwrap_or_default();
     frames.iter().find(|frame| !frame.is_of_libraries(&here)).or_else(|| frames.first())

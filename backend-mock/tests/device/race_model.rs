@@ -174,7 +174,7 @@ impl Program {
 
     fn new(seed: u64, two_devices: bool) -> Self {
         let device_of = |index| device_of(two_devices, index);
-        let rig = Rig::new(small().with_devices(2).with_checks().with_schedule(seed).with_race_detector(true));
+        let rig = Rig::new(small().with_devices(2).with_checks().with_schedule(seed).with_race_detector());
         let streams = [0, 1, 2].map(|index| rig.stream(device_of(index)));
         let events = [0, 1, 2].map(|index| rig.event(device_of(index)));
         let blocks = [0, 1, 2].map(|index| rig.allocate(device_of(index), BYTES));

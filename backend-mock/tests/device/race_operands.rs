@@ -4,7 +4,8 @@
 use std::collections::BTreeSet;
 
 use highwater_hal::{
-    Backend, BlasKind, BlasOptions, DataType, FillPattern, Gemm, GemmShape, StridedBatch, Transpose, Workspace,
+    Backend, BlasKind, BlasOptions, DataType, Epilogue, FillPattern, Gemm, GemmShape, PlanArguments, PlanOptions,
+    StridedBatch, Transpose, Workspace,
 };
 use highwater_mock::Operation;
 use proptest::prelude::*;
@@ -77,7 +78,7 @@ proptest! {
     #[test]
     fn a_product_uses_the_elements_of_its_operands_and_no_others(case in case()) {
         const ELEMENTS: usize = 100;
-        let rig = Rig::new(small().with_schedule(0).with_race_detector(true));
+        let rig = Rig::new(small().with_schedule(0).with_race_detector());
         let other = rig.stream(0);
         let blocks = [(); 3].map(|()| rig.allocate(0, SIZE * ELEMENTS));
         let workspace = Workspace { ptr: rig.allocate(0, SIZE * case.room), bytes: SIZE * case.room };
@@ -101,9 +102,39 @@ proptest! {
         for race in rig.gpu.races() {
             prop_assert_eq!((race.first().operation(), race.second().operation()), (Operation::Gemm, Operation::Fill));
             let (index, element) = fills[race.second().call() as usize - 1];
+            prop_assert_eq!(race.first().operand(), Some(["A", "B", "C"][index]));
             prop_assert!(found[index].insert(element));
         }
         prop_assert_eq!(found, used(&case));
         rig.gpu.synchronize_device(0).unwrap();
     }
+}
+
+#[test]
+fn a_report_names_the_operand_of_a_plan() {
+    let rig = Rig::new(small().with_race_detector());
+    let other = rig.stream(0);
+    let [a, b, c, d, bias, workspace] = [(); 6].map(|()| rig.allocate(0, 1024));
+    let mut handle = rig.gpu.create_blas_handle(0, &BlasOptions::new(BlasKind::Lt)).unwrap();
+    handle.set_stream(rig.stream).unwrap();
+    // SAFETY: everything stays allocated; the contents are not looked at.
+    unsafe { handle.set_workspace(Some(Workspace { ptr: workspace, bytes: 1024 })).unwrap() };
+    let shape = GemmShape::new(DataType::F32, 4, 4, 4);
+    let plan = handle.create_plan(&PlanOptions::new(shape, Epilogue::Bias, 1024)).unwrap();
+    let mut arguments = PlanArguments::new(a, b, d, Some(bias));
+    (arguments.c, arguments.beta) = (c, 1.0);
+    // SAFETY: as above.
+    unsafe { handle.run_plan(plan, &arguments).unwrap() };
+    let operands = [(a, "A"), (b, "B"), (c, "C"), (d, "D"), (bias, "bias"), (workspace, "workspace")];
+    for (index, (block, name)) in operands.into_iter().enumerate() {
+        rig.fill(block, FillPattern::U8(0), 1, other).unwrap();
+        let races = rig.gpu.races();
+        assert_eq!(races.len(), index + 1);
+        let place = races[index].first();
+        assert_eq!(place.operand(), Some(name).filter(|_| !place.is_workspace()));
+        let (text, second) = (races[index].to_string(), races[index].second());
+        assert!(text.contains(&format!(" of device 0 (its {name}), on ")), "{text}");
+        assert!(text.contains("which both use 1 byte at ") && second.operand().is_none(), "{text}");
+    }
+    rig.gpu.synchronize_device(0).unwrap();
 }

@@ -15,7 +15,7 @@ use crate::rig::{Rig, at, end, kind, millis, small};
 const BYTES: usize = 4096;
 
 fn watched() -> MockOptions {
-    small().with_devices(2).with_race_detector(true)
+    small().with_devices(2).with_race_detector()
 }
 
 fn fill(rig: &Rig, block: DevicePtr, stream: StreamId) {
@@ -68,7 +68,7 @@ fn a_race_tells_both_calls_the_shared_bytes_and_the_way_out() {
     assert!(second.frames().iter().any(|frame| frame.to_string().contains("races.rs")), "{race}");
     let error = rig.gpu.check_races().unwrap_err();
     let text = error.to_string();
-    for part in ["1 races", "`fill` (call 2) writes 4096 bytes", "`copy` (call 1) reads 512 bytes", "hint:"] {
+    for part in ["1 race found", "`fill` (call 2) writes 4096 bytes", "`copy` (call 1) reads 512 bytes", "hint:"] {
         assert!(text.contains(part), "`{part}` is missing in {text}");
     }
     rig.gpu.synchronize_device(0).unwrap();
@@ -356,7 +356,7 @@ fn a_mock_of_the_environment_tells_its_races_when_it_is_closed() {
     };
     let text = told("race_detector=on");
     assert!(text.contains("highwater-mock: race: nothing orders `fill` and `fill`"), "{text}");
-    assert!(text.contains("highwater-mock: race detector: 1 races in 2 operations"), "{text}");
+    assert!(text.contains("highwater-mock: race detector: 1 race in 2 operations"), "{text}");
     assert!(text.contains("tests/device/races.rs:"), "{text}");
     assert!(!told("race_detector=off").contains("race"));
 }

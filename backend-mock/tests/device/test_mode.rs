@@ -78,6 +78,19 @@ fn a_block_that_is_freed_while_a_copy_is_queued_is_found() {
 }
 
 #[test]
+fn a_violation_names_the_default_stream_of_a_thread() {
+    let rig = Rig::new(small().with_checks());
+    let (block, stream) = (rig.allocate(0, 1000), StreamId::per_thread_default(rig.gpu.identity().tag, 0));
+    let holder = hold_up(&rig, stream);
+    rig.fill(block, FillPattern::U8(1), 1, stream).unwrap();
+    rig.free(0, block, None).unwrap();
+    let name = "on the default stream of a thread on device 0, which writes 1 byte at";
+    assert_says(&violations(&rig, 1)[0], &["`fill`", name]);
+    drop(holder);
+    rig.gpu.synchronize_stream(stream).unwrap();
+}
+
+#[test]
 fn page_locked_memory_that_is_freed_while_a_copy_is_queued_is_found_and_stays_mapped() {
     let rig = Rig::new(small().with_checks());
     let (block, pinned, other) = (rig.allocate(0, 4096), rig.pinned(4096), rig.pinned(4096));

@@ -4,7 +4,7 @@ use highwater_hal::{Backend, CaptureMode, GraphExecId, Location, Result, StreamI
 
 use super::{Bench, Block};
 
-/// A graph that fills a block.
+/// Returns a graph that fills a block.
 fn filling_graph(bench: &Bench, stream: StreamId, block: Block) -> Result<GraphExecId> {
     bench.gpu.begin_capture(stream, CaptureMode::Relaxed)?;
     bench.fill(block, stream)?;
@@ -12,18 +12,18 @@ fn filling_graph(bench: &Bench, stream: StreamId, block: Block) -> Result<GraphE
 }
 
 fn end_capture(bench: &Bench, stream: StreamId) -> Result<GraphExecId> {
-    // SAFETY: who calls began the capture.
+    // SAFETY: this function began the capture.
     let graph = unsafe { bench.gpu.end_capture(stream)? };
     bench.gpu.instantiate_graph(graph)
 }
 
 fn launch(bench: &Bench, graph: GraphExecId, stream: StreamId) -> Result<()> {
-    // SAFETY: the memory of the graph stays allocated, and where two launches of it run at once, a schedule still lets
-    // one operation happen at a time.
+    // SAFETY: the memory of the graph stays allocated. If two launches of it run at once, a schedule still executes one
+    // operation at a time.
     unsafe { bench.gpu.launch_graph(graph, stream) }
 }
 
-/// Copies on one stream a block that a graph launched on another still writes.
+/// Copies a block on one stream while a graph that was launched on another still writes it.
 pub fn launch_against_use(bench: &Bench) -> Result<()> {
     let ((launching, copying), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     let graph = filling_graph(bench, launching, block)?;

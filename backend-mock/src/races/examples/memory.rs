@@ -68,7 +68,7 @@ pub fn host_block_reused_corrected(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), output, down)
 }
 
-/// Frees in the order of one stream what another stream still uses.
+/// Frees a block in the order of one stream while another stream still uses it.
 pub fn freed_on_another_stream(bench: &Bench) -> Result<()> {
     let ((freeing, using), made) = (bench.two_streams()?, bench.event()?);
     let block = bench.block_in_order_of(freeing)?;
@@ -90,14 +90,14 @@ pub fn freed_on_another_stream_corrected(bench: &Bench) -> Result<()> {
     bench.free(block, Some(freeing))
 }
 
-/// Uses on one stream what was allocated in the order of another.
+/// Uses a block on one stream that was allocated in the order of another.
 pub fn allocated_on_another_stream(bench: &Bench) -> Result<()> {
     let (allocating, using) = bench.two_streams()?;
     let block = bench.block_in_order_of(allocating)?;
     bench.fill(block, using)
 }
 
-/// The using stream waits until the block is there.
+/// The other stream waits until the block exists.
 pub fn allocated_on_another_stream_corrected(bench: &Bench) -> Result<()> {
     let ((allocating, using), made) = (bench.two_streams()?, bench.event()?);
     let block = bench.block_in_order_of(allocating)?;

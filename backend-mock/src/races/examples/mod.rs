@@ -1,7 +1,7 @@
 //! Twenty mistakes that programs make with streams, events, memory, workspaces and graphs, each with its correction.
 //!
-//! Every function takes a [`Bench`] and makes the calls of one short program. They are what [`measure`](super::measure) runs, and show how
-//! each mistake looks next to what is right.
+//! Every function takes a [`Bench`] and makes the calls of one short program. [`measure`](super::measure) runs them.
+//! They show each mistake next to the correct program.
 
 mod graphs;
 mod memory;
@@ -33,13 +33,13 @@ pub struct Example {
     pub operations: [Operation; 2],
     /// The program with the mistake.
     pub mistake: fn(&Bench) -> Result<()>,
-    /// The program as it should be.
+    /// The correct program.
     pub corrected: fn(&Bench) -> Result<()>,
 }
 
 macro_rules! examples {
     ($($mistake:ident $corrected:ident $first:ident $second:ident,)*) => {
-        /// All of them.
+        /// All examples.
         pub const ALL: &[Example] = &[$(Example {
             name: stringify!($mistake),
             operations: [Operation::$first, Operation::$second],
@@ -84,9 +84,9 @@ pub struct Block {
 /// Bytes of each block: a matrix of 4 x 4 numbers of 32 bits.
 pub const BLOCK_BYTES: usize = 64;
 
-/// What an example runs on: a mock of two devices with the finder on, under a schedule and in test mode. So operations happen within
-/// calls, on the caller's thread, and freed page-locked memory stays mapped while work uses it: the mistakes spoil
-/// contents and nothing else.
+/// The mock that an example runs on: two devices with the finder on, under a schedule and in test mode. Operations
+/// happen within calls, on the caller's thread, and freed page-locked memory stays mapped while work uses it. So a
+/// mistake spoils contents and nothing else.
 #[derive(Debug)]
 pub struct Bench {
     /// The devices.
@@ -95,13 +95,13 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// A bench whose schedule has this seed.
+    /// Creates a bench whose schedule has this seed.
     ///
     /// # Errors
-    /// As [`MockGpu::open`].
+    /// As for [`MockGpu::open`].
     pub fn new(seed: u64) -> Result<Self> {
         let options = MockOptions::new().with_devices(2).with_memory_bytes(1 << 20).with_checks();
-        let gpu = MockGpu::open(options.with_schedule(seed).with_race_detector(true))?;
+        let gpu = MockGpu::open(options.with_schedule(seed).with_race_detector())?;
         Ok(Self { host: gpu.host_allocator(), gpu })
     }
 
@@ -135,7 +135,7 @@ impl Bench {
     }
 
     fn free(&self, block: Block, stream: Option<StreamId>) -> Result<()> {
-        // SAFETY: work that still uses the block finds other contents in it, which nobody looks at.
+        // SAFETY: late work finds other contents in the block, which nobody reads.
         unsafe { self.gpu.free(block.device, block.ptr, stream) }
     }
 
@@ -169,7 +169,7 @@ impl Bench {
         Ok(handle)
     }
 
-    /// Multiplies two matrices of 4 x 4, and gives the block of the result.
+    /// Multiplies two matrices of 4 x 4, and returns the block of the result.
     fn multiply(&self, handle: &mut dyn BlasHandle) -> Result<Block> {
         let (a, b, c) = (self.block(0)?, self.block(0)?, self.block(0)?);
         let shape = GemmShape::new(DataType::F32, 4, 4, 4);

@@ -4,7 +4,7 @@ use highwater_hal::{Backend, Completion, Location, Result};
 
 use super::Bench;
 
-/// Copies on one stream what another stream writes, without any wait.
+/// Copies a block on one stream that another stream writes, without any wait.
 pub fn missing_wait(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     bench.fill(block, producer)?;
@@ -21,7 +21,7 @@ pub fn missing_wait_corrected(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Records the event before the work that is to be waited for.
+/// Records the event too early, before the work that it should cover.
 pub fn recorded_too_early(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     let filled = bench.event()?;
@@ -68,7 +68,7 @@ pub fn never_recorded(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Records the event first, and lets the host wait for it.
+/// Records the event first, and the host waits for it.
 pub fn never_recorded_corrected(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     let filled = bench.event()?;
@@ -78,7 +78,7 @@ pub fn never_recorded_corrected(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Has the stream wait that produces, not the one that consumes.
+/// Makes the producing stream wait, not the consuming one.
 pub fn wrong_stream_waits(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     let filled = bench.event()?;
@@ -100,7 +100,7 @@ pub fn wrong_stream_waits_corrected(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Lets the host wait for another stream than the one that produces.
+/// Waits on the host for another stream than the producing one.
 pub fn wrong_stream_synchronized(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     bench.fill(block, producer)?;
@@ -108,7 +108,7 @@ pub fn wrong_stream_synchronized(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Waits for the stream that produces.
+/// Waits for the producing stream.
 pub fn wrong_stream_synchronized_corrected(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     bench.fill(block, producer)?;
@@ -116,7 +116,7 @@ pub fn wrong_stream_synchronized_corrected(bench: &Bench) -> Result<()> {
     bench.copy(Location::Host(host), block, consumer)
 }
 
-/// Asks whether the work is done, and goes on although it is not.
+/// Queries the work, and goes on although it is not done.
 pub fn pending_taken_as_done(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     loop {
@@ -127,7 +127,7 @@ pub fn pending_taken_as_done(bench: &Bench) -> Result<()> {
     }
 }
 
-/// Asks until the work is done.
+/// Queries until the work is done.
 pub fn pending_taken_as_done_corrected(bench: &Bench) -> Result<()> {
     let ((producer, consumer), block, host) = (bench.two_streams()?, bench.block(0)?, bench.host_block()?);
     bench.fill(block, producer)?;

@@ -1,4 +1,4 @@
-//! Which memory a command reads and writes, for observers.
+//! The memory that a command reads and writes, for observers.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use crate::device::{Device, Retired};
 use crate::kernel::{Factor, Panel, Product, intermediate_bytes};
 use crate::observer::{Layout, Range, Role, Space, Store, Touch, Use};
 
-/// What a command reads and writes.
+/// Returns what a command reads and writes.
 pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     let on = |device: u32, offset: usize, layout: Layout, writes: bool| {
         let address = devices[device as usize].memory.base() + offset as u64;
         let range = Range { space: Space::Device(device), address, bytes: layout.extent() };
-        Use { range, layout, writes, role: Role::Operand }
+        Use { range, layout, writes, role: Role::Whole }
     };
     let whole = |device, offset, bytes: usize, writes| on(device, offset, Layout::whole(bytes as u64), writes);
     let host = |address: usize, bytes: usize, writes: bool| {
         let range = Range { space: Space::Host, address: address as u64, bytes: bytes as u64 };
-        Use { range, layout: Layout::whole(range.bytes), writes, role: Role::Operand }
+        Use { range, layout: Layout::whole(range.bytes), writes, role: Role::Whole }
     };
     let mut uses = match *command {
         Command::CopyToDevice { src, dst, bytes, device } => {
@@ -49,7 +49,7 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
             uses
         }
         Command::Record(_) | Command::Wait(_) | Command::Release(_) => Vec::new(),
-        // What it touches is not known here.
+        // The memory that host code touches is unknown.
         #[cfg(feature = "simulated")]
         Command::Call(_) => Vec::new(),
         #[cfg(test)]
@@ -59,8 +59,8 @@ pub(crate) fn uses(command: &Command, devices: &[Arc<Device>]) -> Vec<Use> {
     uses
 }
 
-/// Returns the memory that a command of `device` touches and where it lies, and whether the command frees it. Memory that
-/// was closed meanwhile is left out.
+/// Returns the memory that a command of `device` touches and its location, and whether the command frees it. Leaves out
+/// memory that was closed meanwhile.
 pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Device) -> (Vec<Touch>, bool) {
     if let Command::Release(Retired { ptr, bytes, .. }) = *command {
         return (device.touch(ptr.get(), bytes).into_iter().collect(), true);
@@ -68,7 +68,7 @@ pub(crate) fn touches(command: &Command, devices: &[Arc<Device>], device: &Devic
     let touched = uses(command, devices).into_iter().filter_map(|used| {
         let (store, start) = match used.range.space {
             Space::Host => (Store::Host, used.range.address),
-            Space::Device(device) => devices[device as usize].place(used.range.address)?,
+            Space::Device(device) => devices[device as usize].locate(used.range.address)?,
         };
         Some(Touch { store, start, used })
     });
@@ -84,40 +84,44 @@ fn factors(product: &Product, on: On<'_>) -> Vec<Use> {
     let shape = &product.shape;
     let stored = |transpose, rows, columns| if transpose == Transpose::No { (rows, columns) } else { (columns, rows) };
     let (strides, size) = (product.strides(), shape.data_type.bytes());
-    let read = |offset, (rows, columns), ld, stride| {
+    let read = |name, offset, (rows, columns), ld, stride| {
         let layout = Layout::matrices(rows, (columns, ld), (strides.count, stride), size);
-        on(product.device, offset, layout, false)
+        Use { role: Role::Operand(name), ..on(product.device, offset, layout, false) }
     };
     vec![
-        read(product.a, stored(shape.transpose_a, shape.m, shape.k), shape.lda, strides.stride_a),
-        read(product.b, stored(shape.transpose_b, shape.k, shape.n), shape.ldb, strides.stride_b),
+        read("A", product.a, stored(shape.transpose_a, shape.m, shape.k), shape.lda, strides.stride_a),
+        read("B", product.b, stored(shape.transpose_b, shape.k, shape.n), shape.ldb, strides.stride_b),
     ]
 }
 
 fn results(product: &Product, panel: Panel, on: On<'_>) -> Vec<Use> {
     let (shape, size) = (&product.shape, product.shape.output.bytes());
-    let matrix = |first: usize, ld: usize, stride: usize, writes| {
+    let matrix = |name, first: usize, ld: usize, stride: usize, writes| {
         let offset = first + (panel.batch * stride + panel.column * ld + panel.row) * size;
         let layout = Layout::matrices(panel.rows, (panel.columns, ld), (panel.batches, stride), size);
-        on(product.device, offset, layout, writes)
+        Use { role: Role::Operand(name), ..on(product.device, offset, layout, writes) }
     };
-    let mut uses = vec![matrix(product.d, product.ldd, product.stride_d, true)];
+    let result = if product.in_place { "C" } else { "D" };
+    let mut uses = vec![matrix(result, product.d, product.ldd, product.stride_d, true)];
     if !product.beta.is_zero() {
-        uses.push(matrix(product.c, shape.ldc, product.strides().stride_c, false));
+        uses.push(matrix("C", product.c, shape.ldc, product.strides().stride_c, false));
     }
-    let mut read = |offset, bytes: usize| uses.push(on(product.device, offset, Layout::whole(bytes as u64), false));
+    let mut read = |name, offset, bytes: usize| {
+        let used = on(product.device, offset, Layout::whole(bytes as u64), false);
+        uses.push(Use { role: Role::Operand(name), ..used });
+    };
     if let Some((bias, data_type)) = product.bias {
-        read(bias + panel.row * data_type.bytes(), panel.rows * data_type.bytes());
+        read("bias", bias + panel.row * data_type.bytes(), panel.rows * data_type.bytes());
     }
-    for factor in [product.alpha, product.beta] {
+    for (name, factor) in [("alpha", product.alpha), ("beta", product.beta)] {
         if let Factor::At { offset, data_type } = factor {
-            read(offset, data_type.bytes());
+            read(name, offset, data_type.bytes());
         }
     }
     uses
 }
 
-/// The part of the workspace that a panel takes.
+/// Returns the part of the workspace that a panel takes.
 fn workspace(product: &Arc<Product>, panel: Panel, writes: bool, on: On<'_>) -> Use {
     let bytes = panel.rows * panel.columns * panel.batches * intermediate_bytes(product.shape.data_type);
     let role = Role::Workspace { product: Arc::as_ptr(product).addr(), of_handle: product.own.is_some() };
