@@ -1,8 +1,8 @@
-//! Random numbers of the operating system.
+//! Random bytes of the operating system.
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Returns bytes from the system's random numbers.
+/// Returns random bytes of the operating system.
 ///
 /// # Errors
 /// [`ErrorKind::OperatingSystem`] if the system refuses.
