@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::codes::{Coded, PANICKED};
-use super::cross::{Answer, Argument, HandlePtr};
+use super::marshalling::{Answer, Argument, HandlePtr};
 use super::raw::{RawBackend, RawError, RawHandle};
 use super::table::{Table, receiver_type, slots};
 use highwater_hal::exit;

@@ -494,7 +494,7 @@ unsafe fn read_table(pointer: *const Table) -> Result<Table, String> {
     if pointer.is_null() || !pointer.is_aligned() {
         return Err("is null or not aligned".to_owned());
     }
-    // SAFETY: the caller vouches.
+    // SAFETY: the caller ensures it.
     let bytes = unsafe { pointer.cast::<u64>().read() };
     let least = Table::least_bytes() as u64;
     if bytes < least || bytes > MOST_BYTES || bytes % 8 != 0 {

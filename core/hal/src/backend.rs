@@ -551,7 +551,7 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the sharing of memory and events with other processes, if the backend supports it.
     ///
-    /// - `ipc.offered`: the result is `Some` if and only if the `ipc_transports` of a device are not empty.
+    /// - `ipc.offered`: sharing is offered if and only if the `ipc_transports` of a device are not empty.
     fn ipc_sharing(&self) -> Option<Arc<dyn IpcSharing>> {
         None
     }
