@@ -10,7 +10,7 @@ umask 022
 case ${1:-} in '' | --write | --check) ;; *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2 ;; esac
 
 target=${CARGO_TARGET_DIR:-target}
-cargo build --quiet --locked --release -p highwater
+cargo build --quiet --locked --release -p highwater-cli
 scratch=/tmp/highwater-doctor
 mkdir "$scratch" || { echo "doctor-outputs: $scratch is there already; remove it" >&2; exit 1; }
 trap 'rm -rf "$scratch"' EXIT
@@ -47,11 +47,11 @@ doctor() { # variables
   echo '```'
 }
 outputs() {
-  printf '### With nothing\n\nNo vendor library and no plugin. The mock is always there, so there is something to work with.\n\n'
+  printf '### With nothing\n\nNo vendor library and no plugin. The mock needs neither.\n\n'
   doctor ''
-  printf '\n### With broken plugins\n\nFive of them, each broken in another way; what is broken is loud, and what works still does.\n\n'
+  printf '\n### With broken plugins\n\nFive plugins, each broken in a different way. The report names each fault, and the mock still works.\n\n'
   doctor "HIGHWATER_PLUGIN_PATH=$scratch/broken"
-  printf '\n### With a good one\n\nThe example in C.\n\n'
+  printf '\n### With a working plugin\n\nThe example in C.\n\n'
   doctor "HIGHWATER_PLUGIN_PATH=$scratch/good"
 }
 begin='<!-- made by scripts/doctor-outputs.sh --write -->' end='<!-- end of what scripts/doctor-outputs.sh makes -->'

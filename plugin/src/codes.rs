@@ -1,12 +1,12 @@
-//! The numbers of the table: those of the contract, and those that only the table has.
+//! The numbers of the table: those of the contract, and those of the table alone.
 
 pub(super) use highwater_hal::numbers::{Abilities, CHOICES, Coded, Constant, Facts, split_kind};
 pub(super) use highwater_hal::numbers::{MEMORY_PLAIN, MEMORY_SHAREABLE, MEMORY_STREAM_ORDERED};
 
-/// What an answer of 0 and one of a panic are called in the header. A plugin that answers the latter is not called again.
+/// The result of a call that panicked. The program never calls such a plugin again.
 pub(super) const PANICKED: i32 = -1;
 
-/// Sides of a copy, which carry more than their number.
+/// The number of a host address, as a side of a copy.
 pub(super) const LOCATION_HOST: u32 = 0;
-/// See [`LOCATION_HOST`].
+/// The number of a device address, as a side of a copy.
 pub(super) const LOCATION_DEVICE: u32 = 1;

@@ -1,5 +1,7 @@
-//! What can be seen of a library before the loader maps it: the loader says less about a file for another machine, and dies on
-//! one that was cut off (a page behind the end of a file is a bus error).
+//! Checks of a library before the loader maps it.
+//!
+//! The loader's message says little about a file for another machine. A truncated file kills the process, because reading a
+//! page behind the end of a file is a bus error.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +14,7 @@ const PROGRAM_HEADER: usize = 56;
 /// `EM_X86_64` and `EM_AARCH64`.
 const MACHINES: [(&str, u16); 2] = [("x86_64", 62), ("aarch64", 183)];
 
-/// What keeps a file of `bytes` bytes from being a library for this machine, if anything does.
+/// Returns the reason why a file of `bytes` bytes is not a library for this machine, or `None` if it is one.
 pub(super) fn wrong(file: &File, bytes: u64) -> io::Result<Option<String>> {
     let mut header = [0; HEADER];
     let whole = bytes >= HEADER as u64;
@@ -32,13 +34,13 @@ pub(super) fn wrong(file: &File, bytes: u64) -> io::Result<Option<String>> {
     }
     let mut headers = vec![0; usize::from(entries) * PROGRAM_HEADER];
     file.read_exact_at(&mut headers, offset)?;
-    // What is mapped, which is what `PT_LOAD` (1) names: from `p_offset` on, `p_filesz` bytes.
+    // The loader maps the `p_filesz` bytes from `p_offset` on of each `PT_LOAD` (1).
     let loaded = headers.chunks_exact(PROGRAM_HEADER).filter(|header| u32_at(header, 0) == 1);
     let end = loaded.map(|header| u64_at(header, 8).saturating_add(u64_at(header, 32))).max().unwrap_or(0);
     Ok((end > bytes).then(|| cut(end)))
 }
 
-/// What is wrong with the first bytes of a file, if anything is.
+/// Returns the fault of the first bytes of a file, or `None` if they are valid.
 fn wrong_header(header: &[u8]) -> Option<String> {
     if !header.starts_with(b"\x7fELF") {
         return Some("it is no library (it does not begin as an ELF file)".to_owned());
@@ -59,7 +61,7 @@ fn wrong_header(header: &[u8]) -> Option<String> {
     (kind != 3).then(|| format!("it is no shared library (an ELF file of type {kind})"))
 }
 
-/// The numbers of the file; `bytes` reaches that far.
+/// Reads a number of the file, inside `bytes`.
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     bytes[at..at + 2].try_into().map_or(0, u16::from_le_bytes)
 }

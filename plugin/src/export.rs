@@ -1,7 +1,7 @@
-//! The plugin's end: the functions of the table, over any `dyn Backend`, and the entry point.
+//! The plugin's end: the functions of the table over any `dyn Backend`, and the entry point.
 //!
-//! A plugin has its own copy of everything in this crate: statics, thread-locals, the tags' counter. So ids are translated on
-//! their way through, and log lines are handed to the program.
+//! A plugin has its own copy of this crate, including statics, thread-locals and the counter of tags. So this end translates
+//! the tags of ids, and forwards log lines to the program.
 
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
 use super::codes::{Coded, PANICKED};
-use super::cross::{Answer, Argument, HandlePtr, Tags, Wrong};
 use super::logging;
+use super::marshalling::{Answer, Argument, HandlePtr, Tags, Wrong};
 use super::raw::{RawBackend, RawError, RawHandle, RawHost, RawOpen, RawPlugin, Text, read_sized, write_sized};
 use super::table::{TABLE_VERSIONS, Table, receiver_type, slots};
 use highwater_hal::{
@@ -22,14 +22,14 @@ use highwater_hal::{
     MemoryInfo, PlanArguments, PlanId, PlanOptions, Result, StreamId, StreamOptions, Transport, Workspace,
 };
 
-/// What [`export_backend!`](crate::export_backend) exports.
+/// The arguments of [`export_backend!`](crate::export_backend).
 #[derive(Debug)]
 pub struct Export {
-    /// The name under which it is opened.
+    /// The name that opens it.
     pub name: &'static CStr,
-    /// What it drives, for people.
+    /// The product that it drives, for people.
     pub description: &'static CStr,
-    /// Who made it.
+    /// Its maker.
     pub vendor: &'static CStr,
     /// Its version.
     pub version: &'static CStr,
@@ -69,13 +69,13 @@ impl Exported {
     }
 }
 
-/// A handle that the program has.
+/// A handle that the program has open.
 struct ExportedHandle {
     handle: Box<dyn BlasHandle>,
     tags: Tags,
 }
 
-/// What the pointers that come back stand for.
+/// Conversion of the program's pointers to their objects.
 mod receive {
     use super::*;
 
@@ -84,42 +84,43 @@ mod receive {
     }
 
     /// # Safety
-    /// Null, or what `open` gave and `close` was not called with.
+    /// The pointer must be null, or come from `open` and not have been passed to `close`.
     pub(super) unsafe fn backend<'a>(pointer: *mut RawBackend) -> Result<(&'a Exported, Tags), Wrong> {
-        // SAFETY: the caller vouches; it is only ever shared.
+        // SAFETY: the caller ensures it, and the object is only shared.
         let exported = unsafe { pointer.cast::<Exported>().as_ref() };
         exported.map_or_else(null, |exported| Ok((exported, exported.tags)))
     }
 
     /// # Safety
-    /// As [`backend`], and nobody uses it any more.
+    /// As for [`backend`], and no other call may use the pointer from here on.
     pub(super) unsafe fn owned_backend(pointer: *mut RawBackend) -> Result<(Box<Exported>, Tags), Wrong> {
         if pointer.is_null() {
             return null();
         }
-        // SAFETY: the caller vouches; `open` made it of a box.
+        // SAFETY: the caller ensures it, and `open` made the pointer from a box.
         let exported = unsafe { Box::from_raw(pointer.cast::<Exported>()) };
         let tags = exported.tags;
         Ok((exported, tags))
     }
 
     /// # Safety
-    /// Null, or what `create_handle` gave and `handle_close` was not called with; one thread at a time.
+    /// The pointer must be null, or come from `create_handle` and not have been passed to `handle_close`. One thread at a time
+    /// may use it.
     pub(super) unsafe fn handle<'a>(
         pointer: *mut RawHandle,
     ) -> Result<(&'a mut (dyn BlasHandle + 'static), Tags), Wrong> {
-        // SAFETY: the caller vouches, and uses it in one thread at a time.
+        // SAFETY: the caller ensures it, including that one thread at a time uses the handle.
         let exported = unsafe { pointer.cast::<ExportedHandle>().as_mut() };
         exported.map_or_else(null, |exported| Ok((&mut *exported.handle, exported.tags)))
     }
 
     /// # Safety
-    /// As [`handle`], and nobody uses it any more.
+    /// As for [`handle`], and no other call may use the pointer from here on.
     pub(super) unsafe fn owned_handle(pointer: *mut RawHandle) -> Result<(Box<ExportedHandle>, Tags), Wrong> {
         if pointer.is_null() {
             return null();
         }
-        // SAFETY: the caller vouches; `create_handle` made it of a box.
+        // SAFETY: the caller ensures it, and `create_handle` made the pointer from a box.
         let exported = unsafe { Box::from_raw(pointer.cast::<ExportedHandle>()) };
         let tags = exported.tags;
         Ok((exported, tags))
@@ -133,31 +134,31 @@ impl From<Wrong> for Error {
     }
 }
 
-/// An answer that did not fit.
+/// Returns the error of a value that cannot be passed.
 fn unanswered(what: String) -> Error {
     Error::from(Wrong::from(what))
 }
 
-/// Runs the inside of a function of the table: errors become codes and texts, and so do panics.
+/// Runs the body of a function of the table. Converts errors and panics to codes and messages.
 #[inline]
 fn answering(error: *mut RawError, inside: impl FnOnce() -> Result<()>) -> i32 {
     match catch_unwind(AssertUnwindSafe(inside)) {
         Ok(Ok(())) => 0,
-        Ok(Err(failure)) => tell(error, &failure),
-        Err(payload) => tell_panic(error, payload),
+        Ok(Err(failure)) => report(error, &failure),
+        Err(payload) => report_panic(error, payload),
     }
 }
 
 #[cold]
-fn tell(error: *mut RawError, failure: &Error) -> i32 {
-    // The kinds have small numbers.
+fn report(error: *mut RawError, failure: &Error) -> i32 {
+    // The numbers of the kinds are small.
     let code = failure.kind().code().cast_signed();
     fill(error, failure.code(), failure.message(), failure.hint());
     code
 }
 
 #[cold]
-fn tell_panic(error: *mut RawError, payload: Box<dyn std::any::Any + Send>) -> i32 {
+fn report_panic(error: *mut RawError, payload: Box<dyn std::any::Any + Send>) -> i32 {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a text");
     fill(error, None, text, "");
@@ -175,12 +176,12 @@ fn fill(error: *mut RawError, code: Option<i64>, message: &str, hint: &str) {
         message: Text::new(message),
         hint: Text::new(hint),
     };
-    // Where there is no room for the words, the code alone has to do.
-    // SAFETY: the caller of the table gives null or a struct that is as large as it says.
+    // Without a struct for the message, the code alone is returned.
+    // SAFETY: the program passes null, or a struct that begins with its size.
     let _ = unsafe { write_sized(error, &raw) };
 }
 
-/// Says which type the inside of a slot gives.
+/// Fixes the type of a body.
 #[inline]
 fn outcome<T>(outcome: Result<T>) -> Result<T> {
     outcome
@@ -197,7 +198,7 @@ macro_rules! functions {
                 $(#[doc = $doc])+
                 ///
                 /// # Safety
-                /// The pointers are what the header says of them, and the conditions of the trait's method hold.
+                /// The caller must pass pointers as the header describes them, and meet the conditions of the trait's method.
                 pub(super) unsafe extern "C" fn $name(
                     receiver: *mut receiver_type!($receiver)
                     $(, $argument: <$type as Argument>::Abi)*
@@ -205,17 +206,17 @@ macro_rules! functions {
                     , error: *mut RawError
                 ) -> i32 {
                     answering(error, || {
-                        #[allow(unused_variables, reason = "where nothing else crosses")]
-                        // SAFETY: the caller vouches.
+                        #[allow(unused_variables, reason = "a slot without arguments and answer uses no tags")]
+                        // SAFETY: the caller ensures it.
                         let ($receiver, tags) = unsafe { receive::$receiver(receiver) }?;
                         $(
-                            // SAFETY: the caller vouches.
+                            // SAFETY: the caller ensures it.
                             let $argument = unsafe { <$type as Argument>::lift($argument, tags) }?;
                         )*
-                        #[allow(clippy::let_unit_value, unused_variables, reason = "where there is no answer")]
+                        #[allow(clippy::let_unit_value, unused_variables, reason = "a slot without an answer")]
                         let outcome = outcome($body)?;
                         $(
-                            // SAFETY: the caller vouches.
+                            // SAFETY: the caller ensures it.
                             unsafe { <$answer as Answer>::put(outcome, answer, tags) }.map_err(unanswered)?;
                         )?
                         Ok(())
@@ -230,34 +231,34 @@ macro_rules! functions {
 }
 slots!(functions);
 
-/// What the program is told of a plugin, for the life of the process.
-struct Told {
+/// The plugin's description, which the program reads for the life of the process.
+struct Description {
     export: &'static Export,
     plugin: RawPlugin,
 }
 
-// SAFETY: the pointers are to statics.
-unsafe impl Send for Told {}
-// SAFETY: as above, and nobody writes there.
-unsafe impl Sync for Told {}
+// SAFETY: the pointers refer to statics.
+unsafe impl Send for Description {}
+// SAFETY: as above, and nothing writes them.
+unsafe impl Sync for Description {}
 
-/// A library is one plugin.
-static TOLD: OnceLock<Told> = OnceLock::new();
+/// The description of this library's only plugin.
+static DESCRIPTION: OnceLock<Description> = OnceLock::new();
 
-/// The inside of the entry point.
+/// Runs the entry point.
 ///
 /// # Safety
-/// `host` is null or good for as many bytes as it says.
+/// `host` must be null, or point to a struct that begins with its size.
 pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const RawPlugin {
     let inside = || {
-        // Captures of the program and of other plugins.
+        // The program and other plugins may capture streams.
         highwater_hal::copies::note();
         let mut spare = MaybeUninit::uninit();
-        // SAFETY: the caller vouches.
+        // SAFETY: the caller ensures it.
         if let Ok(RawHost { log: Some(log), .. }) = unsafe { read_sized(host, &mut spare) } {
             logging::forward_to(*log);
         }
-        let told = TOLD.get_or_init(|| Told {
+        let description = DESCRIPTION.get_or_init(|| Description {
             export,
             plugin: RawPlugin {
                 size: size_of::<RawPlugin>() as u64,
@@ -271,7 +272,7 @@ pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const Raw
                 table: Some(table),
             },
         });
-        &raw const told.plugin
+        &raw const description.plugin
     };
     catch_unwind(AssertUnwindSafe(inside)).unwrap_or(std::ptr::null())
 }
@@ -281,36 +282,36 @@ unsafe extern "C" fn table(version: u32) -> *const Table {
 }
 
 /// # Safety
-/// The pointers are null or good for what the header says of them.
+/// The caller must pass null, or pointers as the header describes them.
 unsafe extern "C" fn open(request: *const RawOpen, backend: *mut *mut RawBackend, error: *mut RawError) -> i32 {
     answering(error, || {
         let mut spare = MaybeUninit::uninit();
-        // SAFETY: the caller vouches.
+        // SAFETY: the caller ensures it.
         let request = unsafe { read_sized(request, &mut spare) }.map_err(unanswered)?;
-        let (Some(told), Some(program)) = (TOLD.get(), BackendTag::from_number(request.tag)) else {
+        let (Some(description), Some(program)) = (DESCRIPTION.get(), BackendTag::from_number(request.tag)) else {
             return Err(unanswered("opened before the entry point was called, or with the tag 0".to_owned()));
         };
         if !TABLE_VERSIONS.contains(&request.version) || backend.is_null() || !backend.is_aligned() {
             return Err(unanswered(format!("opened for version {} of the table, or without a place", request.version)));
         }
-        let opened = (told.export.open)()?;
+        let opened = (description.export.open)()?;
         let tags = Tags { program, own: opened.identity().tag };
         let (host, sharing) = (opened.host_allocator(), opened.ipc_sharing());
         let exported = Box::new(Exported { backend: opened, host, sharing, tags });
-        // SAFETY: checked above, and the caller vouches for the rest.
+        // SAFETY: checked above, and the caller ensures the rest.
         unsafe { backend.write(Box::into_raw(exported).cast()) };
         Ok(())
     })
 }
 
-/// Makes a crate of the type `cdylib` a plugin of Highwater: exports the one symbol by which programs find a backend.
+/// Makes a plugin of a `cdylib` crate. Exports the symbol by which programs find its backend.
 ///
-/// `open` is a function without arguments that gives `Result<Arc<dyn Backend>, E>`, where `E` becomes an
-/// [`Error`](highwater_hal::Error) by `Into`. The texts are literals, or macros that give one. Panics of the backend are caught and
-/// told to the program, which then does not call the plugin any more.
+/// `open` is a function without arguments that returns `Result<Arc<dyn Backend>, E>`. `E` converts to an
+/// [`Error`](highwater_hal::Error) by `Into`. The texts are literals, or macros that expand to one. A panic of the backend is
+/// caught and reported to the program, which then never calls the plugin again.
 ///
-/// Such a library must never be unloaded, and programs never do so. Link it with `-z nodelete`, so that nobody else can, by this
-/// line of its build script: `println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");`.
+/// Such a library must never be unloaded, and programs never do so. Link it with `-z nodelete`, so that no other code can. This
+/// line of its build script does so: `println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");`.
 ///
 /// ```
 /// # fn open() -> highwater_hal::Result<std::sync::Arc<dyn highwater_hal::Backend>> {
@@ -334,11 +335,11 @@ macro_rules! export_backend {
         version: $version:expr,
         open: $open:expr $(,)?
     ) => {
-        /// The entry point of the plugin, see `highwater.h`.
+        /// The entry point of the plugin. See `highwater.h`.
         ///
         /// # Safety
-        /// `host` is null or good for as many bytes as it says.
-        // SAFETY: no other symbol of that name is in the library: two plugins in one library do not link.
+        /// `host` must be null, or point to a struct that begins with its size.
+        // SAFETY: the library has no other symbol of this name, because two plugins in one library do not link.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn highwater_plugin(host: *const $crate::abi::RawHost) -> *const $crate::abi::RawPlugin {
             static EXPORT: $crate::abi::Export = $crate::abi::Export {
@@ -353,16 +354,16 @@ macro_rules! export_backend {
                         .map_err(::std::convert::Into::into)
                 },
             };
-            // SAFETY: the caller vouches.
+            // SAFETY: the caller ensures it.
             unsafe { $crate::abi::enter(host, &EXPORT) }
         }
     };
 }
 
-/// A text of a plugin as C has it.
+/// Returns a text of a plugin as a C string.
 ///
 /// # Panics
-/// At compile time, where the text has a NUL inside.
+/// At compile time, if the text has a NUL inside.
 #[must_use]
 pub const fn c_text(text: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(text.as_bytes()) {

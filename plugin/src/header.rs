@@ -1,4 +1,4 @@
-//! `highwater.h`: the table in C, made from the list that the code is made from.
+//! The header `highwater.h`: the table in C, from the same list as the code.
 
 use std::fmt::Write as _;
 
@@ -14,31 +14,31 @@ use highwater_hal::{Clause, FIRST_NAMED_SLOT, LEGACY_SLOT, PER_THREAD_SLOT, clau
 
 const TOP: &str = r#"/* highwater.h: backends of Highwater as plugins, in C.
  *
- * Made from the list in highwater-core's plugin module; do not edit. SPDX-License-Identifier: MIT OR Apache-2.0
+ * Generated from the list in highwater-plugin; do not edit. SPDX-License-Identifier: MIT OR Apache-2.0
  *
- * A plugin is a shared library that exports one function, highwater_plugin. The program calls it once, and the plugin answers
- * with a struct that says who it is and where its table is. Through the table the program opens a backend and uses it.
+ * A plugin is a shared library that exports one function, highwater_plugin. The program calls it once. The function returns a
+ * struct that describes the plugin and gives its table. Through the table, the program opens a backend and uses it.
  *
- * What holds for everything here:
- *  - Every function of the table answers 0, or one of HW_ERROR_..., and then says what was wrong in *error. It writes to its
- *    answer only where it answers 0.
- *  - Functions may be called from any thread, and several at once, except that a handle is used by one thread at a time. No
- *    device or context is current before; the plugin leaves the caller's as it was.
- *  - Every struct that is handed over by a pointer begins with its size in bytes, which the side that makes it sets; hw_id,
- *    hw_location and hw_gemm_shape stand inside of others, have none, and never grow. A shorter struct means zeros for the rest.
- *    A longer one is to be refused (HW_ERROR_INVALID_ARGUMENT) where it is not zero behind what the reader knows. Into a
- *    struct for an answer, no more than its size is written, and its size is set to what was written.
- *  - Structs and the table only ever grow at the end. Slots that are null are not supported. Slots are in groups: a table has
- *    all of a group or none.
- *  - Pointers in arguments are good until the call returns. What the plugin gives in hw_plugin lives as long as the process.
- *  - Nothing may be thrown or jumped over the border. HW_PANICKED says that something was, inside the plugin, which is then not
- *    called any more.
- *  - The library is never unloaded. Nothing is called in a forked child, and nothing once the process exits.
- *  - Matrices are column-major. Sizes are bytes where nothing else is said.
+ * Rules for every function and struct:
+ *  - Every function of the table returns 0, or one of HW_ERROR_... with the details in *error. It writes its answer only if it
+ *    returns 0.
+ *  - Any thread may call a function, and several may call at once. A handle is used by one thread at a time. The program sets no
+ *    current device or context. The plugin restores the caller's.
+ *  - Every struct that is passed by pointer begins with its size in bytes, which its creator sets. hw_id, hw_location and
+ *    hw_gemm_shape are parts of other structs: they have no size and never grow. The missing fields of a shorter struct are
+ *    zero. A longer struct must be rejected (HW_ERROR_INVALID_ARGUMENT) if any byte that the reader does not know is not zero.
+ *    The writer of an answer writes at most the struct's size, and sets that size to the number of bytes written.
+ *  - Structs and the table grow at the end only. A null slot is not supported. Slots are in groups: a table has all of a group
+ *    or none.
+ *  - Pointers in arguments are valid until the call returns. The contents of hw_plugin are valid for the life of the process.
+ *  - No exception and no longjmp may cross the table. HW_PANICKED reports one inside the plugin. The program then never calls
+ *    the plugin again.
+ *  - The library is never unloaded. No function is called in a forked child, or once the process exits.
+ *  - Matrices are column-major. Sizes are in bytes unless the comment states another unit.
  *
- * Clauses are the promises that the program relies on. Each has an id, such as stream.order. The comment of an operation lists
- * the clauses that it has to keep. `highwater conformance --plugin FILE` tests every one and names those that a failed case is
- * about. Every operation has to keep these:
+ * Clauses are the promises on which the program relies. Each has an id, such as stream.order. The comment of an operation lists
+ * the clauses that it must keep. `highwater conformance --plugin FILE` tests every clause, and names those of each failed case.
+ * Every operation must keep these:
 CLAUSES
  */
 #ifndef HIGHWATER_H
@@ -51,15 +51,15 @@ extern "C" {
 #endif
 "#;
 
-/// The text of `highwater.h`.
+/// Returns the text of `highwater.h`.
 ///
-/// In this repository it stands in `core/include/highwater.h`, and a test holds the two together.
+/// The repository has it in `plugin/include/highwater.h`, and a test compares the two.
 #[must_use]
 pub fn header() -> String {
     let slots = slot_list();
     let kept_by_all = clauses().iter().filter(|clause| home(&slots, clause) == Home::Everything);
     let mut text = TOP.replace("CLAUSES", &clause_items(&slots, "", kept_by_all).join("\n"));
-    // Writing to a text does not fail.
+    // Writing to a `String` does not fail.
     let _ = write_header(&mut text, &slots);
     text
 }
@@ -68,10 +68,10 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
     writeln!(text, "\n/* Versions of the table that this header describes. */")?;
     writeln!(text, "#define HW_TABLE_VERSION_MIN {}u", TABLE_VERSIONS.start())?;
     writeln!(text, "#define HW_TABLE_VERSION_MAX {}u", TABLE_VERSIONS.end())?;
-    writeln!(text, "\n/* Answers: all went well; something was thrown inside the plugin. */")?;
+    writeln!(text, "\n/* Results: success; an exception inside the plugin. */")?;
     writeln!(text, "#define HW_OK 0\n#define HW_PANICKED ({PANICKED})")?;
     for (what, constants) in CHOICES {
-        // Answers are of the type `int32_t`.
+        // Results have the type `int32_t`.
         let suffix = if constants.iter().any(|constant| constant.name.starts_with("ERROR_")) { "" } else { "u" };
         writeln!(text, "\n/* Numbers for {what}. */")?;
         for Constant { name, value, .. } in *constants {
@@ -92,7 +92,7 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
             vec![("LOCATION_HOST", LOCATION_HOST), ("LOCATION_DEVICE", LOCATION_DEVICE)],
         ),
         (
-            "Places in ids: those from the first on are no objects; the default streams have one each, in generation 1.",
+            "Slots of ids: those from the first one on are not objects. The default streams have one each, in generation 1.",
             vec![
                 ("FIRST_NAMED_SLOT", FIRST_NAMED_SLOT),
                 ("SLOT_LEGACY_DEFAULT_STREAM", LEGACY_SLOT),
@@ -115,30 +115,28 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
             writeln!(text, "#define HW_{name} (UINT64_C(1) << {})", value.trailing_zeros())?;
         }
     }
-    writeln!(text, "\n/* An open backend, and a BLAS or an Lt handle: only the plugin knows what they are. */")?;
+    writeln!(text, "\n/* An open backend, and a BLAS or an Lt handle. Only the plugin knows their contents. */")?;
     writeln!(text, "typedef struct hw_backend hw_backend;\ntypedef struct hw_handle hw_handle;")?;
     writeln!(text, "typedef struct hw_table hw_table;")?;
     for one in structs() {
         write_struct(text, &one)?;
         if one.name == "hw_error" {
-            writeln!(
-                text,
-                "\n/* Takes a log line: HW_LOG_..., the text, its bytes. May be called from any thread. */"
-            )?;
+            writeln!(text, "\n/* Receives a log line: HW_LOG_..., the text, its bytes. Any thread may call it. */")?;
             writeln!(text, "typedef void (*hw_log_call)(uint32_t level, const char *text, uint64_t bytes);")?;
         }
         if one.name == "hw_open" {
             writeln!(
                 text,
-                "\n/* Opens the backend, which has one device at least. If it cannot, the answer says why: HW_ERROR_LIBRARY_MISSING \
-                 for a\n * library of the vendor's, HW_ERROR_SYMBOL_MISSING for a function in it, HW_ERROR_DEVICE_MISSING where no \
-                 device is there. The\n * program reports it, and tries other backends unless this one was asked for. */"
+                "\n/* Opens the backend, which has at least one device. If it cannot, it returns the reason: \
+                 HW_ERROR_LIBRARY_MISSING for a\n * library of the vendor, HW_ERROR_SYMBOL_MISSING for a function in it, \
+                 HW_ERROR_DEVICE_MISSING if there is no device. The\n * program reports the reason, and tries other backends \
+                 unless the user named this one. */"
             )?;
             writeln!(
                 text,
                 "typedef int32_t (*hw_open_call)(const hw_open *request, hw_backend **backend, hw_error *error);"
             )?;
-            writeln!(text, "/* Gives the table of a version, one of those that the plugin named. */")?;
+            writeln!(text, "/* Returns the table of a version, which is one of the plugin's versions. */")?;
             writeln!(text, "typedef const hw_table *(*hw_table_call)(uint32_t version);")?;
         }
     }
@@ -158,7 +156,7 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
     writeln!(text, "}};")?;
     writeln!(
         text,
-        "\n/* The one symbol of a plugin. `host` lives as long as the process. Null refuses the program. */"
+        "\n/* The only symbol of a plugin. `host` is valid for the life of the process. Null rejects the program. */"
     )?;
     writeln!(text, "const hw_plugin *{ENTRY_POINT}(const hw_host *host);")?;
     writeln!(text, "\n#ifdef __cplusplus\n}}\n#endif\n\n#endif /* HIGHWATER_H */")
@@ -169,7 +167,7 @@ fn write_header(text: &mut String, slots: &[Slot]) -> std::fmt::Result {
 enum Home {
     /// The comment at the top.
     Everything,
-    /// The comment of a group, for a promise of no single operation in it.
+    /// The comment of a group, for a promise that is not of one operation.
     Group(Group),
     /// The comment of an operation.
     Slot(&'static str),
@@ -201,10 +199,10 @@ fn write_comment_with_clauses(text: &mut String, slots: &[Slot], comment: &str, 
     writeln!(text, "\n{} */", listed.join("\n"))
 }
 
-/// Columns of a comment.
+/// The width of a comment.
 const WIDTH: usize = 126;
 
-/// The lines ` *  - ID: PROMISE` of clauses, in the words of C.
+/// Returns the lines ` *  - ID: PROMISE` of clauses, with the names of C.
 fn clause_items<'c>(slots: &[Slot], indent: &str, listed: impl Iterator<Item = &'c Clause>) -> Vec<String> {
     let mut lines = Vec::new();
     for clause in listed {
@@ -221,7 +219,7 @@ fn clause_items<'c>(slots: &[Slot], indent: &str, listed: impl Iterator<Item = &
     lines
 }
 
-/// A promise with C's names for the things that it mentions.
+/// Returns a promise with the names of C.
 fn in_c(slots: &[Slot], clause: &Clause) -> String {
     let promise = clause.promise.replace("[`", "`").replace("`]", "`");
     let parts = promise.split('`').enumerate().map(|(place, part)| match (place % 2, name_in_c(slots, clause, part)) {
@@ -232,7 +230,7 @@ fn in_c(slots: &[Slot], clause: &Clause) -> String {
     parts.collect()
 }
 
-/// C's name for a thing of the traits, if it differs.
+/// Returns the name in C of an item of the traits, if it differs.
 fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
     let last = name.rsplit("::").next().unwrap_or(name);
     let other = match name {
@@ -246,7 +244,7 @@ fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
     };
     let choices = CHOICES.iter().flat_map(|(_, constants)| *constants);
     let mut named = choices.chain(Abilities::NAMES).chain(Facts::NAMES).filter(|constant| constant.rust == last);
-    // A name that two choices share is ambiguous.
+    // A name that two enums share is ambiguous.
     let constant = named.next().filter(|_| named.next().is_none());
     let slot = slots.iter().find(|slot| slot.method == Some((clause.of, name)) && slot.name != name);
     other
@@ -257,16 +255,16 @@ fn name_in_c(slots: &[Slot], clause: &Clause, name: &str) -> Option<String> {
 
 const fn words(group: Group) -> &'static str {
     match group {
-        Group::Required => "what every backend has",
+        Group::Required => "the operations of every backend",
         Group::Timing => "elapsed time between events",
-        Group::Foreign => "streams and events for other code, and of other code",
+        Group::Foreign => "raw handles of streams and events, to and from other code",
         Group::Host => "page-locked host memory",
-        Group::Register => "page-locking memory that somebody else allocated",
+        Group::Register => "page-locking of memory that other code allocated",
         Group::Blas => "BLAS and Lt handles",
         Group::Lt => "Lt plans",
         Group::Capture => "stream capture and replay",
         Group::Ipc => "memory and events of other processes",
-        Group::Reset => "restoring a handle that foreign code had",
+        Group::Reset => "restoring a handle that foreign code has used",
     }
 }
 
@@ -290,10 +288,10 @@ fn write_comment(text: &mut String, indent: &str, comment: &str) -> std::fmt::Re
     writeln!(text, " */")
 }
 
-/// Where every field of every struct and every slot of the table lies: a line `struct field offset bytes` for each, and
-/// `struct - 0 bytes` for the struct as a whole.
+/// Returns the layout of every struct and of the table: a line `struct field offset bytes` for each field, and
+/// `struct - 0 bytes` for the whole struct.
 ///
-/// The layout of each version of the table is kept, and tests hold this one and a C compiler's against it.
+/// The repository keeps the layout of each version of the table. Tests compare it with this one and with a C compiler's.
 #[must_use]
 pub fn layout() -> String {
     let mut text = String::new();
@@ -320,7 +318,7 @@ mod tests {
         let sizeless: Vec<_> = sizeless.map(|one| one.name).collect();
         assert_eq!(sizeless, ["hw_id", "hw_location", "hw_gemm_shape"]);
         for name in sizeless {
-            let rules = TOP.split("have none, and never grow").next().unwrap_or_default();
+            let rules = TOP.split("they have no size and never grow").next().unwrap_or_default();
             assert!(rules.contains(name) && rules.len() < TOP.len(), "the header does not say that {name} has no size");
         }
     }
@@ -356,13 +354,13 @@ mod tests {
 
     #[test]
     fn the_header_names_codes_capabilities_and_slots_as_c_does() {
-        assert!(comment_of("backend.device-checked").contains("gives HW_ERROR_INVALID_ARGUMENT"));
-        assert!(comment_of("blas.unbound").contains("give HW_ERROR_INVALID_STATE"));
+        assert!(comment_of("backend.device-checked").contains("returns HW_ERROR_INVALID_ARGUMENT"));
+        assert!(comment_of("blas.unbound").contains("return HW_ERROR_INVALID_STATE"));
         assert!(comment_of("gemm.alpha-zero").contains("with alpha 0"));
         assert!(comment_of("gemm.mixed").contains("Needs HW_CAN_GEMM_MIXED"));
-        assert!(comment_of("host.unregister-unknown").contains("`host_register` was not called with"));
+        assert!(comment_of("host.unregister-unknown").contains("was not passed to `host_register`"));
         assert!(comment_of("ipc.open-outlives").contains("with HW_TRANSPORT_DESCRIPTOR"));
-        assert!(header().contains("HW_ERROR_DEVICE_MISSING where no"));
+        assert!(header().contains("HW_ERROR_DEVICE_MISSING if there is no device"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The program's end: the four traits over a plugin's table.
+//! The program's end of a plugin: the four traits over its table.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -15,14 +15,14 @@ use highwater_hal::{
     Transports, Workspace,
 };
 
-/// Far more devices than a process has.
+/// A limit far above the devices of any process.
 const MOST_DEVICES: u32 = 4096;
 
 /// A backend in a plugin.
 pub(super) struct Imported {
     link: Arc<Link>,
     identity: Identity,
-    /// By ordinal: never asked for again.
+    /// By ordinal. Read once.
     capabilities: Vec<Capabilities>,
     host: Arc<ImportedHost>,
     sharing: Option<Arc<ImportedSharing>>,
@@ -38,7 +38,7 @@ impl fmt::Debug for Imported {
 }
 
 impl Imported {
-    /// Asks a backend that was just opened who it is. `warn` hears what it claims and has no slots for.
+    /// Reads the identity and the devices of a backend that was just opened. Calls `warn` for abilities without slots.
     pub(super) fn new(link: Link, warn: &mut dyn FnMut(String)) -> Result<Self> {
         let link = Arc::new(link);
         let count = count_devices(&link)?;
@@ -67,7 +67,7 @@ impl Imported {
     }
 }
 
-/// Number of devices, as the plugin says it.
+/// Returns the number of devices that the plugin reports.
 fn count_devices(link: &Arc<Link>) -> Result<u32> {
     match link.device_count(link.backend())? {
         0 => Err(Error::new(ErrorKind::DeviceMissing, "open", format!("the plugin `{}` has no device", link.plugin()))
@@ -81,7 +81,7 @@ fn broken(link: &Link, slot: &'static str, what: &str) -> Error {
     link.broken("open", slot, what)
 }
 
-/// What the device can do as far as the table has slots for it.
+/// Clears the abilities for which the table has no slots.
 fn hold_to(link: &Link, mut capabilities: Capabilities) -> Capabilities {
     let has = |group| matches!(link.table().group(group), Ok(true));
     if !has(Group::Blas) {
@@ -102,7 +102,7 @@ fn hold_to(link: &Link, mut capabilities: Capabilities) -> Capabilities {
     capabilities
 }
 
-/// Names of the abilities that differ.
+/// Returns the names of the abilities that differ.
 fn difference(claimed: &Capabilities, held: &Capabilities) -> String {
     use super::codes::Abilities;
     let bits = Abilities::of(claimed) & !Abilities::of(held);
@@ -117,8 +117,7 @@ fn difference(claimed: &Capabilities, held: &Capabilities) -> String {
     names.join(", ")
 }
 
-// SAFETY: every call is passed on to the plugin and its answer to core. That the backend there keeps the clauses is what
-// whoever loaded it vouches for.
+// SAFETY: every call goes to the plugin, and its answer goes to core. The loader of the plugin vouches for its clauses.
 unsafe impl Backend for Imported {
     fn identity(&self) -> &Identity {
         &self.identity
@@ -287,8 +286,8 @@ struct ImportedHandle {
     device: u32,
 }
 
-// SAFETY: the pointer is only handed to the table's functions for handles, which may be called from any thread, one at a time
-// (the table's contract).
+// SAFETY: the pointer is only passed to the table's functions for handles, which any thread may call, one at a time (the
+// table's contract).
 unsafe impl Send for ImportedHandle {}
 
 impl BlasHandle for ImportedHandle {
@@ -347,8 +346,7 @@ impl BlasHandle for ImportedHandle {
 
 impl Drop for ImportedHandle {
     fn drop(&mut self) {
-        // Where the plugin may not be called any more, the handle is left to the end of the process, as those of built-in
-        // backends are.
+        // If the plugin may not be called any more, the handle lives until the process ends, as those of built-in backends do.
         if let Err(error) = self.link.handle_close(self.handle.as_ptr())
             && !matches!(error.kind(), ErrorKind::ShuttingDown | ErrorKind::Forked)
         {
@@ -363,7 +361,7 @@ struct ImportedHost {
     link: Arc<Link>,
 }
 
-// SAFETY: as for `Imported`; that blocks are not null and aligned is checked.
+// SAFETY: as for `Imported`. The marshalling checks that blocks are not null and are aligned.
 unsafe impl HostAllocator for ImportedHost {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         self.link.host_allocate(self.link.backend(), &bytes, options)

@@ -1,4 +1,4 @@
-//! The program's end of an open backend in a plugin: one call for each slot, which lowers the arguments, crosses, and checks
+//! The program's end of an open backend in a plugin. The call of each slot lowers the arguments, calls the plugin, and checks
 //! the answer.
 
 use std::cell::UnsafeCell;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::codes::{Coded, PANICKED};
-use super::cross::{Answer, Argument, HandlePtr};
+use super::marshalling::{Answer, Argument, HandlePtr};
 use super::raw::{RawBackend, RawError, RawHandle};
 use super::table::{Table, receiver_type, slots};
 use highwater_hal::exit;
@@ -19,22 +19,22 @@ use highwater_hal::{
     fork::{Generation, Guard},
 };
 
-/// What became of a plugin that panicked: it is not called again, by any of its backends.
+/// The state of a plugin that panicked. No backend of it is called again.
 #[derive(Debug, Default)]
 pub(super) struct Poison {
     poisoned: AtomicBool,
-    /// In which slot, and its words.
+    /// The slot of the panic, and its message.
     what: OnceLock<(&'static str, String)>,
 }
 
 impl Poison {
     fn set(&self, slot: &'static str, words: String) {
-        // The first one stands.
+        // The first panic is kept.
         let _ = self.what.set((slot, words));
         self.poisoned.store(true, Ordering::Release);
     }
 
-    /// The error of a call that is not made for it.
+    /// Returns the error of a call after the panic, or `None` if there was no panic.
     pub(super) fn error(&self, plugin: &str, operation: &'static str) -> Option<Error> {
         if !self.poisoned.load(Ordering::Acquire) {
             return None;
@@ -55,31 +55,31 @@ pub(super) struct Link {
     table: Table,
     backend: NonNull<RawBackend>,
     tag: BackendTag,
-    /// 0 until it was asked for.
+    /// The number of devices; 0 until it is known.
     devices: AtomicU32,
     guard: Guard,
     poison: Arc<Poison>,
 }
 
-// SAFETY: the pointer is only handed to the table's functions, which may be called from any thread (the table's contract).
+// SAFETY: the pointer is only passed to the table's functions, which any thread may call (the table's contract).
 unsafe impl Send for Link {}
-// SAFETY: as above, also at once.
+// SAFETY: as above, and several threads may call them at once.
 unsafe impl Sync for Link {}
 
-/// How the words of a failed call reach the program: room for each thread, so that no call has to clear it.
+/// The struct for the details of an error. Each thread has one, so that no call has to clear all of it.
 struct ErrorRoom(UnsafeCell<RawError>);
 
 thread_local! {
     static ERROR: ErrorRoom = const { ErrorRoom(UnsafeCell::new(RawError::EMPTY)) };
 }
 
-/// This thread's room for an error, emptied.
+/// Returns this thread's struct for an error, cleared.
 #[inline]
 pub(super) fn error_room() -> *mut RawError {
-    // Without a destructor it is there for the whole life of the thread.
+    // It has no destructor, so it lives as long as the thread.
     let room = ERROR.with(|room| room.0.get());
-    // SAFETY: the room is this thread's, and written through raw pointers only. A call within a call, from a log line's
-    // receiver, writes into it too; then the words of the outer one are lost, and nothing else.
+    // SAFETY: the struct is this thread's, and written through raw pointers only. A nested call, from a receiver of log
+    // lines, writes into it too. Then the outer call loses its message, and nothing else.
     unsafe {
         (*room).size = size_of::<RawError>() as u64;
         (*room).vendor_code = 0;
@@ -91,7 +91,7 @@ pub(super) fn error_room() -> *mut RawError {
 }
 
 impl Link {
-    /// The end of a backend that was just opened. From here on it is closed when the link is dropped.
+    /// Takes ownership of a backend that was just opened. Dropping the link closes it.
     pub(super) fn new(
         plugin: Arc<str>,
         table: Table,
@@ -103,16 +103,16 @@ impl Link {
         Self { plugin, table, backend, tag, devices: AtomicU32::new(0), guard, poison }
     }
 
-    /// The tag in every id of the backend.
+    /// Returns the tag in every id of the backend.
     #[inline]
     pub(super) fn tag(&self) -> BackendTag {
         self.tag
     }
 
-    /// Number of devices, once it was asked for.
+    /// Returns the number of devices, once it is known.
     #[inline]
     pub(super) fn devices(&self) -> u32 {
-        // Relaxed: it is written once, before the backend is given to anybody.
+        // Relaxed: written once, before the backend is shared.
         self.devices.load(Ordering::Relaxed)
     }
 
@@ -120,7 +120,7 @@ impl Link {
         self.devices.store(count, Ordering::Relaxed);
     }
 
-    /// The backend itself, as the receiver of calls.
+    /// Returns the backend, the receiver of calls.
     #[inline]
     pub(super) fn backend(&self) -> *mut RawBackend {
         self.backend.as_ptr()
@@ -134,15 +134,15 @@ impl Link {
         &self.plugin
     }
 
-    /// What tells the plugin that a descriptor was closed.
+    /// Returns the guard that reports the closing of a descriptor to the plugin; `None` for the token 0.
     pub(super) fn release_of(self: &Arc<Self>, token: u64) -> Option<DescriptorRelease> {
         (token != 0).then(|| DescriptorRelease { link: Arc::clone(self), token })
     }
 
-    /// Whether the plugin may be called.
+    /// Checks that the plugin may be called.
     #[inline(always)]
     fn enter(&self, operation: &'static str) -> Result<()> {
-        // Relaxed: a call that crosses the panic of another thread finds the plugin as that call left it, whenever it comes.
+        // Relaxed: a call that races with the panic of another thread finds the plugin in the same state before or after it.
         if self.poison.poisoned.load(Ordering::Relaxed) || !self.guard.is_current() || exit::has_begun() {
             return Err(self.out_of_service(operation));
         }
@@ -168,7 +168,7 @@ impl Link {
         failure(&self.plugin, &self.poison, operation, slot, code, room)
     }
 
-    /// An answer that cannot be.
+    /// Returns the error of an invalid answer.
     #[cold]
     pub(super) fn broken(&self, operation: &'static str, slot: &'static str, what: &str) -> Error {
         let message = format!("the plugin `{}` answered in `{slot}` with {what}", self.plugin);
@@ -176,14 +176,14 @@ impl Link {
     }
 }
 
-/// The error of a call that comes too late.
+/// Returns the error of a call during the exit of the process.
 #[cold]
 pub(super) fn shutting_down(operation: &'static str) -> Error {
     Error::new(ErrorKind::ShuttingDown, operation, "the process is exiting, and plugins are not called any more")
         .with_hint("end the work on the device before `main` returns")
 }
 
-/// What a call that answered another code than 0 has to say. `room` is this thread's.
+/// Returns the error of a call that returned another code than 0. `room` is this thread's struct.
 #[cold]
 pub(super) fn failure(
     plugin: &str,
@@ -193,7 +193,7 @@ pub(super) fn failure(
     code: i32,
     room: *const RawError,
 ) -> Error {
-    // SAFETY: the room is this thread's, and every byte of it is initialised.
+    // SAFETY: the struct is this thread's, and every byte of it is initialized.
     let raw = unsafe { room.read() };
     let (message, hint) = (raw.message.read_cut(), raw.hint.read_cut());
     if code == PANICKED {
@@ -213,15 +213,15 @@ pub(super) fn failure(
 
 const BROKEN: &str = "the plugin breaks its contract: report it to its maker";
 
-/// One call: `-> ()` is a slot without an answer.
+/// The call of one slot, without an answer or with one.
 macro_rules! call {
     ($link:ident, $operation:literal, $name:ident, $receiver:ident, ($($argument:ident: $type:ty),*)) => {{
         $link.enter($operation)?;
         let Some(slot) = $link.table.$name else { return Err($link.missing($operation, stringify!($name))) };
         $(let $argument = <$type as Argument>::form($argument);)*
         let error = error_room();
-        // SAFETY: the receiver is the backend's or a live handle of it, the arguments are as the header says, and what they
-        // point to lives until the call returns. What the plugin makes of them is what whoever loaded it vouches for.
+        // SAFETY: the receiver is the backend or a live handle of it. The arguments are as the header describes them, and their
+        // targets live until the call returns. The loader of the plugin vouches for its code.
         let code = unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, error) };
         if code == 0 { Ok(()) } else { Err($link.failed($operation, stringify!($name), code, error)) }
     }};
@@ -231,7 +231,7 @@ macro_rules! call {
         $(let $argument = <$type as Argument>::form($argument);)*
         let mut answer = <$answer as Answer>::empty();
         let error = error_room();
-        // SAFETY: as above; there is room for the answer.
+        // SAFETY: as above, and the answer is writable.
         let code = unsafe { slot($receiver $(, <$type as Argument>::abi(&$argument))*, &raw mut answer, error) };
         if code != 0 {
             return Err($link.failed($operation, stringify!($name), code, error));
@@ -240,7 +240,7 @@ macro_rules! call {
     }};
 }
 
-/// What a call gives.
+/// The result type of a call.
 macro_rules! answer_type {
     () => {
         ()
@@ -253,8 +253,8 @@ macro_rules! answer_type {
 macro_rules! calls {
     ($($(#[doc = $doc:literal])+ $group:ident $receiver:ident $name:ident $operation:literal
         ($($argument:ident: $type:ty),*) $(-> $answer:ty)? $body:block)+) => {
-        /// One call for each slot.
-        #[allow(dead_code, reason = "`close` is called when the link is dropped, by hand")]
+        /// The call of each slot.
+        #[allow(dead_code, reason = "`drop` calls `close` directly")]
         impl Link {
             $(
                 $(#[doc = $doc])+
@@ -275,13 +275,13 @@ slots!(calls);
 impl Drop for Link {
     fn drop(&mut self) {
         const OPERATION: &str = "close";
-        // Where the plugin may not be called, what it holds is left to the end of the process.
+        // If the plugin may not be called, its objects live until the process ends.
         if self.enter(OPERATION).is_err() {
             return;
         }
         let Some(close) = self.table.close else { return };
         let error = error_room();
-        // SAFETY: the backend is alive, and this is the last that anybody has of it.
+        // SAFETY: the backend is alive, and this is its last use.
         let code = unsafe { close(self.backend.as_ptr(), error) };
         if code != 0 {
             let error = self.failed(OPERATION, "close", code, error);
@@ -290,7 +290,7 @@ impl Drop for Link {
     }
 }
 
-/// Tells the plugin, when it is dropped, that the program has closed a descriptor of its.
+/// Reports to the plugin, when it is dropped, that the program has closed a descriptor.
 #[derive(Debug)]
 pub(crate) struct DescriptorRelease {
     link: Arc<Link>,
@@ -299,7 +299,7 @@ pub(crate) struct DescriptorRelease {
 
 impl Drop for DescriptorRelease {
     fn drop(&mut self) {
-        // In a process that exits or was forked there is nobody to tell.
+        // A process that exits or was forked reports nothing.
         if self.link.enter("release_descriptor").is_ok()
             && let Err(error) = self.link.release_descriptor(self.link.backend(), &self.token)
         {

@@ -1,4 +1,4 @@
-//! Loading a plugin: what the file is, its entry point, the version that both sides have, and its table.
+//! Loading of plugins: checks of the file, the entry point, the common version, and the table.
 
 use std::collections::HashMap;
 use std::ffi::c_char;
@@ -24,11 +24,11 @@ use highwater_hal::{Backend, BackendTag, Error, ErrorKind, display_foreign, fork
 /// The symbol that a plugin exports.
 pub(super) const ENTRY_POINT: &str = "highwater_plugin";
 
-/// How to load a plugin.
+/// Options of loading a plugin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// How long the library's constructors and its entry point may take together.
+    /// The time limit of the library's constructors and its entry point together.
     pub limit: Duration,
 }
 
@@ -39,13 +39,13 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// Ten seconds.
+    /// Returns options with a limit of ten seconds.
     #[must_use]
     pub const fn new() -> Self {
         Self { limit: Duration::from_secs(10) }
     }
 
-    /// The same with another limit.
+    /// Sets the limit.
     #[must_use]
     pub const fn with_limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -53,28 +53,28 @@ impl LoadOptions {
     }
 }
 
-/// How far the loading of a plugin came.
+/// The stage at which the loading of a plugin failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Stage {
-    /// The file is no library, or one for another machine.
+    /// The file is not a library, or is one for another machine.
     Platform,
     /// The loader could not open it, or it could not be read.
     Library,
-    /// The loader lacks a symbol that it needs.
+    /// The loader did not find a symbol.
     Symbol,
-    /// It has no entry point, or the entry point failed or took too long.
+    /// The library has no entry point, or the entry point failed or took too long.
     EntryPoint,
-    /// It has no version of the table that this program has.
+    /// The plugin and this program have no common version of the table.
     Version,
-    /// Its table is not as it has to be.
+    /// The table is invalid.
     Table,
-    /// Its backend did not open; the error's kind says why.
+    /// The backend did not open, for the reason in the error's kind.
     Open,
 }
 
 impl Stage {
-    /// The stage as words, as it stands in messages.
+    /// Returns the stage in words, for messages.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -95,15 +95,15 @@ impl fmt::Display for Stage {
     }
 }
 
-/// A plugin that was not loaded, or whose backend was not opened, and why.
+/// The reason why a plugin was not loaded, or its backend not opened.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Refusal {
-    /// How far it came.
+    /// The stage that failed.
     pub stage: Stage,
-    /// The slot of the table that is to blame, where it is one.
+    /// The slot of the table that is at fault, if it is one.
     pub slot: Option<&'static str>,
-    /// What was wrong.
+    /// The error.
     pub error: Error,
 }
 
@@ -134,7 +134,7 @@ impl Refusal {
 
 const OPERATION: &str = "load";
 
-/// A library that was loaded for good and has a table that this program can use.
+/// A loaded library with a table that this program can use. It is never unloaded.
 #[derive(Debug)]
 pub struct Plugin {
     name: Arc<str>,
@@ -152,59 +152,59 @@ pub struct Plugin {
 }
 
 impl Plugin {
-    /// The name under which its backend is opened.
+    /// Returns the name that opens its backend.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it drives, for people.
+    /// Returns the product that it drives, for people.
     #[must_use]
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Who made it.
+    /// Returns its maker.
     #[must_use]
     pub fn vendor(&self) -> &str {
         &self.vendor
     }
 
-    /// Its own version.
+    /// Returns its own version.
     #[must_use]
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// The version of the table that was agreed on.
+    /// Returns the version of the table that both sides use.
     #[must_use]
     pub fn table_version(&self) -> u32 {
         self.table_version
     }
 
-    /// The file, without symbolic links.
+    /// Returns the file, without symbolic links.
     #[must_use]
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The groups of operations that its table has.
+    /// Returns the groups of operations that its table has.
     #[must_use]
     pub fn groups(&self) -> Vec<&'static str> {
         Group::ALL.into_iter().filter(|group| self.table.group(*group) == Ok(true)).map(Group::name).collect()
     }
 
-    /// What is odd about it so far: abilities that its devices claim and its table has no slots for.
+    /// Returns the warnings so far: abilities that its devices claim without the slots for them.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.lock().clone()
     }
 
-    /// Opens its backend: another one each time.
+    /// Opens its backend. Each call opens another one.
     ///
     /// # Errors
-    /// What the plugin said, at [`Stage::Open`]; `Forked` in a child of the process that loaded it, `ShuttingDown` once the process
-    /// exits, and `InvalidState` after a panic of the plugin.
+    /// All at [`Stage::Open`]: the plugin's own error; `Forked` in a child of the process that loaded it; `ShuttingDown` once
+    /// the process exits; `InvalidState` after a panic of the plugin.
     pub fn open(&self) -> Result<Arc<dyn Backend>, Refusal> {
         let refused = |error: Error| Refusal { stage: Stage::Open, slot: Some("open"), error };
         if !self.loaded_in.is_current() {
@@ -219,9 +219,9 @@ impl Plugin {
         let tag = BackendTag::next();
         let request = RawOpen { size: size_of::<RawOpen>() as u64, version: self.table_version, tag: tag.get() };
         let (mut backend, error) = (std::ptr::null_mut(), error_room());
-        // SAFETY: the plugin gave the function for this; everything lives until it returns.
+        // SAFETY: the plugin exports the function for this, and all arguments live until it returns.
         let code = unsafe { (self.open)(&raw const request, &raw mut backend, error) };
-        // Right after the vendor's initialisation, so that the exit is noticed before the vendor's own handlers run.
+        // Right after the vendor's initialization, so that the handler runs before the vendor's own.
         self.watched.call_once(highwater_hal::exit::watch);
         if code != 0 {
             return Err(refused(failure(&self.name, &self.poison, "open", "open", code, error)));
@@ -243,31 +243,29 @@ impl Plugin {
     }
 }
 
-/// Which file it was: a file that was replaced is another plugin.
+/// The identity of a file. A file that was replaced is another plugin.
 type FileKey = (u64, u64, i64, i64);
 
-/// What became of the files that this process has loaded.
+/// The result of loading a file.
 enum Loaded {
     Plugin(Arc<Plugin>),
-    /// It has not come back from its constructors or its entry point.
+    /// Its constructors or its entry point have not returned.
     Hanging(Refusal),
 }
 
 static LOADED: Mutex<Option<HashMap<FileKey, Loaded>>> = Mutex::new(None);
 
-/// Loads the plugin in `file`, for the life of the process: it is never unloaded. A file that was loaded before gives the same
-/// plugin.
+/// Loads the plugin in `file` for the life of the process. Loading a file again returns the same plugin.
 ///
-/// **A plugin is code**: its constructors and functions run in this process, with all of its rights, and nothing can be
-/// promised about a process that has loaded a hostile or broken one. The call is not marked `unsafe` for the reason that
-/// starting a program is not: the trust is in the file, and whoever names it, or puts it where it is found, vouches for it,
-/// and for the clauses that [`Backend`] and [`HostAllocator`](highwater_hal::HostAllocator) list under their `# Safety`. What can be
-/// checked without that trust is checked: the file's kind and machine, the versions, sizes and slots of the table, and every
-/// answer.
+/// **A plugin is code.** Its constructors and functions run in this process, with all of its rights. A hostile or broken plugin
+/// voids every promise about the process. The call is safe for the same reason as starting a program is: the trust is in the
+/// file. The user who names the file, or installs it, vouches for it, and for the clauses that [`Backend`] and
+/// [`HostAllocator`](highwater_hal::HostAllocator) list under their `# Safety`. All else is checked: the type and machine of
+/// the file, the versions, sizes and slots of the table, and every answer.
 ///
 /// # Errors
-/// What was wrong with the file, the library, its entry point, its versions or its table. Where the entry point does not come
-/// back within the limit, its thread is left behind.
+/// The fault of the file, the library, its entry point, its versions or its table. If the entry point does not return within the
+/// limit, its thread keeps running.
 pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> {
     let (file, key) = look_at(file)?;
     if let Some(outcome) = known(key) {
@@ -285,7 +283,7 @@ pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> 
         }
     };
     remember(key, Loaded::Plugin(Arc::clone(&plugin)));
-    // Where two threads loaded it at once, the first one's stands.
+    // If two threads loaded it at once, the first result counts.
     known(key).unwrap_or(Ok(plugin))
 }
 
@@ -301,7 +299,7 @@ fn remember(key: FileKey, loaded: Loaded) {
     LOADED.lock().get_or_insert_default().entry(key).or_insert(loaded);
 }
 
-/// The file behind all links, and which one it is. Refuses what the loader could not load, in words that say more than its own.
+/// Returns the file behind all links, and its identity. Rejects a file that the loader cannot load, with a better message.
 fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     let shown = display_foreign(file).to_string();
     let unread = |error: &std::io::Error| {
@@ -314,7 +312,7 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
         let hint = "name the plugin's shared library, or install it again, built for this machine";
         Refusal::new(Stage::Platform, ErrorKind::LibraryMissing, format!("{shown}: {what}"), hint)
     };
-    // Before it is opened: a pipe would wait for somebody to write.
+    // Checked before it is opened, because opening a pipe waits for a writer.
     if !metadata.is_file() {
         return Err(other("it is no file"));
     }
@@ -326,20 +324,20 @@ fn look_at(file: &Path) -> Result<(PathBuf, FileKey), Refusal> {
     Ok((file, key))
 }
 
-/// What the entry point gave.
+/// The result of the entry point.
 struct Entered(*const RawPlugin);
 
-// SAFETY: what a plugin says of itself is valid for the life of the process, in every thread.
+// SAFETY: a plugin's description is valid for the life of the process, in every thread.
 unsafe impl Send for Entered {}
 
-/// Opens the library and calls its entry point, in a thread that is left behind where it does not come back. The flag says
-/// whether that is so.
+/// Opens the library and calls its entry point in a thread. If it does not return in time, the thread keeps running, and the
+/// flag beside the error is true.
 fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
     let (sender, receiver) = sync_channel(1);
     let (path, shown) = (file.to_owned(), display_foreign(file).to_string());
     let thread = std::thread::Builder::new().name("highwater-load".to_owned());
     let spawned = thread.spawn(move || {
-        // Nobody listens any more where it took too long.
+        // After the time limit, no receiver is left.
         let _ = sender.send(call_entry(&path));
     });
     let entered =
@@ -359,7 +357,7 @@ fn enter(file: &Path, limit: Duration) -> Result<RawPlugin, (Refusal, bool)> {
         }
     };
     let mut spare = MaybeUninit::uninit();
-    // SAFETY: the entry point answers with null or a struct as large as it says (the contract of the header).
+    // SAFETY: the entry point returns null or a struct that begins with its size (the contract of the header).
     let plugin = unsafe { read_sized(plugin, &mut spare) }.map_err(|what| {
         let message = format!("{shown}: the entry point `{ENTRY_POINT}` answered with {what}");
         (entered(message, "report it to the plugin's maker"), false)
@@ -377,9 +375,9 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
         log: Some(logging::take),
     };
     let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | RTLD_NODELETE;
-    // SAFETY: whoever named the file vouches for the library's constructors (see `load`).
+    // SAFETY: the user who named the file vouches for the library's constructors (see `load`).
     let library = unsafe { libloading::os::unix::Library::open(Some(file), flags) }.map_err(|error| {
-        // The outer error only says that the call failed; the loader's text is its source.
+        // The outer error only states that the call failed. The loader's message is its source.
         let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
         let symbol = text.contains("undefined symbol") || text.contains("symbol lookup error");
         let stage = if symbol { Stage::Symbol } else { Stage::Library };
@@ -388,14 +386,14 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
     })?;
     // SAFETY: the symbol has this type by the contract of the header.
     let entry = unsafe { library.get::<EntryPoint>(ENTRY_POINT.as_bytes()) }.map(|symbol| *symbol);
-    // Threads, exit handlers and tables of the plugin outlive every user.
+    // The plugin's threads, exit handlers and tables outlive every user.
     std::mem::forget(library);
     let Ok(entry) = entry else {
         let message = format!("{}: it has no entry point `{ENTRY_POINT}`", display_foreign(file));
         let hint = "it is a library, but no plugin of Highwater";
         return Err(Refusal::new(Stage::EntryPoint, ErrorKind::SymbolMissing, message, hint));
     };
-    // SAFETY: as above; the host's offer lives as long as the process.
+    // SAFETY: as above, and the program's offer is valid for the life of the process.
     let plugin = unsafe { entry(&raw const HOST) };
     if plugin.is_null() {
         let message = format!("{}: the entry point `{ENTRY_POINT}` refused this program", display_foreign(file));
@@ -405,14 +403,14 @@ fn call_entry(file: &Path) -> Result<Entered, Refusal> {
     Ok(Entered(plugin))
 }
 
-/// Checks what a plugin says of itself, and its table.
+/// Checks the description of a plugin, and its table.
 fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
     let shown = display_foreign(&file).to_string();
     let bad = |what: String| {
         let hint = "report it to the plugin's maker";
         Refusal::new(Stage::Table, ErrorKind::Unsupported, format!("{shown}: {what}"), hint)
     };
-    // SAFETY: texts that a plugin names are valid for the life of the process (the contract of the header).
+    // SAFETY: a plugin's texts are valid for the life of the process (the contract of the header).
     let text = |pointer, what| unsafe { read_text(pointer) }.map_err(|wrong| bad(format!("its {what} is {wrong}")));
     let name = text(raw.name, "name")?;
     let letters = |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
@@ -436,9 +434,9 @@ fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
     }
     let open: OpenCall = raw.open.ok_or_else(|| bad("its `open` is null".to_owned()).in_slot("open"))?;
     let table: TableCall = raw.table.ok_or_else(|| bad("its `table` is null".to_owned()).in_slot("table"))?;
-    // SAFETY: the plugin gave the function for this.
+    // SAFETY: the plugin exports the function for this.
     let table = unsafe { table(highest) };
-    // SAFETY: the function answers with null or a table as large as it says (the contract of the header).
+    // SAFETY: the function returns null or a table that begins with its size (the contract of the header).
     let table = unsafe { read_table(table) }.map_err(|what| bad(format!("its table of version {highest} {what}")))?;
     for group in Group::ALL {
         match table.group(group) {
@@ -471,13 +469,13 @@ fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
 /// Reads a text of a plugin.
 ///
 /// # Safety
-/// Null, or readable up to its NUL or for 4096 bytes.
+/// `pointer` must be null, or readable up to a NUL or for 4096 bytes.
 unsafe fn read_text(pointer: *const c_char) -> Result<String, &'static str> {
     const MOST: usize = 4096;
     if pointer.is_null() {
         return Err("null");
     }
-    // SAFETY: the caller vouches, and nothing behind the NUL is read.
+    // SAFETY: the caller ensures it, and nothing after the NUL is read.
     let bytes = (0..MOST).map(|place| unsafe { pointer.add(place).read() }.cast_unsigned());
     let text: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
     if text.len() == MOST {
@@ -486,15 +484,15 @@ unsafe fn read_text(pointer: *const c_char) -> Result<String, &'static str> {
     String::from_utf8(text).map_err(|_| "a text that is not UTF-8")
 }
 
-/// Copies as much of a plugin's table as this program knows; what the table lacks is null.
+/// Copies the slots of a plugin's table that this program knows. Missing slots are null.
 ///
 /// # Safety
-/// Null, or readable for as many bytes as its first eight say, and at least these.
+/// `pointer` must be null, or its first eight bytes must be readable and give the number of readable bytes.
 unsafe fn read_table(pointer: *const Table) -> Result<Table, String> {
     if pointer.is_null() || !pointer.is_aligned() {
         return Err("is null or not aligned".to_owned());
     }
-    // SAFETY: the caller vouches.
+    // SAFETY: the caller ensures it.
     let bytes = unsafe { pointer.cast::<u64>().read() };
     let least = Table::least_bytes() as u64;
     if bytes < least || bytes > MOST_BYTES || bytes % 8 != 0 {
@@ -502,7 +500,7 @@ unsafe fn read_table(pointer: *const Table) -> Result<Table, String> {
     }
     let mut table = Table::EMPTY;
     let known = (bytes as usize).min(size_of::<Table>());
-    // SAFETY: both have so many bytes; a slot is null or a function by the contract of the header, which is a value of its type.
+    // SAFETY: both have that many bytes. By the contract of the header, a slot is null or a function of its type.
     unsafe { std::ptr::copy_nonoverlapping(pointer.cast::<u8>(), (&raw mut table).cast::<u8>(), known) };
     Ok(table)
 }

@@ -1,4 +1,4 @@
-//! Log lines of a plugin, which has a logger of its own that nobody reads, on their way to the program's.
+//! Log lines from a plugin to the program. A plugin has its own logger, which nothing reads.
 
 use std::ffi::c_char;
 use std::fmt::{self, Write as _};
@@ -10,13 +10,13 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::raw::LogCall;
 
-/// Levels, as they cross.
+/// The numbers of the levels.
 pub(super) const LEVELS: [(&str, u32); 5] =
     [("LOG_ERROR", 1), ("LOG_WARN", 2), ("LOG_INFO", 3), ("LOG_DEBUG", 4), ("LOG_TRACE", 5)];
 
-/// In the plugin: sends what is logged to the program from now on. The first program to ask has it.
+/// In the plugin: sends log lines to the program from now on. Only the first call has an effect.
 pub(super) fn forward_to(log: LogCall) {
-    // Refused where somebody has set a logger already, whose lines then go there.
+    // Fails if the plugin has set a logger of its own, which then receives the lines.
     let _ = tracing::subscriber::set_global_default(Forward(log));
 }
 
@@ -45,7 +45,7 @@ impl Subscriber for Forward {
             Level::DEBUG => 4,
             Level::TRACE => 5,
         };
-        // SAFETY: the program's function takes a text of so many bytes, from any thread.
+        // SAFETY: the program's function takes a text of that many bytes, from any thread.
         unsafe { (self.0)(level, line.0.as_ptr().cast(), line.0.len() as u64) };
     }
 
@@ -69,16 +69,16 @@ impl Visit for Line {
     }
 }
 
-/// In the program: takes a log line of a plugin.
+/// In the program: receives a log line of a plugin.
 ///
 /// # Safety
-/// `text` is null or has `bytes` readable bytes.
+/// `text` must be null, or have `bytes` readable bytes.
 pub(super) unsafe extern "C" fn take(level: u32, text: *const c_char, bytes: u64) {
     const MOST_BYTES: u64 = 1 << 16;
     if text.is_null() {
         return;
     }
-    // SAFETY: the caller vouches; a longer line is cut.
+    // SAFETY: the caller ensures it, and a long line is cut.
     let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), bytes.min(MOST_BYTES) as usize) };
     // The program's own logger could panic, which must not reach the plugin.
     let _ = catch_unwind(|| {

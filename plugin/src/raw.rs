@@ -1,19 +1,20 @@
-//! What crosses the table: C structs of fixed-width integers, doubles, pointers and texts of fixed room.
+//! The C structs of the table: fixed-width integers, doubles, pointers, and texts of a fixed size.
 //!
-//! Every struct that is handed over by a pointer begins with its size in bytes, as `uint64_t`; [`RawId`], [`RawLocation`] and
-//! [`RawGemmShape`] stand inside of others, have none, and never grow. Fields are only ever added at the end. Each struct carries a description of itself, from which the header and the layout test are made.
+//! Every struct that is passed by pointer begins with its size in bytes, as `uint64_t`. [`RawId`], [`RawLocation`] and
+//! [`RawGemmShape`] are parts of other structs: they have no size and never grow. New fields are added at the end only. Each
+//! struct has a description, from which the header and the layout test are made.
 
 use std::ffi::{c_char, c_void};
 use std::mem::MaybeUninit;
 
-/// One field of a struct that crosses, as C sees it.
+/// A field of a struct, as C declares it.
 #[derive(Debug, Clone)]
 pub(super) struct Field {
     /// Its name.
     pub(super) name: &'static str,
     /// Its declaration in C.
     pub(super) declaration: String,
-    /// What it says.
+    /// Its documentation.
     pub(super) doc: String,
     /// Bytes from the beginning of the struct.
     pub(super) offset: usize,
@@ -21,12 +22,12 @@ pub(super) struct Field {
     pub(super) bytes: usize,
 }
 
-/// A struct that crosses, as C sees it.
+/// A struct, as C declares it.
 #[derive(Debug, Clone)]
 pub(super) struct Struct {
     /// Its name in C.
     pub(super) name: &'static str,
-    /// What it is.
+    /// Its documentation.
     pub(super) doc: String,
     /// Its fields, in order.
     pub(super) fields: Vec<Field>,
@@ -34,14 +35,14 @@ pub(super) struct Struct {
     pub(super) bytes: usize,
 }
 
-/// The lines of a documentation, without the blank in front of each.
+/// Joins the lines of a documentation, without the space at the start of each.
 pub(super) fn text_of(lines: &[&str]) -> String {
     lines.iter().map(|line| line.strip_prefix(' ').unwrap_or(line)).collect::<Vec<_>>().join("\n")
 }
 
-/// How a type is declared in C.
+/// A type that C can declare.
 pub(super) trait CType {
-    /// The declaration of `name` with this type.
+    /// Returns the C declaration of `name` with this type.
     fn declare(name: &str) -> String;
 }
 
@@ -81,7 +82,7 @@ impl<const N: usize> CType for [u8; N] {
     }
 }
 
-/// A text with room for `N` bytes, the NUL at its end included.
+/// A text of at most `N` bytes, including the NUL at its end.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct Text<const N: usize>(pub(super) [u8; N]);
@@ -93,10 +94,10 @@ impl<const N: usize> CType for Text<N> {
 }
 
 impl<const N: usize> Text<N> {
-    /// No text.
+    /// The empty text.
     pub(super) const EMPTY: Self = Self([0; N]);
 
-    /// As much of `text` as there is room for, cut between characters.
+    /// Returns `text`, cut between characters if it is too long.
     pub(super) fn new(text: &str) -> Self {
         let mut bytes = [0; N];
         let mut end = text.len().min(N - 1);
@@ -107,16 +108,16 @@ impl<const N: usize> Text<N> {
         Self(bytes)
     }
 
-    /// The text up to its NUL; bytes that are no UTF-8 are replaced.
+    /// Returns the text up to its NUL. Replaces bytes that are not UTF-8.
     ///
     /// # Errors
-    /// Where there is no NUL.
+    /// If there is no NUL.
     pub(super) fn read(&self) -> Result<String, String> {
         let end = self.0.iter().position(|&byte| byte == 0).ok_or(format!("a text without a NUL in its {N} bytes"))?;
         Ok(String::from_utf8_lossy(&self.0[..end]).into_owned())
     }
 
-    /// The text, cut at its room where it has no NUL.
+    /// Returns the text up to its NUL, or all of it if it has none.
     pub(super) fn read_cut(&self) -> String {
         let end = self.0.iter().position(|&byte| byte == 0).unwrap_or(N);
         String::from_utf8_lossy(&self.0[..end]).into_owned()
@@ -129,49 +130,49 @@ impl<const N: usize> std::fmt::Debug for Text<N> {
     }
 }
 
-/// A struct that crosses behind a pointer and says its own size first.
+/// A struct that is passed by pointer and begins with its size.
 ///
 /// # Safety
-/// `#[repr(C)]`, its first field is `size: u64`, any bytes are a valid value, and it has no padding.
+/// The type must be `#[repr(C)]` without padding, its first field must be `size: u64`, and any bytes must be a valid value.
 pub(super) unsafe trait Sized64: Copy {
     /// Its name in C.
     const NAME: &'static str;
-    /// Its bytes in the first version of the table, below which none can be.
+    /// Its bytes in the first version of the table, the smallest size that is accepted.
     const FIRST_BYTES: usize;
 }
 
-/// Far more than any struct will have.
+/// A limit far above the size of any struct.
 pub(super) const MOST_BYTES: u64 = 1 << 16;
 
-/// Reads a struct of whoever is on the other side, where it lies. A shorter one means zeros for the rest; a longer one has to be
-/// zero where this side does not know it. One of another size is read into `spare`.
+/// Reads a struct of the other side in place. The missing fields of a shorter struct are zero. The unknown bytes of a longer
+/// struct must be zero. A struct of another size is copied to `spare`.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A description of a struct that is invalid.
 ///
 /// # Safety
-/// `pointer` is null, or there are as many readable bytes as its first eight say, and at least these. Nobody writes them as long
-/// as the answer is used.
+/// `pointer` must be null, or its first eight bytes must be readable and give the number of readable bytes. The caller must
+/// ensure that nothing writes them while the result is in use.
 #[inline]
 pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T, spare: &mut MaybeUninit<T>) -> Result<&T, String> {
     if pointer.is_null() || !pointer.is_aligned() {
         return Err(format!("a pointer to `{}` that is null or not aligned", T::NAME));
     }
-    // SAFETY: the struct begins with its size, and the pointer is good for that (the caller vouches).
+    // SAFETY: the struct begins with its size, which the caller lets this function read.
     let bytes = unsafe { pointer.cast::<u64>().read() };
     if bytes == size_of::<T>() as u64 {
-        // Not copied: wide loads of what was just stored in pieces would wait for those stores.
-        // SAFETY: there are so many bytes, any bytes are a value (`Sized64`), and nobody writes them (the caller vouches).
+        // Read in place: wide loads of bytes that were just stored in pieces would wait for those stores.
+        // SAFETY: that many bytes are readable, any bytes are a value (`Sized64`), and nothing writes them (the caller ensures it).
         return Ok(unsafe { &*pointer });
     }
-    // SAFETY: as above; `bytes` is what it says.
+    // SAFETY: as above, and `bytes` is the size that it states.
     unsafe { read_other(pointer, bytes, spare) }
 }
 
 /// [`read_sized`] for a struct of another version.
 ///
 /// # Safety
-/// `pointer` is aligned, and there are `bytes` readable bytes, if no more than [`MOST_BYTES`].
+/// `pointer` must be aligned. If `bytes` is at most [`MOST_BYTES`], that many bytes must be readable.
 #[cold]
 unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64, spare: &mut MaybeUninit<T>) -> Result<&T, String> {
     if bytes < T::FIRST_BYTES as u64 || bytes > MOST_BYTES {
@@ -179,44 +180,44 @@ unsafe fn read_other<T: Sized64>(pointer: *const T, bytes: u64, spare: &mut Mayb
         return Err(format!("a `{name}` that says it has {bytes} bytes; expected are {least} or more"));
     }
     let (given, known) = (bytes as usize, size_of::<T>());
-    // SAFETY: there are so many bytes, and nobody writes them during the call.
+    // SAFETY: that many bytes are readable, and nothing writes them during the call.
     let given = unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), given) };
     if let Some(place) = given.iter().skip(known).position(|&byte| byte != 0) {
         return Err(format!("a `{}` that uses byte {}, which this side does not know", T::NAME, known + place));
     }
     *spare = MaybeUninit::zeroed();
     let common = given.len().min(known);
-    // SAFETY: both have `common` bytes, and they are apart.
+    // SAFETY: both have `common` bytes and do not overlap.
     unsafe { std::ptr::copy_nonoverlapping(given.as_ptr(), spare.as_mut_ptr().cast::<u8>(), common) };
-    // SAFETY: all bytes are initialised, and any bytes are a value (`Sized64`).
+    // SAFETY: all bytes are initialized, and any bytes are a value (`Sized64`).
     Ok(unsafe { spare.assume_init_ref() })
 }
 
-/// Writes an answer into the struct of the caller, as far as that reaches; its size becomes what was written.
+/// Writes an answer into the caller's struct, up to the caller's size. Sets that size to the number of bytes written.
 ///
 /// # Errors
-/// What is wrong with the caller's struct.
+/// A description of a struct that is invalid.
 ///
 /// # Safety
-/// `pointer` is null, or there are as many writable bytes as its first eight say, and at least these.
+/// `pointer` must be null, or its first eight bytes must be writable and give the number of writable bytes.
 pub(super) unsafe fn write_sized<T: Sized64>(pointer: *mut T, value: &T) -> Result<(), String> {
     if pointer.is_null() || !pointer.is_aligned() {
         return Err(format!("a pointer to `{}` that is null or not aligned", T::NAME));
     }
-    // SAFETY: the struct begins with its size, and the pointer is good for that (the caller vouches).
+    // SAFETY: the struct begins with its size, which the caller lets this function read.
     let room = unsafe { pointer.cast::<u64>().read() };
     if room < T::FIRST_BYTES as u64 || room > MOST_BYTES {
         return Err(format!("room of {room} bytes for a `{}`; expected are {} or more", T::NAME, T::FIRST_BYTES));
     }
     let written = (room as usize).min(size_of::<T>());
-    // SAFETY: the caller has room for so many bytes, and `value` has as many.
+    // SAFETY: the caller's struct and `value` both have that many bytes.
     unsafe { std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), pointer.cast::<u8>(), written) };
     // SAFETY: the first eight bytes are the size.
     unsafe { pointer.cast::<u64>().write(written as u64) };
     Ok(())
 }
 
-/// Defines structs that cross, and the description of each.
+/// Defines the structs, and the description of each.
 macro_rules! raw_structs {
     ($($(#[doc = $doc:literal])+ $rust:ident $c:literal $(sized $first:literal)? {
         $($(#[doc = $field_doc:literal])+ $field:ident: $type:ty,)+
@@ -265,7 +266,7 @@ macro_rules! raw_structs {
             )?
         )+
 
-        /// Every struct that crosses but the table, in an order in which C can read them.
+        /// Returns every struct but the table, in an order in which C can declare them.
         pub(super) fn structs() -> Vec<Struct> {
             vec![$(Struct {
                 name: $c,
@@ -283,14 +284,14 @@ macro_rules! raw_structs {
     };
 }
 
-/// An open backend, of which only the plugin knows what it is.
+/// An open backend. Only the plugin knows its contents.
 #[derive(Debug)]
 #[repr(C)]
 pub struct RawBackend {
     private: [u8; 0],
 }
 
-/// A BLAS or an Lt handle, of which only the plugin knows what it is.
+/// A BLAS or an Lt handle. Only the plugin knows its contents.
 #[derive(Debug)]
 #[repr(C)]
 pub struct RawHandle {
@@ -302,105 +303,105 @@ pub type LogCall = unsafe extern "C" fn(level: u32, text: *const c_char, bytes: 
 /// Opens the backend.
 pub type OpenCall =
     unsafe extern "C" fn(request: *const RawOpen, backend: *mut *mut RawBackend, error: *mut RawError) -> i32;
-/// Gives the table of a version, which is one of those that the plugin named.
+/// Returns the table of a version, which is one of the plugin's versions.
 pub type TableCall = unsafe extern "C" fn(version: u32) -> *const super::table::Table;
 
 raw_structs! {
-    /// A stream, an event, a graph or an executable graph. The backend issues it and checks it whenever it comes back: a
-    /// stale, foreign or forged one is HW_ERROR_INVALID_HANDLE, and nothing happens.
+    /// The id of a stream, an event, a graph or an executable graph. The backend issues it, and checks it in every call. A
+    /// stale, foreign or forged id returns HW_ERROR_INVALID_HANDLE and has no effect.
     RawId "hw_id" {
-        /// Place in a table of the backend, below HW_FIRST_NAMED_SLOT; or a default stream, HW_SLOT_...
+        /// Index in a table of the backend, below HW_FIRST_NAMED_SLOT; or a default stream, HW_SLOT_...
         slot: u32,
-        /// Which object of that place, from 1: grows each time the place is used again.
+        /// Number of the object at that index, from 1. It increases at each reuse of the index.
         generation: u32,
-        /// The tag that the program gave when it opened the backend; in every id.
+        /// The tag that the program passed when it opened the backend.
         tag: u32,
-        /// Ordinal of the device that the object belongs to.
+        /// Ordinal of the object's device.
         device: u32,
     }
 
-    /// What went wrong, filled by the callee where it answers another code than 0. The caller has set `size` and emptied
+    /// The details of an error. A function that returns another code than 0 fills it. The caller has set `size` and cleared
     /// the rest.
     RawError "hw_error" sized 792 {
         /// Bytes of this struct.
         size: u64,
-        /// The vendor's own code, where `has_vendor_code` is 1.
+        /// The vendor's code, if `has_vendor_code` is 1.
         vendor_code: i64,
-        /// Whether there is one: 0 or 1.
+        /// 1 if `vendor_code` is set, else 0.
         has_vendor_code: u32,
         /// Zero.
         reserved: u32,
-        /// What was wrong and what was expected; UTF-8 with a NUL.
+        /// The fault, and the expected value; UTF-8 with a NUL.
         message: Text<512>,
-        /// What to do about it, or nothing.
+        /// A remedy, or empty.
         hint: Text<256>,
     }
 
-    /// What the program offers a plugin; valid for the life of the process.
+    /// The program's offer to a plugin. Valid for the life of the process.
     RawHost "hw_host" sized 24 {
         /// Bytes of this struct.
         size: u64,
-        /// Lowest version of the table that the program takes.
+        /// Lowest version of the table that the program supports.
         version_min: u32,
-        /// Highest version of the table that the program takes.
+        /// Highest version of the table that the program supports.
         version_max: u32,
-        /// Takes log lines, from any thread; may be null.
+        /// Receives log lines from any thread. May be null.
         log: Option<LogCall>,
     }
 
-    /// What opens a backend.
+    /// A request to open a backend.
     RawOpen "hw_open" sized 16 {
         /// Bytes of this struct.
         size: u64,
-        /// The version of the table that was agreed on.
+        /// The version of the table that both sides use.
         version: u32,
-        /// The tag of every id that this backend issues; not 0. Another one each time a backend is opened.
+        /// The tag of every id that this backend issues; not 0. Each open backend has its own.
         tag: u32,
     }
 
-    /// What a plugin is; it stays valid and unchanged for the life of the process. The texts are UTF-8 with a NUL.
+    /// The description of a plugin. Valid and unchanged for the life of the process. The texts are UTF-8 with a NUL.
     RawPlugin "hw_plugin" sized 64 {
         /// Bytes of this struct.
         size: u64,
-        /// Lowest version of the table that the plugin has.
+        /// Lowest version of the table that the plugin supports.
         version_min: u32,
-        /// Highest version of the table that the plugin has.
+        /// Highest version of the table that the plugin supports.
         version_max: u32,
-        /// The name under which it is opened: letters, digits, `-` and `_`, at most 63.
+        /// The name that opens it: at most 63 letters, digits, `-` and `_`.
         name: *const c_char,
-        /// What it drives, for people.
+        /// The product that it drives, for people.
         description: *const c_char,
-        /// Who made it.
+        /// Its maker.
         vendor: *const c_char,
         /// Its own version.
         version: *const c_char,
-        /// Opens the backend. May be called again, for a second one.
+        /// Opens the backend. Each call opens another one.
         open: Option<OpenCall>,
-        /// Gives the table of a version.
+        /// Returns the table of a version.
         table: Option<TableCall>,
     }
 
-    /// Who a backend is.
+    /// The name and the versions of a backend.
     RawIdentity "hw_identity" sized 3408 {
         /// Bytes of this struct.
         size: u64,
-        /// Whether there is real hardware behind it: 0 or 1.
+        /// 1 if the backend drives real hardware, else 0.
         real_device: u32,
         /// Zero.
         reserved: u32,
-        /// The name under which it is opened.
+        /// The name that opens it.
         name: Text<64>,
-        /// What it drives, for people.
+        /// The product that it drives, for people.
         description: Text<256>,
         /// Versions of the backend and of each vendor library: a line `what<TAB>version` for each.
         versions: Text<2048>,
-        /// Environment variables, first set one wins, that size the BLAS workspace as `:KiB:COUNT` pairs: one on a line.
+        /// Environment variables that size the BLAS workspace as `:KiB:COUNT` pairs: one on a line, the first one set counts.
         blas_workspace_variables: Text<512>,
-        /// Environment variables, first set one wins, that size the Lt workspace in KiB: one on a line.
+        /// Environment variables that size the Lt workspace in KiB: one on a line, the first one set counts.
         lt_workspace_variables: Text<512>,
     }
 
-    /// What a device is.
+    /// A description of one device.
     RawDeviceInfo "hw_device_info" sized 400 {
         /// Bytes of this struct.
         size: u64,
@@ -408,15 +409,15 @@ raw_structs! {
         memory_bytes: u64,
         /// Ordinal within this process.
         ordinal: u32,
-        /// NUMA node, where `has_numa_node` is 1.
+        /// NUMA node, if `has_numa_node` is 1.
         numa_node: u32,
-        /// Whether the NUMA node is known: 0 or 1.
+        /// 1 if the NUMA node is known, else 0.
         has_numa_node: u32,
         /// Zero.
         reserved: u32,
-        /// Identifies the device across processes; the same over the life of the machine.
+        /// The id that names the device in every process, stable over the life of the machine.
         uuid: [u8; 16],
-        /// The vendor's name for it.
+        /// The vendor's name of the device.
         name: Text<256>,
         /// PCI address as `domain:bus:device.function`, or empty.
         pci_address: Text<32>,
@@ -424,23 +425,23 @@ raw_structs! {
         architecture: Text<64>,
     }
 
-    /// What a device can do and how it behaves.
+    /// The abilities of a device, and the facts about its behavior.
     RawCapabilities "hw_capabilities" sized 64 {
         /// Bytes of this struct.
         size: u64,
-        /// What it can do: HW_CAN_... . A program ignores what it does not know.
+        /// Abilities: HW_CAN_... . A program ignores unknown bits.
         abilities: u64,
-        /// How it behaves: HW_FACT_... .
+        /// Facts: HW_FACT_... .
         facts: u64,
-        /// Ways in which its memory can be shared: 1 shifted left by HW_TRANSPORT_..., for each.
+        /// Transports that share its memory: 1 shifted left by HW_TRANSPORT_..., for each.
         ipc_transports: u32,
         /// Zero.
         reserved: u32,
-        /// Bytes that the program registers at a time when it makes large blocks of page-locked memory itself; 0: never.
+        /// Bytes of one registration, when the program makes large blocks of page-locked memory itself; 0: never.
         register_piece_bytes: u64,
-        /// Alignment in bytes that a BLAS workspace must have; a power of two.
+        /// Alignment in bytes of a BLAS workspace; a power of two.
         workspace_alignment: u64,
-        /// Bytes of workspace that a BLAS handle works best with.
+        /// Bytes of workspace at which a BLAS handle is fastest.
         blas_workspace_bytes: u64,
         /// Bytes of workspace that an Lt plan may use by default.
         lt_workspace_bytes: u64,
@@ -452,17 +453,17 @@ raw_structs! {
         size: u64,
         /// Bytes that can be allocated now.
         free: u64,
-        /// Bytes that the device has.
+        /// Bytes of the device's memory.
         total: u64,
     }
 
-    /// What a backend's objects that are alive come to; all zero when everything was given back.
+    /// Counts of the objects of a backend that are alive. All are zero once everything was destroyed.
     RawLiveObjects "hw_live_objects" sized 80 {
         /// Bytes of this struct.
         size: u64,
-        /// Streams made by `create_stream`.
+        /// Streams that `create_stream` made.
         streams: u64,
-        /// Events made by `create_event` or opened.
+        /// Events that `create_event` made or `open_event` opened.
         events: u64,
         /// BLAS and Lt handles.
         handles: u64,
@@ -472,15 +473,15 @@ raw_structs! {
         host_allocations: u64,
         /// Graphs and executable graphs.
         graphs: u64,
-        /// Memory of other processes that is mapped here.
+        /// Mappings of other processes' memory.
         mappings: u64,
-        /// File descriptors made for sharing.
+        /// File descriptors that sharing made.
         descriptors: u64,
-        /// Shared files made for sharing.
+        /// Shared files that sharing made.
         shared_files: u64,
     }
 
-    /// How to make a stream.
+    /// Options of a stream.
     RawStreamOptions "hw_stream_options" sized 16 {
         /// Bytes of this struct.
         size: u64,
@@ -490,21 +491,21 @@ raw_structs! {
         reserved: u32,
     }
 
-    /// How to make an event.
+    /// Options of an event.
     RawEventOptions "hw_event_options" sized 16 {
         /// Bytes of this struct.
         size: u64,
-        /// Whether `event_elapsed_ns` may be asked: 0 or 1.
+        /// 1 to allow `event_elapsed_ns`, else 0.
         timing: u32,
-        /// Whether another process may open it: 0 or 1.
+        /// 1 to let another process open the event, else 0.
         interprocess: u32,
     }
 
-    /// How to allocate device memory.
+    /// Options of an allocation of device memory.
     RawAllocateOptions "hw_allocate_options" sized 40 {
         /// Bytes of this struct.
         size: u64,
-        /// Bytes to allocate; 0 is HW_ERROR_INVALID_ARGUMENT.
+        /// Bytes to allocate. With 0, the call returns HW_ERROR_INVALID_ARGUMENT.
         bytes: u64,
         /// HW_DEVICE_MEMORY_... .
         kind: u32,
@@ -514,7 +515,7 @@ raw_structs! {
         stream: RawId,
     }
 
-    /// How to make page-locked memory.
+    /// Options of page-locked memory.
     RawHostOptions "hw_host_options" sized 16 {
         /// Bytes of this struct.
         size: u64,
@@ -530,19 +531,19 @@ raw_structs! {
         kind: u32,
         /// Ordinal of the device, for HW_LOCATION_DEVICE; else 0.
         device: u32,
-        /// The address there.
+        /// Address in that memory.
         address: u64,
     }
 
-    /// A copy of bytes; source and destination do not overlap.
+    /// A copy of bytes. Its two sides do not overlap.
     RawMemoryCopy "hw_memory_copy" sized 48 {
         /// Bytes of this struct.
         size: u64,
-        /// Where to.
+        /// Destination.
         dst: RawLocation,
-        /// Where from.
+        /// Source.
         src: RawLocation,
-        /// Bytes to copy; 0 copies nothing and is no error.
+        /// Bytes to copy. With 0, the call succeeds and copies nothing.
         bytes: u64,
     }
 
@@ -552,7 +553,7 @@ raw_structs! {
         size: u64,
         /// First byte; a multiple of the element's size.
         dst: u64,
-        /// How many elements; 0 fills nothing and is no error.
+        /// Number of elements. With 0, the call succeeds and writes nothing.
         count: u64,
         /// Ordinal of the device.
         device: u32,
@@ -570,9 +571,9 @@ raw_structs! {
         data_type: u32,
         /// Element type of C, D and the bias: HW_DATA_TYPE_... .
         output: u32,
-        /// Whether op(A) is A transposed: 0 or 1.
+        /// 1 if op(A) is A transposed, else 0.
         transpose_a: u32,
-        /// Whether op(B) is B transposed: 0 or 1.
+        /// 1 if op(B) is B transposed, else 0.
         transpose_b: u32,
         /// Rows of C.
         m: u64,
@@ -586,11 +587,11 @@ raw_structs! {
         ldb: u64,
         /// Leading dimension of C, in elements.
         ldc: u64,
-        /// Whether there are several products at equal distances: 0 or 1.
+        /// 1 for a batch of products at equal strides, else 0.
         has_batch: u32,
         /// Zero.
         reserved: u32,
-        /// How many products, with `has_batch`.
+        /// Number of products, if `has_batch` is 1.
         batch_count: u64,
         /// Elements from one A to the next; 0 uses the same A in each product.
         stride_a: u64,
@@ -608,7 +609,7 @@ raw_structs! {
         shape: RawGemmShape,
         /// Factor of the product.
         alpha: f64,
-        /// Factor of the old C; with 0 the old C is not read.
+        /// Factor of the old C. With 0, the old C is not read.
         beta: f64,
         /// First element of A.
         a: u64,
@@ -626,13 +627,13 @@ raw_structs! {
         address: u64,
         /// Bytes of the memory.
         bytes: u64,
-        /// Whether there is one: 0 for the handle's own, or 1.
+        /// 1 for this memory, 0 for the handle's own.
         present: u32,
         /// Zero.
         reserved: u32,
     }
 
-    /// What an Lt plan is made for.
+    /// Options of an Lt plan.
     RawPlanOptions "hw_plan_options" sized 144 {
         /// Bytes of this struct.
         size: u64,
@@ -640,7 +641,7 @@ raw_structs! {
         shape: RawGemmShape,
         /// Bytes of workspace that the plan may use.
         workspace_bytes: u64,
-        /// Every operand's address is a multiple of this, in bytes.
+        /// Alignment in bytes of every operand's address.
         alignment: u64,
         /// HW_EPILOGUE_... .
         epilogue: u32,
@@ -658,7 +659,7 @@ raw_structs! {
         size: u64,
         /// Factor of the product.
         alpha: f64,
-        /// Factor of C; with 0 C is not read.
+        /// Factor of C. With 0, C is not read.
         beta: f64,
         /// First element of A.
         a: u64,
@@ -666,11 +667,11 @@ raw_structs! {
         b: u64,
         /// First element of C.
         c: u64,
-        /// First element of D, laid out as C.
+        /// First element of D, which has the layout of C.
         d: u64,
-        /// First element of the bias, where `has_bias` is 1.
+        /// First element of the bias, if `has_bias` is 1.
         bias: u64,
-        /// Whether there is a bias: 0 or 1.
+        /// 1 if there is a bias, else 0.
         has_bias: u32,
         /// Zero.
         reserved: u32,
@@ -684,15 +685,15 @@ raw_structs! {
         bytes: u64,
         /// HW_TRANSPORT_... .
         transport: u32,
-        /// A file descriptor that travels beside the payload, or -1. In an answer it is the program's, which closes it; in
-        /// an argument it stays the program's, and is not closed.
+        /// A file descriptor that is sent with the payload, or -1. In an answer, the program owns it and closes it. In an
+        /// argument, the program keeps it, and the plugin must not close it.
         descriptor: i32,
         /// UUID of the device that owns the memory.
         device_uuid: [u8; 16],
         /// The vendor's handle.
         payload: [u8; 64],
-        /// In an answer with a descriptor: what `release_descriptor` is called with once the program has closed it; 0 for
-        /// nothing.
+        /// In an answer with a descriptor: the argument of `release_descriptor`, which the program calls once it has closed
+        /// the descriptor; 0 for no call.
         descriptor_token: u64,
     }
 
@@ -714,7 +715,7 @@ raw_structs! {
 }
 
 impl RawError {
-    /// An error of which nothing was said.
+    /// An error without details.
     pub(super) const EMPTY: Self = Self {
         size: size_of::<Self>() as u64,
         vendor_code: 0,

@@ -1,10 +1,10 @@
-//! The table: one nullable function pointer for each operation, in groups. The list below is the only one: the table's layout,
-//! the functions that the exporter fills it with, the calls that the importer makes, and the header come from it.
+//! The table: one nullable function pointer for each operation, in groups. The list in this file is the only one. The layout
+//! of the table, the exporter's functions, the importer's calls, and the header are made from it.
 //!
-//! Slots are only ever added at the end. A slot that a table lacks, because it is older or null, is an operation that the
-//! plugin does not support; a group is there as a whole or not at all.
+//! New slots are added at the end only. A slot that is null, or missing from an older table, is an operation that the plugin
+//! does not support. A table has all slots of a group or none.
 
-use super::cross::{Answer, Argument, HandlePtr};
+use super::marshalling::{Answer, Argument, HandlePtr};
 use super::raw::{CType, RawBackend, RawError, RawHandle, text_of};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, BlasOptions, Capabilities, CaptureMode, Completion, DeviceInfo, DevicePtr,
@@ -13,21 +13,21 @@ use highwater_hal::{
     StreamOptions, Transport, Workspace,
 };
 
-/// Versions of the table that this version of Highwater knows.
+/// Versions of the table that this version of Highwater supports.
 pub const TABLE_VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
 
-/// Operations that a table has all of, or none.
+/// A group of operations. A table has all of a group or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Group {
-    /// What every backend has: identity, devices, streams, events, memory, copies and fills.
+    /// The operations of every backend: identity, devices, streams, events, memory, copies and fills.
     Required,
     /// Elapsed time between events.
     Timing,
-    /// Handles of streams and events for other code, and of other code.
+    /// Raw handles of streams and events, to and from other code.
     Foreign,
     /// Page-locked host memory.
     Host,
-    /// Page-locking memory that somebody else allocated.
+    /// Page-locking of memory that other code allocated.
     Register,
     /// BLAS and Lt handles.
     Blas,
@@ -37,7 +37,7 @@ pub(super) enum Group {
     Capture,
     /// Memory and events of other processes.
     Ipc,
-    /// Restoring a handle that foreign code had.
+    /// Restoring a handle that foreign code has used.
     Reset,
 }
 
@@ -56,7 +56,7 @@ impl Group {
         Self::Reset,
     ];
 
-    /// Its name, as it stands in messages and in the header.
+    /// Returns the name for messages and for the header.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Required => "required",
@@ -73,16 +73,16 @@ impl Group {
     }
 }
 
-/// A slot of the table, as C sees it.
+/// A slot of the table, as C declares it.
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     /// Its name.
     pub(super) name: &'static str,
-    /// The group that it belongs to.
+    /// Its group.
     pub(super) group: Group,
-    /// What it does.
+    /// Its documentation.
     pub(super) doc: String,
-    /// The trait and the method behind it, whose clauses it has to keep. None for slots that give back what Rust drops.
+    /// The trait and the method whose clauses it keeps. `None` for a slot that does what a `Drop` does in Rust.
     pub(super) method: Option<(&'static str, &'static str)>,
     /// The declarations of its arguments.
     pub(super) arguments: Vec<String>,
@@ -90,58 +90,57 @@ pub(super) struct Slot {
     pub(super) offset: usize,
 }
 
-/// The list of operations: `GROUP RECEIVER NAME "OPERATION" (ARGUMENTS) -> ANSWER { WHAT THE PLUGIN DOES }`. `operation` is
-/// the name of the trait's method, which errors name.
+/// The list of operations: `GROUP RECEIVER NAME "OPERATION" (ARGUMENTS) -> ANSWER { BODY }`. The plugin runs the body.
+/// `OPERATION` is the name of the trait's method, for errors.
 macro_rules! slots {
     ($callback:ident) => {
         $callback! {
-            /// Gives the backend back; nothing of it is used any more. Called once, for the last time in its life, and never once
-            /// the process exits.
+            /// Closes the backend. Called once, as the last call of the backend, but never once the process exits.
             Required owned_backend close "close" () {
                 drop(owned_backend);
                 Ok(())
             }
-            /// Who the backend is; the same every time.
+            /// Returns the name and the versions of the backend, the same in every call.
             Required backend identity "identity" () -> Identity {
                 Ok(backend.identity().clone())
             }
-            /// Number of devices, at least 1; their ordinals count from 0. Does not change.
+            /// Returns the number of devices, which is at least 1 and never changes. Their ordinals count from 0.
             Required backend device_count "device_count" () -> u32 {
                 Ok(backend.device_count())
             }
-            /// What the device is.
+            /// Returns the description of a device.
             Required backend device_info "device_info" (device: u32) -> DeviceInfo {
                 backend.device_info(device)
             }
-            /// What the device can do; the same every time. Asked once.
+            /// Returns the abilities and facts of a device, the same in every call. Called once.
             Required backend capabilities "capabilities" (device: u32) -> Capabilities {
                 backend.capabilities(device)
             }
-            /// Free and total memory.
+            /// Returns the free and the total memory.
             Required backend memory_info "memory_info" (device: u32) -> MemoryInfo {
                 backend.memory_info(device)
             }
-            /// Objects that are alive, counted by the backend itself.
+            /// Returns the number of live objects of each kind, by the backend's own count.
             Required backend live_objects "live_objects" () -> LiveObjects {
                 Ok(backend.live_objects())
             }
-            /// Whether the process has begun to exit, as far as the backend knows: 0 or 1. The program looks itself too.
+            /// Returns 1 once the backend knows that the process has begun to exit, else 0. The program also checks this itself.
             Required backend is_exiting "is_exiting" () -> bool {
                 Ok(backend.is_exiting())
             }
-            /// Makes a stream.
+            /// Creates a stream.
             Required backend create_stream "create_stream" (device: u32, options: StreamOptions) -> StreamId {
                 backend.create_stream(device, &options)
             }
-            /// Destroys a stream without waiting; what was enqueued is still executed.
+            /// Destroys a stream without waiting. Its work is still executed.
             Required backend destroy_stream "destroy_stream" (stream: StreamId) {
                 backend.destroy_stream(stream)
             }
-            /// Whether everything enqueued so far has been executed: HW_COMPLETE or HW_PENDING. Does not wait.
+            /// Returns HW_COMPLETE if all work enqueued so far has been executed, else HW_PENDING. Does not wait.
             Required backend query_stream "query_stream" (stream: StreamId) -> Completion {
                 backend.query_stream(stream)
             }
-            /// Waits until everything enqueued so far has been executed.
+            /// Waits until all work enqueued so far has been executed.
             Required backend synchronize_stream "synchronize_stream" (stream: StreamId) {
                 backend.synchronize_stream(stream)
             }
@@ -149,11 +148,11 @@ macro_rules! slots {
             Required backend synchronize_device "synchronize_device" (device: u32) {
                 backend.synchronize_device(device)
             }
-            /// Makes the stream wait, on the device, for the latest record of the event at the time of the call.
+            /// Makes the stream wait, on the device, for the event's latest record at the time of the call.
             Required backend stream_wait_event "stream_wait_event" (stream: StreamId, event: EventId) {
                 backend.stream_wait_event(stream, event)
             }
-            /// Makes an event. Timing and sharing at once is HW_ERROR_INVALID_ARGUMENT.
+            /// Creates an event. Timing and sharing at once return HW_ERROR_INVALID_ARGUMENT.
             Required backend create_event "create_event" (device: u32, options: EventOptions) -> EventId {
                 backend.create_event(device, &options)
             }
@@ -161,15 +160,15 @@ macro_rules! slots {
             Required backend destroy_event "destroy_event" (event: EventId) {
                 backend.destroy_event(event)
             }
-            /// Marks the point that the stream has reached; replaces the event's earlier point.
+            /// Records the event at the stream's current point. Replaces an earlier record.
             Required backend record_event "record_event" (event: EventId, stream: StreamId) {
                 backend.record_event(event, stream)
             }
-            /// Whether the latest record has been reached: HW_COMPLETE, also where there is none, or HW_PENDING.
+            /// Returns HW_COMPLETE if the stream has reached the latest record or if there is none, else HW_PENDING.
             Required backend query_event "query_event" (event: EventId) -> Completion {
                 backend.query_event(event)
             }
-            /// Waits until the latest record has been reached.
+            /// Waits until the stream has reached the latest record.
             Required backend synchronize_event "synchronize_event" (event: EventId) {
                 backend.synchronize_event(event)
             }
@@ -177,12 +176,12 @@ macro_rules! slots {
             Required backend allocate "allocate" (device: u32, options: AllocateOptions) -> DevicePtr {
                 backend.allocate(device, &options)
             }
-            /// Frees a block. `stream` is zeros, or the stream in whose order stream-ordered memory is freed.
+            /// Frees a block. Stream-ordered memory is freed in the order of `stream`. Other memory takes a `stream` of zeros.
             Required backend free "free" (device: u32, ptr: DevicePtr, stream: Option<StreamId>) {
-                // SAFETY: the program keeps the conditions of the trait's method, which are those of the slot.
+                // SAFETY: the slot has the safety conditions of the trait's method, and the program meets them.
                 unsafe { backend.free(device, ptr, stream) }
             }
-            /// Enqueues a copy between device memory and device memory or page-locked host memory.
+            /// Enqueues a copy from or to device memory. The other side is device memory or page-locked host memory.
             Required backend copy "copy" (copy: MemoryCopy, stream: StreamId) {
                 // SAFETY: as for `free`.
                 unsafe { backend.copy(&copy, stream) }
@@ -193,25 +192,25 @@ macro_rules! slots {
                 unsafe { backend.fill(&fill, stream) }
             }
 
-            /// Nanoseconds between the records of two events with timing.
+            /// Returns the nanoseconds between the records of two events with timing.
             Timing backend event_elapsed_ns "event_elapsed_ns" (start: EventId, end: EventId) -> u64 {
                 backend.event_elapsed_ns(start, end)
             }
 
-            /// The vendor's handle of the stream, as a number.
+            /// Returns the vendor's handle of the stream as a number.
             Foreign backend raw_stream "raw_stream" (stream: StreamId) -> u64 {
                 backend.raw_stream(stream)
             }
-            /// Wraps a stream that other code made and keeps; `destroy_stream` forgets it.
+            /// Wraps a stream that other code made and owns. `destroy_stream` forgets it.
             Foreign backend stream_from_raw "stream_from_raw" (device: u32, raw: u64) -> StreamId {
                 // SAFETY: as for `free`.
                 unsafe { backend.stream_from_raw(device, raw) }
             }
-            /// The vendor's handle of the event, as a number.
+            /// Returns the vendor's handle of the event as a number.
             Foreign backend raw_event "raw_event" (event: EventId) -> u64 {
                 backend.raw_event(event)
             }
-            /// Wraps an event that other code made and keeps; `destroy_event` forgets it.
+            /// Wraps an event that other code made and owns. `destroy_event` forgets it.
             Foreign backend event_from_raw "event_from_raw" (device: u32, raw: u64) -> EventId {
                 // SAFETY: as for `free`.
                 unsafe { backend.event_from_raw(device, raw) }
@@ -226,12 +225,12 @@ macro_rules! slots {
                 // SAFETY: as for `free`.
                 unsafe { backend.host().free(ptr) }
             }
-            /// The address under which the device sees page-locked memory.
+            /// Returns the address of page-locked memory on the device.
             Host backend host_device_address "device_address" (ptr: HostPtr, device: u32) -> DevicePtr {
                 backend.host().device_address(ptr, device)
             }
 
-            /// Page-locks memory that somebody else allocated.
+            /// Page-locks memory that other code allocated.
             Register backend host_register "register" (ptr: HostPtr, bytes: usize, options: HostOptions) {
                 // SAFETY: as for `free`.
                 unsafe { backend.host().register(ptr, bytes, &options) }
@@ -242,11 +241,11 @@ macro_rules! slots {
                 unsafe { backend.host().unregister(ptr) }
             }
 
-            /// Makes a handle of a kind, HW_BLAS_KIND_..., for one thread at a time.
+            /// Creates a handle of a kind, HW_BLAS_KIND_... . One thread at a time uses it.
             Blas backend create_handle "create_blas_handle" (device: u32, kind: BlasOptions) -> HandlePtr {
                 backend.create_handle(device, &kind)
             }
-            /// Binds the stream that later products are enqueued on.
+            /// Binds the stream of later products.
             Blas handle handle_set_stream "set_stream" (stream: StreamId) {
                 handle.set_stream(stream)
             }
@@ -255,62 +254,62 @@ macro_rules! slots {
                 // SAFETY: as for `free`.
                 unsafe { handle.set_workspace(workspace) }
             }
-            /// Chooses the precision of 32-bit products: HW_MATH_MODE_... .
+            /// Sets the precision of 32-bit products: HW_MATH_MODE_... .
             Blas handle handle_set_math_mode "set_math_mode" (mode: MathMode) {
                 handle.set_math_mode(mode)
             }
-            /// Chooses whether kernels may add with atomics: HW_ATOMICS_MODE_... .
+            /// Sets the use of atomics in kernels: HW_ATOMICS_MODE_... .
             Blas handle handle_set_atomics_mode "set_atomics_mode" (mode: AtomicsMode) {
                 handle.set_atomics_mode(mode)
             }
             /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream. The program has checked sizes, leading
-            /// dimensions and strides: every element lies in the address space, and no two products of a batch share one.
+            /// dimensions and strides: every element is inside the address space, and no two products of a batch share one.
             Blas handle handle_gemm "gemm" (gemm: Gemm) {
                 // SAFETY: as for `free`.
                 unsafe { handle.gemm(&gemm) }
             }
-            /// The vendor's handle, as a number.
+            /// Returns the vendor's handle as a number.
             Blas handle handle_raw "raw" () -> u64 {
                 Ok(handle.raw())
             }
-            /// Destroys the vendor's handle; later calls, but `handle_close`, are HW_ERROR_INVALID_HANDLE.
+            /// Destroys the vendor's handle. Later calls except `handle_close` return HW_ERROR_INVALID_HANDLE.
             Blas handle handle_destroy "destroy" () {
                 handle.destroy()
             }
-            /// Gives the handle back, and destroys the vendor's if that is still there. Called once, for the last time in its life.
+            /// Closes the handle, and destroys the vendor's if it still exists. Called once, as the last call of the handle.
             Blas owned_handle handle_close "destroy" () {
                 drop(owned_handle);
                 Ok(())
             }
 
-            /// Makes a plan, which belongs to the handle.
+            /// Creates a plan, which belongs to the handle.
             Lt handle create_plan "create_plan" (options: PlanOptions) -> PlanId {
                 handle.create_plan(&options)
             }
-            /// Enqueues one run of a plan on the bound stream, through the bound workspace.
+            /// Enqueues one run of a plan on the bound stream, with the bound workspace.
             Lt handle run_plan "run_plan" (plan: PlanId, arguments: PlanArguments) {
                 // SAFETY: as for `free`.
                 unsafe { handle.run_plan(plan, &arguments) }
             }
-            /// Destroys a plan; runs already enqueued are still executed.
+            /// Destroys a plan. Runs that were enqueued before are still executed.
             Lt handle destroy_plan "destroy_plan" (plan: PlanId) {
                 handle.destroy_plan(plan)
             }
 
-            /// Starts to record what is enqueued on the stream instead of executing it, in a mode HW_CAPTURE_... .
+            /// Starts to record the work of the stream instead of executing it, in a mode HW_CAPTURE_... .
             Capture backend begin_capture "begin_capture" (stream: StreamId, mode: CaptureMode) {
                 backend.begin_capture(stream, mode)
             }
-            /// Ends the capture and gives what it recorded.
+            /// Ends the capture and returns the recorded graph.
             Capture backend end_capture "end_capture" (stream: StreamId) -> GraphId {
                 // SAFETY: as for `free`.
                 unsafe { backend.end_capture(stream) }
             }
-            /// Whether the stream takes part in a capture: 0 or 1.
+            /// Returns 1 if the stream takes part in a capture, else 0.
             Capture backend is_capturing "is_capturing" (stream: StreamId) -> bool {
                 backend.is_capturing(stream)
             }
-            /// Makes a graph executable.
+            /// Makes an executable graph from a graph.
             Capture backend instantiate_graph "instantiate_graph" (graph: GraphId) -> GraphExecId {
                 backend.instantiate_graph(graph)
             }
@@ -319,16 +318,16 @@ macro_rules! slots {
                 // SAFETY: as for `free`.
                 unsafe { backend.launch_graph(graph, stream) }
             }
-            /// Destroys a graph; graphs made executable from it live on.
+            /// Destroys a graph. Executable graphs made from it stay alive.
             Capture backend destroy_graph "destroy_graph" (graph: GraphId) {
                 backend.destroy_graph(graph)
             }
-            /// Destroys an executable graph; a launch already enqueued is still executed.
+            /// Destroys an executable graph. A launch that was enqueued before is still executed.
             Capture backend destroy_graph_exec "destroy_graph_exec" (graph: GraphExecId) {
                 backend.destroy_graph_exec(graph)
             }
 
-            /// Makes a handle of a whole allocation, by a transport HW_TRANSPORT_... .
+            /// Returns a handle of a whole allocation, for a transport HW_TRANSPORT_... .
             Ipc backend export_memory "export_memory" (device: u32, ptr: DevicePtr, transport: Transport) -> MemoryHandle {
                 // SAFETY: as for `free`.
                 unsafe { backend.sharing()?.export_memory(device, ptr, transport) }
@@ -342,24 +341,24 @@ macro_rules! slots {
                 // SAFETY: as for `free`.
                 unsafe { backend.sharing()?.close_memory(device, ptr) }
             }
-            /// Makes a handle of an event that was made with `interprocess`.
+            /// Returns a handle of an event that was created with `interprocess`.
             Ipc backend export_event "export_event" (event: EventId) -> EventHandle {
                 backend.sharing()?.export_event(event)
             }
-            /// Opens an event of another process; `destroy_event` closes it.
+            /// Opens an event of another process. `destroy_event` closes it.
             Ipc backend open_event "open_event" (device: u32, event: EventHandle) -> EventId {
                 backend.sharing()?.open_event(device, &event)
             }
-            /// The program has closed the descriptor that came with this `descriptor_token`.
+            /// Reports that the program has closed the descriptor that came with this `descriptor_token`.
             Ipc backend release_descriptor "release_descriptor" (token: u64) {
                 let _ = backend;
-                // SAFETY: the program gives each token back once.
-                unsafe { crate::cross::drop_descriptor(token) };
+                // SAFETY: the program passes each token once.
+                unsafe { crate::marshalling::drop_descriptor(token) };
                 Ok(())
             }
 
-            /// Puts every setting that the vendor has on a handle back to that of a fresh one; its plans stay. If this fails or is
-            /// missing, core destroys handles that foreign code had.
+            /// Restores every vendor setting of the handle to its value on a fresh handle. Its plans stay. If this fails or is
+            /// missing, core destroys handles that foreign code has used.
             Reset handle handle_reset "reset" () {
                 handle.reset()
             }
@@ -385,7 +384,7 @@ pub(super) use receiver_type;
 macro_rules! table {
     ($($(#[doc = $doc:literal])+ $group:ident $receiver:ident $name:ident $operation:literal
         ($($argument:ident: $type:ty),*) $(-> $answer:ty)? $body:block)+) => {
-        /// The operations of a backend, for one version of the table. See the module for how it is read.
+        /// The operations of a backend, for one version of the table.
         #[derive(Clone, Copy)]
         #[repr(C)]
         pub struct Table {
@@ -406,7 +405,7 @@ macro_rules! table {
             /// A table without any operation.
             pub(super) const EMPTY: Self = Self { size: size_of::<Self>() as u64, $($name: None),+ };
 
-            /// Which operations it has, in the order of the list.
+            /// Returns whether each operation is present, in the order of the list.
             pub(super) fn present(&self) -> Vec<bool> {
                 vec![$(self.$name.is_some()),+]
             }
@@ -456,10 +455,10 @@ impl std::fmt::Debug for Table {
 }
 
 impl Table {
-    /// Whether the table has the group.
+    /// Returns whether the table has the group.
     ///
     /// # Errors
-    /// A slot that is missing, where others of the group are there.
+    /// The name of a missing slot, if the table has others of the group.
     pub(super) fn group(&self, group: Group) -> Result<bool, &'static str> {
         let present = self.present();
         let members = slot_list().into_iter().zip(present).filter(|(slot, _)| slot.group == group);
@@ -471,7 +470,7 @@ impl Table {
         }
     }
 
-    /// Bytes up to the end of the required operations, below which no table can be.
+    /// Returns the size of the smallest valid table, which ends after the required operations.
     pub(super) fn least_bytes() -> usize {
         let required = slot_list().into_iter().filter(|slot| slot.group == Group::Required);
         required.map(|slot| slot.offset + size_of::<usize>()).max().unwrap_or(size_of::<Self>())

@@ -519,10 +519,10 @@ fn ids_of_a_backend_behind_our_exporter_are_checked() {
 #[test]
 fn the_header_is_the_one_that_the_list_makes() {
     let header = std::fs::read_to_string(HEADER).unwrap();
-    let again = "cargo run -q -p highwater-core --example header > core/include/highwater.h";
+    let again = "cargo run -q -p highwater-plugin --example header > plugin/include/highwater.h";
     assert!(
         header == highwater_plugin::header(),
-        "core/include/highwater.h is not what the list makes; write it again by `{again}`"
+        "plugin/include/highwater.h differs from the list; generate it by `{again}`"
     );
 }
 

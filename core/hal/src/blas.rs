@@ -1,4 +1,4 @@
-//! The trait [`BlasHandle`]: one vendor context for matrix products, and the values that describe a product.
+//! The trait [`BlasHandle`], one vendor context for matrix products, and the values that describe a product.
 //!
 //! Matrices are **column-major**, as in every BLAS: element (row, column) of a matrix with leading dimension `ld` is at
 //! index `row + column * ld`. A row-major matrix is its own transpose in these terms.
@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::StreamId;
 use crate::memory::DevicePtr;
 
-/// Which kind of handle.
+/// Kinds of handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BlasKind {
@@ -19,16 +19,16 @@ pub enum BlasKind {
     Lt,
 }
 
-/// How to make a handle, for [`Backend::create_blas_handle`](crate::Backend::create_blas_handle).
+/// Options of a handle, for [`Backend::create_blas_handle`](crate::Backend::create_blas_handle).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlasOptions {
-    /// Which kind.
+    /// The kind of the handle.
     pub kind: BlasKind,
 }
 
 impl BlasOptions {
-    /// A handle of `kind`.
+    /// Returns options of a handle of `kind`.
     #[must_use]
     pub const fn new(kind: BlasKind) -> Self {
         Self { kind }
@@ -46,14 +46,14 @@ pub enum MathMode {
     Tf32,
 }
 
-/// Whether kernels may add with atomics, which is faster and not repeatable bit for bit.
+/// The use of atomics in kernels. Sums with atomics are faster but not repeatable bit for bit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum AtomicsMode {
-    /// Repeatable.
+    /// Results are repeatable.
     #[default]
     NotAllowed,
-    /// Possibly faster. Needs the capability `atomics_mode`.
+    /// Results may be faster and may differ in their last bits. Needs the capability `atomics_mode`.
     Allowed,
 }
 
@@ -72,7 +72,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// Size of an element in bytes.
+    /// Returns the size of an element in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -83,10 +83,10 @@ impl DataType {
     }
 }
 
-/// Whether a factor is used as it is or transposed.
+/// The form in which a product uses a factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Transpose {
-    /// As it is.
+    /// As stored.
     #[default]
     No,
     /// Transposed.
@@ -96,14 +96,14 @@ pub enum Transpose {
 /// A batch of products whose matrices lie at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StridedBatch {
-    /// How many products.
+    /// Number of products.
     pub count: usize,
     /// Elements from one A to the next; 0 uses the same A in each product.
     pub stride_a: usize,
     /// Elements from one B to the next; 0 uses the same B in each product.
     pub stride_b: usize,
-    /// Elements from one C to the next. The Cs lie one behind the other, or side by side. Side by side, the same column
-    /// of the second C follows each column of the first, and so on, and `ldc` spans all of them.
+    /// Elements from one C to the next. The Cs are stored one after the other, or side by side. Side by side, each column of
+    /// the first C is followed by the same column of the second, and so on, and `ldc` spans all of them.
     pub stride_c: usize,
 }
 
@@ -115,9 +115,9 @@ pub struct GemmShape {
     pub data_type: DataType,
     /// Element type of C, D and the bias: that of A and B, or `F32` where those are `F16` or `Bf16`.
     pub output: DataType,
-    /// Whether op(A) is A transposed.
+    /// The form in which A is used.
     pub transpose_a: Transpose,
-    /// Whether op(B) is B transposed.
+    /// The form in which B is used.
     pub transpose_b: Transpose,
     /// Rows of C.
     pub m: usize,
@@ -131,12 +131,12 @@ pub struct GemmShape {
     pub ldb: usize,
     /// Leading dimension of C, in elements.
     pub ldc: usize,
-    /// Several products at once.
+    /// A batch of products; `None` for one.
     pub batch: Option<StridedBatch>,
 }
 
 impl GemmShape {
-    /// One product of packed matrices, nothing transposed.
+    /// Returns the shape of one product of packed matrices, without transposition.
     #[must_use]
     pub const fn new(data_type: DataType, m: usize, n: usize, k: usize) -> Self {
         Self {
@@ -154,7 +154,7 @@ impl GemmShape {
         }
     }
 
-    /// The same product with a result of another type than the factors'. Needs `gemm_mixed` where the two differ.
+    /// Sets the type of the result. Needs `gemm_mixed` if it differs from the factors' type.
     ///
     /// ```
     /// use highwater_hal::{DataType, GemmShape};
@@ -169,13 +169,13 @@ impl GemmShape {
         self
     }
 
-    /// Whether the result is of another type than the factors.
+    /// Returns true if the result has another type than the factors.
     #[must_use]
     pub fn is_mixed(&self) -> bool {
         self.output != self.data_type
     }
 
-    /// The same product with A stored transposed (k x m, packed).
+    /// Sets A to be stored transposed (k x m, packed).
     #[must_use]
     pub const fn with_transposed_a(mut self) -> Self {
         self.transpose_a = Transpose::Yes;
@@ -183,7 +183,7 @@ impl GemmShape {
         self
     }
 
-    /// The same product with B stored transposed (n x k, packed).
+    /// Sets B to be stored transposed (n x k, packed).
     #[must_use]
     pub const fn with_transposed_b(mut self) -> Self {
         self.transpose_b = Transpose::Yes;
@@ -191,7 +191,7 @@ impl GemmShape {
         self
     }
 
-    /// The same with other leading dimensions, in elements.
+    /// Sets the leading dimensions, in elements.
     #[must_use]
     pub const fn with_leading_dimensions(mut self, lda: usize, ldb: usize, ldc: usize) -> Self {
         self.lda = lda;
@@ -200,14 +200,14 @@ impl GemmShape {
         self
     }
 
-    /// The same for a batch.
+    /// Sets the batch.
     #[must_use]
     pub const fn with_batch(mut self, batch: StridedBatch) -> Self {
         self.batch = Some(batch);
         self
     }
 
-    /// Rows of A as it is stored.
+    /// Returns the number of stored rows of A.
     #[must_use]
     pub const fn rows_a(&self) -> usize {
         match self.transpose_a {
@@ -216,7 +216,7 @@ impl GemmShape {
         }
     }
 
-    /// Columns of A as it is stored.
+    /// Returns the number of stored columns of A.
     #[must_use]
     pub const fn columns_a(&self) -> usize {
         match self.transpose_a {
@@ -225,7 +225,7 @@ impl GemmShape {
         }
     }
 
-    /// Rows of B as it is stored.
+    /// Returns the number of stored rows of B.
     #[must_use]
     pub const fn rows_b(&self) -> usize {
         match self.transpose_b {
@@ -234,7 +234,7 @@ impl GemmShape {
         }
     }
 
-    /// Columns of B as it is stored.
+    /// Returns the number of stored columns of B.
     #[must_use]
     pub const fn columns_b(&self) -> usize {
         match self.transpose_b {
@@ -243,22 +243,21 @@ impl GemmShape {
         }
     }
 
-    /// Number of products.
+    /// Returns the number of products.
     #[must_use]
     #[inline]
     pub fn batch_count(&self) -> usize {
         self.batch.map_or(1, |batch| batch.count)
     }
 
-    /// Whether C has no element, so that nothing is computed and nothing is touched.
+    /// Returns true if C has no element. Such a product computes and touches nothing.
     #[must_use]
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.m == 0 || self.n == 0 || self.batch_count() == 0
     }
 
-    /// Checks leading dimensions and strides, and gives how many elements of A, B and C the product reaches, counted
-    /// from the first.
+    /// Checks the leading dimensions and strides. Returns the number of elements of A, B and C that the product spans.
     ///
     /// # Errors
     /// `InvalidArgument` for a leading dimension below the rows, overlapping Cs, or sizes past the address space.
@@ -267,7 +266,7 @@ impl GemmShape {
         self.reach().ok_or_else(|| self.unreachable(operation))
     }
 
-    /// The extents, if nothing is wrong. Products are checked by this in each call, so what is wrong is said elsewhere.
+    /// Returns the extents of a valid shape. Each product calls this, so [`GemmShape::extents`] makes the error elsewhere.
     #[inline]
     pub fn reach(&self) -> Option<Extents> {
         let leading = self.lda >= self.rows_a().max(1) && self.ldb >= self.rows_b().max(1) && self.ldc >= self.m.max(1);
@@ -304,8 +303,8 @@ impl GemmShape {
         (leading && fits).then_some(all)
     }
 
-    /// Returns whether the Cs of a batch lie one behind the other or side by side. Each reaches a given number of
-    /// elements.
+    /// Returns true if the Cs of a batch do not overlap: they are stored one after the other, or side by side. Each spans
+    /// `reach` elements.
     #[inline]
     fn keeps_apart(&self, batch: &StridedBatch, reach: usize) -> bool {
         let side_by_side = || {
@@ -315,7 +314,7 @@ impl GemmShape {
         batch.count <= 1 || batch.stride_c >= reach || side_by_side()
     }
 
-    /// What is wrong with a shape that reaches nowhere.
+    /// Returns the error of an invalid shape.
     #[cold]
     fn unreachable(&self, operation: &'static str) -> Error {
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, operation, message);
@@ -349,7 +348,7 @@ impl GemmShape {
     }
 }
 
-/// How many elements of each matrix a product reaches, counted from the first.
+/// The elements that a product spans, counted from the first of each matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extents {
     /// Elements of A.
@@ -368,7 +367,7 @@ pub struct Gemm {
     pub shape: GemmShape,
     /// Factor of the product.
     pub alpha: f64,
-    /// Factor of the old C; with 0 the old C is not read.
+    /// Factor of the old C. With 0, the old C is not read.
     pub beta: f64,
     /// First element of A.
     pub a: DevicePtr,
@@ -379,13 +378,13 @@ pub struct Gemm {
 }
 
 impl Gemm {
-    /// `C = A * B` (alpha 1, beta 0).
+    /// Returns the product `C = A * B` (alpha 1, beta 0).
     #[must_use]
     pub const fn new(shape: GemmShape, a: DevicePtr, b: DevicePtr, c: DevicePtr) -> Self {
         Self { shape, alpha: 1.0, beta: 0.0, a, b, c }
     }
 
-    /// The same with other factors.
+    /// Sets the factors.
     #[must_use]
     pub const fn with_scale(mut self, alpha: f64, beta: f64) -> Self {
         self.alpha = alpha;
@@ -403,11 +402,11 @@ pub struct Workspace {
     pub bytes: usize,
 }
 
-/// What an Lt plan does after the product.
+/// The operation of an Lt plan after the product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Epilogue {
-    /// Nothing.
+    /// No operation.
     #[default]
     None,
     /// Adds a bias vector of `m` elements to every column.
@@ -416,43 +415,42 @@ pub enum Epilogue {
     BiasRelu,
     /// `max(x, 0)`.
     Relu,
-    /// GELU in its tanh form, which is the vendors': `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`. The result
-    /// may be off by 2^-14 of x, because devices approximate the tanh.
+    /// GELU in its tanh form, as both vendors have it: `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`. The result
+    /// may differ by 2^-14 of x, because devices approximate the tanh.
     Gelu,
     /// Bias, then GELU as in [`Epilogue::Gelu`].
     BiasGelu,
 }
 
 impl Epilogue {
-    /// Whether the epilogue reads a bias vector.
+    /// Returns true if the epilogue reads a bias vector.
     #[must_use]
     pub const fn has_bias(self) -> bool {
         matches!(self, Self::Bias | Self::BiasRelu | Self::BiasGelu)
     }
 }
 
-/// What an Lt plan is made for. Equal options may share a plan, so this is the key of core's cache.
+/// Options of an Lt plan. Core's cache uses them as its key, because equal options may share a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PlanOptions {
     /// Sizes, leading dimensions, batch.
     pub shape: GemmShape,
-    /// What follows the product.
+    /// The operation after the product.
     pub epilogue: Epilogue,
-    /// Bytes of workspace that the plan may use. With 0 it uses none, not even the handle's own memory.
+    /// Bytes of workspace that the plan may use. With 0, it uses no workspace, not even the handle's own.
     pub workspace_bytes: usize,
-    /// Every operand's address is a multiple of this, in bytes, and of its own elements' size, which may be more where
-    /// the types are mixed; quicker kernels want 16 to 256.
+    /// Alignment in bytes of every operand's address. An address is also a multiple of its own element's size, which may be
+    /// more if the types are mixed. Faster kernels need 16 to 256.
     pub alignment: usize,
-    /// Precision of 32-bit products, which a plan fixes. Needs `tf32` for [`MathMode::Tf32`].
+    /// Precision of 32-bit products. [`MathMode::Tf32`] needs `tf32`.
     pub math_mode: MathMode,
-    /// Whether its kernels may add with atomics, which a plan fixes too: it is its algorithm that does. Needs
-    /// `atomics_mode` for [`AtomicsMode::Allowed`].
+    /// Use of atomics, which depends on the algorithm of the plan. [`AtomicsMode::Allowed`] needs `atomics_mode`.
     pub atomics_mode: AtomicsMode,
 }
 
 impl PlanOptions {
-    /// A plan for `shape`, with operands aligned to their elements, in full precision and repeatable.
+    /// Returns options of a repeatable plan for `shape`, in full precision, with operands aligned to their elements.
     #[must_use]
     pub const fn new(shape: GemmShape, epilogue: Epilogue, workspace_bytes: usize) -> Self {
         let (factor, result) = (shape.data_type.bytes(), shape.output.bytes());
@@ -461,21 +459,21 @@ impl PlanOptions {
         Self { shape, epilogue, workspace_bytes, alignment, math_mode, atomics_mode }
     }
 
-    /// The same for operands that are aligned to more than their elements.
+    /// Sets the alignment of the operands.
     #[must_use]
     pub const fn with_alignment(mut self, alignment: usize) -> Self {
         self.alignment = alignment;
         self
     }
 
-    /// The same with another precision.
+    /// Sets the precision.
     #[must_use]
     pub const fn with_math_mode(mut self, mode: MathMode) -> Self {
         self.math_mode = mode;
         self
     }
 
-    /// The same with or without atomics.
+    /// Sets the use of atomics.
     #[must_use]
     pub const fn with_atomics_mode(mut self, mode: AtomicsMode) -> Self {
         self.atomics_mode = mode;
@@ -483,19 +481,19 @@ impl PlanOptions {
     }
 }
 
-/// A plan of one Lt handle; means nothing to another.
+/// The id of a plan of one Lt handle. It has no meaning to other handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct PlanId(u64);
 
 impl PlanId {
-    /// The plan with this number; only the handle issues valid ones.
+    /// Returns the id with this number. Only the handle issues valid ids.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number.
+    /// Returns the number.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
@@ -508,7 +506,7 @@ impl PlanId {
 pub struct PlanArguments {
     /// Factor of the product.
     pub alpha: f64,
-    /// Factor of C; with 0 C is not read.
+    /// Factor of C. With 0, C is not read.
     pub beta: f64,
     /// First element of A.
     pub a: DevicePtr,
@@ -516,14 +514,14 @@ pub struct PlanArguments {
     pub b: DevicePtr,
     /// First element of C.
     pub c: DevicePtr,
-    /// First element of D, laid out as C.
+    /// First element of D, which has the layout of C.
     pub d: DevicePtr,
-    /// First element of the bias, where the epilogue has one.
+    /// First element of the bias, if the epilogue has one.
     pub bias: Option<DevicePtr>,
 }
 
 impl PlanArguments {
-    /// `D = epilogue(A * B)` (alpha 1, beta 0).
+    /// Returns the arguments of `D = epilogue(A * B)` (alpha 1, beta 0).
     #[must_use]
     pub const fn new(a: DevicePtr, b: DevicePtr, d: DevicePtr, bias: Option<DevicePtr>) -> Self {
         Self { alpha: 1.0, beta: 0.0, a, b, c: d, d, bias }
@@ -532,126 +530,126 @@ impl PlanArguments {
 
 /// One vendor context for matrix products: a cuBLAS, hipBLAS or Lt handle.
 ///
-/// A handle is used by one thread at a time (`Send`, not `Sync`; changes take `&mut self`) and belongs to one device.
-/// It chooses neither stream nor workspace: core binds both. Dropping a handle destroys it; [`BlasHandle::destroy`] does
-/// so with an answer.
+/// One thread at a time uses a handle (`Send`, not `Sync`; changes take `&mut self`). A handle belongs to one device. Core
+/// binds its stream and its workspace. Dropping a handle destroys it, and [`BlasHandle::destroy`] also returns the result.
 ///
-/// A product is **several operations** in the stream that pass intermediate results through the workspace. Two handles
-/// bound to one stream and one workspace therefore corrupt each other unless their calls take turns; taking turns is
-/// core's job (the stream's *turn*), not the handle's.
+/// A product is **several operations** in the stream, which pass intermediate results through the workspace. Two handles on
+/// one stream and one workspace therefore corrupt each other unless each call is submitted whole. Core's *submission lock*
+/// of the stream ensures that; the handle does not.
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub trait BlasHandle: Send + fmt::Debug {
-    /// The kind it was made as.
+    /// Returns the kind of the handle.
     ///
-    /// - `blas.kind`: what belongs to the other kind (products for `Lt`, plans for `Blas`) gives `Unsupported`.
+    /// - `blas.kind`: a call of the other kind (a product on `Lt`, a plan on `Blas`) returns `Unsupported`.
     fn kind(&self) -> BlasKind;
 
-    /// Ordinal of its device.
+    /// Returns the ordinal of the handle's device.
     fn device(&self) -> u32;
 
-    /// Binds the stream that later products are enqueued on.
+    /// Binds the stream of later products.
     ///
     /// - `blas.stream-bound`: products run in the order of the bound stream.
-    /// - `blas.unbound`: until a stream is bound, products and runs of plans give `InvalidState`, and nothing is enqueued.
-    /// - `blas.stream-device`: a stream of another device gives `WrongDevice`.
-    /// - `blas.stream-resets-workspace`: where the fact `set_stream_resets_workspace` holds, the handle is back on its
-    ///   own workspace, also when the stream is the same; modes survive.
+    /// - `blas.unbound`: until a stream is bound, products and runs of plans return `InvalidState`, and nothing is enqueued.
+    /// - `blas.stream-device`: a stream of another device returns `WrongDevice`.
+    /// - `blas.stream-resets-workspace`: if the fact `set_stream_resets_workspace` holds, the handle returns to its own
+    ///   workspace, even if the stream is the same; modes survive.
     fn set_stream(&mut self, stream: StreamId) -> Result<()>;
 
-    /// Binds the memory for intermediate results; `None` binds the handle's own. Needs `blas_workspace` for `Some`.
+    /// Binds the memory for intermediate results. `None` binds the handle's own; `Some` needs `blas_workspace`.
     ///
     /// - `blas.workspace-used`: products keep their intermediate results in the bound workspace.
-    /// - `blas.workspace-alignment`: an address that is not a multiple of `workspace_alignment` gives `InvalidArgument`.
+    /// - `blas.workspace-alignment`: an address that is not a multiple of `workspace_alignment` returns `InvalidArgument`.
     ///
     /// # Safety
-    /// The memory belongs to the handle's device. It stays allocated while products are enqueued with it bound, and until
-    /// the last of them has completed. Meanwhile nobody else uses it, except products of the same stream whose calls take
-    /// turns.
+    /// The caller must pass memory of the handle's device. It must stay allocated while it is bound and until the last
+    /// product that was enqueued with it has completed. Until then, no other work may use it, except products of the same
+    /// stream under the same lock.
     unsafe fn set_workspace(&mut self, workspace: Option<Workspace>) -> Result<()>;
 
-    /// Chooses the precision of 32-bit products. Needs `tf32` for [`MathMode::Tf32`]. A plan has its own.
+    /// Sets the precision of 32-bit products. [`MathMode::Tf32`] needs `tf32`. A plan has its own precision.
     fn set_math_mode(&mut self, mode: MathMode) -> Result<()>;
 
-    /// Chooses whether kernels may add with atomics. Needs `atomics_mode` for [`AtomicsMode::Allowed`]. A plan has its
-    /// own.
+    /// Sets the use of atomics. [`AtomicsMode::Allowed`] needs `atomics_mode`. A plan has its own mode.
     ///
-    /// - `blas.deterministic`: with `NotAllowed`, equal calls give equal bits.
+    /// - `blas.deterministic`: with `NotAllowed`, equal calls compute equal bits.
     fn set_atomics_mode(&mut self, mode: AtomicsMode) -> Result<()>;
 
     /// Enqueues `C = alpha * op(A) * op(B) + beta * C` on the bound stream.
     ///
-    /// - `gemm.value`: every element of C is the product within the rounding of C's type. NaN and infinity in A, B and C
-    ///   reach the elements that they enter, and no others.
-    ///   Before it is added to `beta * C`, the product may be rounded to that type.
-    /// - `gemm.transpose`: for each combination of transposed factors.
+    /// - `gemm.value`: every element of C is the product within the rounding of C's type. Before it is added to `beta * C`,
+    ///   the product may be rounded to that type. NaN and infinity in A, B and C reach exactly the elements that they enter.
+    /// - `gemm.transpose`: this holds for each combination of transposed factors.
     /// - `gemm.leading-dimension`: elements between the rows of C and the leading dimension keep their value.
     /// - `gemm.beta`: the old C enters with factor beta.
-    /// - `gemm.beta-zero`: with beta 0 the old C is not read (NaN there does not matter).
-    /// - `gemm.alpha-zero`: with alpha 0 or k 0, A and B do not matter.
-    /// - `gemm.empty`: with m, n or the batch 0 nothing is written, and it is no error.
-    /// - `gemm.strided-batch`: the products of a batch are independent and lie at the strides given.
-    /// - `gemm.mixed`: with factors of `F16` or `Bf16` and an output of `F32`, C is an `F32` matrix, of which the old
-    ///   values enter and the product is stored without a rounding to the factors' type; the sum is kept in 32 bits, and
-    ///   whatever else is said of C holds. Needs `gemm_mixed`.
-    /// - `gemm.mixed-pairs`: every other pair of different types gives `Unsupported`, as a GEMM and as a plan, and
-    ///   nothing is written.
+    /// - `gemm.beta-zero`: with beta 0, the old C is not read (NaN in it has no effect).
+    /// - `gemm.alpha-zero`: with alpha 0 or k 0, A and B have no effect.
+    /// - `gemm.empty`: with m, n or the batch 0, the call succeeds and writes nothing.
+    /// - `gemm.strided-batch`: the products of a batch are independent and use the given strides.
+    /// - `gemm.mixed`: with factors of `F16` or `Bf16` and an output of `F32`, C is an `F32` matrix: its old values enter and
+    ///   the product is stored without rounding to the factors' type; the sum is kept in 32 bits, and every other clause
+    ///   about C holds. Needs `gemm_mixed`.
+    /// - `gemm.mixed-pairs`: every other pair of different types returns `Unsupported`, as a GEMM and as a plan, and writes
+    ///   nothing.
     /// - `gemm.asynchronous`: the call returns without waiting for the product.
     ///
     /// # Safety
-    /// A, B and C lie inside blocks of the handle's device that stay allocated until the product has completed, C
-    /// overlaps neither A nor B, and the shape was checked by [`GemmShape::extents`].
+    /// The caller must ensure that:
+    /// - A, B and C are inside blocks of the handle's device, which stay allocated until the product has completed;
+    /// - C overlaps neither A nor B;
+    /// - [`GemmShape::extents`] has accepted the shape.
     unsafe fn gemm(&mut self, gemm: &Gemm) -> Result<()>;
 
-    /// Makes a plan. May take milliseconds: core caches plans.
+    /// Creates a plan. May take milliseconds, so core caches plans.
     fn create_plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
         let _ = options;
         Err(Error::lacks("create_plan", "lt_plans"))
     }
 
-    /// Enqueues one run of a plan on the bound stream, through the bound workspace.
+    /// Enqueues one run of a plan on the bound stream, with the bound workspace.
     ///
     /// - `plan.value`: D is `epilogue(alpha * op(A) * op(B) + beta * C)` within the rounding of D's type. Before
     ///   an epilogue, `alpha * op(A) * op(B)` and its sum with C may be rounded to that type.
-    /// - `plan.epilogue`: for each epilogue; the bias is added to every column.
-    /// - `plan.alpha-zero`: with alpha 0 or k 0, A and B do not matter: D is `epilogue(beta * C)`, with the bias that the
+    /// - `plan.epilogue`: this holds for each epilogue; the bias is added to every column.
+    /// - `plan.alpha-zero`: with alpha 0 or k 0, A and B have no effect: D is `epilogue(beta * C)`, with the bias that the
     ///   epilogue adds.
-    /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias are of the output's type, and no sum is rounded to the factors'
-    ///   type on the way.
-    /// - `plan.stale`: a destroyed or unknown plan gives `InvalidHandle`.
-    /// - `plan.alignment`: an operand that is not aligned as the plan says, or to its own elements, gives `InvalidArgument`.
+    /// - `plan.mixed`: as `gemm.mixed`; C, D and the bias have the output's type, and no intermediate sum is rounded to the
+    ///   factors' type.
+    /// - `plan.stale`: a destroyed or unknown plan returns `InvalidHandle`.
+    /// - `plan.alignment`: an operand that is not aligned to the plan's alignment, or to its own elements, returns
+    ///   `InvalidArgument`.
     ///
     /// # Safety
-    /// As [`BlasHandle::gemm`], for A, B, C, D and the bias; D overlaps neither A nor B nor the bias, and is C or does
-    /// not overlap it.
+    /// The obligations of [`BlasHandle::gemm`] apply to A, B, C, D and the bias. The caller must also ensure that D overlaps
+    /// neither A nor B nor the bias, and that D is C or does not overlap it.
     unsafe fn run_plan(&mut self, plan: PlanId, arguments: &PlanArguments) -> Result<()> {
         let _ = (plan, arguments);
         Err(Error::lacks("run_plan", "lt_plans"))
     }
 
-    /// Destroys a plan; runs already enqueued are still executed.
+    /// Destroys a plan. Runs that were enqueued before are still executed.
     fn destroy_plan(&mut self, plan: PlanId) -> Result<()> {
         let _ = plan;
         Err(Error::lacks("destroy_plan", "lt_plans"))
     }
 
-    /// The vendor's handle, as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes the
+    /// Returns the vendor's handle as a number, for code that calls the vendor itself. [`BlasHandle::reset`] undoes the
     /// settings of that code.
     fn raw(&self) -> u64;
 
     /// Restores every vendor setting of the handle to its value on a fresh handle. Its plans stay.
     ///
-    /// A backend that cannot do so returns `Unsupported`, as this default does. After this or any other error, core
-    /// destroys a handle that foreign code had, and makes a new one.
+    /// A backend that cannot do so returns `Unsupported`, as this default does. After any error, core destroys a handle that
+    /// foreign code has used, and creates a new one.
     ///
-    /// - `blas.reset`: after it, products behave as on a fresh handle with a stream and a workspace bound.
+    /// - `blas.reset`: afterwards, products behave as on a fresh handle with a stream and a workspace bound.
     fn reset(&mut self) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "reset", "this backend cannot restore the settings of a handle")
             .with_hint("destroy the handle, and make a new one"))
     }
 
-    /// Destroys the vendor's handle; may wait for the device. Once only: later calls of any method give `InvalidHandle`.
+    /// Destroys the vendor's handle. May wait for the device. Later calls of any method return `InvalidHandle`.
     ///
-    /// - `blas.destroyed`: `live_objects().handles` goes down by one, also when a handle ends without this call.
+    /// - `blas.destroyed`: `live_objects().handles` decreases by one, also if a handle is dropped without this call.
     fn destroy(&mut self) -> Result<()>;
 }
 

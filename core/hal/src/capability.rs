@@ -1,16 +1,17 @@
-//! What a device can do and how it behaves, as data: policy is a table, not an `if` on the vendor's name.
+//! Capabilities as data: the abilities and the behavior of a device. Core reads a table, never the vendor's name.
 
 use crate::blas::{DataType, GemmShape};
 use crate::error::{Error, ErrorKind, Result};
 
-/// What one device can do (*abilities*) and how it behaves (*facts*).
+/// The abilities of a device, and the facts about its behavior.
 ///
-/// Grammar: an ability is a `bool` named for what is asked; where it is false, asking gives
-/// [`Unsupported`](crate::ErrorKind::Unsupported) before the vendor is called. A fact is a statement about the vendor's
-/// behaviour that core adapts to. The struct is flat and `Copy`, is read once when a runtime is made, and is never asked
-/// for on a hot path.
+/// - An ability is a `bool` named for a request. If it is false, the request returns
+///   [`Unsupported`](crate::ErrorKind::Unsupported) before the vendor is called.
+/// - A fact states a behavior of the vendor. Core adapts to it.
 ///
-/// [`Capabilities::none`] is the base to build on: it promises nothing.
+/// The struct is flat and `Copy`. Core reads it once for each runtime, and never on a hot path.
+///
+/// A backend starts from [`Capabilities::none`], which promises nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
@@ -19,18 +20,18 @@ pub struct Capabilities {
     pub gemm_f32: bool,
     /// GEMM on 64-bit floats.
     pub gemm_f64: bool,
-    /// GEMM on IEEE half precision, accumulated in 32 bits.
+    /// GEMM on IEEE half precision, with sums in 32 bits.
     pub gemm_f16: bool,
-    /// GEMM on bfloat16, accumulated in 32 bits.
+    /// GEMM on bfloat16, with sums in 32 bits.
     pub gemm_bf16: bool,
-    /// GEMM and plans with factors of 16 bits and a result of 32: F16 to F32 beside `gemm_f16`, Bf16 to F32 beside
-    /// `gemm_bf16`.
+    /// GEMM and plans with 16-bit factors and a 32-bit result: F16 to F32 if `gemm_f16` holds, Bf16 to F32 if `gemm_bf16`
+    /// holds.
     pub gemm_mixed: bool,
     /// [`MathMode::Tf32`](crate::MathMode) on 32-bit GEMM.
     pub tf32: bool,
-    /// [`AtomicsMode`](crate::AtomicsMode) can be chosen.
+    /// A choice of [`AtomicsMode`](crate::AtomicsMode).
     pub atomics_mode: bool,
-    /// Handles can be given a workspace (hipBLAS 2 cannot).
+    /// Workspaces for BLAS handles, which hipBLAS 2 lacks.
     pub blas_workspace: bool,
     /// Strided-batched GEMM.
     pub strided_batch: bool,
@@ -44,53 +45,53 @@ pub struct Capabilities {
     pub shareable_memory: bool,
     /// Events that other processes can open.
     pub interprocess_events: bool,
-    /// Elapsed time between two events.
+    /// The elapsed time between two events.
     pub event_timing: bool,
-    /// Streams with another priority than normal.
+    /// Streams of low and high priority.
     pub stream_priority: bool,
-    /// Copies from one device straight to another.
+    /// Direct copies between devices.
     pub peer_copy: bool,
-    /// Page-locking memory that somebody else allocated.
+    /// Page-locking of memory that other code allocated.
     pub host_register: bool,
     /// Write-combined page-locked memory.
     pub write_combined: bool,
-    /// The legacy default stream can be used.
+    /// The legacy default stream.
     pub legacy_default_stream: bool,
-    /// The per-thread default stream can be used.
+    /// The per-thread default stream.
     pub per_thread_default_stream: bool,
-    /// Streams and events made by other code can be wrapped.
+    /// Wrapping of streams and events that other code made.
     pub foreign_objects: bool,
 
     // ---- facts
-    /// Binding a stream puts a BLAS handle back on its default workspace (cuBLAS: always; hipBLAS: never).
+    /// Binding a stream returns a BLAS handle to its default workspace (cuBLAS: always; hipBLAS: never).
     pub set_stream_resets_workspace: bool,
-    /// A handle must stay with one stream (hipBLASLt) instead of being bound to many in turn.
+    /// A handle must keep its first stream (hipBLASLt).
     pub handle_per_stream: bool,
-    /// Handles, events and memory may be made while a capture is open.
+    /// Handles, events and memory may be created while a capture is open.
     pub create_during_capture: bool,
     /// Page-locked memory has the same address on the device as on the host.
     pub host_address_is_device_address: bool,
     /// The default kind of page-locked memory is cached by the device.
     pub pinned_cached_by_device: bool,
-    /// A stream's wait for an event of another process ends when that process does, also where the event was not reached.
-    /// Where it is false, such a wait can be for ever.
+    /// A stream's wait for an event of another process ends when that process ends, even before the event was reached. If
+    /// false, such a wait may never end.
     pub event_waits_end_with_peer: bool,
-    /// Bytes that core registers at a time when it makes large blocks of page-locked memory itself, which needs
-    /// `host_register`; 0: the backend's own allocation serves every size. A copy must not cross from one registration into
-    /// another; core cuts its copies. Core makes whole huge pages of 2 MiB of it.
+    /// Bytes of one registration, when core itself makes large blocks of page-locked memory; needs `host_register`. With 0,
+    /// the backend's own allocation serves every size. Core rounds it to huge pages of 2 MiB, and cuts its copies at the
+    /// borders, because no copy may cross from one registration into another.
     pub register_piece_bytes: usize,
-    /// Ways in which this device's memory can be shared with another process.
+    /// Transports that share this device's memory with another process.
     pub ipc_transports: Transports,
-    /// Alignment in bytes that a BLAS workspace must have.
+    /// Alignment in bytes of a BLAS workspace.
     pub workspace_alignment: usize,
-    /// Bytes of workspace that a BLAS handle works best with here.
+    /// Bytes of workspace at which a BLAS handle is fastest on this device.
     pub blas_workspace_bytes: usize,
     /// Bytes of workspace that an Lt plan may use by default.
     pub lt_workspace_bytes: usize,
 }
 
 impl Capabilities {
-    /// No ability, and the facts that demand the most care of core.
+    /// Returns no ability, and the facts that demand the most care of core.
     #[must_use]
     pub const fn none() -> Self {
         Self {
@@ -130,18 +131,18 @@ impl Capabilities {
         }
     }
 
-    /// Whether the device computes products of `shape`, as far as its types and its batch go.
+    /// Checks that the device supports the types and the batch of `shape`.
     ///
     /// # Errors
-    /// `Unsupported` for types, pairs of types and batches that the device lacks, and for pairs that nobody has: the
-    /// result has the type of the factors, or is `F32` where those are `F16` or `Bf16`.
+    /// `Unsupported` for types, pairs of types and batches that the device lacks, and for pairs that no device has. The
+    /// result has the type of the factors, or `F32` if those are `F16` or `Bf16`.
     #[inline]
     pub fn check_product(&self, operation: &'static str, shape: &GemmShape) -> Result<()> {
         let can = self.can_multiply(shape.data_type, shape.output, shape.batch.is_some());
         if can { Ok(()) } else { self.explain_product(operation, shape) }
     }
 
-    /// Whether the device multiplies such matrices.
+    /// Returns whether the device multiplies matrices of these types.
     const fn can_multiply(&self, factors: DataType, result: DataType, batched: bool) -> bool {
         let known = match factors {
             DataType::F32 => self.gemm_f32,
@@ -186,8 +187,10 @@ impl Capabilities {
     }
 }
 
-/// The products that a device computes, in a word: every product is held against it, on the way to a vendor's call that leaves
-/// neither code nor branches in the processor's caches.
+/// The products that a device computes, as the bits of one word.
+///
+/// Every product is compared with it. The vendor's call evicts code and branch history from the processor's caches, so a
+/// word is cheaper than a chain of conditions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Products(u32);
 
@@ -210,7 +213,7 @@ impl Products {
         (batched as u32) << 4 | (factors as u32) << 2 | result as u32
     }
 
-    /// Whether such a product is among them.
+    /// Returns true if the device computes products of this shape.
     #[inline(always)]
     pub const fn include(self, shape: &GemmShape) -> bool {
         self.0 >> Self::bit(shape.data_type, shape.output, shape.batch.is_some()) & 1 != 0
@@ -233,19 +236,19 @@ impl Transports {
     /// The empty set.
     pub const NONE: Self = Self(0);
 
-    /// The set with `transport` added.
+    /// Returns the set with `transport` added.
     #[must_use]
     pub const fn with(self, transport: crate::Transport) -> Self {
         Self(self.0 | 1 << transport as u32)
     }
 
-    /// Whether `transport` is in the set.
+    /// Returns true if `transport` is in the set.
     #[must_use]
     pub const fn contains(self, transport: crate::Transport) -> bool {
         self.0 & (1 << transport as u32) != 0
     }
 
-    /// Whether the set is empty.
+    /// Returns true if the set is empty.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0

@@ -1,4 +1,4 @@
-//! Every clause of the traits as data. The conformance suite proves them, and the C header states them.
+//! The clauses of the traits as data. The conformance suite proves them, and the C header states them.
 
 /// One promise of the traits.
 ///
@@ -12,13 +12,13 @@ pub struct Clause {
     pub of: &'static str,
     /// The method that promises it; `None` for the trait as a whole.
     pub method: Option<&'static str>,
-    /// The promise, in the words of the documentation.
+    /// The promise, as the documentation states it.
     pub promise: &'static str,
 }
 
 include!(concat!(env!("OUT_DIR"), "/clauses.rs"));
 
-/// Every clause, in the order of the traits.
+/// Returns every clause, in the order of the traits.
 ///
 /// ```
 /// let order = highwater_hal::clauses().iter().find(|clause| clause.id == "stream.order").unwrap();

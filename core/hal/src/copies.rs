@@ -1,7 +1,7 @@
-//! Whether another copy of a backend's code is in the process.
+//! A flag for other copies of the code in this process.
 //!
-//! A plugin has its own copy of every crate that it links, statics included. What one copy counts, the other does not
-//! see. The program notes the fact before it loads a plugin, and a plugin notes it when it is entered.
+//! A plugin has its own copy of every crate that it links, including the statics. One copy does not see the counts of the
+//! other. The program sets the flag before it loads a plugin, and a plugin sets its own when it is entered.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,7 +11,7 @@ static PRESENT: AtomicBool = AtomicBool::new(false);
 
 static LISTENERS: Mutex<Vec<fn()>> = Mutex::new(Vec::new());
 
-/// Returns whether another copy may be in the process.
+/// Returns true if another copy may be in the process.
 #[inline(always)]
 pub fn are_present() -> bool {
     PRESENT.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! Notices that the process has begun to exit, so that nothing calls a driver that is going away.
+//! Detection of the exit of the process, so that no call reaches a driver that is shutting down.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,8 +8,8 @@ extern "C" fn set_exiting() {
     EXITING.store(true, Ordering::Release);
 }
 
-/// Has the exit noticed before the handlers that are registered already. A backend calls it once for each vendor library,
-/// right after the library was initialised: handlers run in the reverse order, so this one runs before the vendor's own.
+/// Registers a handler of the exit. Handlers run in the reverse order of their registration. A backend calls this once for
+/// each vendor library, right after its initialization, so that the handler runs before the vendor's own.
 pub fn watch() {
     // SAFETY: the handler is an `extern "C"` function without arguments that only stores to a static atomic, and the code that
     // holds it is never unloaded (plugins are loaded once and for good).
@@ -18,7 +18,7 @@ pub fn watch() {
     }
 }
 
-/// Whether the process has begun to exit.
+/// Returns true once the process has begun to exit.
 #[must_use]
 #[inline]
 pub fn has_begun() -> bool {

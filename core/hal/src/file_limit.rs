@@ -9,7 +9,7 @@ use rustix::process::{Resource, getrlimit};
 pub const HINT: &str =
     "raise the limit on the size of files (`ulimit -f`), or ask for less: memory files count as files";
 
-/// Returns whether this process may make a file of `bytes`.
+/// Returns true if this process may make a file of `bytes`.
 ///
 /// ```
 /// assert!(highwater_hal::file_limit::allows(0));
@@ -22,8 +22,8 @@ pub fn allows(bytes: u64) -> bool {
 /// Makes every later write beyond the limit fail with `EFBIG` instead of ending the process. Child programs inherit
 /// this. Call it from `main`: a library must not change a program's signals.
 pub fn refuse_instead_of_killing() {
-    // SAFETY: ignoring a signal installs no code of ours; the call takes no pointer.
+    // SAFETY: ignoring a signal installs no code, and the call takes no pointer.
     let before = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    // It fails only for numbers that are no signal.
+    // It fails only for a number that is not a signal.
     debug_assert_ne!(before, libc::SIG_ERR);
 }

@@ -1,24 +1,24 @@
-//! Notices a fork without asking the kernel: a generation number in a page that the kernel wipes in a child.
+//! Detection of forks without a system call, by a generation number in a page that the kernel wipes in a child.
 //!
-//! The page is mapped once and marked `MADV_WIPEONFORK`. The parent finds the number it wrote; a child finds zeros and
-//! writes a number that no object of its parents carries. Every object that must not be used in a child remembers the
-//! generation it was made in and compares before it takes any lock, because a lock may have been held by a thread that
-//! does not exist in the child. The comparison is two loads (about 0.3 ns); `getpid` would be 130 ns.
+//! The page is mapped once and marked `MADV_WIPEONFORK`. The parent reads the number that it wrote. A child reads zero, and
+//! writes a number that no object of its parents has. Every object that a child must not use stores the generation in which
+//! it was made. It compares the generations before it takes any lock, because a thread that does not exist in the child may
+//! have held the lock. The comparison is two loads (about 0.3 ns); `getpid` takes 130 ns.
 //!
-//! If the kernel refuses to wipe a page (an old kernel, a sandbox), a handler of `fork` zeroes the number in the child. That
-//! handler does not run in a child made by a raw `clone` system call.
+//! If the kernel does not wipe pages (an old kernel, a sandbox), a handler of `fork` zeroes the number in the child. A raw
+//! `clone` system call does not run that handler.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind};
 
-/// The generation of a process: differs between a process and every child forked from it.
+/// The generation of a process. It differs between a process and every child forked from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Generation(u64);
 
 impl Generation {
-    /// The generation of this process.
+    /// Returns the generation of this process.
     #[must_use]
     #[inline]
     pub fn current() -> Self {
@@ -26,16 +26,16 @@ impl Generation {
         if number == 0 { first_after_fork() } else { Self(number) }
     }
 
-    /// Whether this process is the one that the generation was taken in.
+    /// Returns true in the process in which the generation was read.
     #[must_use]
     #[inline]
     pub fn is_current(self) -> bool {
-        // Relaxed: the page is written before any object of the process exists, and wiped by the kernel before the child
-        // runs; no other memory is published through it.
+        // Relaxed: the page is written before any object of the process exists, and the kernel wipes it before the child
+        // runs. No other memory is published through it.
         page().load(Ordering::Relaxed) == self.0
     }
 
-    /// The error of an object that was made before a fork and used in the child.
+    /// Returns the error of an object that was made before a fork and used in the child.
     #[cold]
     #[must_use]
     pub fn error(operation: &'static str) -> Error {
@@ -44,7 +44,7 @@ impl Generation {
     }
 }
 
-/// The generation that an object was made in, with the page at hand: for paths where even the way to the page counts.
+/// The generation in which an object was made, with the address of the page, for paths where even that lookup counts.
 #[derive(Debug, Clone, Copy)]
 pub struct Guard {
     page: &'static AtomicU64,
@@ -58,17 +58,17 @@ impl Default for Guard {
 }
 
 impl Guard {
-    /// That of this process.
+    /// Returns a guard of this process.
     pub fn new() -> Self {
         Self::of(Generation::current())
     }
 
-    /// That of an object.
+    /// Returns a guard of an object's generation.
     pub fn of(generation: Generation) -> Self {
         Self { page: page(), generation }
     }
 
-    /// Whether this process is the one that the guard was made in.
+    /// Returns true in the process in which the guard was made.
     #[inline(always)]
     pub fn is_current(&self) -> bool {
         // Relaxed: as in `Generation::is_current`.
@@ -76,17 +76,17 @@ impl Guard {
     }
 }
 
-/// The number of the next generation. A child inherits the parent's value and moves on from it, so parent and child
-/// never share a number; two children may, and share no objects.
+/// The number of the next generation. A child inherits the parent's value and increments it, so parent and child never share
+/// a number. Two children may share one, but they share no objects.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 #[cold]
 fn first_after_fork() -> Generation {
     let next = NEXT.fetch_add(1, Ordering::Relaxed);
-    // Two threads of a child may be here at once: the first one's number stands.
+    // Two threads of a child may be here at once. The number of the first one counts.
     match page().compare_exchange(0, next, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => Generation(next),
-        Err(stands) => Generation(stands),
+        Err(first) => Generation(first),
     }
 }
 
@@ -126,7 +126,7 @@ fn map_page() -> &'static AtomicU64 {
     page
 }
 
-/// Replaces the page if the kernel wipes none.
+/// Replaces the page if the kernel does not wipe pages.
 fn zeroed_by_handler() -> &'static AtomicU64 {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     extern "C" fn zero() {

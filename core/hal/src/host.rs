@@ -9,29 +9,29 @@ use crate::memory::{DevicePtr, HostPtr};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum HostMemoryKind {
-    /// Cached by the CPU, usable from every device, and cached by the device where the vendor offers a choice.
+    /// Memory that the CPU caches and every device can use. The device caches it too, if the vendor offers a choice.
     #[default]
     Default,
-    /// Not cached by the CPU: quick to write, very slow to read. Needs `write_combined`.
+    /// Memory that the CPU does not cache: fast to write, very slow to read. Needs `write_combined`.
     WriteCombined,
 }
 
-/// How to make page-locked memory.
+/// Options of page-locked memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostOptions {
-    /// Which kind.
+    /// Kind of memory.
     pub kind: HostMemoryKind,
 }
 
 impl HostOptions {
-    /// The default kind.
+    /// Returns options of the default kind.
     #[must_use]
     pub const fn new() -> Self {
         Self { kind: HostMemoryKind::Default }
     }
 
-    /// The same with another kind.
+    /// Sets the kind.
     #[must_use]
     pub const fn with_kind(mut self, kind: HostMemoryKind) -> Self {
         self.kind = kind;
@@ -39,44 +39,46 @@ impl HostOptions {
     }
 }
 
-/// Raw page-locked host memory: memory that devices copy from and to at full speed and without the CPU.
+/// Raw page-locked host memory, which devices copy at full speed and without the CPU.
 ///
-/// Mapping, pre-faulting, caching and rounding are core's; this trait only makes the vendor's calls. Every call may be
-/// slow and may stall the GPU calls of other threads. Where the fact `register_piece_bytes` is not 0, core has small blocks
-/// from `allocate`, and maps large ones itself and registers them in pieces of that size.
+/// Core maps, pre-faults, caches and rounds. This trait only makes the vendor's calls. Each call may be slow and may stall
+/// the GPU calls of other threads. If the fact `register_piece_bytes` is not 0, core uses `allocate` for small blocks only.
+/// It maps large blocks itself and registers them in pieces of that size.
 ///
 /// # Safety
-/// Core makes slices of what `allocate` gives. So an implementation must keep `host.usable`, `host.aligned` and
-/// `memory.disjoint` (for host blocks): the block is as large as asked for, initialised, readable and writable, aligned,
-/// apart from every other live object, and stays so until `free`. Core unmaps what it has registered: so once `unregister` has
-/// succeeded, and where `register` was refused, neither the vendor nor a device uses the range.
+/// Core makes slices of the blocks that `allocate` returns. The implementation must therefore keep `host.usable`,
+/// `host.aligned` and, for host blocks, `memory.disjoint`. Until `free`, a block has the requested size, is initialized,
+/// readable, writable and aligned, and overlaps no other live object.
+///
+/// Core unmaps the ranges that it registered. So after `unregister` has succeeded, or `register` has failed, neither the
+/// vendor nor a device may use the range.
 #[cfg_attr(feature = "mockall", mockall::automock)]
 pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
     /// Allocates page-locked memory with unspecified contents.
     ///
-    /// - `host.usable`: the CPU can read and write every byte; every device can copy to and from it.
+    /// - `host.usable`: the CPU can read and write every byte, and every device can copy to and from it.
     /// - `host.aligned`: the address is a multiple of 64.
-    /// - `host.zero`: 0 bytes give `InvalidArgument`.
-    /// - `host.exhausted`: more than there is gives `OutOfMemory`, and nothing changes.
+    /// - `host.zero`: 0 bytes return `InvalidArgument`.
+    /// - `host.exhausted`: a request for more than is available returns `OutOfMemory` and changes nothing.
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr>;
 
-    /// Frees what `allocate` gave.
+    /// Frees a block of `allocate`.
     ///
-    /// - `host.free-counts`: `live_objects().host_allocations` goes down by one.
+    /// - `host.free-counts`: `live_objects().host_allocations` decreases by one.
     ///
     /// # Safety
-    /// `ptr` came from `allocate` of the same allocator, has not been freed, and nobody uses the memory any more,
-    /// outstanding device work included.
+    /// The caller must pass a block that `allocate` of this allocator returned and that has not been freed. No thread and no
+    /// outstanding device work may use the memory.
     unsafe fn free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Page-locks memory that somebody else allocated. Needs `host_register`.
+    /// Page-locks memory that other code allocated. Needs `host_register`.
     ///
-    /// - `host.register-copies`: within one registration, registered memory is copied as allocated memory is, from its first
-    ///   byte to its last; from one registration into another that touches it, no copy has to work.
-    /// - `host.register-overlap`: a range that overlaps one already registered gives `InvalidArgument`.
+    /// - `host.register-copies`: inside one registration, copies work as with allocated memory, from its first byte to its
+    ///   last; a copy that crosses into an adjacent registration need not work.
+    /// - `host.register-overlap`: a range that overlaps a registered one returns `InvalidArgument`.
     ///
     /// # Safety
-    /// The range is mapped, readable and writable, and stays so until `unregister`.
+    /// The caller must pass a mapped, readable and writable range, and must keep it so until `unregister`.
     unsafe fn register(&self, ptr: HostPtr, bytes: usize, options: &HostOptions) -> Result<()> {
         let _ = (ptr, bytes, options);
         Err(Error::lacks("register", "host_register"))
@@ -84,17 +86,17 @@ pub unsafe trait HostAllocator: Send + Sync + fmt::Debug {
 
     /// Undoes `register`.
     ///
-    /// - `host.unregister-unknown`: an address that `register` was not called with gives `InvalidPointer`.
+    /// - `host.unregister-unknown`: an address that was not passed to `register` returns `InvalidPointer`.
     ///
     /// # Safety
-    /// No device work that uses the range is outstanding.
+    /// The caller must ensure that no device work that uses the range is outstanding.
     unsafe fn unregister(&self, ptr: HostPtr) -> Result<()> {
         let _ = ptr;
         Err(Error::lacks("unregister", "host_register"))
     }
 
-    /// The address under which `device` sees page-locked memory; not always the CPU's.
+    /// Returns the address of page-locked memory on `device`, which may differ from the CPU's.
     ///
-    /// - `host.device-address`: the CPU's address where the fact `host_address_is_device_address` holds.
+    /// - `host.device-address`: it is the CPU's address if the fact `host_address_is_device_address` holds.
     fn device_address(&self, ptr: HostPtr, device: u32) -> Result<DevicePtr>;
 }

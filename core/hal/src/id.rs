@@ -1,10 +1,9 @@
-//! Ids instead of vendor pointers: streams, events and graphs cross the traits as small `Copy` values that the backend
-//! issues and checks on entry.
+//! Ids of streams, events and graphs: small `Copy` values that the backend issues, and checks on entry.
 //!
-//! An id names a slot, the slot's generation, the backend that issued it, and a device. A stale id (its object was
-//! destroyed), a foreign id (another backend issued it) and a forged one are told apart before the vendor is called,
-//! and what is remembered by id never meets a new object at an old address. Zero is never "none": generation and tag
-//! are non-zero, so `Option<StreamId>` is as small as `StreamId`.
+//! An id names a slot, the slot's generation, the backend that issued it, and a device. The backend rejects a stale id (its
+//! object was destroyed), a foreign id (another backend issued it) and a forged id before it calls the vendor. Unlike a
+//! pointer, an id never names a new object at an old address. Generation and tag are never zero, so `Option<StreamId>` is as
+//! small as `StreamId`.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -15,28 +14,28 @@ use parking_lot::RwLock;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Identifies one open backend within this process.
+/// The number of one open backend in this process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct BackendTag(NonZeroU32);
 
 impl BackendTag {
-    /// A tag that no other backend of this process has.
+    /// Returns a tag that no other backend of this process has.
     #[must_use]
     pub fn next() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         // Relaxed: only the uniqueness of the value matters.
         let value = NEXT.fetch_add(1, Ordering::Relaxed);
-        // After 2^32 - 1 backends the counter wraps; 0 is skipped by taking 1 again.
+        // After 2^32 - 1 backends the counter wraps. The tag 1 replaces 0.
         Self(NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN))
     }
 
-    /// The tag with this number, which is one that [`BackendTag::next`] gave in this process or in a plugin.
+    /// Returns the tag with this number, which [`BackendTag::next`] returned in this process or in a plugin.
     pub fn from_number(number: u32) -> Option<Self> {
         NonZeroU32::new(number).map(Self)
     }
 
-    /// The tag as a number, for logs and for the C table.
+    /// Returns the tag as a number, for logs and for the C table.
     #[must_use]
     pub const fn get(self) -> u32 {
         self.0.get()
@@ -49,13 +48,13 @@ impl fmt::Debug for BackendTag {
     }
 }
 
-/// What every id is made of.
+/// The parts of an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct IdParts {
     /// Index in the table of the backend.
     pub slot: u32,
-    /// Which object of that slot: grows each time the slot is used again.
+    /// Number of the object in that slot. It increases at each reuse of the slot.
     pub generation: NonZeroU32,
     /// The backend that issued the id.
     pub tag: BackendTag,
@@ -63,18 +62,17 @@ pub struct IdParts {
     pub device: u32,
 }
 
-/// An id of one kind of object, see [`IdTable`].
+/// The id of one kind of object. See [`IdTable`].
 pub trait ObjectId: Copy + fmt::Debug {
-    /// The kind of object, as it stands in messages.
+    /// The kind of object, for messages.
     const NAME: &'static str;
-    /// Puts an id together.
+    /// Makes an id from its parts.
     ///
     /// # Safety
-    /// Core frees memory by the answers to ids that it keeps to itself. So a forged id may only be given to a backend that
-    /// no `Runtime` uses at the time, or be one that cannot be such an id (of another backend, or
-    /// stale).
+    /// Core frees memory according to the answers to its own ids. The caller must pass a forged id only to a backend that no
+    /// `Runtime` uses at the time, or forge one that cannot be an id of core's (of another backend, or stale).
     unsafe fn from_parts(parts: IdParts) -> Self;
-    /// Takes the id apart.
+    /// Returns the parts of the id.
     fn parts(self) -> IdParts;
 }
 
@@ -86,13 +84,13 @@ macro_rules! object_id {
         pub struct $name(IdParts);
 
         impl $name {
-            /// Ordinal of the device that the object belongs to.
+            /// Returns the ordinal of the object's device.
             #[must_use]
             pub const fn device(self) -> u32 {
                 self.0.device
             }
 
-            /// The backend that issued the id.
+            /// Returns the tag of the backend that issued the id.
             #[must_use]
             pub const fn tag(self) -> BackendTag {
                 self.0.tag
@@ -124,12 +122,12 @@ object_id!(
     "stream"
 );
 object_id!(
-    /// An event: a mark in a stream that can be asked for and waited for.
+    /// An event: a point in a stream that can be queried and waited for.
     EventId,
     "event"
 );
 object_id!(
-    /// A captured graph, not yet executable.
+    /// A captured graph, which is not executable yet.
     GraphId,
     "graph"
 );
@@ -139,7 +137,7 @@ object_id!(
     "executable graph"
 );
 
-/// Slots from here on are not table slots but named constants.
+/// The first slot that is not a slot of a table but a named constant.
 pub const FIRST_NAMED_SLOT: u32 = u32::MAX - 15;
 /// The slot of a device's legacy default stream.
 pub const LEGACY_SLOT: u32 = u32::MAX - 1;
@@ -147,32 +145,32 @@ pub const LEGACY_SLOT: u32 = u32::MAX - 1;
 pub const PER_THREAD_SLOT: u32 = u32::MAX - 2;
 
 impl StreamId {
-    /// The vendor's legacy default stream of `device`.
+    /// Returns the id of the vendor's legacy default stream of `device`.
     #[must_use]
     pub const fn legacy_default(tag: BackendTag, device: u32) -> Self {
         Self(IdParts { slot: LEGACY_SLOT, generation: NonZeroU32::MIN, tag, device })
     }
 
-    /// The vendor's per-thread default stream of `device`, a different stream in each thread.
+    /// Returns the id of the vendor's per-thread default stream of `device`, which is another stream in each thread.
     #[must_use]
     pub const fn per_thread_default(tag: BackendTag, device: u32) -> Self {
         Self(IdParts { slot: PER_THREAD_SLOT, generation: NonZeroU32::MIN, tag, device })
     }
 
-    /// Whether this is [`StreamId::legacy_default`].
+    /// Returns true for [`StreamId::legacy_default`].
     #[must_use]
     pub const fn is_legacy_default(self) -> bool {
         self.0.slot == LEGACY_SLOT
     }
 
-    /// Whether this is [`StreamId::per_thread_default`].
+    /// Returns true for [`StreamId::per_thread_default`].
     #[must_use]
     pub const fn is_per_thread_default(self) -> bool {
         self.0.slot == PER_THREAD_SLOT
     }
 }
 
-/// The table in which a backend keeps the objects of one kind: it issues the ids and checks them on entry.
+/// A backend's table of the objects of one kind. It issues the ids, and checks them on entry.
 #[derive(Debug)]
 pub struct IdTable<I, T> {
     tag: BackendTag,
@@ -195,17 +193,17 @@ struct Slot<T> {
 }
 
 impl<I: ObjectId, T> IdTable<I, T> {
-    /// An empty table of the backend `tag`.
+    /// Returns an empty table of the backend `tag`.
     #[must_use]
     pub fn new(tag: BackendTag) -> Self {
         let slots = Slots { entries: Vec::new(), free: Vec::new(), live: 0 };
         Self { tag, slots: RwLock::new(slots), kind: std::marker::PhantomData }
     }
 
-    /// Takes in an object of `device` and issues its id.
+    /// Inserts an object of `device` and returns its id.
     ///
     /// # Errors
-    /// `OutOfMemory` when all slots (over four thousand million) are taken.
+    /// `OutOfMemory` if all slots (over four billion) are in use.
     pub fn insert(&self, operation: &'static str, device: u32, object: Arc<T>) -> Result<I> {
         let mut slots = self.slots.write();
         let slot = match slots.free.pop() {
@@ -223,11 +221,11 @@ impl<I: ObjectId, T> IdTable<I, T> {
         let entry = &mut slots.entries[slot as usize];
         entry.device = device;
         entry.object = Some(object);
-        // SAFETY: this is no forgery: the table is the backend's, and the slot holds the object from here on.
+        // SAFETY: the id is not forged, because the backend's own table now holds its object.
         Ok(unsafe { I::from_parts(IdParts { slot, generation: entry.generation, tag, device }) })
     }
 
-    /// The object of `id`.
+    /// Returns the object of `id`.
     ///
     /// # Errors
     /// `InvalidHandle` for a stale, foreign or forged id.
@@ -244,7 +242,7 @@ impl<I: ObjectId, T> IdTable<I, T> {
         self.slots.read().find(self.tag, operation, id).map(|_| ())
     }
 
-    /// Takes the object of `id` out; from here on the id is stale.
+    /// Removes the object of `id`, which is stale afterwards.
     ///
     /// # Errors
     /// As [`IdTable::get`].
@@ -254,7 +252,7 @@ impl<I: ObjectId, T> IdTable<I, T> {
         let slot = id.parts().slot;
         let entry = &mut slots.entries[slot as usize];
         let object = entry.object.take();
-        // A slot whose generations are used up is never issued again.
+        // A slot that has used all its generations is never issued again.
         if let Some(next) = entry.generation.checked_add(1) {
             entry.generation = next;
             slots.free.push(slot);
@@ -263,19 +261,19 @@ impl<I: ObjectId, T> IdTable<I, T> {
         object.ok_or_else(|| stale::<I>(operation, id))
     }
 
-    /// How many objects are in the table.
+    /// Returns the number of objects in the table.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slots.read().live
     }
 
-    /// Whether the table holds no object.
+    /// Returns true if the table is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Every object in the table, in the order of slots.
+    /// Returns every object in the table, in the order of the slots.
     #[must_use]
     pub fn objects(&self) -> Vec<Arc<T>> {
         self.slots.read().entries.iter().filter_map(|slot| slot.object.clone()).collect()

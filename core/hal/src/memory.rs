@@ -1,4 +1,4 @@
-//! Addresses, and the plain values that describe device memory, copies and fills.
+//! Addresses, and the values that describe device memory, copies and fills.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -6,34 +6,34 @@ use std::ptr::NonNull;
 use crate::id::StreamId;
 use crate::ipc::Transport;
 
-/// An address in a device's memory. It may not be read by the CPU.
+/// An address in a device's memory. The CPU cannot read it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct DevicePtr(u64);
 
 impl DevicePtr {
-    /// The address with the number `address`.
+    /// Returns the address with the number `address`.
     #[must_use]
     pub const fn new(address: u64) -> Self {
         Self(address)
     }
 
-    /// The address as a number.
+    /// Returns the address as a number.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// The address `bytes` further on; saturates at the end of the address space, where no block is.
+    /// Returns the address `bytes` higher. Saturates at the end of the address space, where no block is.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {
         Self(self.0.saturating_add(bytes as u64))
     }
 
-    /// Whether the address is a multiple of `alignment`.
+    /// Returns true if the address is a multiple of `alignment`.
     #[must_use]
     pub const fn is_aligned_to(self, alignment: usize) -> bool {
-        // Alignments are powers of two nearly always, for which no division is needed.
+        // Nearly all alignments are powers of two, which need no division.
         if alignment.is_power_of_two() {
             self.0 & (alignment as u64 - 1) == 0
         } else {
@@ -53,32 +53,31 @@ impl fmt::Debug for DevicePtr {
 #[repr(transparent)]
 pub struct HostPtr(NonNull<u8>);
 
-// SAFETY: a `HostPtr` is an address and gives no access by itself; every method that follows it is an `unsafe fn` whose
-// contract names who may touch the memory and when.
+// SAFETY: a `HostPtr` is only an address. Every method that follows it is an `unsafe fn`, whose contract states the access.
 unsafe impl Send for HostPtr {}
 // SAFETY: as above.
 unsafe impl Sync for HostPtr {}
 
 impl HostPtr {
-    /// The address `pointer`.
+    /// Returns the address of `pointer`.
     #[must_use]
     pub const fn new(pointer: NonNull<u8>) -> Self {
         Self(pointer)
     }
 
-    /// The address as a pointer.
+    /// Returns the address as a pointer.
     #[must_use]
     pub const fn as_ptr(self) -> *mut u8 {
         self.0.as_ptr()
     }
 
-    /// The address `bytes` further on; saturates at the end of the address space, where no block is.
+    /// Returns the address `bytes` higher. Saturates at the end of the address space, where no block is.
     #[must_use]
     pub fn offset(self, bytes: usize) -> Self {
         Self(self.0.map_addr(|address| address.saturating_add(bytes)))
     }
 
-    /// The address as a number.
+    /// Returns the address as a number.
     #[must_use]
     pub fn address(self) -> usize {
         self.0.as_ptr().addr()
@@ -91,24 +90,24 @@ impl fmt::Debug for HostPtr {
     }
 }
 
-/// How to allocate device memory, for [`Backend::allocate`](crate::Backend::allocate).
+/// Options of an allocation of device memory, for [`Backend::allocate`](crate::Backend::allocate).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AllocateOptions {
-    /// How many bytes; not 0.
+    /// Number of bytes; not 0.
     pub bytes: usize,
-    /// Which kind of memory.
+    /// Kind of memory.
     pub kind: DeviceMemoryKind,
 }
 
 impl AllocateOptions {
-    /// `bytes` of plain memory.
+    /// Returns options of `bytes` of plain memory.
     #[must_use]
     pub const fn new(bytes: usize) -> Self {
         Self { bytes, kind: DeviceMemoryKind::Plain }
     }
 
-    /// The same with another kind of memory.
+    /// Sets the kind of memory.
     #[must_use]
     pub const fn with_kind(mut self, kind: DeviceMemoryKind) -> Self {
         self.kind = kind;
@@ -120,12 +119,12 @@ impl AllocateOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceMemoryKind {
-    /// Usable from every stream at once; may be slow to allocate and free.
+    /// Memory that every stream can use at once. Allocating and freeing it may be slow.
     Plain,
-    /// Plain, and other processes may open it by this transport, which a vendor fixes when it allocates.
+    /// Plain memory that other processes can open by this transport. Vendors fix the transport at the allocation.
     Shareable(Transport),
-    /// Allocated in the order of this stream. Work enqueued on the stream after the call may use it, and so may work
-    /// that an event orders after that. See the clause `memory.stream-ordered` of
+    /// Memory that is allocated in the order of this stream. Work enqueued on the stream after the call may use it, and so
+    /// may work that an event orders after that. See the clause `memory.stream-ordered` of
     /// [`Backend::allocate`](crate::Backend::allocate).
     StreamOrdered(StreamId),
 }
@@ -133,9 +132,9 @@ pub enum DeviceMemoryKind {
 /// Free and total memory of a device, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes that can be allocated now, if fragmentation allows it.
+    /// Bytes that can be allocated now, if fragmentation permits.
     pub free: u64,
-    /// Bytes that the device has.
+    /// Bytes of the device's memory.
     pub total: u64,
 }
 
@@ -148,25 +147,25 @@ pub enum Location {
     Device {
         /// Ordinal of the device.
         device: u32,
-        /// Where in its memory.
+        /// Address in its memory.
         ptr: DevicePtr,
     },
 }
 
-/// A copy of bytes, for [`Backend::copy`](crate::Backend::copy). Source and destination do not overlap.
+/// A copy of bytes, for [`Backend::copy`](crate::Backend::copy). Its two sides do not overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryCopy {
-    /// Where to.
+    /// Destination.
     pub dst: Location,
-    /// Where from.
+    /// Source.
     pub src: Location,
-    /// How many bytes; 0 copies nothing and is no error.
+    /// Number of bytes. With 0, the copy succeeds and copies nothing.
     pub bytes: usize,
 }
 
 impl MemoryCopy {
-    /// A copy of `bytes` from `src` to `dst`.
+    /// Returns a copy of `bytes` from `src` to `dst`.
     #[must_use]
     pub const fn new(dst: Location, src: Location, bytes: usize) -> Self {
         Self { dst, src, bytes }
@@ -177,25 +176,25 @@ impl MemoryCopy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryFill {
-    /// Ordinal of the device; the stream belongs to it.
+    /// Ordinal of the device, to which the stream belongs.
     pub device: u32,
     /// First byte; a multiple of the pattern's size.
     pub dst: DevicePtr,
     /// The element.
     pub pattern: FillPattern,
-    /// How many elements; 0 fills nothing and is no error.
+    /// Number of elements. With 0, the fill succeeds and writes nothing.
     pub count: usize,
 }
 
 impl MemoryFill {
-    /// A fill of `count` elements at `dst`.
+    /// Returns a fill of `count` elements at `dst`.
     #[must_use]
     pub const fn new(device: u32, dst: DevicePtr, pattern: FillPattern, count: usize) -> Self {
         Self { device, dst, pattern, count }
     }
 }
 
-/// The element of a fill: 1, 2 or 4 bytes, as both vendors offer it.
+/// The element of a fill. Both vendors offer 1, 2 and 4 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FillPattern {
     /// One byte.
@@ -207,7 +206,7 @@ pub enum FillPattern {
 }
 
 impl FillPattern {
-    /// Size of the element in bytes.
+    /// Returns the size of the element in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {

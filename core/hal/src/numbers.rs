@@ -1,4 +1,4 @@
-//! The numbers that stand for kinds of errors, choices and abilities. They are given once and for ever.
+//! The numbers of the enums and the capabilities in the C table. A number never changes.
 
 use crate::{
     AtomicsMode, BlasKind, Capabilities, CaptureMode, Completion, DataType, DeviceMemoryKind, Epilogue, ErrorKind,
@@ -8,7 +8,7 @@ use crate::{
 /// A named number of the header.
 #[derive(Debug, Clone, Copy)]
 pub struct Constant {
-    /// Without `HW_`.
+    /// Its name, without `HW_`.
     pub name: &'static str,
     /// Its value.
     pub value: u64,
@@ -16,15 +16,15 @@ pub struct Constant {
     pub rust: &'static str,
 }
 
-/// A choice that crosses as a number.
+/// An enum that has a number for each value.
 pub trait Coded: Copy + 'static {
-    /// Every choice. Other crates must match these enums with a wildcard; their tests walk this list instead.
+    /// Every value. Other crates must match these enums with a wildcard, so their tests iterate over this list.
     const ALL: &'static [Self];
-    /// What it is a choice of, in words.
+    /// The name of the enum in words.
     const WHAT: &'static str;
-    /// Its number.
+    /// Returns the number of the value.
     fn code(self) -> u32;
-    /// The choice of a number, where there is one.
+    /// Returns the value with this number, if there is one.
     fn of(code: u32) -> Option<Self>;
 }
 
@@ -45,7 +45,7 @@ macro_rules! coded {
             }
         })+
 
-        /// The numbers of every choice, by kind of choice.
+        /// The numbers of the values of each enum.
         pub const CHOICES: &[(&str, &[Constant])] = &[
             $(($what, &[$(Constant { name: $name, value: $code, rust: stringify!($variant) }),+])),+
         ];
@@ -153,12 +153,12 @@ macro_rules! bits {
             /// Every bit by its name.
             pub const NAMES: &'static [Constant] = &[$(Constant { name: $name, value: 1 << $bit, rust: stringify!($field) }),+];
 
-            /// The set of those that are true.
+            /// Returns the set of the fields that are true.
             pub fn of(capabilities: &Capabilities) -> u64 {
                 0 $(| u64::from(capabilities.$field) << $bit)+
             }
 
-            /// Makes those true that are in the set, and the others false.
+            /// Sets the fields in the set to true and the others to false.
             pub fn put(set: u64, capabilities: &mut Capabilities) {
                 $(capabilities.$field = set & 1 << $bit != 0;)+
             }
@@ -167,7 +167,7 @@ macro_rules! bits {
 }
 
 bits! {
-    /// Abilities of a device, as bits.
+    /// The abilities of a device as bits.
     Abilities abilities {
         gemm_f32 "CAN_GEMM_F32" = 0,
         gemm_f64 "CAN_GEMM_F64" = 1,
@@ -192,7 +192,7 @@ bits! {
         per_thread_default_stream "CAN_PER_THREAD_DEFAULT_STREAM" = 20,
         foreign_objects "CAN_FOREIGN_OBJECTS" = 21,
     }
-    /// Facts about a device, as bits.
+    /// The facts about a device as bits.
     Facts facts {
         set_stream_resets_workspace "FACT_SET_STREAM_RESETS_WORKSPACE" = 0,
         handle_per_stream "FACT_HANDLE_PER_STREAM" = 1,

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Returns bytes from the system's random numbers.
+/// Returns random bytes of the operating system.
 ///
 /// # Errors
 /// [`ErrorKind::OperatingSystem`] if the system refuses.

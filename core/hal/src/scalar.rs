@@ -1,10 +1,10 @@
-//! What may lie in a buffer, and what may be multiplied.
+//! Types of the elements of buffers and products.
 
 use bytemuck::Pod;
 
 use crate::blas::{DataType, GemmShape};
 
-/// Values that devices may copy and overwrite bit by bit: any bit pattern is a value. Implemented for all such types.
+/// Types of which every bit pattern is a value, so that devices may copy and overwrite them. Implemented for all such types.
 pub trait Element: Pod + Send + Sync {}
 
 impl<T: Pod + Send + Sync> Element for T {}
@@ -17,11 +17,11 @@ mod sealed {
     impl Sealed for half::bf16 {}
 }
 
-/// Numbers that BLAS multiplies.
+/// Types of numbers that BLAS multiplies.
 pub trait Scalar: Element + sealed::Sealed {
-    /// The type as the traits name it.
+    /// The name of the type in the traits.
     const DATA_TYPE: DataType;
-    /// The value in the width of `alpha` and `beta`; exact.
+    /// Converts the number, exactly, to the type of `alpha` and `beta`.
     fn to_f64(self) -> f64;
 }
 
@@ -41,7 +41,7 @@ impl Scalar for f64 {
     }
 }
 
-/// IEEE half precision, as the [`half`] crate has it; products are accumulated in 32 bits.
+/// IEEE half precision of the [`half`] crate. Products sum in 32 bits.
 impl Scalar for half::f16 {
     const DATA_TYPE: DataType = DataType::F16;
     #[inline]
@@ -50,25 +50,25 @@ impl Scalar for half::f16 {
     }
 }
 
-/// bfloat16, as the [`half`] crate has it; products are accumulated in 32 bits.
+/// bfloat16 of the [`half`] crate. Products sum in 32 bits.
 impl Scalar for half::bf16 {
     const DATA_TYPE: DataType = DataType::Bf16;
     #[inline]
     fn to_f64(self) -> f64 {
-        // It is the upper half of an `f32`. The crate's own conversion is no part of the caller's code.
+        // It is the upper half of an `f32`. Unlike the crate's own conversion, this is inlined in the caller's code.
         f64::from(f32::from_bits(u32::from(self.to_bits()) << 16))
     }
 }
 
 impl GemmShape {
-    /// One product of packed matrices of `T`, nothing transposed: [`GemmShape::new`] with `T`'s data type.
+    /// Returns the shape of one product of packed matrices of `T`, without transposition. See [`GemmShape::new`].
     #[must_use]
     pub const fn of<T: Scalar>(m: usize, n: usize, k: usize) -> Self {
         Self::new(T::DATA_TYPE, m, n, k)
     }
 
-    /// One product of packed matrices, nothing transposed, with factors of `T` and a result of `R`:
-    /// [`GemmShape::with_output`] by types.
+    /// Returns the shape of one product of packed matrices, without transposition, with factors of `T` and a result of `R`.
+    /// See [`GemmShape::with_output`].
     ///
     /// ```
     /// use half::bf16;

@@ -1,4 +1,4 @@
-//! Makes foreign text safe to show: names of files, values of variables, answers of plugins and libraries.
+//! Safe display of foreign text: file names, values of variables, messages of plugins and libraries.
 
 use std::ffi::OsStr;
 use std::fmt::{self, Write as _};
@@ -9,7 +9,7 @@ const MOST_CHARACTERS: usize = 200;
 /// The number of those from the end, because a path ends in the name of its file.
 const AT_THE_END: usize = 60;
 
-/// Displays text of another origin without harm to a terminal, and never at length.
+/// Displays foreign text without harm to a terminal, and cuts a long one.
 ///
 /// Escapes control characters (C1 included), characters that reorder or hide text, and bytes that are not UTF-8: `\n`,
 /// `\u{1b}`, `\xff`. Shows the first 140 and the last 60 of more than 200 characters, with the number of the others
@@ -49,9 +49,9 @@ impl fmt::Display for Foreign<'_> {
     }
 }
 
-/// The same for a text of this crate that contains foreign text. Its line breaks stay, and it is not cut.
+/// Escapes the foreign parts of the program's own text. Keeps its line breaks and its length.
 ///
-/// Callers display names in it with [`display_foreign`]; this catches the ones that they missed.
+/// Callers use [`display_foreign`] for the foreign parts. This escapes those that they missed.
 #[must_use]
 pub fn harmless(text: String) -> String {
     let harms = |c: char| c != '\n' && is_harmful(c);
@@ -74,7 +74,7 @@ fn push(shown: &mut String, c: char) -> fmt::Result {
     }
 }
 
-/// Returns whether a terminal may obey the character instead of showing it, or a reader may not see it.
+/// Returns true if a terminal may obey the character, or a reader may not see it.
 fn is_harmful(c: char) -> bool {
     c.is_control()
         || matches!(c,

@@ -1,22 +1,22 @@
-//! The answer of a backend that cannot be opened.
+//! The error of a backend that cannot be opened.
 
 use std::fmt;
 
 use crate::error::Error;
 use crate::text::display_foreign;
 
-/// A name that was tried, and what the loader said.
+/// A name that the loader could not open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenFailure {
     /// The name or path given to the loader.
     pub name: String,
-    /// The loader's own words.
+    /// The loader's message.
     pub reason: String,
 }
 
 impl OpenFailure {
-    /// A name, with the loader's words.
+    /// Returns a name with the loader's message.
     #[must_use]
     pub const fn new(name: String, reason: String) -> Self {
         Self { name, reason }
@@ -25,7 +25,7 @@ impl OpenFailure {
 
 impl fmt::Display for OpenFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The loader mostly begins with the name itself.
+        // Most messages of the loader begin with the name.
         let Self { name, reason } = self;
         if reason.starts_with(name) {
             let rest = &reason[name.len()..];
@@ -36,22 +36,21 @@ impl fmt::Display for OpenFailure {
     }
 }
 
-/// Why a vendor cannot be used, with an account of what was tried on the way.
+/// The reason why a vendor's backend does not open, with the libraries that it tried.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{error}")]
 #[non_exhaustive]
 pub struct Unavailable {
-    /// What was missing: `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, or `Unsupported` where what was
-    /// found is too old.
+    /// The error: `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, or `Unsupported` for a library that is too old.
     pub error: Error,
-    /// Every name that was tried and did not open, in the order of the attempts.
+    /// Every name that did not open, in the order of the attempts.
     pub tried: Vec<OpenFailure>,
     /// The libraries that did open, in the order of the attempts.
     pub opened: Vec<String>,
 }
 
 impl Unavailable {
-    /// `error`, with the names that did not open and those that did.
+    /// Returns `error` with the names that did not open and the libraries that did.
     #[must_use]
     pub const fn new(error: Error, tried: Vec<OpenFailure>, opened: Vec<String>) -> Self {
         Self { error, tried, opened }
@@ -65,7 +64,7 @@ impl From<Unavailable> for Error {
 }
 
 impl From<Error> for Unavailable {
-    /// A backend that failed for a reason that has nothing to do with libraries.
+    /// Converts an error that no library caused.
     fn from(error: Error) -> Self {
         Self::new(error, Vec::new(), Vec::new())
     }

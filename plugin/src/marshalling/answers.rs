@@ -1,0 +1,210 @@
+//! Structs that the plugin answers with.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::super::codes::{Abilities, Coded, Facts};
+use super::super::link::Link;
+use super::super::raw::*;
+use super::descriptors::{give_descriptor, take_descriptor};
+use super::{Answer, Tags, bytes_of, choice, flag};
+use highwater_hal::{
+    Capabilities, DeviceInfo, EventHandle, Identity, LiveObjects, MemoryHandle, MemoryInfo, Transport, Transports,
+};
+
+/// Answers that are written behind a pointer: the plugin's lowering, and the program's lifting.
+macro_rules! structs_out {
+    ($($type:ty as $raw:ident: |$value:ident, $tags:ident| $lower:block, |$read:ident, $link:ident| $lift:block)*) => {$(
+        impl Answer for $type {
+            type Slot = $raw;
+            fn empty() -> $raw {
+                // SAFETY: any bytes are a value of the struct (`Sized64`).
+                let mut empty: $raw = unsafe { std::mem::zeroed() };
+                empty.size = bytes_of::<$raw>();
+                empty
+            }
+            unsafe fn put(self, slot: *mut $raw, $tags: Tags) -> Result<(), String> {
+                let _ = $tags;
+                let $value = self;
+                let raw: $raw = $lower;
+                // SAFETY: the caller ensures it.
+                unsafe { write_sized(slot, &raw) }
+            }
+            fn lift($read: $raw, $link: &Arc<Link>) -> Result<Self, String> {
+                let _ = $link;
+                if $read.size > bytes_of::<$raw>() {
+                    return Err(format!("a `{}` of {} bytes, more than there was room for", <$raw as Sized64>::NAME, $read.size));
+                }
+                $lift
+            }
+        }
+    )*};
+}
+
+structs_out! {
+    Identity as RawIdentity:
+        |identity, tags| {
+            let versions: Vec<String> = identity.versions.iter().map(|(what, version)| format!("{what}\t{version}")).collect();
+            RawIdentity {
+                size: bytes_of::<RawIdentity>(),
+                real_device: u32::from(identity.real_device),
+                reserved: 0,
+                name: Text::new(&identity.name),
+                description: Text::new(&identity.description),
+                versions: Text::new(&versions.join("\n")),
+                blas_workspace_variables: Text::new(&identity.blas_workspace_variables.join("\n")),
+                lt_workspace_variables: Text::new(&identity.lt_workspace_variables.join("\n")),
+            }
+        },
+        |raw, link| {
+            let mut identity = Self::new(raw.name.read()?, raw.description.read()?, link.tag());
+            identity.real_device = flag(raw.real_device, "`real_device`")?;
+            let versions = raw.versions.read()?;
+            let version = |line: &str| {
+                let (what, version) = line.split_once('\t').ok_or_else(|| format!("the version `{line}` without a tab"))?;
+                Ok::<_, String>((what.to_owned(), version.to_owned()))
+            };
+            identity.versions = versions.lines().map(version).collect::<Result<_, _>>()?;
+            identity.blas_workspace_variables = names(&raw.blas_workspace_variables.read()?);
+            identity.lt_workspace_variables = names(&raw.lt_workspace_variables.read()?);
+            Ok(identity)
+        }
+    MemoryInfo as RawMemoryInfo:
+        |info, tags| { RawMemoryInfo { size: bytes_of::<RawMemoryInfo>(), free: info.free, total: info.total } },
+        |raw, link| { Ok(Self { free: raw.free, total: raw.total }) }
+    LiveObjects as RawLiveObjects:
+        |live, tags| {
+            RawLiveObjects {
+                size: bytes_of::<RawLiveObjects>(),
+                streams: live.streams,
+                events: live.events,
+                handles: live.handles,
+                allocations: live.allocations,
+                host_allocations: live.host_allocations,
+                graphs: live.graphs,
+                mappings: live.mappings,
+                descriptors: live.descriptors,
+                shared_files: live.shared_files,
+            }
+        },
+        |raw, link| {
+            let mut live = Self::default();
+            live.streams = raw.streams;
+            live.events = raw.events;
+            live.handles = raw.handles;
+            live.allocations = raw.allocations;
+            live.host_allocations = raw.host_allocations;
+            live.graphs = raw.graphs;
+            live.mappings = raw.mappings;
+            live.descriptors = raw.descriptors;
+            live.shared_files = raw.shared_files;
+            Ok(live)
+        }
+    DeviceInfo as RawDeviceInfo:
+        |info, tags| {
+            RawDeviceInfo {
+                size: bytes_of::<RawDeviceInfo>(),
+                memory_bytes: info.memory_bytes,
+                ordinal: info.ordinal,
+                numa_node: info.numa_node.unwrap_or(0),
+                has_numa_node: u32::from(info.numa_node.is_some()),
+                reserved: 0,
+                uuid: info.uuid,
+                name: Text::new(&info.name),
+                pci_address: Text::new(info.pci_address.as_deref().unwrap_or("")),
+                architecture: Text::new(&info.architecture),
+            }
+        },
+        |raw, link| {
+            let mut info = Self::new(raw.ordinal, raw.name.read()?, raw.uuid, raw.memory_bytes);
+            info.pci_address = Some(raw.pci_address.read()?).filter(|address| !address.is_empty());
+            info.numa_node = flag(raw.has_numa_node, "`has_numa_node`")?.then_some(raw.numa_node);
+            info.architecture = raw.architecture.read()?;
+            Ok(info)
+        }
+    Capabilities as RawCapabilities:
+        |capabilities, tags| {
+            let transports = TRANSPORTS.into_iter().filter(|transport| capabilities.ipc_transports.contains(*transport));
+            RawCapabilities {
+                size: bytes_of::<RawCapabilities>(),
+                abilities: Abilities::of(&capabilities),
+                facts: Facts::of(&capabilities),
+                ipc_transports: transports.fold(0, |set, transport| set | 1 << transport.code()),
+                reserved: 0,
+                register_piece_bytes: capabilities.register_piece_bytes as u64,
+                workspace_alignment: capabilities.workspace_alignment as u64,
+                blas_workspace_bytes: capabilities.blas_workspace_bytes as u64,
+                lt_workspace_bytes: capabilities.lt_workspace_bytes as u64,
+            }
+        },
+        |raw, link| {
+            if !raw.workspace_alignment.is_power_of_two() {
+                return Err(format!("a `workspace_alignment` of {}; expected is a power of two", raw.workspace_alignment));
+            }
+            let mut capabilities = Self::none();
+            Abilities::put(raw.abilities, &mut capabilities);
+            Facts::put(raw.facts, &mut capabilities);
+            let transports = TRANSPORTS.into_iter().filter(|transport| raw.ipc_transports & 1 << transport.code() != 0);
+            capabilities.ipc_transports = transports.fold(Transports::NONE, Transports::with);
+            capabilities.register_piece_bytes = raw.register_piece_bytes as usize;
+            capabilities.workspace_alignment = raw.workspace_alignment as usize;
+            capabilities.blas_workspace_bytes = raw.blas_workspace_bytes as usize;
+            capabilities.lt_workspace_bytes = raw.lt_workspace_bytes as usize;
+            Ok(capabilities)
+        }
+    MemoryHandle as RawMemoryHandle:
+        |handle, tags| {
+            let (descriptor, descriptor_token) = give_descriptor(handle.descriptor)?;
+            RawMemoryHandle {
+                size: bytes_of::<RawMemoryHandle>(),
+                bytes: handle.bytes,
+                transport: handle.transport.code(),
+                descriptor,
+                device_uuid: handle.device_uuid,
+                payload: handle.payload,
+                descriptor_token,
+            }
+        },
+        |raw, link| {
+            let descriptor = take_descriptor(raw.descriptor, raw.descriptor_token, link)?;
+            let mut handle = Self::new(choice(raw.transport)?, raw.device_uuid, raw.bytes, raw.payload);
+            handle.descriptor = descriptor;
+            Ok(handle)
+        }
+    EventHandle as RawEventHandle:
+        |handle, tags| {
+            let (descriptor, descriptor_token) = give_descriptor(handle.descriptor)?;
+            RawEventHandle {
+                size: bytes_of::<RawEventHandle>(),
+                descriptor,
+                reserved: 0,
+                device_uuid: handle.device_uuid,
+                payload: handle.payload,
+                descriptor_token,
+            }
+        },
+        |raw, link| {
+            let descriptor = take_descriptor(raw.descriptor, raw.descriptor_token, link)?;
+            let mut handle = Self::new(raw.device_uuid, raw.payload);
+            handle.descriptor = descriptor;
+            Ok(handle)
+        }
+}
+
+/// Returns the lines of a text, for the life of the process. Each text is kept once, however often a backend is opened.
+fn names(lines: &str) -> &'static [&'static str] {
+    static KEPT: Mutex<BTreeMap<String, &'static [&'static str]>> = Mutex::new(BTreeMap::new());
+    let mut kept = KEPT.lock();
+    if let Some(names) = kept.get(lines) {
+        return names;
+    }
+    let text: &'static str = Box::leak(lines.to_owned().into_boxed_str());
+    let names: &'static [&'static str] = Box::leak(text.lines().collect());
+    kept.insert(lines.to_owned(), names);
+    names
+}
+
+/// Every transport of this version.
+const TRANSPORTS: [Transport; 3] = [Transport::Legacy, Transport::Descriptor, Transport::Fabric];
