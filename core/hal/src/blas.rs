@@ -157,7 +157,7 @@ impl GemmShape {
     /// The same product with a result of another type than the factors'. Needs `gemm_mixed` where the two differ.
     ///
     /// ```
-    /// use highwater_core::{DataType, GemmShape};
+    /// use highwater_hal::{DataType, GemmShape};
     ///
     /// let shape = GemmShape::new(DataType::Bf16, 2, 2, 2).with_output(DataType::F32);
     /// assert!(shape.is_mixed());

@@ -21,7 +21,7 @@ include!(concat!(env!("OUT_DIR"), "/clauses.rs"));
 /// Every clause, in the order of the traits.
 ///
 /// ```
-/// let order = highwater_core::clauses().iter().find(|clause| clause.id == "stream.order").unwrap();
+/// let order = highwater_hal::clauses().iter().find(|clause| clause.id == "stream.order").unwrap();
 /// assert_eq!((order.of, order.method), ("Backend", Some("create_stream")));
 /// ```
 #[must_use]

@@ -12,7 +12,7 @@ pub const HINT: &str =
 /// Returns whether this process may make a file of `bytes`.
 ///
 /// ```
-/// assert!(highwater_core::file_limit::allows(0));
+/// assert!(highwater_hal::file_limit::allows(0));
 /// ```
 #[must_use]
 pub fn allows(bytes: u64) -> bool {

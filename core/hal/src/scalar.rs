@@ -72,7 +72,7 @@ impl GemmShape {
     ///
     /// ```
     /// use half::bf16;
-    /// use highwater_core::{DataType, GemmShape};
+    /// use highwater_hal::{DataType, GemmShape};
     ///
     /// let shape = GemmShape::mixed::<bf16, f32>(4, 5, 6);
     /// assert_eq!((shape.data_type, shape.output), (DataType::Bf16, DataType::F32));

@@ -4,7 +4,7 @@
 /// file (`AT_SECURE`). Such a program must not follow its environment to files and code.
 ///
 /// ```
-/// assert!(!highwater_core::secure_execution());
+/// assert!(!highwater_hal::secure_execution());
 /// ```
 #[must_use]
 pub fn secure_execution() -> bool {

@@ -18,7 +18,7 @@ const AT_THE_END: usize = 60;
 /// Displaying an uncut result again changes nothing.
 ///
 /// ```
-/// use highwater_core::display_foreign;
+/// use highwater_hal::display_foreign;
 /// assert_eq!(display_foreign("libacme.so").to_string(), "libacme.so");
 /// assert_eq!(display_foreign("\u{1b}[2Jgone\n").to_string(), r"\u{1b}[2Jgone\n");
 /// let long = display_foreign(&"x".repeat(1000)).to_string();
