@@ -1,4 +1,4 @@
-//! One process loads values into device memory, another one uses them there: `cargo run --example share`.
+//! Shares device memory between two processes: `cargo run --example share`.
 //!
 //! The second process is this program, started again with the ticket as its argument.
 
@@ -11,7 +11,7 @@ use highwater::{Fallback, Result, Runtime, Ticket};
 const VALUES: usize = 1 << 20;
 
 fn main() -> Result<()> {
-    // A real device where one works, else the mock.
+    // A real device if one works, else the mock.
     let runtime = Runtime::open_best(Fallback::Mock)?;
     match std::env::args().nth(1) {
         Some(ticket) => add(&runtime, &ticket.parse()?),
@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// Shares a buffer and sees what the other process has made of it.
+/// Shares a buffer, and reads the values that the other process wrote to it.
 fn share(runtime: &Runtime) -> Result<()> {
     let device = runtime.device(0)?;
     let stream = device.create_stream()?;

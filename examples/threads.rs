@@ -1,4 +1,4 @@
-//! Threads that share one device: each has a stream, handles come from the pool, and weights are uploaded once.
+//! Shares one device between threads: each has a stream, handles come from the pool, and the weights are uploaded once.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ fn main() -> Result<()> {
     let uploaded = uploads.record()?;
     let layer = |input: [f32; 2]| -> Result<Vec<f32>> {
         let stream = device.create_stream()?;
-        stream.wait(&uploaded)?; // the device waits, not this thread
+        stream.wait(&uploaded)?; // The device waits, not this thread.
         let (input, output) = (stream.upload(&input)?, device.allocate::<f32>(3)?);
         let shape = GemmShape::of::<f32>(3, 1, 2);
         let bias = Some((&bias).into());

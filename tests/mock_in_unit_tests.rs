@@ -1,5 +1,4 @@
-//! How the backend `mock` serves a unit test: real results without a GPU, faults where the test wants them, and a count
-//! of every call.
+//! The backend `mock` in unit tests: real results without a GPU, faults on request, and a count of every call.
 
 #![cfg(feature = "mock")]
 #![forbid(unsafe_code)]

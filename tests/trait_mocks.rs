@@ -1,5 +1,5 @@
-//! The ready-made `mockall` mocks of the four traits (feature `mockall` of `highwater-core`), for code that takes a trait
-//! and whose calls a test wants to script. The backend `mock` is for everything else: it computes real results.
+//! The `mockall` mocks of the four traits (feature `mockall` of `highwater-hal`), for tests that script single calls. The
+//! backend `mock` serves all other tests: it computes real results.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use highwater::{Capabilities, DeviceInfo, Error, ErrorKind, GemmShape, Result, R
 use mockall::predicate::{always, eq};
 use mockall::{Sequence, predicate};
 
-/// A backend with one device that answers what every runtime asks.
+/// Returns a backend with one device that answers the queries of every runtime.
 fn backend(host: MockHostAllocator) -> MockBackend {
     let tag = BackendTag::next();
     let host: Arc<dyn HostAllocator> = Arc::new(host);
@@ -105,7 +105,7 @@ fn a_pooled_handle_is_bound_once_for_many_products_of_one_stream() {
 #[test]
 fn page_locked_memory_is_allocated_once_and_freed_at_the_end() {
     let mut host = MockHostAllocator::new();
-    // Nobody reads or writes the buffers below, so the address need not be one of memory.
+    // The test neither reads nor writes the buffers below, so the address may be dangling.
     host.expect_allocate().times(1).returning(|_, _| Ok(HostPtr::new(NonNull::dangling())));
     host.expect_free().with(eq(HostPtr::new(NonNull::dangling()))).times(1).returning(|_| Ok(()));
     let runtime = Runtime::new(Arc::new(backend(host))).unwrap();
@@ -116,7 +116,7 @@ fn page_locked_memory_is_allocated_once_and_freed_at_the_end() {
     runtime.close().unwrap();
 }
 
-/// Code under test: maps what another process sent, by the first transport that this one can open.
+/// Code under test: maps memory of another process by the first transport that this one can open.
 fn open_first(ipc: &dyn IpcSharing, device: u32, handles: &[MemoryHandle]) -> Result<DevicePtr> {
     let refused = Error::new(ErrorKind::InvalidArgument, "open_first", "no handle was sent");
     handles

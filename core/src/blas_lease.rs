@@ -1,4 +1,4 @@
-//! [`BlasLease`] and [`LtLease`]: pooled handles, bound to a stream and its workspace, that take the stream's turn.
+//! [`BlasLease`] and [`LtLease`]: pooled handles, bound to a stream and its workspace, that take its submission lock.
 
 use std::fmt;
 
@@ -16,12 +16,12 @@ use highwater_hal::{
     Result, Scalar, Workspace,
 };
 
-/// Plans that a handle keeps; past this it starts over, so that ever-changing shapes do not fill memory.
+/// Plans that a handle keeps. At this number it starts over, so that ever-changing shapes do not fill memory.
 const MOST_PLANS: usize = 256;
 
 impl PooledHandle {
-    /// Binds the stream and its workspace, or that of the capture that it takes part in. A key is never used twice, so an
-    /// equal key means an equal workspace.
+    /// Binds the stream and its workspace, or the workspace of the capture that it takes part in. A key is never reused, so
+    /// an equal key means an equal workspace.
     #[inline]
     fn bind(&mut self, stream: &Stream) -> Result<()> {
         if self.bound == stream.core().bound_as() {
@@ -34,12 +34,12 @@ impl PooledHandle {
     #[inline(never)]
     fn bind_anew(&mut self, stream: &Stream) -> Result<()> {
         let (key, workspace) = stream.core().binding(self.kind)?;
-        // Whatever fails below leaves the handle's state unknown.
+        // A failure below leaves the handle's state unknown.
         self.bound = 0;
         self.take_back(&stream.runtime().inner)?;
         self.handle.set_stream(stream.id())?;
         // SAFETY: the workspace is the stream's own and lives until the stream has ended and passed its last use, or it is
-        // the capture's, which keeps it. Every product that uses it is enqueued on this stream, under the stream's turn.
+        // the capture's, which keeps it. Every product that uses it is enqueued on this stream, under its submission lock.
         unsafe { self.handle.set_workspace(workspace)? };
         self.bound = key;
         Ok(())
@@ -58,7 +58,7 @@ impl PooledHandle {
         Ok(())
     }
 
-    /// Sets what the policy says for products of this type and is not set yet.
+    /// Sets the modes of the policy for products of this type that are not set yet.
     #[inline(never)]
     fn apply_numerics(
         &mut self,
@@ -71,7 +71,7 @@ impl PooledHandle {
         self.modes.apply(&mut *self.handle, operation, policy, capabilities, data_type)
     }
 
-    /// The stream's turn, with the handle bound to what the stream has at that moment.
+    /// Takes the submission lock, with the handle bound to the stream's workspace of that moment.
     #[inline(always)]
     fn bound_turn<'s>(&mut self, operation: &'static str, stream: &'s Stream) -> Result<Turn<'s>> {
         let core = stream.core();
@@ -81,7 +81,7 @@ impl PooledHandle {
         }
     }
 
-    /// The same where the turn is not free, or the handle is bound to something else.
+    /// Does the same if the lock is not free, or the handle has another binding.
     #[cold]
     #[inline(never)]
     fn next_bound_turn<'s>(
@@ -92,10 +92,10 @@ impl PooledHandle {
     ) -> Result<Turn<'s>> {
         drop(turn);
         loop {
-            // Without the turn. A binding that failed before is made up for here.
+            // Without the lock. Repeats a binding that failed before.
             self.bind(stream)?;
             let turn = stream.core().enter(operation)?;
-            // Else a capture began or ended in between.
+            // Otherwise, a capture began or ended meanwhile.
             if self.bound == stream.core().bound_as() {
                 return Ok(turn);
             }
@@ -190,7 +190,7 @@ impl<'s> BlasLease<'s> {
         self.numerics = Some(policy);
     }
 
-    /// The same lease with a policy of its own: see [`BlasLease::set_numerics`].
+    /// Sets the policy as [`BlasLease::set_numerics`] does, and returns the lease.
     #[must_use]
     pub fn with_numerics(mut self, policy: Numerics) -> Self {
         self.set_numerics(policy);
@@ -203,8 +203,8 @@ impl<'s> BlasLease<'s> {
     /// - `InvalidArgument`: the shape is inconsistent, a buffer is too small for it, or C overlaps A or B.
     /// - `WrongDevice`: a buffer is on another device than the stream.
     /// - `Unsupported`: the device does not multiply this type, has no strided batches, or lacks the TF32 that the
-    ///   policy asks for. In a capture, also if the BLAS has no workspace.
-    /// - Else what the backend gives.
+    ///   policy requests. In a capture, also if the BLAS has no workspace.
+    /// - Else the backend's error.
     pub fn gemm<'b, T: Scalar>(
         &mut self,
         shape: &GemmShape,
@@ -217,9 +217,10 @@ impl<'s> BlasLease<'s> {
         self.enqueue(&Product::new::<T, T>("gemm", shape, (alpha, beta), a.into(), b.into(), c.into()))
     }
 
-    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`, which is `f32` where `T` is
-    /// [`half::f16`](highwater_hal::half::f16) or [`half::bf16`](highwater_hal::half::bf16); the sums stay in 32 bits from the first product to C. Also takes equal types, and
-    /// then is [`BlasLease::gemm`].
+    /// Enqueues `C = alpha * op(A) * op(B) + beta * C` with factors of `T` and a C of `R`.
+    ///
+    /// If `T` is [`half::f16`](highwater_hal::half::f16) or [`half::bf16`](highwater_hal::half::bf16), `R` is `f32`, and the sums
+    /// stay in 32 bits from the first product to C. With equal types, the call is [`BlasLease::gemm`].
     ///
     /// ```
     /// use highwater_core::half::bf16;
@@ -237,7 +238,7 @@ impl<'s> BlasLease<'s> {
     /// ```
     ///
     /// # Errors
-    /// As [`BlasLease::gemm`]; `Unsupported` also for other pairs of types, and where the device lacks `gemm_mixed`.
+    /// The errors of [`BlasLease::gemm`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
     pub fn gemm_mixed<'b, T: Scalar, R: Scalar>(
         &mut self,
         shape: &GemmShape,
@@ -266,26 +267,26 @@ impl<'s> BlasLease<'s> {
         }
         // SAFETY: the buffers are live, on this device and large enough, and C overlaps neither factor (checked above).
         // They are freed only after this stream has passed the product (`note_uses`), or after the graph that keeps them.
-        // The turn is held.
+        // The submission lock is held.
         unsafe { pooled.handle.gemm(gemm) }
     }
 
     /// Lends the vendor's handle to code that calls the vendor itself.
     ///
-    /// During the call the handle is bound to this stream and to a workspace of its own, so foreign code needs no turn.
-    /// It has the modes of the policy that applies here. The caller must not destroy it.
+    /// During the call the handle is bound to this stream and to a workspace of its own, so foreign code needs no lock.
+    /// It has the modes of the innermost policy. The caller must not destroy it.
     ///
-    /// Before the next use, the backend restores every setting of the handle, also if `foreign` panics. These are the
+    /// Before the next use, the backend restores every setting of the handle, even if `foreign` panics. These are the
     /// pointer, math and atomics modes, stream, workspace, and with cuBLAS the multiprocessor target and emulation. If
     /// the backend cannot, core destroys and replaces the handle. A logger belongs to the process and not to a handle,
     /// so logger settings of foreign code stay.
     ///
-    /// No capture of the stream begins meanwhile. If one is open, the workspace belongs to it, and the caller must not
-    /// end it meanwhile.
+    /// No capture of the stream begins during the call. If one is open, the workspace belongs to it, and the caller must
+    /// not end it during the call.
     ///
     /// # Errors
-    /// `OutOfMemory` where there is no room for the workspace; `Unsupported` where the policy asks for TF32 and the device
-    /// lacks it; else what binding gives.
+    /// `OutOfMemory` if no memory is left for the workspace; `Unsupported` if the policy requests TF32 and the device lacks
+    /// it; else the error of binding the handle.
     pub fn with_raw<R>(&mut self, foreign: impl FnOnce(RawBlas) -> R) -> Result<R> {
         let inner = &self.stream.runtime().inner;
         inner.check("with_raw")?;
@@ -301,8 +302,8 @@ impl<'s> BlasLease<'s> {
         pooled.lent = true;
         pooled.modes = Modes::default();
         pooled.handle.set_stream(self.stream.id())?;
-        // SAFETY: nobody else has the workspace, and it is given back below, for work after this stream's, or kept by the
-        // capture.
+        // SAFETY: no other handle has the workspace. It is given back below, for work after this stream's, or the capture
+        // keeps it.
         unsafe { pooled.handle.set_workspace(lent.workspace)? };
         let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
         pooled.bind(self.stream)?;
@@ -310,7 +311,7 @@ impl<'s> BlasLease<'s> {
     }
 }
 
-/// A workspace of a raw handle's own; goes back when dropped, also where foreign code panics.
+/// A workspace that belongs to a raw handle. The drop gives it back, even if foreign code panics.
 struct LentWorkspace<'s> {
     stream: &'s Stream,
     workspace: Option<Workspace>,
@@ -328,14 +329,14 @@ impl<'s> LentWorkspace<'s> {
             if turn.recording.is_none() {
                 turn.lent += 1;
                 drop(turn);
-                // Counted back also where there is no workspace to be had.
+                // Built first, so that the count falls again if no workspace can be had.
                 let mut lent = Self { stream, workspace: None, captured: false };
                 lent.workspace = core.take_workspace(bytes)?;
                 return Ok(lent);
             }
             drop(turn);
             check_recordable("with_raw", stream)?;
-            // None where the capture has ended meanwhile.
+            // `None` if the capture has ended meanwhile.
             if let Some(workspace) = core.captured_workspace(bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
             }
@@ -364,11 +365,11 @@ impl Drop for LentWorkspace<'_> {
 pub struct RawBlas {
     /// The vendor's handle, as a number.
     pub handle: u64,
-    /// The workspace that is bound to it for the time of the call.
+    /// The workspace that is bound to it during the call.
     pub workspace: Option<Workspace>,
 }
 
-/// An Lt handle of the pool, bound to a stream and its workspace. Plans are cached by what they are made for.
+/// An Lt handle of the pool, bound to a stream and its workspace. Plans are cached by their options.
 ///
 /// ```
 /// use highwater_core::{Epilogue, GemmShape, Runtime};
@@ -432,7 +433,7 @@ impl<'s> LtLease<'s> {
         self.numerics = Some(policy);
     }
 
-    /// The same lease with a policy of its own: see [`LtLease::set_numerics`].
+    /// Sets the policy as [`LtLease::set_numerics`] does, and returns the lease.
     #[must_use]
     pub fn with_numerics(mut self, policy: Numerics) -> Self {
         self.set_numerics(policy);
@@ -442,7 +443,7 @@ impl<'s> LtLease<'s> {
     /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)`. Returns without waiting for it.
     ///
     /// # Errors
-    /// As [`BlasLease::gemm`]; `InvalidArgument` also where `bias` is missing, not asked for, or shorter than `m`.
+    /// The errors of [`BlasLease::gemm`]. `InvalidArgument` also if `bias` is missing, not expected, or shorter than `m`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
     pub fn matmul<'b, T: Scalar>(
         &mut self,
@@ -459,8 +460,8 @@ impl<'s> LtLease<'s> {
         self.enqueue(&product, epilogue, bias.map(|bias| bias.untyped()))
     }
 
-    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and a D and a bias of `R`: what
-    /// [`BlasLease::gemm_mixed`] is to [`BlasLease::gemm`].
+    /// Enqueues `D = epilogue(alpha * op(A) * op(B) + beta * D)` with factors of `T`, and with a D and a bias of `R`, as
+    /// [`BlasLease::gemm_mixed`] does.
     ///
     /// ```
     /// use highwater_core::half::f16;
@@ -482,7 +483,7 @@ impl<'s> LtLease<'s> {
     /// ```
     ///
     /// # Errors
-    /// As [`LtLease::matmul`]; `Unsupported` also for other pairs of types, and where the device lacks `gemm_mixed`.
+    /// The errors of [`LtLease::matmul`]. `Unsupported` also for other pairs of types, and if the device lacks `gemm_mixed`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one formula, in its order")]
     pub fn matmul_mixed<'b, T: Scalar, R: Scalar>(
         &mut self,
@@ -508,7 +509,7 @@ impl<'s> LtLease<'s> {
         let policy = policy(self.numerics, self.stream);
         let math_mode = policy.math_mode(operation, &device.capabilities, shape.data_type)?;
         let atomics_mode = policy.atomics_mode(&device.capabilities).unwrap_or(AtomicsMode::NotAllowed);
-        // The vendors' heuristics tell alignments up to 256 bytes apart.
+        // The vendors' heuristics distinguish alignments up to 256 bytes.
         let operands = 256 | a.get() | b.get() | d.get() | bias.map_or(0, |bias| bias.ptr.get());
         let options = PlanOptions::new(*shape, epilogue, workspace_bytes)
             .with_alignment(1 << operands.trailing_zeros())
@@ -530,7 +531,7 @@ impl<'s> LtLease<'s> {
         unsafe { self.pooled.handle.run_plan(plan, &arguments) }
     }
 
-    /// The plan for these options. That of the product before is at hand.
+    /// Returns the plan for these options. The plan of the previous product is at hand.
     #[inline]
     fn plan(&mut self, options: &PlanOptions) -> Result<PlanId> {
         match &self.pooled.last_plan {
@@ -561,8 +562,8 @@ impl<'s> LtLease<'s> {
     }
 }
 
-/// Refuses products that cannot be recorded. A graph may run beside whatever its handle does next, so it needs a workspace that
-/// is not the handle's.
+/// Refuses products that cannot be recorded. A graph may run beside the next work of its handle, so it needs a workspace of its
+/// own.
 #[cold]
 pub(crate) fn check_recordable(operation: &'static str, stream: &Stream) -> Result<()> {
     let device = stream.runtime().inner.device(stream.device());
@@ -585,7 +586,7 @@ pub(crate) fn check_recordable(operation: &'static str, stream: &Stream) -> Resu
     Err(Error::new(ErrorKind::Unsupported, operation, message).with_hint(hint))
 }
 
-/// The policy that counts for a product: the lease's, else the thread's, else the runtime's.
+/// Returns the policy of a product: the lease's, else the thread's, else the runtime's.
 #[inline]
 fn policy(of_lease: Option<Numerics>, stream: &Stream) -> Numerics {
     of_lease.or_else(numerics::of_thread).unwrap_or(stream.core().services.numerics)

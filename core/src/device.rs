@@ -50,46 +50,46 @@ impl Device {
         self.ordinal
     }
 
-    /// The runtime that the device belongs to.
+    /// Returns the runtime of the device.
     #[must_use]
     pub fn runtime(&self) -> &Runtime {
         &self.runtime
     }
 
-    /// What the device is.
+    /// Returns the description of the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.runtime.inner.device(self.ordinal).info
     }
 
-    /// What the device can do.
+    /// Returns the abilities and facts of the device.
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
         &self.runtime.inner.device(self.ordinal).capabilities
     }
 
-    /// Free and total memory, in bytes.
+    /// Returns free and total memory, in bytes.
     ///
     /// # Errors
-    /// What the backend gives.
+    /// The backend's error.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.runtime.inner.check("memory_info")?;
         self.runtime.inner.backend.memory_info(self.ordinal)
     }
 
-    /// Makes a stream of normal priority.
+    /// Creates a stream of normal priority.
     ///
     /// # Errors
-    /// What the backend gives.
+    /// `Capture` in a thread inside a capture; else the backend's error.
     pub fn create_stream(&self) -> Result<Stream> {
         self.create_stream_with(&StreamOptions::new())
     }
 
-    /// Makes a stream.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// `Unsupported` for another priority than normal where `stream_priority` is false; `Capture` in a thread that is inside
-    /// a capture; else what the backend gives.
+    /// `Unsupported` for a priority other than normal if `stream_priority` is false; `Capture` in a thread inside a capture;
+    /// else the backend's error.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
         let inner = &self.runtime.inner;
         inner.check("create_stream")?;
@@ -103,7 +103,7 @@ impl Device {
     /// Returns the vendor's legacy default stream.
     ///
     /// # Errors
-    /// `Unsupported` where `legacy_default_stream` is false.
+    /// `Unsupported` if `legacy_default_stream` is false.
     pub fn legacy_default_stream(&self) -> Result<Stream> {
         if !self.capabilities().legacy_default_stream {
             return Err(Error::lacks("legacy_default_stream", "legacy_default_stream"));
@@ -160,7 +160,7 @@ impl Device {
             return Err(Error::new(ErrorKind::InvalidArgument, OPERATION, message)
                 .with_hint("call `legacy_default_stream` or `per_thread_default_stream`, whichever that code uses"));
         }
-        // SAFETY: the caller's promise is the one that the backend asks for.
+        // SAFETY: the caller keeps the promise that the backend requires.
         let id = unsafe { inner.backend.stream_from_raw(self.ordinal, raw)? };
         Ok(Stream::foreign(self.runtime.clone(), id))
     }
@@ -168,19 +168,19 @@ impl Device {
     /// Allocates device memory for `len` values of `T`, usable from every stream. The contents are unspecified.
     ///
     /// # Errors
-    /// - `OutOfMemory`: live buffers leave too little (returns at once), or the device has no more. Before the latter the
-    ///   call waits for the pools' memory and frees it.
+    /// - `OutOfMemory`: live buffers leave too little (returns at once), or the device has no more. In the second case, the
+    ///   call first waits for the pools' memory and frees it.
     /// - `InvalidArgument`: the size does not fit the address space.
     /// - `Capture`: this thread is inside a capture.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new(self.runtime.clone(), self.ordinal, len, DeviceMemoryKind::Plain)
     }
 
-    /// Allocates device memory for `len` values of `T` that other processes can open, by the best transport that the device
-    /// has. The contents are unspecified.
+    /// Allocates device memory for `len` values of `T` that other processes can open, by the best transport of the device. The
+    /// contents are unspecified.
     ///
     /// # Errors
-    /// `Unsupported` where the device shares no memory; else as [`Device::allocate`].
+    /// `Unsupported` if the device cannot share memory; else the errors of [`Device::allocate`].
     pub fn allocate_shared<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         let transports = self.capabilities().ipc_transports;
         let best = [Transport::Descriptor, Transport::Legacy, Transport::Fabric];
@@ -192,7 +192,7 @@ impl Device {
     /// Allocates device memory that other processes can open by this transport.
     ///
     /// # Errors
-    /// `Unsupported` where the device does not have the transport; else as [`Device::allocate`].
+    /// `Unsupported` if the device lacks the transport; else the errors of [`Device::allocate`].
     pub fn allocate_shared_by<T: Element>(&self, len: usize, transport: Transport) -> Result<DeviceBuffer<T>> {
         let capabilities = self.capabilities();
         if !capabilities.shareable_memory {
@@ -207,8 +207,7 @@ impl Device {
     /// Waits for every stream of the device.
     ///
     /// # Errors
-    /// `Capture` if any runtime captures on a stream of the device; else the backend's error. An error of earlier work
-    /// may show up here.
+    /// `Capture` if any runtime captures on a stream of the device; else the backend's error, or an error of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         let inner = &self.runtime.inner;
         inner.check("synchronize_device")?;

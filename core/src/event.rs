@@ -1,4 +1,4 @@
-//! [`Event`]: a mark in a stream.
+//! [`Event`]: a point in the work of a stream.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,15 +9,15 @@ use crate::runtime::Runtime;
 use crate::services::Dropped;
 use highwater_hal::{EventId, Result};
 
-/// A mark in a stream, made by [`Stream::record`](crate::Stream::record).
+/// A point in the work of a stream, recorded by [`Stream::record`](crate::Stream::record).
 #[derive(Debug)]
 pub struct Event {
     runtime: Runtime,
     pub(crate) id: EventId,
-    /// The event's place in the pool; `None` for one with timing.
+    /// The event's place in the pool; `None` for an event with timing.
     pooled: Option<Mark>,
-    /// Whether the id was given away: such an event does not go back to the pool, because its record could be moved behind
-    /// the back of the next user, who frees memory by it.
+    /// True if the id was given away. Such an event does not go back to the pool: its owner could record it again while the
+    /// next user frees memory by it.
     exposed: AtomicBool,
     /// The capture that the event was recorded in.
     capture: Option<Arc<Capture>>,
@@ -40,42 +40,41 @@ impl Event {
         self.capture.as_ref()
     }
 
-    /// Refuses to ask for an event that was recorded in a capture.
+    /// Refuses a query of an event that was recorded in a capture.
     fn check(&self, operation: &'static str) -> Result<()> {
         self.runtime.inner.check(operation)?;
         self.capture.as_ref().map_or(Ok(()), |capture| Err(capture.no_answer(operation)))
     }
 
-    /// The event's id, for calls of the backend itself.
+    /// Returns the event's id, for calls of the backend itself. The event then does not return to the pool.
     #[must_use]
     pub fn id(&self) -> EventId {
         self.exposed.store(true, Ordering::Relaxed);
         self.id
     }
 
-    /// Whether the stream has passed the mark; does not wait.
+    /// Returns whether the stream has passed the event. Does not wait.
     ///
     /// # Errors
-    /// `Capture` where the mark was made in a capture; else what the backend gives, and an error of the work before the
-    /// mark may show up here.
+    /// `Capture` if the event was recorded in a capture; else the backend's error, or an error of the work before the event.
     pub fn is_complete(&self) -> Result<bool> {
         self.check("query_event")?;
         Ok(self.runtime.inner.backend.query_event(self.id)?.is_complete())
     }
 
-    /// Waits until the stream has passed the mark.
+    /// Waits until the stream has passed the event.
     ///
     /// # Errors
-    /// As [`Event::is_complete`].
+    /// The errors of [`Event::is_complete`].
     pub fn synchronize(&self) -> Result<()> {
         self.check("synchronize_event")?;
         self.runtime.inner.backend.synchronize_event(self.id)
     }
 
-    /// Nanoseconds from this mark to a later one, both made by [`Stream::record_timed`](crate::Stream::record_timed).
+    /// Returns the nanoseconds from this event to a later one. [`Stream::record_timed`](crate::Stream::record_timed) records both.
     ///
     /// # Errors
-    /// `InvalidArgument` where one has no timing, `InvalidState` where one is not passed yet, `Capture` where one was made
+    /// `InvalidArgument` if one has no timing, `InvalidState` if the stream has not passed one, `Capture` if one was recorded
     /// in a capture.
     pub fn elapsed_ns(&self, later: &Self) -> Result<u64> {
         self.check("event_elapsed_ns")?;
@@ -88,11 +87,11 @@ impl Drop for Event {
     fn drop(&mut self) {
         let pooled = self.pooled.take();
         if !self.runtime.inner.may_release() {
-            // The driver is not called; the mark itself only touches the pool, and not even that in a forked child.
+            // The driver must not be called. The drop of `pooled` touches only the pool, and in a forked child not even that.
             return;
         }
         let exposed = *self.exposed.get_mut();
-        // Nothing is known of what touching an event would do to the capture that it belongs to.
+        // Touching an event could harm the capture that it belongs to.
         let pooled = match (&self.capture, pooled) {
             (Some(capture), Some(mark)) => match capture.keep_event(mark, exposed) {
                 Some(mark) => Some(mark),
@@ -105,7 +104,7 @@ impl Drop for Event {
             Some(mark) => mark.into_event(),
             None => self.id,
         };
-        // A refusal is counted and tried again.
+        // A refusal is counted and retried.
         let _ = self.runtime.inner.destroy(Dropped::Event(to_destroy));
     }
 }

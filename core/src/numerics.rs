@@ -1,13 +1,13 @@
-//! How products are computed: with TF32 or in full precision, repeatable bit for bit or not.
+//! The policy for products: TF32 or full precision, repeatable bit for bit or not.
 //!
-//! A policy can be set for a runtime ([`RuntimeOptions::with_numerics`](crate::RuntimeOptions::with_numerics)), for what a
-//! thread does within a closure ([`with`]), and for a lease
-//! ([`BlasLease::set_numerics`](crate::BlasLease::set_numerics), [`LtLease::set_numerics`](crate::LtLease::set_numerics)).
-//! The closest one counts, whole: the lease's, else the thread's, else the runtime's. Settings of different levels are not
-//! mixed, so what a product does can be read off one place.
+//! A policy applies to a runtime ([`RuntimeOptions::with_numerics`](crate::RuntimeOptions::with_numerics)), to a thread
+//! within a closure ([`with`]), to a lease ([`BlasLease::set_numerics`](crate::BlasLease::set_numerics),
+//! [`LtLease::set_numerics`](crate::LtLease::set_numerics)), or to one product
+//! ([`Matmul::numerics`](crate::Matmul::numerics)). The innermost policy replaces the outer ones entirely, so one place
+//! says what a product does.
 //!
-//! The policy is applied by the product and not by the lease: a pooled handle remembers the modes that are set on it, and
-//! the vendor is called only where they change.
+//! The product applies the policy, not the lease: a pooled handle remembers its modes, and the vendor is called only if they
+//! change.
 //!
 //! ```
 //! use highwater_core::{Numerics, Runtime, RuntimeOptions, numerics};
@@ -27,15 +27,15 @@ use std::cell::Cell;
 
 use highwater_hal::{AtomicsMode, BlasHandle, Capabilities, DataType, Error, MathMode, Result};
 
-/// A policy for products. By default in full precision and repeatable.
+/// A policy for products. The default is full precision and repeatable results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Numerics {
     /// Whether the factors of 32-bit products are rounded to TF32, which is several times faster. On a device without the
-    /// capability `tf32` a 32-bit product then gives `Unsupported`; products of other types are not concerned.
+    /// capability `tf32`, a 32-bit product then returns `Unsupported`. Products of other types ignore it.
     pub tf32: bool,
-    /// Whether equal calls give equal bits. `false` allows kernels that add with atomics, where the device has the
-    /// capability `atomics_mode`; elsewhere it changes nothing.
+    /// Whether equal calls give equal bits. `false` allows kernels that add with atomics, if the device has the capability
+    /// `atomics_mode`. Other devices ignore it.
     pub deterministic: bool,
 }
 
@@ -46,7 +46,7 @@ impl Default for Numerics {
 }
 
 impl Numerics {
-    /// Full precision, repeatable.
+    /// Returns the default: full precision, repeatable.
     #[must_use]
     pub const fn new() -> Self {
         Self { tf32: false, deterministic: true }
@@ -66,7 +66,7 @@ impl Numerics {
         self
     }
 
-    /// The same with or without TF32.
+    /// Sets whether TF32 is allowed.
     #[must_use]
     #[deprecated(since = "0.2.0", note = "use `allow_tf32()`, or set the field `tf32`")]
     pub const fn with_tf32(mut self, tf32: bool) -> Self {
@@ -74,7 +74,7 @@ impl Numerics {
         self
     }
 
-    /// The same, repeatable or not.
+    /// Sets whether results are repeatable.
     #[must_use]
     #[deprecated(since = "0.2.0", note = "use `allow_nondeterminism()`, or set the field `deterministic`")]
     pub const fn with_deterministic(mut self, deterministic: bool) -> Self {
@@ -82,7 +82,7 @@ impl Numerics {
         self
     }
 
-    /// The precision for a product of `data_type`, which only 32-bit products have a choice of.
+    /// Returns the precision for a product of `data_type`. Only 32-bit products have a choice.
     pub(crate) fn math_mode(
         self,
         operation: &'static str,
@@ -93,12 +93,12 @@ impl Numerics {
             (false, _) => Ok(MathMode::Default),
             (true, true) => Ok(MathMode::Tf32),
             (true, false) => Err(Error::lacks(operation, "tf32").with_hint(
-                "the lease, the thread or the runtime asks for TF32 (`Numerics`): leave it out for this device",
+                "the lease, the thread or the runtime allows TF32 (`Numerics`): do not allow it on this device",
             )),
         }
     }
 
-    /// Whether kernels may add with atomics; `None` where the device leaves no choice.
+    /// Returns whether kernels may add with atomics; `None` if the device leaves no choice.
     pub(crate) fn atomics_mode(self, capabilities: &Capabilities) -> Option<AtomicsMode> {
         let mode = if self.deterministic { AtomicsMode::NotAllowed } else { AtomicsMode::Allowed };
         capabilities.atomics_mode.then_some(mode)
@@ -106,12 +106,12 @@ impl Numerics {
 }
 
 thread_local! {
-    // No destructor, so it can be asked at any time in the life of a thread.
+    // No destructor, so it can be read at any time in the life of a thread.
     static OF_THREAD: Cell<Option<Numerics>> = const { Cell::new(None) };
 }
 
-/// Runs `run` with a policy for the products of this thread, on whichever runtime. Afterwards, also after a panic, the
-/// policy before counts again. A lease that was given a policy of its own keeps to that.
+/// Runs `run` with a policy for the products of this thread, on every runtime. Afterward, even after a panic, the previous
+/// policy applies again. A lease with a policy of its own keeps it.
 pub fn with<R>(policy: Numerics, run: impl FnOnce() -> R) -> R {
     struct Restore(Option<Numerics>);
     impl Drop for Restore {
@@ -123,30 +123,30 @@ pub fn with<R>(policy: Numerics, run: impl FnOnce() -> R) -> R {
     run()
 }
 
-/// The policy that [`with`] has set for this thread, if any: the innermost.
+/// Returns the innermost policy that [`with`] has set for this thread.
 #[must_use]
 #[inline]
 pub fn of_thread() -> Option<Numerics> {
     OF_THREAD.get()
 }
 
-/// The modes that are set on a handle, as far as they are known.
+/// The modes of a handle, as far as they are known.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Modes {
     math: Option<MathMode>,
     atomics: Option<AtomicsMode>,
-    /// The policy and the products that they were found to suit last.
+    /// The policy and the type of product that they last suited.
     suited: Option<(Numerics, DataType)>,
 }
 
 impl Modes {
-    /// Whether they are known to be what a product of `data_type` wants.
+    /// Returns whether the modes suit a product of `data_type`.
     #[inline(always)]
     pub(crate) fn suit(&self, policy: Numerics, data_type: DataType) -> bool {
         self.suited == Some((policy, data_type))
     }
 
-    /// Sets on `handle` what a product of `data_type` wants and is not set yet.
+    /// Sets the modes on `handle` that a product of `data_type` needs and that are not set yet.
     #[inline(never)]
     pub(crate) fn apply(
         &mut self,
@@ -157,7 +157,7 @@ impl Modes {
         data_type: DataType,
     ) -> Result<()> {
         let math = policy.math_mode(operation, capabilities, data_type)?;
-        // Only 32-bit products depend on the precision: the others take the handle as it stands.
+        // Only 32-bit products depend on the precision. Others leave the handle as it is.
         let math = if data_type == DataType::F32 { math } else { self.math.unwrap_or(math) };
         let atomics = policy.atomics_mode(capabilities).or(self.atomics);
         self.suited = None;
@@ -166,7 +166,7 @@ impl Modes {
         Ok(())
     }
 
-    /// What fails leaves the mode unknown.
+    /// Sets the modes. A failure leaves the mode unknown.
     fn change(&mut self, handle: &mut dyn BlasHandle, math: MathMode, atomics: Option<AtomicsMode>) -> Result<()> {
         if self.math != Some(math) {
             self.math = None;

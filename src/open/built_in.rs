@@ -8,19 +8,19 @@ use highwater_hal::{Backend, Result};
 use super::choice::{Contender, Failure, Opening, State};
 use super::report::{Origin, Outcome};
 
-/// A backend that this version knows, whether or not it was built in.
+/// A backend that this version knows, built in or not.
 pub(super) struct Known {
-    /// Its name, which is also that of its feature.
+    /// Its name, and the name of its feature.
     pub(super) name: &'static str,
-    /// Whether there is hardware behind it.
+    /// Whether it drives hardware.
     pub(super) real: bool,
-    /// Opens it; `None` where its feature is off.
+    /// Opens it; `None` if its feature is off.
     pub(super) open: Option<Opener>,
 }
 
 type Opener = fn() -> Result<Arc<dyn Backend>, Unavailable>;
 
-/// In order of preference.
+/// The backends, in order of preference.
 pub(super) static KNOWN: [Known; 3] = [
     Known {
         name: "cuda",
@@ -55,7 +55,7 @@ fn open_mock() -> Result<Arc<dyn Backend>, Unavailable> {
     Ok(highwater_mock::MockGpu::open(options)?)
 }
 
-/// The names of the backends that were built in, in order of preference.
+/// Returns the names of the built-in backends, in order of preference.
 ///
 /// ```
 /// assert_eq!(highwater::opening::backends().contains(&"cuda"), cfg!(feature = "cuda"));

@@ -1,8 +1,8 @@
-//! Which of several backends is opened, and what the report says of each.
+//! Chooses the backend that is opened, and reports on each.
 //!
-//! A backend that was asked for by name is opened or refused, and never replaced by another: a run that was meant for a GPU must
-//! not pass on the mock. Of several with one name the first counts, whatever becomes of it: a built-in one before plugins, and
-//! plugins in the order of their places.
+//! A backend requested by name is opened or refused, and never replaced by another: a run meant for a GPU must not pass on the
+//! mock. Of several with one name, only the first counts, even if it fails. Built-in backends come before plugins, and plugins in
+//! the order of their places.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,28 +21,28 @@ const MOST_NAMES: usize = 32;
 pub(super) struct Contender<'a> {
     pub(super) name: String,
     pub(super) origin: Origin,
-    /// Whether its path was given: then its name does not matter to others, nor theirs to it.
+    /// Whether the caller gave its path. Then it shadows no other of its name, and no other shadows it.
     pub(super) given: bool,
     /// True if no report names it. It lies in a folder that other users can write to, so they chose its name.
     pub(super) hidden: bool,
-    /// Whether there is hardware behind it; `None` where only the opened backend can tell.
+    /// Whether it drives hardware; `None` if only the opened backend knows.
     pub(super) real: Option<bool>,
     pub(super) state: State<'a>,
 }
 
 pub(super) enum State<'a> {
-    /// It would be built in with its feature.
+    /// Its feature is off.
     Off,
-    /// What was found cannot be opened.
-    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "what is built in is never broken"))]
+    /// It was found, and cannot be opened.
+    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "a built-in backend is never broken"))]
     Broken(Failure),
     Ready(Box<dyn Fn() -> Result<Opening, Failure> + 'a>),
 }
 
-/// A backend, opened.
+/// An opened backend.
 pub(super) struct Opening {
     pub(super) backend: Arc<dyn Backend>,
-    /// What it calls itself, where only it could tell.
+    /// Its own name, if only the opened backend knows it.
     pub(super) name: Option<String>,
     pub(super) notes: Vec<String>,
 }
@@ -87,7 +87,7 @@ impl Contender<'_> {
         }
     }
 
-    /// A candidate that was left alone: because its feature is off, or what was found is broken, or else for `reason`.
+    /// Returns a candidate that was not tried: its feature is off, it is broken, or else for `reason`.
     fn not_tried(&self, reason: &str) -> Candidate {
         match &self.state {
             State::Off => {
@@ -100,7 +100,7 @@ impl Contender<'_> {
         }
     }
 
-    /// A candidate that was opened.
+    /// Returns a candidate that was opened.
     fn opened(
         &self,
         outcome: Outcome,
@@ -114,7 +114,7 @@ impl Contender<'_> {
         candidate
     }
 
-    /// The error of this one alone, which names its file.
+    /// Returns the error of this contender alone, which names its file.
     fn error(&self, error: Error) -> Error {
         let file = self.origin.to_string();
         let library = self.origin.library().map(|library| display_foreign(library).to_string());
@@ -161,7 +161,7 @@ impl<'c, 'a> Namesakes<'c, 'a> {
         self.0.get(name).copied()
     }
 
-    /// The candidate for a contender that comes after another of the same name.
+    /// Returns the candidate for a contender that comes after another of the same name.
     fn shadowed(&self, one: &Contender<'_>) -> Option<Candidate> {
         let first = self.meant(&one.name).filter(|&first| !std::ptr::addr_eq(first, one))?;
         if one.given || matches!(one.state, State::Off) {
@@ -180,7 +180,7 @@ impl<'c, 'a> Namesakes<'c, 'a> {
     }
 }
 
-/// Opens the backend `name`, and no other in its place.
+/// Opens the backend `name` and no other.
 ///
 /// `by` is empty, or names the source of the request: ` by VARIABLE`.
 pub(super) fn by_name(
@@ -199,7 +199,7 @@ pub(super) fn by_name(
     only(contenders, places, asked, &others)
 }
 
-/// Opens the contender at `asked`, and no other in its place.
+/// Opens the contender at `asked` and no other.
 pub(super) fn only(
     contenders: &[Contender<'_>],
     places: Vec<Place>,
@@ -239,7 +239,7 @@ pub(super) fn only(
     }
 }
 
-/// What was taken, or could be.
+/// A contender that was taken, or could be.
 struct Found {
     index: usize,
     opening: Opening,
@@ -251,7 +251,7 @@ pub(super) fn best(contenders: &[Contender<'_>], places: Vec<Place>, fallback: F
     let mut candidates: Vec<Option<Candidate>> = contenders.iter().map(|one| namesakes.shadowed(one)).collect();
     let mut taken = None;
     let mut reason = "the first real device that works, in order of preference";
-    // Plugins that turned out to have no hardware behind them.
+    // Plugins that opened and drive no hardware.
     let mut unreal = Vec::new();
     for (index, one) in contenders.iter().enumerate() {
         let State::Ready(open) = &one.state else { continue };
@@ -320,7 +320,7 @@ pub(super) fn best(contenders: &[Contender<'_>], places: Vec<Place>, fallback: F
     }
 }
 
-/// Tries every one and keeps none.
+/// Tries every contender and keeps none.
 pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadReport {
     let namesakes = Namesakes::of(contenders);
     let look = |one: &Contender<'_>| {
@@ -343,7 +343,7 @@ pub(super) fn survey(contenders: &[Contender<'_>], places: Vec<Place>) -> LoadRe
     LoadReport { candidates: shown(contenders).map(look).collect(), places }
 }
 
-/// The known name that a misspelt one probably means: equal but for case, or the nearest with one or two typing errors.
+/// Returns the known name that a misspelled one probably means: equal except for case, or the nearest with one or two typing errors.
 fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let lower = name.to_lowercase();
     // Two errors turn a name of three letters into almost any other.
@@ -354,7 +354,7 @@ fn similar<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n s
     near.min_by_key(|(errors, _)| *errors).map(|(_, known)| known)
 }
 
-/// The number of letters to insert, remove or replace between two words, and of neighbours to swap.
+/// Counts the letters to insert, remove or replace between two words, and the neighbors to swap.
 fn distance(one: &str, other: &str) -> usize {
     let (one, other): (Vec<char>, Vec<char>) = (one.chars().take(100).collect(), other.chars().take(100).collect());
     let mut rows: Vec<Vec<usize>> = vec![(0..=other.len()).collect()];
@@ -425,7 +425,7 @@ fn nothing_usable(report: &LoadReport, mock_failure: Option<&Error>) -> Error {
     }
     let message = format!("no backend could be taken ({})", each.join(" | "));
     let (kind, hint) = match mock_failure {
-        // It works anywhere, so what it lacks is the quickest to put right.
+        // The mock works anywhere, so its error is the easiest to fix.
         Some(error) => (error.kind(), error.hint()),
         None if backends().contains(&"mock") => {
             (ErrorKind::DeviceMissing, "allow the mock, or ask for it by name, to compute on the CPU")
@@ -487,7 +487,7 @@ mod tests {
         assert!(report.candidates[0].reason.contains("built-in backend `mock` comes first"), "{report}");
         assert!(report.candidates[0].hint.contains("give its path"), "{report}");
         assert_eq!(report.taken().unwrap().notes, ["a note"]);
-        // The same for who tries all, and for who takes the best.
+        // A survey and the choice of the best agree.
         assert_eq!(outcomes(&survey(&all, Vec::new())), [("mock", Outcome::NotTried), ("mock", Outcome::Usable)]);
         let report = best(&all, Vec::new(), Fallback::Mock).unwrap().report;
         assert_eq!(outcomes(&report), [("mock", Outcome::NotTried), ("mock", Outcome::Taken)]);

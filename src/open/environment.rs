@@ -1,4 +1,4 @@
-//! What the process says about where to look: variables, the executable, and whose process it is.
+//! The facts of the process that decide where to search: variables, the executable, and its user.
 
 use std::ffi::{OsStr, OsString};
 #[cfg(feature = "plugins")]
@@ -23,17 +23,17 @@ pub(super) const PROBING: &str = "HIGHWATER_PROBING";
 #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "most of it concerns plugins"))]
 pub(super) struct Environment {
     variables: Vec<(&'static str, OsString)>,
-    /// Whether the program has more rights than who started it, whose variables then do not count.
+    /// Whether the program has more rights than its caller, whose variables are then ignored.
     pub(super) secure: bool,
     pub(super) executable: Option<PathBuf>,
     /// The folders in which the system keeps libraries.
     pub(super) system: &'static [&'static str],
-    /// The user with whose rights this runs.
+    /// The effective user.
     pub(super) user: u32,
 }
 
 impl Environment {
-    /// Of this process.
+    /// Reads the environment of this process.
     pub(super) fn of_process() -> Self {
         let secure = highwater_hal::secure_execution();
         let mut environment = Self { secure, user: rustix::process::geteuid().as_raw(), ..Self::default() };
@@ -47,13 +47,13 @@ impl Environment {
         environment
     }
 
-    /// The value of a variable; an empty one counts as not set.
+    /// Returns the value of a variable. An empty one counts as not set.
     pub(super) fn get(&self, name: &str) -> Option<&OsStr> {
         let set = self.variables.iter().find(|(known, _)| *known == name);
         set.map(|(_, value)| value.as_os_str()).filter(|value| !value.is_empty())
     }
 
-    /// The folder of the executable.
+    /// Returns the folder of the executable.
     #[cfg(feature = "plugins")]
     pub(super) fn executable_folder(&self) -> Option<&Path> {
         self.executable.as_deref()?.parent()

@@ -35,13 +35,14 @@ pub use report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Plac
 /// The operation that errors of this module name.
 const OPERATION: &str = "open";
 
-/// Opens the backend `name`, and no other in its place: the one that was built in, else the first plugin of that name.
+/// Opens the backend `name` and no other: the built-in one, else the first plugin of that name.
 ///
 /// # Errors
-/// `UnknownBackend` for a name that does not exist, was not built in and is no plugin; otherwise what the backend said:
-/// `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, `Unsupported`, or another kind. For a plugin also `InvalidArgument` where its
-/// manifest is wrong, `PermissionDenied` where other users could change it, and `Unsupported` where it is for other machines or other
-/// versions.
+/// - `UnknownBackend`: no backend or plugin has that name, or its feature is off.
+/// - `LibraryMissing`, `SymbolMissing`, `DeviceMissing`, `Unsupported`: the backend cannot work on this machine.
+/// - `InvalidArgument`: a plugin's manifest is invalid.
+/// - `PermissionDenied`: another user could change a plugin.
+/// - Else the backend's error.
 pub fn open(name: &str) -> Result<Opened, OpenError> {
     OpenOptions::new().with_name(name).open()
 }
@@ -66,9 +67,9 @@ pub fn open_auto(allow_mock: bool) -> Result<Opened, OpenError> {
     open_best(if allow_mock { Fallback::Mock } else { Fallback::None })
 }
 
-/// Tries every backend that was built in and every plugin that is found, and keeps none.
+/// Tries every built-in backend and every plugin that is found, and keeps none.
 ///
-/// The libraries that open stay open, because a driver cannot be unloaded.
+/// Libraries that open stay open, because a driver cannot be unloaded.
 #[must_use]
 pub fn survey() -> LoadReport {
     OpenOptions::new().survey()

@@ -1,4 +1,4 @@
-//! What is opened, and where it is looked for.
+//! [`OpenOptions`]: which backend to open, and where to search for plugins.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,11 +16,13 @@ pub enum Fallback {
     Mock,
 }
 
-/// How long a plugin may take.
+/// The time that a plugin may take to load.
 pub(super) const LOAD_LIMIT: Duration = Duration::from_secs(10);
 
-/// What is opened, and where it is looked for: [`open`](crate::open), [`open_best`](crate::open_best) and
-/// [`survey`](crate::opening::survey) with everything that can be chosen.
+/// Selects a backend, and the places that are searched for plugins.
+///
+/// [`open`](crate::open), [`open_best`](crate::open_best) and [`survey`](crate::opening::survey) are shorthands for common
+/// choices.
 ///
 /// ```
 /// # #[cfg(all(feature = "mock", feature = "plugins"))] {
@@ -59,15 +61,16 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
-    /// The best real device; plugins from the usual places; no mock.
+    /// Returns the defaults: the best real device, plugins from the usual places, no fallback.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same with this backend and no other.
+    /// Opens this backend and no other.
     ///
-    /// Without a name and a path, the environment variable `HIGHWATER_BACKEND` may give either. Without that, the best is taken.
+    /// Without a name and a path, the environment variable `HIGHWATER_BACKEND` may give either. If it is not set, the best
+    /// backend is opened.
     #[must_use]
     pub fn with_name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
@@ -98,30 +101,30 @@ impl OpenOptions {
     /// Opens a backend.
     ///
     /// # Errors
-    /// As [`open`](crate::open) and [`open_best`](crate::open_best) do.
+    /// The errors of [`open`](crate::open) and [`open_best`](crate::open_best). For a path, those of a plugin.
     pub fn open(&self) -> Result<Opened, OpenError> {
         Search::of_process(self).open()
     }
 
-    /// Tries every backend and keeps none; that of a path that was given, too.
+    /// Tries every backend, including a given path, and keeps none.
     #[must_use]
     pub fn survey(&self) -> LoadReport {
         Search::of_process(self).survey()
     }
 }
 
-/// What concerns plugins.
+/// Options for plugins.
 #[cfg(feature = "plugins")]
 impl OpenOptions {
-    /// The same with the plugin of this file, a library or a manifest (`*.toml`), and no other. With a name too, the plugin has to
-    /// have that name. No built-in backend comes before it.
+    /// Opens the plugin in this file and no other: a library, or a manifest (`*.toml`). If a name is set, too, the plugin must
+    /// have that name. No built-in backend takes precedence.
     #[must_use]
     pub fn with_path(mut self, path: impl Into<PathBuf>) -> Self {
         self.path = Some(path.into());
         self
     }
 
-    /// The same with one more folder where plugins are looked for, before those of the environment. It has to be absolute.
+    /// Searches one more folder for plugins, before those of the environment. The path must be absolute.
     #[must_use]
     pub fn with_search_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.search_folders.push(folder.into());
@@ -152,19 +155,19 @@ impl OpenOptions {
         self
     }
 
-    /// The same with every plugin tried by this program in a process of its own, before it is loaded in this one: the `highwater`
-    /// program, or one that calls [`serve_probe`](crate::opening::serve_probe) when its first argument is `probe`.
+    /// Has this program try every plugin in a process of its own before it is loaded in this one. The program is the command
+    /// `highwater`, or one that calls [`serve_probe`](crate::opening::serve_probe) if its first argument is `probe`.
     ///
-    /// Without it, a survey and the choice of the best use a program `highwater` beside the executable, and a plugin that was asked
-    /// for by name or path is loaded without a probe.
+    /// By default, a survey and the choice of the best backend use a program `highwater` beside the executable. A plugin
+    /// requested by name or path is then loaded without a probe.
     #[must_use]
     pub fn with_prober(mut self, program: impl Into<PathBuf>) -> Self {
         self.prober = Some(program.into());
         self
     }
 
-    /// The same with another limit than 10 s for how long a plugin may take: to be opened in a probe, which is killed then, and to be
-    /// loaded in this process.
+    /// Limits the time that a plugin may take to open in a probe, which is then killed, and to load in this process. The
+    /// default is 10 seconds.
     #[must_use]
     pub fn with_load_limit(mut self, limit: Duration) -> Self {
         self.load_limit = limit;

@@ -1,4 +1,4 @@
-//! The load report: every place and every backend, and what became of each.
+//! The load report: every place and every backend, with its outcome.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,52 +7,52 @@ use std::sync::Arc;
 use highwater_hal::OpenFailure;
 use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 
-/// What became of a backend, or of a place where plugins are looked for.
+/// The outcome for a backend, or for a place that is searched for plugins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It was opened and is the one returned.
+    /// The backend was opened and returned.
     Taken,
-    /// It opens; nobody asked to keep it.
+    /// The backend opens, and was not requested.
     Usable,
-    /// It was not tried; the reason says why.
+    /// The backend was not tried; the reason says why.
     NotTried,
-    /// A library could not be opened: a vendor's, or the plugin itself.
+    /// A vendor's library, or the plugin itself, could not be opened.
     LibraryMissing,
-    /// A symbol is missing: in a vendor's library, or one that the plugin needs.
+    /// A symbol is missing in a vendor's library, or one that the plugin needs.
     SymbolMissing,
     /// The libraries work, but there is no usable device.
     DeviceMissing,
-    /// It was found, but this version does not drive it, or it is too old.
+    /// The backend was found, but is too old or is not supported by this version.
     Unsupported,
-    /// It failed in another way, when it was initialised.
+    /// Initialization failed in another way.
     Failed,
-    /// Of a place: the variable or the folder that would name it is not set.
+    /// Of a place: its variable or folder is not set.
     NotSet,
-    /// Of a place: there is no such folder, or no plugin in it.
+    /// Of a place: the folder does not exist, or contains no plugin.
     Absent,
     /// Of a place: its plugins are among the candidates.
     Searched,
-    /// The plugin is for other machines, or its file is no library.
+    /// The plugin is for other machines, or its file is not a library.
     WrongPlatform,
-    /// The plugin's manifest is wrong: file, line and reason are told.
+    /// The plugin's manifest is invalid; the reason names file and line.
     InvalidManifest,
-    /// Another user could change what would be loaded, or it cannot be read.
+    /// Another user could change the file, or it cannot be read.
     NotPermitted,
     /// The plugin's library has no entry point.
     NoEntryPoint,
-    /// The plugin's versions of the table and those of this program do not meet.
+    /// The plugin and this program have no version of the table in common.
     VersionOutOfRange,
-    /// The plugin's table is not as it has to be.
+    /// The plugin's table is invalid.
     BadTable,
     /// The process that probed the plugin crashed.
     CrashedInProbe,
-    /// The process that probed the plugin did not come to an end, and was killed.
+    /// The process that probed the plugin did not end, and was killed.
     HungInProbe,
 }
 
 impl Outcome {
-    /// All of them, each once.
+    /// Every outcome once.
     const ALL: [Self; 19] = [
         Self::Taken,
         Self::Usable,
@@ -75,7 +75,7 @@ impl Outcome {
         Self::HungInProbe,
     ];
 
-    /// The outcome as words, as it stands in reports.
+    /// Returns the outcome in the words of reports.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -101,14 +101,14 @@ impl Outcome {
         }
     }
 
-    /// Whether something is there and does not work, as against nothing being there.
+    /// Returns whether something exists and does not work. False if nothing exists.
     #[must_use]
     pub const fn is_broken(self) -> bool {
         !matches!(self, Self::Taken | Self::Usable | Self::NotTried | Self::NotSet | Self::Absent | Self::Searched)
     }
 
-    /// The outcome of these words.
-    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "only probes tell outcomes as words"))]
+    /// Returns the outcome with these words.
+    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "only probes send outcomes as words"))]
     pub(super) fn of_words(words: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|outcome| outcome.as_str() == words)
     }
@@ -130,24 +130,24 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Where a backend comes from.
+/// The origin of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {
-    /// It is, or would be with its feature, a part of this program.
+    /// A part of this program, if its feature is on.
     BuiltIn,
-    /// A library that is loaded at run time.
+    /// A library loaded at run time.
     #[non_exhaustive]
     Plugin {
-        /// The manifest that names it; `None` where the library itself was found or given.
+        /// The manifest that names it; `None` if the library itself was found or given.
         manifest: Option<PathBuf>,
-        /// The library, with all links resolved; `None` where the search ended before it was known.
+        /// The library, with all links resolved; `None` if the search ended before it was known.
         library: Option<PathBuf>,
     },
 }
 
 impl Origin {
-    /// The library of a plugin.
+    /// Returns the library of a plugin.
     #[must_use]
     pub fn library(&self) -> Option<&Path> {
         match self {
@@ -156,7 +156,7 @@ impl Origin {
         }
     }
 
-    /// The manifest of a plugin.
+    /// Returns the manifest of a plugin.
     #[must_use]
     pub fn manifest(&self) -> Option<&Path> {
         match self {
@@ -167,7 +167,7 @@ impl Origin {
 }
 
 impl fmt::Display for Origin {
-    /// `built in`, or the file that was found: the manifest, else the library.
+    /// Writes `built in`, or the file that was found: the manifest, else the library.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self, self.manifest().or(self.library())) {
             (Self::BuiltIn, _) => f.pad("built in"),
@@ -177,35 +177,35 @@ impl fmt::Display for Origin {
     }
 }
 
-/// One backend, and why it was or was not taken.
+/// One backend, and the reason it was or was not taken.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Candidate {
-    /// The backend's name. That of a plugin is the name of its file where its manifest could not be read.
+    /// The backend's name; for a plugin without a readable manifest, the name of its file.
     pub name: String,
-    /// Where it comes from.
+    /// The origin.
     pub origin: Origin,
-    /// What became of it.
+    /// The outcome.
     pub outcome: Outcome,
-    /// Why.
+    /// The reason.
     pub reason: String,
-    /// What to do about it; may be empty.
+    /// The remedy; may be empty.
     pub hint: String,
-    /// The libraries that were tried and did not open, with the loader's words.
+    /// The libraries that did not open, with the loader's message.
     pub tried: Vec<OpenFailure>,
-    /// What is worth knowing all the same: warnings of a plugin, a plugin that was not probed, an unsafe file that was allowed.
+    /// Warnings of a plugin, a plugin that was not probed, or an unsafe file that was allowed.
     pub notes: Vec<String>,
 }
 
-/// What kind of place a plugin was looked for in. They are tried in this order.
+/// The kind of a place that is searched for plugins, in the order of the search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PlaceKind {
-    /// A path that the caller gave.
+    /// A path from the caller.
     Path,
-    /// The environment variable `HIGHWATER_BACKEND`: a name or a path, where the caller left the choice open.
+    /// The environment variable `HIGHWATER_BACKEND`: a name or a path, used if the caller gave neither.
     BackendVariable,
-    /// A folder that the caller gave.
+    /// A folder from the caller.
     SearchFolder,
     /// A folder of the environment variable `HIGHWATER_PLUGIN_PATH`.
     PathVariable,
@@ -218,7 +218,7 @@ pub enum PlaceKind {
 }
 
 impl PlaceKind {
-    /// The kind as words, as it stands in reports.
+    /// Returns the kind in the words of reports.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -239,31 +239,31 @@ impl fmt::Display for PlaceKind {
     }
 }
 
-/// A place where plugins were looked for, and what became of it.
+/// A place that was searched for plugins, and the outcome.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Place {
-    /// What kind of place it is.
+    /// The kind of place.
     pub kind: PlaceKind,
-    /// The folder or file, or the value of `HIGHWATER_BACKEND`; `None` where it is not set.
+    /// The folder or file, or the value of `HIGHWATER_BACKEND`; `None` if it is not set.
     pub path: Option<PathBuf>,
-    /// What became of it.
+    /// The outcome.
     pub outcome: Outcome,
-    /// Why; may be empty.
+    /// The reason; may be empty.
     pub reason: String,
-    /// What to do about it; may be empty.
+    /// The remedy; may be empty.
     pub hint: String,
 }
 
 impl Place {
-    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "without plugins there is one place only"))]
+    #[cfg_attr(not(feature = "plugins"), allow(dead_code, reason = "without plugins there is only one place"))]
     pub(super) fn new(kind: PlaceKind, path: Option<PathBuf>, outcome: Outcome, reason: impl Into<String>) -> Self {
         Self { kind, path, outcome, reason: reason.into(), hint: String::new() }
     }
 }
 
 impl fmt::Display for Place {
-    /// `/usr/lib/highwater/plugins (absent)`; `HIGHWATER_BACKEND=mock`.
+    /// Writes `/usr/lib/highwater/plugins (absent)`, or `HIGHWATER_BACKEND=mock`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
             Some(value) if self.kind == PlaceKind::BackendVariable => {
@@ -275,32 +275,32 @@ impl fmt::Display for Place {
     }
 }
 
-/// Every place where a backend was looked for and every backend that was found, and what became of each.
+/// Every place that was searched and every backend that was found, with its outcome.
 ///
-/// `Display` prints one line for each backend, with a hint and notes under it where there are any; a line for each place that is
-/// broken; and one line with all other places.
+/// `Display` prints a line for each backend, with its hint and notes below it, a line for each broken place, and one line with
+/// all other places.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct LoadReport {
-    /// The places, in the order in which they count; none where none was needed.
+    /// The places, in the order of the search; empty if none was needed.
     pub places: Vec<Place>,
     /// The candidates, in order of preference.
     pub candidates: Vec<Candidate>,
 }
 
 impl LoadReport {
-    /// The candidate that was taken.
+    /// Returns the candidate that was taken.
     #[must_use]
     pub fn taken(&self) -> Option<&Candidate> {
         self.candidates.iter().find(|candidate| candidate.outcome == Outcome::Taken)
     }
 
-    /// The places that are broken: there, and of no use.
+    /// Returns the places that exist and cannot be used.
     pub fn broken_places(&self) -> impl Iterator<Item = &Place> {
         self.places.iter().filter(|place| place.outcome.is_broken() || !place.hint.is_empty())
     }
 
-    /// One line that names all places that are not broken; `None` where there is none.
+    /// Returns a line that names all other places; `None` if there are none.
     #[must_use]
     pub fn quiet_places(&self) -> Option<String> {
         let quiet = self.places.iter().filter(|place| !place.outcome.is_broken() && place.hint.is_empty());
@@ -339,26 +339,26 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// A backend that was opened, and how it was chosen.
+/// An opened backend, and the reason for the choice.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Opened {
     /// The backend.
     pub backend: Arc<dyn Backend>,
-    /// Why it was taken, and why the others were not.
+    /// The outcome for each backend and each place.
     pub report: LoadReport,
 }
 
-/// No backend was opened: why, and what was tried.
+/// The error of opening a backend, with the report.
 ///
 /// `?` converts it to an [`Error`], or boxes it unchanged. Either way the report is its
 /// [`source`](std::error::Error::source). `Debug`, which `fn main() -> Result<_, _>` prints, shows the error alone.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct OpenError {
-    /// What went wrong.
+    /// The error.
     pub error: Error,
-    /// What became of each backend, and of each place.
+    /// The outcome for each backend and each place.
     pub report: LoadReport,
 }
 

@@ -1,4 +1,4 @@
-//! One search: what was asked for, in this environment.
+//! One search: a request, in one environment.
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub(super) struct Search<'a> {
     means: Means,
 }
 
-/// What is to be opened.
+/// The request: a path, a name, or the best backend.
 #[derive(Debug, PartialEq, Eq)]
 enum Wanted {
     Path(PathBuf),
@@ -42,7 +42,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The same on a machine that a test describes, without any variable and with these built-in backends.
+    /// Searches a machine that a test describes, with these built-in backends and without any variable.
     #[cfg(test)]
     pub(super) fn of_machine(options: &'a OpenOptions, built_in: &'static [Known]) -> Self {
         Self { environment: Environment::default(), built_in, ..Self::of_process(options) }
@@ -57,7 +57,7 @@ impl<'a> Search<'a> {
             Wanted::Path(path) => self.at_path(&path, places),
             Wanted::Name(name) => {
                 let mut contenders = self.built_in();
-                // What is built in comes first, so there is nothing to look for.
+                // A built-in backend comes first, so no plugin matters.
                 if !super::backends().contains(&name.as_str()) {
                     self.add_plugins(&mut contenders, &mut places, false);
                 }
@@ -73,14 +73,14 @@ impl<'a> Search<'a> {
 
     pub(super) fn survey(&self) -> LoadReport {
         let mut contenders = self.built_in();
-        // What cannot be understood is told where it is to be opened.
+        // An invalid request is an error of `open`, not of a survey.
         let (wanted, mut places) = self.wanted().unwrap_or((Wanted::Best, Vec::new()));
         self.add_given(&mut contenders, &wanted);
         self.add_plugins(&mut contenders, &mut places, true);
         choice::survey(&contenders, places)
     }
 
-    /// What the options say, or else the environment; and what became of these places.
+    /// Returns the request of the options, else of the environment, and the places that were read for it.
     fn wanted(&self) -> Result<(Wanted, Vec<Place>), Error> {
         if let Some(path) = &self.options.path {
             let place = Place::new(PlaceKind::Path, Some(path.clone()), Outcome::Searched, "");
@@ -92,7 +92,7 @@ impl<'a> Search<'a> {
         let place = |path, outcome, reason: &str| Place::new(PlaceKind::BackendVariable, path, outcome, reason);
         let Some(value) = self.environment.get(BACKEND) else {
             let place = if self.environment.secure {
-                let reason = "the program has more rights than who started it, so the environment does not count";
+                let reason = "the program has more rights than its caller, so the environment is ignored";
                 place(None, Outcome::NotTried, reason)
             } else {
                 place(None, Outcome::NotSet, "")
@@ -104,14 +104,14 @@ impl<'a> Search<'a> {
             return Ok((Wanted::Path(path.clone()), vec![place(Some(path), Outcome::Searched, "")]));
         }
         let name = value.to_str().ok_or_else(|| {
-            let what = format!("{BACKEND} is `{}`, which is no name", display_foreign(value));
+            let what = format!("{BACKEND} is `{}`, which is not a name", display_foreign(value));
             Error::new(ErrorKind::UnknownBackend, OPERATION, what)
                 .with_hint("set it to the name of a backend, or to the path of a plugin, with a `/` in it")
         })?;
         Ok((Wanted::Name(name.to_owned()), vec![place(Some(name.into()), Outcome::Searched, "")]))
     }
 
-    /// The source of a request for a name or a path, to append to "asked for".
+    /// Returns the source of a request for a name or a path, to append to "asked for".
     fn by(&self) -> &'static str {
         if self.options.path.is_some() || self.options.name.is_some() { "" } else { BY_VARIABLE }
     }
@@ -126,7 +126,7 @@ impl<'a> Search<'a> {
         Finder::new(self.options, &self.environment, &self.means, probing)
     }
 
-    /// Adds the plugins, in front of what has no hardware behind it, and their places. With `every`, each may be opened.
+    /// Adds the plugins and their places, before the backends that drive no hardware. With `every`, each may be opened.
     #[cfg(feature = "plugins")]
     fn add_plugins<'s>(&'s self, contenders: &mut Vec<Contender<'s>>, places: &mut Vec<Place>, every: bool) {
         if !self.options.plugins {
@@ -135,7 +135,7 @@ impl<'a> Search<'a> {
         let (plugins, found) = self.finder(every).all();
         places.extend(found);
         let before = contenders.iter().position(|one| one.real == Some(false)).unwrap_or(contenders.len());
-        // Those that a built-in backend comes before are never tried, and stand last.
+        // A plugin that a built-in backend shadows is never tried, so it comes last.
         let (last, plugins): (Vec<_>, Vec<_>) =
             plugins.into_iter().partition(|plugin| super::backends().contains(&plugin.name.as_str()));
         contenders.splice(before..before, plugins);
@@ -145,7 +145,7 @@ impl<'a> Search<'a> {
     #[cfg(not(feature = "plugins"))]
     fn add_plugins<'s>(&'s self, _: &mut Vec<Contender<'s>>, _: &mut Vec<Place>, _: bool) {}
 
-    /// Adds the plugin whose path was given, in front of all others.
+    /// Adds the plugin of a given path, before all others.
     #[cfg(feature = "plugins")]
     fn add_given<'s>(&'s self, contenders: &mut Vec<Contender<'s>>, wanted: &Wanted) {
         if let Wanted::Path(path) = wanted {

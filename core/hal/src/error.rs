@@ -1,5 +1,4 @@
-//! One error type for every fallible call: what kind it is, which operation failed, what the vendor said, why, and what
-//! to do about it.
+//! One error type for every fallible call: the kind, the operation, the vendor's code, the message and the remedy.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,19 +8,19 @@ use crate::text::harmless;
 /// The result of every fallible call in this workspace.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, as far as a program can act on it.
+/// The kind of an error, as far as a program can act on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument is outside what the operation accepts (size, alignment, leading dimension, option).
+    /// The operation does not accept an argument (size, alignment, leading dimension, option).
     InvalidArgument,
     /// A stream, event, graph or handle id is stale, forged, or belongs to another backend.
     InvalidHandle,
-    /// A pointer is not one that this runtime gave out, was freed, or points into the middle of a block.
+    /// A pointer is not from this runtime, was freed, or points into the middle of a block.
     InvalidPointer,
     /// Objects of different devices were mixed in one operation.
     WrongDevice,
-    /// The device cannot do this, as its [`Capabilities`](crate::Capabilities) say, or this version does not drive it.
+    /// The device lacks the [capability](crate::Capabilities), or this version does not support it.
     Unsupported,
     /// Device or host memory is exhausted.
     OutOfMemory,
@@ -37,15 +36,15 @@ pub enum ErrorKind {
     Capture,
     /// The object is in a state that forbids this operation now.
     InvalidState,
-    /// A device error that no call can recover from; the process has to end.
+    /// A device error from which no call recovers. The process must end.
     DeviceLost,
-    /// The process is exiting and the driver must not be called any more.
+    /// The process is exiting, and the driver must not be called.
     ShuttingDown,
     /// The process was forked after the backend was opened; the child cannot use it.
     Forked,
     /// The process at the other end of a share has ended.
     PeerLost,
-    /// What a ticket names is no longer shared: its exporter has freed it or has ended.
+    /// The memory of a ticket is no longer shared: its exporter has freed it or has ended.
     Expired,
     /// A call of the operating system failed; the code is its `errno`.
     OperatingSystem,
@@ -56,7 +55,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// The kind as words, as it stands in messages.
+    /// Returns the kind in the words of messages.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -128,7 +127,7 @@ impl fmt::Display for Code {
 }
 
 impl Error {
-    /// Writes everything, with `before_hint` in front of the hint.
+    /// Writes all parts, with `before_hint` before the hint.
     fn write(&self, f: &mut fmt::Formatter<'_>, before_hint: &str) -> fmt::Result {
         let Body { kind, operation, code, message, hint, .. } = &*self.0;
         write!(f, "{operation}: {kind}: {message}{}", Code(*code))?;
@@ -155,7 +154,7 @@ impl std::error::Error for Error {
 }
 
 impl Error {
-    /// An error of `kind` in `operation` (the name of the trait method or of the public function).
+    /// Creates an error of `kind` in `operation`, the name of a trait method or a public function.
     ///
     /// Control characters of the message, except line breaks, and characters that reorder text become escapes, so that
     /// a terminal shows them. [`display_foreign`](crate::display_foreign) cuts names and texts of another origin.
@@ -165,35 +164,35 @@ impl Error {
         Self(Box::new(Body { kind, operation, code: None, message, hint: String::new(), source: None }))
     }
 
-    /// The same error with the vendor's own code.
+    /// Adds the vendor's code.
     #[must_use]
     pub fn with_code(mut self, code: i64) -> Self {
         self.0.code = Some(code);
         self
     }
 
-    /// The same error with a sentence that states the remedy. It escapes the same characters as the message.
+    /// Adds the remedy. Escapes the same characters as the message.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = harmless(hint.into());
         self
     }
 
-    /// The same error with its cause, which [`source`](std::error::Error::source) returns.
+    /// Adds the cause, which [`source`](std::error::Error::source) returns.
     #[must_use]
     pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.0.source = Some(Arc::new(source));
         self
     }
 
-    /// `Unsupported`, because the capability `name` of the device is false.
+    /// Creates an `Unsupported` error: the capability `name` of the device is false.
     #[must_use]
     pub fn lacks(operation: &'static str, name: &str) -> Self {
         Self::new(ErrorKind::Unsupported, operation, format!("the device's capability `{name}` is false"))
             .with_hint("ask `capabilities()` before, or use another device or backend")
     }
 
-    /// `Unsupported`, because this backend is older than `choice`.
+    /// Creates an `Unsupported` error: this backend is older than `choice`.
     #[cold]
     #[must_use]
     pub fn unknown(operation: &'static str, choice: &dyn fmt::Debug) -> Self {
@@ -201,7 +200,7 @@ impl Error {
             .with_hint("use a backend of the same version as the program")
     }
 
-    /// What a program can act on.
+    /// Returns the kind, on which a program can act.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
@@ -259,25 +258,25 @@ impl Error {
         }
     }
 
-    /// The operation that failed.
+    /// Returns the operation that failed.
     #[must_use]
     pub fn operation(&self) -> &'static str {
         self.0.operation
     }
 
-    /// The vendor's code, where a vendor call failed.
+    /// Returns the vendor's code, if a vendor call failed.
     #[must_use]
     pub fn code(&self) -> Option<i64> {
         self.0.code
     }
 
-    /// What was wrong, and what was expected.
+    /// Returns the fault, and the expected value.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// What to do about it; may be empty.
+    /// Returns the remedy; may be empty.
     #[must_use]
     pub fn hint(&self) -> &str {
         &self.0.hint
@@ -357,7 +356,7 @@ mod tests {
         ];
         assert!(retried.into_iter().all(errno));
         assert!(![libc::EPERM, libc::ENOENT, libc::ENOSPC, libc::EINVAL].into_iter().any(errno));
-        // A number of another vendor's table is no errno.
+        // A vendor's code is not an errno.
         assert!(!Error::new(Vendor, "call", "").with_code(i64::from(libc::EAGAIN)).is_temporary());
     }
 

@@ -1,4 +1,4 @@
-//! [`Ticket`]: what one process tells another so that it can open a buffer.
+//! [`Ticket`]: the message by which another process opens a buffer.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,21 +8,21 @@ use highwater_hal::{Error, ErrorKind, Result, Transport};
 const MAGIC: [u8; 4] = *b"HWTK";
 /// Version of the format below.
 const VERSION: u16 = 1;
-/// Oldest version of the format that a reader has to know to use this ticket.
+/// Oldest version of the format that a reader must know to use this ticket.
 const OLDEST_READER: u16 = 1;
-/// What a reader has to support beyond the version, bit by bit; none is defined yet.
+/// Features that a reader must support beyond the version, one bit each. None is defined yet.
 const KNOWN_FEATURES: u32 = 0;
 const BYTES: usize = 136;
 const CHECKED: usize = BYTES - 4;
 
-/// Names a range of a buffer that a process shares. Plain bytes: send it through a pipe, a file, an argument or a queue.
+/// Names a range of a shared buffer. It is plain bytes: send it through a pipe, a file, an argument or a queue.
 ///
-/// Any number of processes may open a ticket, once or often, for as long as its exporter runs and keeps the buffer; a
-/// ticket by itself keeps nothing alive. Who may open it: processes of the same user on the same running system, which
-/// can reach the exporter's socket (the same network namespace).
+/// Any number of processes may open a ticket, once or often, while its exporter runs and keeps the buffer. A ticket by itself
+/// keeps nothing alive. The processes must have the same user, the same running system, and the same network namespace, in
+/// which they reach the exporter's socket.
 ///
 /// # Format
-/// 136 bytes, every number little-endian. Text is the same in hexadecimal digits.
+/// A ticket has 136 bytes. Every number is little-endian. Its text is the same bytes in hexadecimal digits.
 ///
 /// | offset | bytes | field |
 /// | --- | --- | --- |
@@ -42,7 +42,7 @@ const CHECKED: usize = BYTES - 4;
 /// | 96 | 8 | offset of the range in bytes |
 /// | 104 | 8 | length of the range in bytes |
 /// | 112 | 20 | 0 |
-/// | 132 | 4 | CRC-32 of what precedes |
+/// | 132 | 4 | CRC-32 of the preceding bytes |
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(crate) transport: Transport,
@@ -59,31 +59,31 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// Bytes of the shared range.
+    /// Returns the bytes of the shared range.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.length
     }
 
-    /// How the memory travels, as its exporter allocated it.
+    /// Returns the transport that the exporter chose.
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
     }
 
-    /// UUID of the device whose memory it is.
+    /// Returns the UUID of the memory's device.
     #[must_use]
     pub fn device_uuid(&self) -> [u8; 16] {
         self.device_uuid
     }
 
-    /// Process id of the exporter, as the exporter sees it.
+    /// Returns the process id of the exporter, as the exporter sees it.
     #[must_use]
     pub fn exporter_pid(&self) -> u32 {
         self.pid
     }
 
-    /// The ticket in the format above.
+    /// Returns the ticket in the format above.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(BYTES);
@@ -108,8 +108,8 @@ impl Ticket {
     /// Reads a ticket.
     ///
     /// # Errors
-    /// `InvalidArgument` where the bytes are no whole and unaltered ticket; `Unsupported` where it needs a newer version of
-    /// this library.
+    /// `InvalidArgument` if the bytes are not a whole and unaltered ticket; `Unsupported` if it needs a newer version of this
+    /// library.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let invalid = |what: String| {
             Error::new(ErrorKind::InvalidArgument, "ticket", what)
@@ -124,7 +124,7 @@ impl Ticket {
         let version = fields.u16().ok_or_else(cut)?;
         let oldest = fields.u16().ok_or_else(cut)?;
         let features = fields.u32().ok_or_else(cut)?;
-        // Asked first: a newer format may be longer.
+        // Checked first: a newer format may be longer.
         if oldest > VERSION || features & !KNOWN_FEATURES != 0 {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -168,7 +168,7 @@ impl Ticket {
     }
 }
 
-/// An error about a ticket that says of its allocation what its exporter has never said.
+/// Returns the error for a ticket that describes an allocation differently from its exporter.
 pub(super) fn not_given_out(what: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, "open_shared", format!("a ticket that was not given out: {what}"))
         .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged")

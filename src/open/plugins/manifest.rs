@@ -1,7 +1,6 @@
 //! The manifest of a plugin: a small TOML file `NAME.toml`, read strictly.
 //!
-//! An unknown key is an error, because most are typing errors, and one that was meant for a later version says something
-//! that this version would not keep.
+//! An unknown key is an error: most are typing errors, and this version would not obey a key of a later one.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -16,12 +15,12 @@ use toml::de::{DeTable, DeValue};
 
 use super::permission::text_of;
 
-/// Far more than a manifest needs.
+/// The size limit, far more than a manifest needs.
 const MOST_BYTES: u64 = 64 * 1024;
 /// Characters of a name.
 const LONGEST_NAME: usize = 64;
 
-/// The keys of a manifest, all of which it must have.
+/// The keys of a manifest, all of them required.
 const KEYS: [&str; 6] = ["name", "version", "vendor", "licence", "table_versions", "library"];
 const TABLE_KEYS: [&str; 2] = ["min", "max"];
 
@@ -30,7 +29,7 @@ pub(super) fn platform() -> String {
     format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS)
 }
 
-/// What a manifest says.
+/// The contents of a manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Manifest {
     pub(super) name: String,
@@ -41,10 +40,10 @@ pub(super) struct Manifest {
     pub(super) libraries: BTreeMap<String, PathBuf>,
 }
 
-/// What is wrong with a manifest.
+/// A fault of a manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fault {
-    /// The line, from 1; none where the file could not be read.
+    /// The line, from 1; `None` if the file could not be read.
     pub(super) line: Option<usize>,
     pub(super) what: String,
     pub(super) hint: String,
@@ -56,33 +55,33 @@ impl Fault {
     }
 }
 
-/// Whether `name` can be the name of a backend.
+/// Returns whether `name` can be the name of a backend.
 pub(super) fn is_name(name: &str) -> bool {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     name.len() <= LONGEST_NAME && name.chars().all(allowed) && name.starts_with(|c: char| c.is_ascii_alphanumeric())
 }
 
-/// The text of a manifest file.
+/// Reads the text of a manifest file.
 ///
-/// Nothing but a file of a small size is read: a pipe would wait for a writer.
+/// Reads only a small regular file: a pipe would wait for a writer.
 pub(super) fn read(path: &Path) -> Result<String, Fault> {
     let unreadable = |error: io::Error| {
         Fault::of_file(
             format!("it cannot be read: {}", text_of(&error)),
-            "look at its permissions, and where its links lead",
+            "check its permissions, and the targets of its links",
         )
     };
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file: File = OpenOptions::new().read(true).custom_flags(nonblocking).open(path).map_err(unreadable)?;
     let metadata = file.metadata().map_err(unreadable)?;
     if !metadata.is_file() {
-        let what = if metadata.is_dir() { "it is a folder" } else { "it is no regular file" };
+        let what = if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" };
         return Err(Fault::of_file(what, "a manifest is a text file; remove or rename this"));
     }
     let mut bytes = Vec::new();
     file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
     if bytes.len() as u64 > MOST_BYTES {
-        let what = format!("it is {} bytes long; {MOST_BYTES} are the most", metadata.len());
+        let what = format!("it is {} bytes long; at most {MOST_BYTES} are allowed", metadata.len());
         return Err(Fault::of_file(what, "a manifest has a dozen lines; remove or rename this"));
     }
     String::from_utf8(bytes).map_err(|error| {
@@ -92,14 +91,14 @@ pub(super) fn read(path: &Path) -> Result<String, Fault> {
     })
 }
 
-/// Whether a text is meant to be a manifest, also where it is wrong: it has the sections that other TOML files do not have.
+/// Returns whether a text is meant to be a manifest, valid or not: it has the sections that other TOML files lack.
 pub(super) fn is_meant(text: &str) -> bool {
     let section = |line: &str| line.starts_with("[library]") || line.starts_with("table_versions");
     text.lines().any(|line| section(line.trim_start()))
 }
 
 impl Manifest {
-    /// Reads a text.
+    /// Parses a text.
     pub(super) fn parse(text: &str) -> Result<Self, Fault> {
         let root = DeTable::parse(text).map_err(|error| {
             let line = Some(line_of(text, error.span().unwrap_or_default()));
@@ -114,7 +113,11 @@ impl Manifest {
         let name = table.text("name")?;
         if !is_name(&name) {
             let hint = "a name has up to 64 ASCII letters, digits, `-` and `_`, and begins with a letter or digit";
-            return Err(table.fault("name", format!("`name` is `{}`, which is no name", display_foreign(&name)), hint));
+            return Err(table.fault(
+                "name",
+                format!("`name` is `{}`, which is not a name", display_foreign(&name)),
+                hint,
+            ));
         }
         let [_vendor, _licence] = [table.text("vendor")?, table.text("licence")?];
         let version = table.text("version")?;
@@ -151,13 +154,13 @@ struct Table<'t> {
     text: &'t str,
     /// Its key; empty for the file itself.
     name: &'t str,
-    /// Where it stands.
+    /// Its place in the text.
     place: Range<usize>,
     entries: &'t DeTable<'t>,
 }
 
 impl<'t> Table<'t> {
-    /// A key with the table's own in front.
+    /// Returns a key with the table's own before it.
     fn full(&self, key: &str) -> String {
         let key = display_foreign(key);
         if self.name.is_empty() { key.to_string() } else { format!("{}.{key}", self.name) }
@@ -167,13 +170,13 @@ impl<'t> Table<'t> {
         Fault { line: Some(line_of(self.text, place)), what, hint: hint.into() }
     }
 
-    /// Something wrong with the value of a key, which is there.
+    /// Returns a fault of the value of an existing key.
     fn fault(&self, key: &str, what: String, hint: &str) -> Fault {
         let place = self.entries.get_key_value(key).map_or(self.place.clone(), |(key, _)| key.span());
         self.at(place, what, hint)
     }
 
-    /// There is no unknown key, and none is missing.
+    /// Checks that no key is unknown and none is missing.
     fn check_keys(&self, known: &[&str]) -> Result<(), Fault> {
         let mut unknown: Vec<_> = self.entries.keys().filter(|key| !known.contains(&&**key.get_ref())).collect();
         unknown.sort_by_key(|key| key.span().start);
@@ -203,7 +206,7 @@ impl<'t> Table<'t> {
             .ok_or_else(|| self.at(self.place.clone(), format!("the key `{}` is missing", self.full(key)), "add it"))
     }
 
-    /// What a key should have been.
+    /// Returns a fault that names the expected type of a key.
     fn mistyped(&self, key: &str, value: &Spanned<DeValue<'_>>, expected: &str) -> Fault {
         let what = format!("`{}` is {}, not {expected}", self.full(key), with_article(value.get_ref().type_str()));
         self.at(value.span(), what, &format!("give {expected}"))
@@ -247,7 +250,7 @@ fn with_article(kind: &str) -> String {
     format!("{article} {kind}")
 }
 
-/// The line, from 1, on which a place begins.
+/// Returns the line, from 1, on which a place begins.
 fn line_of(text: &str, place: Range<usize>) -> usize {
     1 + text.as_bytes()[..place.start.min(text.len())].iter().filter(|&&byte| byte == b'\n').count()
 }
@@ -306,7 +309,7 @@ mod tests {
     fn values_of_another_type_or_range_are_told_with_their_line() {
         for (old, new, line, expected) in [
             ("\"acme\"", "7", 1, "`name` is an integer, not a text in quotes"),
-            ("\"acme\"", "\"a/b\"", 1, "`name` is `a/b`, which is no name"),
+            ("\"acme\"", "\"a/b\"", 1, "`name` is `a/b`, which is not a name"),
             ("\"acme\"", "\" \"", 1, "`name` is empty"),
             ("\"MIT\"", "[\"MIT\"]", 4, "`licence` is an array, not a text in quotes"),
             ("min = 1", "min = \"1\"", 5, "`table_versions.min` is a string, not a whole number"),
@@ -349,9 +352,9 @@ mod tests {
         // A pipe without a writer would never give a byte.
         let pipe = folder.path().join("pipe.toml");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
-        assert_eq!(what(&pipe), (None, "it is no regular file".into()));
+        assert_eq!(what(&pipe), (None, "it is not a regular file".into()));
         let huge = folder.file("huge.toml", vec![b'#'; 1 << 20]);
-        assert_eq!(what(&huge), (None, "it is 1048576 bytes long; 65536 are the most".into()));
+        assert_eq!(what(&huge), (None, "it is 1048576 bytes long; at most 65536 are allowed".into()));
         assert!(read(&folder.file("most.toml", vec![b'#'; 1 << 16])).is_ok());
         let latin = folder.file("latin.toml", b"name = \"a\"\nvendor = \"M\xfcller\"\n");
         assert_eq!(what(&latin), (Some(2), "it is not UTF-8 here".into()));

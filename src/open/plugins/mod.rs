@@ -1,7 +1,7 @@
-//! Backends that are found and loaded at run time.
+//! Finds backends at run time.
 //!
-//! What is found becomes a contender like those that are built in: ready to be opened, or broken for a reason that is known
-//! without loading it. Nothing is loaded before it is chosen.
+//! A plugin that is found becomes a contender like a built-in backend: ready to be opened, or broken for a reason that is known
+//! without loading it. No plugin is loaded before it is chosen.
 
 mod manifest;
 mod permission;
@@ -35,10 +35,10 @@ use super::{OPERATION, OpenOptions};
 
 /// Loads the plugin of a file, within a limit, and opens it.
 type Load = dyn Fn(&Path, Duration) -> Result<Loaded, Failure>;
-/// Has a program probe the plugin of a file, within a limit.
+/// Makes a program probe the plugin of a file, within a limit.
 type Probe = dyn Fn(&Path, &Path, Duration) -> Probed;
 
-/// What touches plugins, which tests replace.
+/// The functions that touch plugins, which tests replace.
 pub(super) struct Means {
     load: Box<Load>,
     probe: Box<Probe>,
@@ -53,7 +53,7 @@ impl Means {
 /// The most platforms of a manifest that a message lists.
 const MOST_PLATFORMS: usize = 16;
 
-/// Looks for plugins.
+/// Searches for plugins.
 pub(super) struct Finder<'a> {
     options: &'a OpenOptions,
     environment: &'a Environment,
@@ -62,7 +62,7 @@ pub(super) struct Finder<'a> {
     trust: Trust,
 }
 
-/// Where the name of a plugin comes from, which it has to bear out.
+/// The source of a plugin's expected name, which the plugin must confirm.
 #[derive(Debug, Clone)]
 enum Named {
     Manifest { path: PathBuf, version: String },
@@ -78,7 +78,7 @@ struct Ready {
     notes: Vec<String>,
 }
 
-/// How far the search for a plugin got.
+/// The progress of the search for a plugin.
 struct Found {
     library: Option<PathBuf>,
     state: Result<Ready, Failure>,
@@ -101,7 +101,7 @@ impl<'a> Finder<'a> {
         Self { options, environment, means, probing, trust }
     }
 
-    /// Every plugin of every place, and what became of the places.
+    /// Returns every plugin of every place, and the outcome for each place.
     pub(super) fn all(&self) -> (Vec<Contender<'a>>, Vec<Place>) {
         let mut contenders = Vec::new();
         let mut places = places::all(self.options, self.environment);
@@ -114,7 +114,7 @@ impl<'a> Finder<'a> {
         (contenders, places)
     }
 
-    /// Looks into one folder.
+    /// Searches one folder.
     fn search(&self, place: &mut Place, seen: &mut HashSet<(u64, u64)>, contenders: &mut Vec<Contender<'a>>) {
         let Some(folder) = place.path.clone() else { return };
         let looked = fs::canonicalize(&folder).and_then(|folder| Ok((fs::metadata(&folder)?, folder)));
@@ -135,7 +135,7 @@ impl<'a> Finder<'a> {
         let unsafe_folder = self.trust.check(&folder).err();
         let refused = unsafe_folder.as_ref().filter(|_| !self.trust.insecure);
         for entry in entries {
-            // Programs keep TOML files of their own beside themselves.
+            // A program's folder may contain other TOML files.
             if beside && entry.is_manifest && !manifest::read(&entry.path).is_ok_and(|text| manifest::is_meant(&text)) {
                 continue;
             }
@@ -162,7 +162,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// The plugin of a path that was given: a manifest or a library.
+    /// Returns the plugin of a given path, a manifest or a library.
     pub(super) fn at(&self, path: &Path, name: Option<&str>) -> Contender<'a> {
         Contender { given: true, ..self.find(path, name) }
     }
@@ -206,7 +206,7 @@ impl<'a> Finder<'a> {
         self.finish(name.clone(), None, found)
     }
 
-    /// Lets a complaint pass as a note where that was allowed.
+    /// Turns a complaint into a note if insecure plugins are allowed.
     fn allow(&self, complaint: Option<&Complaint>) -> Result<Vec<String>, Failure> {
         match complaint {
             None => Ok(Vec::new()),
@@ -225,10 +225,10 @@ impl<'a> Finder<'a> {
             Ok(notes) => notes,
             Err(failure) => return failure.into(),
         };
-        // The manifest may be a link, and its library lies beside what it leads to.
+        // The manifest may be a link, and its library lies beside the link's target.
         let file = match fs::canonicalize(path) {
             Ok(file) => file,
-            Err(error) => return invalid(None, &text_of(&error), "look where its links lead, or remove it"),
+            Err(error) => return invalid(None, &text_of(&error), "check the targets of its links, or remove it"),
         };
         match self.allow(self.trust.check(&file).err().as_ref()) {
             Ok(more) => notes.extend(more.into_iter().filter(|note| !notes.contains(note)).collect::<Vec<_>>()),
@@ -273,7 +273,7 @@ impl<'a> Finder<'a> {
         self.library(&library, named, notes)
     }
 
-    /// Looks at a library, without loading it.
+    /// Checks a library without loading it.
     fn library(&self, path: &Path, named: Named, mut notes: Vec<String>) -> Found {
         let file = match fs::canonicalize(path) {
             Ok(file) => file,
@@ -292,9 +292,9 @@ impl<'a> Finder<'a> {
         };
         let state = match self.allow(self.trust.check(&file).err().as_ref()) {
             Err(failure) => Err(failure),
-            // Not for the loader, which waits at a pipe.
+            // The loader would wait at a pipe.
             Ok(_) if !file.is_file() => {
-                let what = format!("`{}` is no regular file", display_foreign(&file));
+                let what = format!("`{}` is not a regular file", display_foreign(&file));
                 Err(failure(Outcome::WrongPlatform, what, "give the path of a library or of a manifest"))
             }
             Ok(more) => {
@@ -319,14 +319,14 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// By which means a plugin is opened.
+/// The means by which a plugin is opened.
 struct How<'a> {
     means: &'a Means,
     probing: Probing,
     limit: Duration,
 }
 
-/// Probes a plugin where that is asked for, and opens it in this process.
+/// Probes a plugin if requested, and opens it in this process.
 fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure> {
     let How { means, probing, limit } = how;
     let mut notes = ready.notes.clone();
@@ -349,7 +349,7 @@ fn open(how: &How<'_>, ready: &Ready, expected: &str) -> Result<Opening, Failure
     })?;
     notes.extend(warnings.iter().map(|warning| display_foreign(warning).to_string()));
     let library = display_foreign(&ready.library);
-    // Names are compared raw, and displayed escaped.
+    // Names are compared raw and displayed escaped.
     let [said_name, expected_name] = [name.as_str(), expected].map(|name| display_foreign(name).to_string());
     match &ready.named {
         Named::Manifest { path, .. } if name != expected => {

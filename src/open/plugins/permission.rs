@@ -1,15 +1,14 @@
-//! Whether another user could change what is about to be loaded.
+//! Checks whether another user could change a file that is about to be loaded.
 //!
-//! A plugin is code, so a file counts only where nobody but the caller and the superuser decides what is in it: the file and each
-//! folder on the way to it belong to one of the two, and nobody else may write to them. Group rights count as others': who is in a
-//! group cannot be told for certain, and the group bits are also the mask of an access list.
+//! A plugin is code. So the file and each folder on the way to it must belong to the caller or the superuser, and no other user
+//! may write to them. Group rights count as others' rights: the members of a group cannot be known for certain, and the group
+//! bits are also the mask of an access list.
 //!
-//! *Sticky folders*, such as `/tmp`: everybody may add to them, but what is there can be renamed and removed only by its owner. So
-//! one is good enough on the way to something that belongs to the caller, and is no place to search, because anybody can
-//! add a plugin there.
+//! *Sticky folders*, such as `/tmp`: every user may add to them, but only the owner of a file renames or removes it. So a sticky
+//! folder is safe on the way to a file of the caller. It is not a place to search, because any user can add a plugin there.
 //!
-//! Links are resolved before, and the resolved path is what is checked and then loaded. What has passed cannot be swapped
-//! by another user later, so nothing is lost between the check and the use.
+//! Links are resolved first, and the resolved path is checked and then loaded. Another user cannot swap a file that has passed,
+//! so the check still holds at the use.
 
 use std::fmt;
 use std::fs::{self, Metadata};
@@ -26,18 +25,18 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// Only owners rename and remove.
 const STICKY: u32 = 0o1000;
 
-/// Who is trusted.
+/// The users that are trusted.
 #[derive(Debug, Clone)]
 pub(super) struct Trust {
-    /// The user with whose rights this process runs; the superuser is trusted too.
+    /// The effective user of this process. The superuser is trusted, too.
     pub(super) user: u32,
-    /// Whether complaints are notes only.
+    /// Whether complaints are only notes.
     pub(super) insecure: bool,
-    /// What the variable is set to, where that means nothing.
+    /// The value of the variable, if it has no meaning.
     strange: Option<String>,
 }
 
-/// What is wrong with a file or folder.
+/// A fault of a file or folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Complaint {
     pub(super) path: PathBuf,
@@ -51,10 +50,10 @@ impl fmt::Display for Complaint {
     }
 }
 
-/// What a path is for.
+/// The purpose of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// It is read, or its plugins are looked for.
+    /// It is read, or searched for plugins.
     Itself,
     /// It is a folder on the way.
     OnTheWay,
@@ -78,9 +77,9 @@ impl Trust {
         let mut role = Role::Itself;
         for part in path.ancestors() {
             let complain = |what: String, hint: String| Complaint { path: part.to_owned(), what, hint };
-            // Not following links: where one has come in between, the way has just been changed.
+            // Does not follow links: a link here means that the path has just changed.
             let metadata = fs::symlink_metadata(part).map_err(|error| {
-                complain(format!("cannot be looked at: {}", text_of(&error)), "look at its permissions".into())
+                complain(format!("cannot be inspected: {}", text_of(&error)), "check its permissions".into())
             })?;
             self.check_one(&metadata, role).map_err(|(what, hint)| complain(what, self.hint(&hint, part)))?;
             role = Role::OnTheWay;
@@ -88,14 +87,17 @@ impl Trust {
         Ok(())
     }
 
-    /// What is wrong, and the beginning of the command that puts it right.
+    /// Returns the fault, and the beginning of the command that repairs it.
     fn check_one(&self, metadata: &Metadata, role: Role) -> Result<(), (String, String)> {
         if metadata.is_symlink() {
-            return Err(("has become a link while it was looked at".into(), "ls -l".into()));
+            return Err(("became a link during the check".into(), "ls -l".into()));
         }
         let owner = metadata.uid();
         if owner != 0 && owner != self.user {
-            let what = format!("belongs to user {owner}, not to the superuser or to user {}, who runs this", self.user);
+            let what = format!(
+                "belongs to user {owner}, not to the superuser or to user {}, the user of this process",
+                self.user
+            );
             return Err((what, format!("chown {}", self.user)));
         }
         let mode = metadata.mode();
@@ -119,7 +121,7 @@ impl Trust {
     }
 }
 
-/// The words of an error of the system, without its number.
+/// Returns the text of an error of the system, without its number.
 pub(super) fn text_of(error: &io::Error) -> String {
     let text = error.to_string();
     text.find(" (os error").map_or(text.clone(), |end| text[..end].to_owned())
@@ -137,7 +139,7 @@ pub(super) mod tests {
         fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     }
 
-    /// The user who runs the tests, to whom what they write belongs.
+    /// The user of the tests, who owns the files that they write.
     fn trust() -> Trust {
         Trust::new(false, &Environment::of_process())
     }
@@ -184,7 +186,7 @@ pub(super) mod tests {
         let stranger = Trust { user: owner + 1, insecure: false, strange: None };
         let checked = stranger.check(&file);
         if owner == 0 {
-            // The superuser's files are anybody's to load.
+            // Every user may load the superuser's files.
             assert_eq!(checked, Ok(()));
             if std::os::unix::fs::chown(&file, Some(12345), None).is_ok() {
                 let complaint = trust().check(&file).unwrap_err();

@@ -1,6 +1,6 @@
-//! The folders where plugins are looked for, and what lies in them.
+//! The folders that are searched for plugins, and their contents.
 //!
-//! In this order: folders that the caller gave, those of `HIGHWATER_PLUGIN_PATH`, the user's, the system's, the executable's.
+//! The order: folders from the caller, those of `HIGHWATER_PLUGIN_PATH`, the user's, the system's, the executable's.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -21,7 +21,7 @@ const FOLDER: &str = "highwater/plugins";
 /// A library that is found without a manifest: `libhighwater_NAME.so` or `libhighwater_NAME_plugin.so`.
 const BARE: [&str; 3] = ["libhighwater_", "_plugin", ".so"];
 
-/// A place to look at: a folder, or one that is left out.
+/// A place to search: a folder, or one that is left out.
 pub(super) fn all(options: &OpenOptions, environment: &Environment) -> Vec<Place> {
     let mut places = Vec::new();
     let mut add = |kind, path: PathBuf| {
@@ -38,7 +38,7 @@ pub(super) fn all(options: &OpenOptions, environment: &Environment) -> Vec<Place
         add(PlaceKind::SearchFolder, folder.clone());
     }
     if let Some(folders) = environment.get(PLUGIN_PATH) {
-        // Nothing between two colons is nothing, and not the current folder.
+        // An empty text between two colons is not the current folder.
         for folder in folders.as_bytes().split(|&byte| byte == b':').filter(|folder| !folder.is_empty()) {
             add(PlaceKind::PathVariable, OsStr::from_bytes(folder).into());
         }
@@ -51,14 +51,17 @@ pub(super) fn all(options: &OpenOptions, environment: &Environment) -> Vec<Place
     }
     places.push(match environment.executable_folder() {
         Some(folder) => Place::new(PlaceKind::Executable, Some(folder.into()), Outcome::Searched, ""),
-        None => {
-            Place::new(PlaceKind::Executable, None, Outcome::NotSet, "the system does not say where the executable is")
-        }
+        None => Place::new(
+            PlaceKind::Executable,
+            None,
+            Outcome::NotSet,
+            "the system does not report the path of the executable",
+        ),
     });
     places
 }
 
-/// The user's folder. The base directory specification has relative paths ignored.
+/// Returns the user's folder. The base directory specification ignores relative paths.
 fn user_folder(environment: &Environment) -> Place {
     let absolute = |name| environment.get(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let data = absolute(DATA_HOME).or_else(|| Some(absolute(HOME)?.join(".local/share")));
@@ -70,24 +73,24 @@ fn user_folder(environment: &Environment) -> Place {
 
 fn not_set(kind: PlaceKind, environment: &Environment, reason: &str) -> Place {
     if environment.secure {
-        let reason = "the program has more rights than who started it, so the environment does not count";
+        let reason = "the program has more rights than its caller, so the environment is ignored";
         return Place::new(kind, None, Outcome::NotTried, reason);
     }
     Place::new(kind, None, Outcome::NotSet, reason)
 }
 
-/// Something in a folder that is or may be a plugin.
+/// A file in a folder that may be a plugin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) path: PathBuf,
-    /// The name that the file's name gives; it may be none that a backend can have.
+    /// The name in the file's name; a backend may not be able to have it.
     pub(super) name: String,
-    /// Whether it is a manifest, and not a library without one.
+    /// Whether it is a manifest; else it is a library without one.
     pub(super) is_manifest: bool,
 }
 
 impl Entry {
-    /// By the name of a file alone.
+    /// Returns the plugin that the name of a file suggests.
     fn of(path: PathBuf) -> Option<Self> {
         let file_name = path.file_name()?;
         if file_name.as_bytes().starts_with(b".") {
@@ -102,7 +105,7 @@ impl Entry {
     }
 }
 
-/// The name in `libhighwater_NAME.so` or `libhighwater_NAME_plugin.so`.
+/// Returns the name in `libhighwater_NAME.so` or `libhighwater_NAME_plugin.so`.
 fn bare_name(file: &OsStr) -> Option<String> {
     let [before, plugin, after] = BARE;
     let name = file.to_str()?.strip_prefix(before)?.strip_suffix(after)?;
@@ -110,13 +113,13 @@ fn bare_name(file: &OsStr) -> Option<String> {
     (!name.is_empty()).then(|| name.to_owned())
 }
 
-/// The name that a library which was given by its path is known by until it says its own.
+/// Returns a name for a library given by its path, until the library reports its own.
 pub(super) fn library_name(path: &Path) -> String {
     let file = path.file_name().unwrap_or(path.as_os_str());
     bare_name(file).unwrap_or_else(|| path.file_stem().unwrap_or(file).display().to_string())
 }
 
-/// Manifests first, then bare libraries where those count, by name.
+/// Sorts manifests first, then bare libraries, if those count, by name.
 pub(super) fn list(folder: &Path, bare: bool) -> io::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -126,16 +129,16 @@ pub(super) fn list(folder: &Path, bare: bool) -> io::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// Notes what became of a place whose folder could not be listed.
+/// Notes the outcome for a place whose folder could not be listed.
 pub(super) fn note_failure(place: &mut Place, error: &io::Error) {
     let hint;
     (place.outcome, hint) = match Errno::from_io_error(error) {
         Some(Errno::NOENT) => (Outcome::Absent, ""),
         Some(Errno::ACCESS | Errno::PERM) => {
-            (Outcome::NotPermitted, "look at its permissions, and at those of the folders above")
+            (Outcome::NotPermitted, "check its permissions, and those of the folders above")
         }
-        Some(Errno::NOTDIR) => (Outcome::Failed, "put plugins into a folder, and name that"),
-        _ => (Outcome::Failed, "look at this folder, and where its links lead"),
+        Some(Errno::NOTDIR) => (Outcome::Failed, "put plugins into a folder, and name the folder"),
+        _ => (Outcome::Failed, "check this folder, and the targets of its links"),
     };
     if place.outcome != Outcome::Absent {
         place.reason = text_of(error);

@@ -1,4 +1,4 @@
-//! One plugin: opened in this process, and what its refusal means.
+//! Opens one plugin in this process, and explains its refusal.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::super::choice::Failure;
 use super::super::report::Outcome;
 use super::manifest::platform;
 
-/// A plugin that was loaded and whose backend is open.
+/// A loaded plugin with its open backend.
 pub(super) struct Loaded {
     pub(super) name: String,
     pub(super) version: String,
@@ -33,7 +33,7 @@ pub(super) fn load(file: &Path, limit: Duration) -> Result<Loaded, Failure> {
     })
 }
 
-/// What a refusal means, in words of the report.
+/// Returns the outcome that a refusal means.
 pub(super) fn outcome_of(refusal: &Refusal) -> Outcome {
     match refusal.stage {
         Stage::Library => Outcome::LibraryMissing,
@@ -47,7 +47,7 @@ pub(super) fn outcome_of(refusal: &Refusal) -> Outcome {
     }
 }
 
-/// Why a plugin was refused: at which slot of its table, and why.
+/// Returns the slot of the table at which a plugin was refused, and the reason.
 pub(super) fn reason_of(refusal: &Refusal) -> String {
     let message = refusal.error.message();
     match &refusal.slot {
@@ -65,7 +65,7 @@ fn refused(refusal: &Refusal) -> Failure {
     with_hint(outcome, error.with_hint(refusal.error.hint()))
 }
 
-/// A failure of this outcome, with what to do about it.
+/// Returns a failure of this outcome, with a remedy.
 pub(super) fn failure(outcome: Outcome, reason: impl Into<String>, hint: &str) -> Failure {
     let kind = match outcome {
         Outcome::LibraryMissing => ErrorKind::LibraryMissing,
@@ -81,7 +81,7 @@ pub(super) fn failure(outcome: Outcome, reason: impl Into<String>, hint: &str) -
     with_hint(outcome, Error::new(kind, OPERATION, reason).with_hint(hint))
 }
 
-/// Adds the usual hint where there is none.
+/// Adds the usual hint if there is none.
 fn with_hint(outcome: Outcome, error: Error) -> Failure {
     let usual = match outcome {
         Outcome::LibraryMissing => {
@@ -92,7 +92,7 @@ fn with_hint(outcome: Outcome, error: Error) -> Failure {
         }
         Outcome::WrongPlatform => format!("install the plugin for {}", platform()),
         Outcome::NoEntryPoint => {
-            "this is no plugin of Highwater, or was built without its entry point; remove it".to_owned()
+            "this is not a plugin of Highwater, or it was built without its entry point; remove it".to_owned()
         }
         Outcome::VersionOutOfRange => format!(
             "update the plugin or this program, which understands versions {} to {} of the table",
@@ -100,7 +100,7 @@ fn with_hint(outcome: Outcome, error: Error) -> Failure {
             TABLE_VERSIONS.end()
         ),
         Outcome::BadTable => "ask the plugin's vendor for a version that keeps to the table".to_owned(),
-        Outcome::DeviceMissing => "look whether the device is there and may be used by this process".to_owned(),
+        Outcome::DeviceMissing => "check that the device exists and that this process may use it".to_owned(),
         Outcome::CrashedInProbe | Outcome::HungInProbe => {
             "it would have happened to this process; ask the plugin's vendor, or remove the plugin".to_owned()
         }

@@ -1,15 +1,15 @@
-//! Trying a plugin in a process of its own first.
+//! Tries a plugin in a process of its own first.
 //!
-//! A library's constructors run when it is opened. One that hangs holds the loader's lock and with it every other opening of a
-//! library in the process; one that crashes takes the process along. So a plugin that this process has not met yet is opened
-//! by a child, which says how that went in one JSON object and ends. Only a plugin that opened there is opened here.
+//! A library's constructors run when it is opened. One that hangs holds the loader's lock, and blocks every other opening of a
+//! library in the process. One that crashes ends the process. So a child opens a plugin that is new to this process, reports the
+//! result in one JSON object, and ends. Only a plugin that opened there is opened here.
 //!
-//! The child writes the beginning of the object, [`BEGINNING`], before it touches the plugin. So whoever reads can tell a plugin that
-//! ends the process from a program that does not know how to probe.
+//! The child writes the beginning of the object, [`BEGINNING`], before it touches the plugin. So the reader can tell a plugin that
+//! ends the process from a program that cannot probe.
 //!
-//! *Ends.* A child is waited for by its pidfd, never by its output, which a grandchild may keep open. It leads a
+//! *Ends.* The parent waits for the child's pidfd, never for its output, which a grandchild may keep open. The child leads a
 //! process group, which the parent kills as a whole when the child has ended or its time is over. The parent also kills
-//! processes that left the group, which carry a mark in their environment.
+//! processes that left the group, by a tag in their environment.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -38,32 +38,32 @@ use super::super::report::Outcome;
 use super::permission::{Trust, text_of};
 use super::plugin::{failure, outcome_of, reason_of};
 
-/// What a prober writes before it touches the plugin.
+/// The text that a prober writes before it touches the plugin.
 const BEGINNING: &str = "{\"probe\":1,";
-/// Of what a child says, as much is kept.
+/// The bytes of a child's output that are kept.
 const MOST_OUTPUT: usize = 64 * 1024;
-/// As long as a probe may take for all that it cares: who started it has a limit, and kills it.
+/// The time limit within a probe: in effect none, because the parent has a limit and kills the probe.
 const NO_LIMIT: Duration = Duration::from_secs(24 * 3600);
-/// How long a killed child may take to be gone.
+/// The time that a killed child may take to end.
 const END: Duration = Duration::from_secs(10);
 /// The most searches for processes that a child has left. A killed process may have started another, so one search is
 /// not enough.
 const MOST_ROUNDS: usize = 100;
 
-/// Whether and how plugins are probed before they are loaded.
+/// The way that plugins are probed before they are loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) enum Probing {
-    /// They were asked for, and are loaded at once.
+    /// They were requested, and are loaded at once.
     Off,
     By {
         prober: PathBuf,
     },
-    /// They should be probed, and cannot, because of this.
+    /// They should be probed, and cannot for this reason.
     Impossible(String),
 }
 
 impl Probing {
-    /// With `every`, plugins are opened that nobody asked for.
+    /// With `every`, plugins are opened without a request.
     pub(in super::super) fn new(options: &OpenOptions, environment: &Environment, every: bool) -> Self {
         if environment.get(PROBING).is_some() {
             return Self::Impossible("this process is a probe itself".into());
@@ -78,13 +78,13 @@ impl Probing {
         Self::beside(environment, options).map_or_else(Self::Impossible, by)
     }
 
-    /// The program `highwater` beside the executable.
+    /// Returns the program `highwater` beside the executable.
     fn beside(environment: &Environment, options: &OpenOptions) -> Result<PathBuf, String> {
         let missing = || "there is no program `highwater` beside the executable".to_owned();
         let executable = environment.executable.as_deref().ok_or_else(missing)?;
         let prober = environment.executable_folder().ok_or_else(missing)?.join("highwater");
         let prober = prober.canonicalize().map_err(|_| missing())?;
-        // This program under that name: it may be another one that is called so, and would start itself without end.
+        // This program itself may have that name without being able to probe. It would start itself forever.
         if same_file(&prober, executable) || !prober.is_file() {
             return Err(missing());
         }
@@ -101,14 +101,14 @@ fn same_file(one: &Path, other: &Path) -> bool {
     id(one).is_some_and(|one| id(other) == Some(one))
 }
 
-/// How a probe went.
+/// The result of a probe.
 #[derive(Debug, Clone)]
 pub(in super::super) enum Probed {
-    /// It opens there.
+    /// The plugin opens.
     Opens,
-    /// It does not, or it took the process along.
+    /// The plugin does not open, or it ended the process.
     Refused(Failure),
-    /// Nothing can be said of the plugin, because of this.
+    /// The probe says nothing about the plugin, for this reason.
     Impossible(String),
 }
 
@@ -134,13 +134,13 @@ pub(super) fn probe(prober: &Path, file: &Path, limit: Duration) -> Probed {
     probed
 }
 
-/// A child that probes. It is killed and waited for when this is dropped.
+/// A child that probes. The drop kills it and waits for it.
 struct Running {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
     reaped: bool,
-    /// The mark in the environment of the child, and of all that it starts.
+    /// The tag in the environment of the child and its descendants.
     mark: String,
 }
 
@@ -153,7 +153,7 @@ fn start(prober: &Path, file: &Path) -> io::Result<Running> {
     command.arg0("highwater").args(arguments).env(PROBING, &mark).process_group(0);
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pid = Pid::from_child(&child);
-    // The number cannot mean another process before the child has been waited for.
+    // The number names this child until it has been waited for.
     match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => Ok(Running { child, pid, pidfd, reaped: false, mark }),
         Err(error) => {
@@ -167,13 +167,13 @@ fn start(prober: &Path, file: &Path) -> io::Result<Running> {
 #[derive(Debug, Clone, Copy)]
 enum End {
     Itself(ExitStatus),
-    /// Itself, and nobody knows how: the process ignores the ends of its children, or waits for all of them somewhere else.
+    /// It ended by itself, with an unknown status: the process ignores the ends of its children, or waits for them elsewhere.
     Unknown,
-    /// It had to be killed.
+    /// It was killed.
     Killed,
 }
 
-/// What was seen of a child.
+/// The observations of a child.
 struct Seen {
     end: End,
     stdout: Vec<u8>,
@@ -197,7 +197,7 @@ impl Running {
             let ready = wait(&watched, left)?;
             let has_ended = ready[0];
             let is_late = left.is_some_and(|left| left.is_zero());
-            // What it wrote before it ended is in the pipes by now.
+            // All its output is in the pipes by now.
             drain(&mut stdout, &mut seen.stdout)?;
             drain(&mut stderr, &mut seen.stderr)?;
             if has_ended || is_late {
@@ -211,13 +211,13 @@ impl Running {
         Ok(seen)
     }
 
-    /// Kills what is left, and gives how the child ended.
+    /// Kills the rest of the group, and returns how the child ended.
     fn stop(&mut self) -> Option<ExitStatus> {
         if !self.reaped {
-            // What the plugin started goes too. The number is still this group's, because its leader has not been waited for.
+            // Ends the plugin's children, too. The number still names this group, because its leader has not been waited for.
             let _ = kill_process_group(self.pid, Signal::KILL);
             kill_marked(&self.mark);
-            // Not forever: a process inside the kernel does not end, and is left to the system then.
+            // Not forever: a process inside the kernel does not end, and is left to the system.
             self.reaped = matches!(wait(&[self.pidfd.as_fd()], Some(END)).as_deref(), Ok([true]));
         }
         if self.reaped { self.child.wait().ok() } else { None }
@@ -230,7 +230,7 @@ impl Drop for Running {
     }
 }
 
-/// Kills every process that has this mark, also those that left the child's group or lost their parent.
+/// Kills every process with this tag, even if it left the child's group or lost its parent.
 ///
 /// Misses processes with another environment, and those that this user may not inspect.
 fn kill_marked(mark: &str) {
@@ -254,20 +254,20 @@ fn kill_marked(mark: &str) {
     }
 }
 
-/// Waits until one of the descriptors is readable or closed, and says which are.
+/// Waits until a descriptor is readable or closed, and returns which are.
 fn wait(descriptors: &[BorrowedFd<'_>], left: Option<Duration>) -> io::Result<Vec<bool>> {
     let timeout = left.map(|left| Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 }));
     let mut polled: Vec<PollFd<'_>> =
         descriptors.iter().map(|&descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN)).collect();
     match poll(&mut polled, timeout.as_ref()) {
-        // The caller looks at the time and waits again.
+        // The caller checks the time and waits again.
         Err(Errno::INTR) => return Ok(vec![false; descriptors.len()]),
         polled => polled?,
     };
     Ok(polled.iter().map(|descriptor| !descriptor.revents().is_empty()).collect())
 }
 
-/// Reads what is there; forgets the pipe at its end, and what is too much.
+/// Reads the available output. Drops the pipe at its end, and output above the limit.
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>) -> io::Result<()> {
     let mut buffer = [0; 4096];
     while let Some(reader) = pipe {
@@ -277,7 +277,7 @@ fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>) -> io::Result<()> {
                 let room = MOST_OUTPUT.saturating_sub(into.len());
                 into.extend_from_slice(&buffer[..bytes.min(room)]);
                 if bytes > room {
-                    // Who writes without end must not keep the caller from looking at the time.
+                    // An endless writer must not keep the caller from checking the time.
                     return Ok(());
                 }
             }
@@ -321,7 +321,7 @@ impl Seen {
         }
     }
 
-    /// The end of what the child wrote to standard error, to be added to a message.
+    /// Returns the end of the child's standard error, to append to a message.
     fn last_words(&self) -> String {
         let text = String::from_utf8_lossy(&self.stderr);
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -339,20 +339,21 @@ fn read_answer(answer: &Value) -> Option<Probed> {
     Some(Probed::Refused(failure(Outcome::of_words(text("outcome")?)?, text("message")?, text("hint")?)))
 }
 
-/// What a program that probes does: loads the plugin `file` into this process, with `open` opens its backend too, and writes one
-/// JSON object about it to `out`. The program then has to end, in the ordinary way: how it ends is a part of the answer. There is
-/// no limit of time here: whoever waits for the answer has one.
+/// Loads the plugin `file` into this process and writes one JSON object about it to `out`. With `open`, opens its backend, too.
 ///
-/// The `highwater` program does it when it is called as `highwater probe [--open] FILE`. Another program can be its own prober
-/// ([`OpenOptions::with_prober`](crate::OpenOptions::with_prober)): it is started with the arguments `probe`, `--open`, `--parent`, the
-/// number of the process that started it, and the path of the file. Nothing else may be written to its standard output.
+/// The program then has to end in the ordinary way, because the way it ends is part of the answer. This function has no time
+/// limit; the process that waits for the answer has one.
 ///
-/// The object has `probe` (1), `file`, `opened` (true or false), `refusal` (null, or `outcome`, `stage`, `slot`, `kind`,
-/// `message` and `hint`) and, where the plugin was loaded, `name`, `description`, `vendor`, `version`, `table_version` and `warnings`; where it
-/// was opened, `real_device` and `devices`, a count.
+/// The command `highwater probe [--open] FILE` calls it. Another program can be its own prober
+/// ([`OpenOptions::with_prober`](crate::OpenOptions::with_prober)). Its arguments are `probe`, `--open`, `--parent`, the number of the
+/// process that started it, and the path of the file. It must write nothing else to its standard output.
+///
+/// The object has `probe` (1), `file`, `opened` (true or false), and `refusal`: null, or `outcome`, `stage`, `slot`, `kind`, `message` and
+/// `hint`. If the plugin was loaded, it also has `name`, `description`, `vendor`, `version`, `table_version` and `warnings`; if it was
+/// opened, `real_device` and the count `devices`.
 ///
 /// # Errors
-/// Where `out` cannot be written to. A plugin that is refused is no error.
+/// The error of writing to `out`. A refused plugin is not an error.
 pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<()> {
     out.write_all(BEGINNING.as_bytes())?;
     out.flush()?;
@@ -367,7 +368,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
             "hint": refusal.error.hint(),
         });
     };
-    // Kept until the answer is written: to let go of it is for the end.
+    // Kept until the answer is written, because the release may crash, too.
     let mut kept = None;
     match highwater_plugin::load(file, &LoadOptions::new().with_limit(NO_LIMIT)) {
         Err(refusal) => refuse(&mut answer, &refusal),
@@ -391,7 +392,7 @@ pub fn serve_probe(file: &Path, open: bool, mut out: impl Write) -> io::Result<(
         }
     }
     let object = answer.to_string();
-    // Without the bracket, which is a part of the beginning.
+    // Without the bracket, which is part of the beginning.
     writeln!(out, "{}", object.strip_prefix('{').unwrap_or(&object))?;
     out.flush()?;
     drop(kept);
@@ -456,7 +457,7 @@ mod tests {
         assert_eq!(outcome, Outcome::CrashedInProbe);
         assert!(message.contains("signal: 11") && message.contains("while it was opened"), "{message}");
         assert!(message.contains("it said: it is broken") && !hint.is_empty(), "{message}");
-        // An orderly exit in the middle is no better.
+        // An orderly exit in the middle is a crash, too.
         let (outcome, message, _) = refused(probed("printf '{\"probe\":1,'; exit 0", LONG));
         assert_eq!(outcome, Outcome::CrashedInProbe, "{message}");
         let (outcome, message, _) =
@@ -567,7 +568,7 @@ mod tests {
         assert_eq!(new(&options, &environment, false), Probing::Off);
         let Probing::Impossible(why) = new(&options, &environment, true) else { panic!() };
         assert!(why.contains("no program `highwater` beside"), "{why}");
-        // A program of that name that others can change would be another user's code.
+        // If other users could change the program, it would be their code.
         let prober = folder.file("highwater", "");
         assert_eq!(new(&options, &environment, true), Probing::By { prober: prober.clone() });
         chmod(&prober, 0o777);
@@ -576,7 +577,7 @@ mod tests {
         let insecure = OpenOptions::new().allow_insecure_plugins();
         assert!(matches!(new(&insecure, &environment, true), Probing::By { .. }));
         chmod(&prober, 0o755);
-        // A program that is called `highwater` does not start itself.
+        // A program named `highwater` does not start itself.
         environment.executable = Some(prober);
         assert!(matches!(new(&options, &environment, true), Probing::Impossible(_)));
         let given = OpenOptions::new().with_prober("/p");
@@ -598,7 +599,7 @@ mod tests {
         let (outcome, message, hint) = refused(seen.judge(Path::new("/p"), LONG));
         assert_eq!(outcome, Outcome::WrongPlatform);
         assert!(!message.is_empty() && !hint.is_empty());
-        // The same where nobody knows how the child ended; without a whole answer it counts as a crash.
+        // The same if the end of the child is unknown. Without a whole answer, it counts as a crash.
         seen.end = End::Unknown;
         assert_eq!(refused(seen.judge(Path::new("/p"), LONG)).0, Outcome::WrongPlatform);
         seen.stdout.truncate(BEGINNING.len());

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A folder of this test, which only its user can write to, removed at the end.
+/// A folder of one test, removed at the end. Only its user can write to it.
 pub(super) struct Folder(PathBuf);
 
 impl Folder {
@@ -34,7 +34,7 @@ impl Folder {
         path
     }
 
-    /// Makes a folder.
+    /// Creates a folder.
     pub(super) fn folder(&self, name: &str) -> PathBuf {
         let path = self.0.join(name);
         fs::create_dir(&path).unwrap();
@@ -42,7 +42,7 @@ impl Folder {
         path
     }
 
-    /// A manifest that is right, of a plugin whose library is the file `lib.so` beside it.
+    /// Writes a valid manifest of a plugin whose library is the file `lib.so` beside it.
     pub(super) fn manifest(&self, name: &str) -> PathBuf {
         let stem = Path::new(name).file_stem().unwrap().to_str().unwrap();
         self.file(name, manifest_of(stem, "lib.so"))
@@ -55,7 +55,7 @@ impl Drop for Folder {
     }
 }
 
-/// The text of a manifest that is right.
+/// Returns the text of a valid manifest.
 pub(super) fn manifest_of(name: &str, library: &str) -> String {
     let platform = super::manifest::platform();
     format!(

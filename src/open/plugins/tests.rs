@@ -1,4 +1,4 @@
-//! Finding, without a real plugin.
+//! Tests of the search, without a real plugin.
 
 use std::os::unix::fs::symlink;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::permission::tests::chmod;
 use super::testing::{Folder, manifest_of};
 use super::*;
 
-/// A plugin that calls itself by the text of its file, or else has no entry point.
+/// Opens a plugin whose name is the text of its file; other files have no entry point.
 fn load(file: &Path, _: Duration) -> Result<Loaded, Failure> {
     let name = fs::read_to_string(file).unwrap();
     if name.is_empty() {
@@ -33,7 +33,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        // Not what is installed on this machine.
+        // Excludes the plugins installed on this machine.
         let mut environment = Environment::default();
         environment.user = Environment::of_process().user;
         let means = Means { load: Box::new(load), probe: Box::new(|_, _, _| panic!("nobody is asked to probe")) };
@@ -157,7 +157,7 @@ fn an_invalid_manifest_is_told_with_file_line_and_reason() {
     assert_broken(&World::of(&folder).one(), Outcome::InvalidManifest, "No such file");
     fs::remove_file(&path).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR).unwrap();
-    assert_broken(&World::of(&folder).one(), Outcome::InvalidManifest, "it is no regular file");
+    assert_broken(&World::of(&folder).one(), Outcome::InvalidManifest, "it is not a regular file");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn a_library_for_other_machines_or_of_other_versions_is_not_touched() {
     folder.manifest("acme.toml");
     assert_broken(&world.one(), Outcome::LibraryMissing, "lib.so`: No such file");
     folder.folder("lib.so");
-    assert_broken(&world.one(), Outcome::WrongPlatform, "no regular file");
+    assert_broken(&world.one(), Outcome::WrongPlatform, "not a regular file");
 }
 
 #[test]
@@ -335,7 +335,7 @@ fn a_path_may_be_a_manifest_or_a_library_and_nothing_else() {
         assert_eq!((taken.name.as_str(), taken.origin.library()), ("acme", Some(&*library)));
     }
     assert_broken(&world.at(&manifest, Some("acne")).unwrap_err(), Outcome::Failed, "`acne` was asked for");
-    assert_broken(&world.at(folder.path(), None).unwrap_err(), Outcome::WrongPlatform, "no regular file");
+    assert_broken(&world.at(folder.path(), None).unwrap_err(), Outcome::WrongPlatform, "not a regular file");
     let none = folder.path().join("none.so");
     assert_broken(&world.at(&none, None).unwrap_err(), Outcome::LibraryMissing, "No such file");
     let none = folder.path().join("none.toml");
@@ -361,7 +361,7 @@ fn a_probe_comes_before_loading_and_decides() {
     world.means.load = Box::new(load);
     world.means.probe = Box::new(|_, _, _| Probed::Opens);
     assert_eq!(world.one().notes, ["a warning"]);
-    // Where nobody can probe, it is loaded all the same, and that is said.
+    // If no program can probe, the plugin is loaded all the same, and a note says so.
     world.means.probe = Box::new(|_, _, _| Probed::Impossible("out of order".into()));
     assert!(world.one().notes[0].contains("not probed in a process of its own: out of order"));
     world.probing = Probing::Impossible("nobody there".into());
