@@ -1,37 +1,37 @@
 #!/usr/bin/env bash
 # Runs a command over simulated vendor libraries. Usage: scripts/simulated.sh VENDOR[:VARIANT] COMMAND [ARGUMENT...]
 #
-# VENDOR is cuda, rocm or rocm6. Builds the look-alikes of its libraries (`simulated/`), lays them out under the
+# VENDOR is cuda, rocm or rocm6. Builds the simulated libraries of that vendor (`simulated/`), lays them out under the
 # vendor's names in a folder of their own, and runs COMMAND with that folder first on the loader's path. Standard output and
-# the exit status are those of COMMAND. HIGHWATER_MOCK says what the devices are like, HIGHWATER_SIMULATED_CUDA or
-# HIGHWATER_SIMULATED_HIP how the driver differs.
+# the exit status are those of COMMAND. HIGHWATER_MOCK sets the properties of the devices. HIGHWATER_SIMULATED_CUDA and
+# HIGHWATER_SIMULATED_HIP set those of the driver.
 #
 #   cuda    a driver of CUDA 13.0, with cuBLAS and cuBLASLt 13
 #   rocm    HIP 7.2, with hipBLAS 3
 #   rocm6   HIP 6.4, with hipBLAS 2
 #
-# VARIANT is one way in which an installation can be broken, or can be another. For each vendor:
+# VARIANT is one defect or another version of an installation. For each vendor:
 #
 #   no-symbol     the driver lacks cuStreamWaitEvent or hipStreamWaitEvent
-#   two-symbols   the driver has two functions, the one that starts it and the one for its version
-#   junk          the driver is a file that is no library
-#   no-device     the driver finds no device (100)
-#   unknown-code  the first cuDevicePrimaryCtxRetain or hipStreamCreateWithPriority answers 921, a code that no header knows
+#   two-symbols   the driver has two functions only: the one that starts it and the one that returns its version
+#   junk          the driver's file is not a library
+#   no-device     the driver reports no device (100)
+#   unknown-code  the first cuDevicePrimaryCtxRetain or hipStreamCreateWithPriority returns 921, a code of no header
 #
 # For cuda:
 #
-#   old-driver    the driver says that it is of CUDA 11.8
-#   stub          the driver is the one of a toolkit, to be linked to (34)
-#   no-cublas     there is a driver, and no cuBLAS or cuBLASLt
-#   wrong-major   cuBLAS and cuBLASLt are there as version 11 only
-#   cuda-12       not broken: a driver of CUDA 12.8, with cuBLAS and cuBLASLt 12
+#   old-driver    the driver reports CUDA 11.8
+#   stub          the driver is a toolkit's stub for linking (34)
+#   no-cublas     cuBLAS and cuBLASLt are missing
+#   wrong-major   cuBLAS and cuBLASLt are of version 11
+#   cuda-12       no defect: a driver of CUDA 12.8, with cuBLAS and cuBLASLt 12
 #
 # For rocm and rocm6:
 #
-#   no-hipblas    there is HIP, and no hipBLAS
-#   wrong-major   hipBLAS is there as the version of the other HIP only: 2 for rocm, 3 for rocm6
-#   hip-5         HIP is there as version 5 only, and no hipBLAS
-#   no-kernels    rocBLAS has no kernels for the devices, so that the first product ends the process
+#   no-hipblas    hipBLAS is missing
+#   wrong-major   hipBLAS is of the other HIP's version: 2 for rocm, 3 for rocm6
+#   hip-5         HIP is of version 5, and hipBLAS is missing
+#   no-kernels    rocBLAS has no kernels for the devices: the first product ends the process
 set -euo pipefail
 
 usage() {
@@ -77,7 +77,7 @@ case $vendor in rocm*) settings=version=$version${settings:+,$settings} ;; esac
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
-# In the root, so that its toolchain and configuration count. A relative target folder counts from where the caller is.
+# Cargo runs in the root, for its toolchain and configuration. A relative target folder is relative to the caller's folder.
 case $target in /*) ;; *) target=$PWD/$target ;; esac
 case $vendor in
   cuda) packages=(cuda cublas cublaslt) ;;
@@ -98,26 +98,26 @@ else
   done
 fi
 
-# Outside of cargo's own library folders, which it puts on the path of what it runs.
+# Outside of cargo's library folders, which cargo puts on the loader's path of the programs that it runs.
 folder=$target/simulated/vendor/$vendor${variant:+-$variant}
 [ -d "$folder" ] || rm -f "$folder.made-of"
 mkdir -p "$folder"
-# The source files of the folder, by path, time and size. A test file runs this script hundreds of times, and renaming
-# symbols takes most of a second.
+# The sources of the folder, by inode, time and size. A test program runs this script hundreds of times, and renaming symbols
+# takes most of a second.
 libraries=("${packages[@]/#/$built/libhwsim_}")
 made_of=$(stat -c '%i %y %s' "${BASH_SOURCE[0]}" "${libraries[@]/%/.so}")
-# Each file is replaced at once by a whole one, so others may lay out and load the same meanwhile.
+# Each file is replaced atomically, so other processes may lay out and load the same folder meanwhile.
 scratch=$(mktemp -d "$target/simulated/vendor/.lay-out.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
 put() { # name; the bytes come from standard input
   cat >"$scratch/$1"
   cmp -s "$scratch/$1" "$folder/$1" || mv -f "$scratch/$1" "$folder/$1"
 }
-# The name that programs link by, which some look for first: a real library of that name must not come before these.
+# The name that programs link by. Some programs look for it first, and must not find a real library by it.
 link() { # target, name
   ln -sfn "$1" "$folder/$2"
 }
-# Renames symbols in a library without moving anything: the new names are as long as the old ones.
+# Renames symbols in a library. The new names are as long as the old ones, so that nothing moves.
 rename() { LC_ALL=C sed -z "$@"; }
 
 lay_out_cuda() {
@@ -145,7 +145,7 @@ lay_out_cuda() {
 }
 
 lay_out_rocm() {
-  # What a version lacks.
+  # The symbols that a version lacks.
   local absent lacking=(-e "s/^libamdhip64\.so\.7\$/libamdhip64.so.$hip/")
   case $hip in
     7) ;;
@@ -169,7 +169,7 @@ lay_out_rocm() {
   esac
   rename -E -e "s/^libhipblas\.so\.3\$/libhipblas.so.$hipblas/" -e "$absent" <"$built/libhwsim_hipblas.so" |
     put "libhipblas.so.$hipblas"
-  # By these files rocBLAS tells which devices it has kernels for.
+  # rocBLAS finds the devices that it has kernels for by these files.
   mkdir -p "$folder/rocblas/library"
   case $variant in
     no-kernels) ;;

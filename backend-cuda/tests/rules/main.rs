@@ -18,7 +18,7 @@
 //! devices are left out where there is one (`HIGHWATER_MOCK=devices=2` gives the simulation two).
 //!
 //! A rule asserts what was seen on an NVIDIA H200 (driver 580.159, CUDA 13.0, cuBLAS 13.1) or stands in the vendor's
-//! documentation. What is neither is an observation: recorded, and compared by whoever compares two records.
+//! documentation. Every other outcome is an observation, recorded for the comparison of two records.
 
 mod blas;
 mod calls;

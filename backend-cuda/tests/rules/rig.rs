@@ -54,7 +54,7 @@ pub(crate) fn pinned(bytes: usize) -> Answer<Pointer> {
     Ok(pointer)
 }
 
-/// The bytes at a host pointer, once nobody writes to them any more.
+/// Returns the bytes at a host pointer, whose writers must be done.
 pub(crate) fn bytes_at(pointer: Pointer, count: usize) -> Vec<u8> {
     // SAFETY: callers give live memory of at least so many bytes, whose writers they have waited for.
     unsafe { std::slice::from_raw_parts(pointer.cast(), count) }.to_vec()
@@ -336,7 +336,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // A peer whose rule has gone wrong has nobody to talk to; one that has ended is not there to be stopped.
+        // The peer of a broken rule would wait forever. One that has ended needs no stop.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! The driver, as a BLAS library uses it.
+//! The functions of NVIDIA's driver that a BLAS library calls.
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
@@ -28,7 +28,7 @@ pub struct Driver {
     table: Table,
 }
 
-/// The context that a library's handle was made in.
+/// The context of a library's handle.
 #[derive(Debug, Clone, Copy)]
 pub struct Home {
     /// The device's ordinal.
@@ -38,10 +38,10 @@ pub struct Home {
 }
 
 impl Driver {
-    /// The driver, opened at first use and never closed.
+    /// Returns the driver, which is opened at first use and never closed.
     ///
     /// # Errors
-    /// `NOT_INITIALIZED` where there is none, or none that simulates.
+    /// `NOT_INITIALIZED` if no simulated driver is found.
     pub fn get() -> Result<&'static Self, u32> {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         if let Some(driver) = DRIVER.get() {
@@ -82,8 +82,8 @@ impl Driver {
         Some(driver)
     }
 
-    /// Starts the driver as the runtime inside the real library does, makes a context current where none is, and gives
-    /// the current one.
+    /// Starts the driver as the runtime inside the real library does, makes a context current if none is, and returns the
+    /// current one.
     ///
     /// # Errors
     /// `NOT_INITIALIZED`.
@@ -108,8 +108,8 @@ impl Driver {
         }
     }
 
-    /// The device of the current context; makes the one of device 0 current where none is, as the runtime inside the real
-    /// library does.
+    /// Returns the device of the current context. If none is current, makes that of device 0 current, as the runtime inside the
+    /// real library does.
     fn current_device(&self) -> Result<u32, u32> {
         let mut device = 0;
         // SAFETY: it takes a place for its answer.
@@ -119,7 +119,7 @@ impl Driver {
         }
     }
 
-    /// How much memory a device has, in bytes.
+    /// Returns the bytes of a device's memory.
     ///
     /// # Errors
     /// `NOT_INITIALIZED`.
@@ -136,7 +136,7 @@ impl Driver {
     /// Allocates device memory in the current context.
     ///
     /// # Errors
-    /// `ALLOC_FAILED` where there is none left, else `NOT_INITIALIZED`.
+    /// `ALLOC_FAILED` if memory is exhausted, else `NOT_INITIALIZED`.
     pub fn allocate(&self, bytes: usize) -> Result<u64, u32> {
         let mut address = 0;
         // SAFETY: it takes a place for its answer.
@@ -147,8 +147,8 @@ impl Driver {
         }
     }
 
-    /// Waits for the device and gives memory of `allocate` back; 0 is none. What the driver answers is ignored, as
-    /// handles can be destroyed when it is going away.
+    /// Waits for the device and frees memory of `allocate`; 0 is none. The driver's codes are ignored, because a handle may be
+    /// destroyed while the driver shuts down.
     pub fn wait_and_free(&self, home: Home, address: u64) {
         let mut popped = std::ptr::null_mut();
         // SAFETY: the context is the one that the memory came from, and what was pushed is popped.
@@ -163,11 +163,10 @@ impl Driver {
         }
     }
 
-    /// Enqueues a product of a handle that is on its own workspace. A capture records memory of its own for it, where the
-    /// intermediate results are large.
+    /// Enqueues a product of a handle on its own workspace. A capture records an allocation for large intermediate results.
     ///
     /// # Errors
-    /// What the driver answered, as a status.
+    /// The driver's code as a status.
     ///
     /// # Safety
     /// As for [`Driver::launch`].
@@ -193,13 +192,13 @@ impl Driver {
         }
     }
 
-    /// Enqueues a product. A thread without a context has that of device 0 from then on.
+    /// Enqueues a product. In a thread without a context, the context of device 0 becomes current.
     ///
     /// # Errors
-    /// What the driver answered, as a status.
+    /// The driver's code as a status.
     ///
     /// # Safety
-    /// The stream is one of the driver, and the matrices are as large as the product says.
+    /// The caller must pass a stream of the driver and matrices of the product's sizes.
     pub unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
         self.current_device()?;
         // SAFETY: forwarded to the caller.

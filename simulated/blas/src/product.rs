@@ -1,5 +1,5 @@
-//! Products as calls ask for them: what is the same with every vendor. Which numbers stand for operations and types, in which
-//! order a call is checked and with which codes it fails are the libraries' own.
+//! The part of a product's call that every vendor shares. The numbers of operations and types, the order of checks, and the
+//! codes belong to each library.
 
 use std::ffi::c_void;
 
@@ -15,19 +15,19 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix by its address, with its leading dimension and the distance to the next one of a batch, in elements.
+    /// Describes a matrix by its address, its leading dimension and the distance to the next one of a batch, in elements.
     #[must_use]
     pub fn new(address: *const c_void, ld: impl Into<i64>, stride: i64) -> Self {
         Self { address: address as u64, ld: ld.into(), stride }
     }
 }
 
-/// How many products.
+/// The number of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Batch {
-    /// One.
+    /// One product.
     One,
-    /// As many, one after the other.
+    /// A batch of so many products.
     Of(i64),
 }
 
@@ -40,21 +40,21 @@ pub struct Call {
     pub sizes: [i64; 3],
     /// The types of A, B, C.
     pub types: [u32; 3],
-    /// What the product is computed in.
+    /// The compute type.
     pub compute_type: u32,
     /// The algorithm.
     pub algo: i64,
-    /// Where alpha is.
+    /// The address of alpha.
     pub alpha: *const c_void,
-    /// Where beta is.
+    /// The address of beta.
     pub beta: *const c_void,
     /// A, B, C.
     pub matrices: [Matrix; 3],
-    /// How many products.
+    /// The number of products.
     pub batch: Batch,
 }
 
-/// Sizes and places of a product, checked.
+/// The checked sizes and addresses of a product.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     transpose: [bool; 2],
@@ -66,10 +66,10 @@ pub struct Shape {
     batched: bool,
 }
 
-/// What a product takes from the handle that it is called with.
+/// The settings of a handle that its products use.
 #[derive(Debug, Clone, Copy)]
 pub struct Bound {
-    /// The device that the table knows by this number.
+    /// The device, by its number in the table.
     pub device: u32,
     /// The stream.
     pub stream: usize,
@@ -77,12 +77,12 @@ pub struct Bound {
     pub allows_tf32: bool,
     /// 1 for sums in any order.
     pub atomics_mode: u32,
-    /// 1 where alpha and beta lie on the device.
+    /// 1 if alpha and beta are on the device.
     pub pointer_mode: u32,
 }
 
-/// Whether an operation transposes, or `None` for a number that is none. The vendors count alike, each from a number of its
-/// own that stands for the plain matrix.
+/// Returns whether an operation transposes; `None` for an unknown number. Each vendor counts from its own number for the plain
+/// matrix.
 #[must_use]
 pub const fn is_transposed(operation: u32, plain: u32) -> Option<bool> {
     match operation.checked_sub(plain) {
@@ -98,14 +98,14 @@ fn not_negative<const N: usize>(values: [i64; N]) -> Option<[u64; N]> {
 }
 
 impl Call {
-    /// Whether A and B are transposed. `None` where an operation is none; the plain one is the number `plain`.
+    /// Returns whether A and B are transposed; `None` for an unknown operation. `plain` is the number of the plain operation.
     #[must_use]
     pub fn transposes(&self, plain: u32) -> Option<[bool; 2]> {
         let [a, b] = self.transpose;
         Some([is_transposed(a, plain)?, is_transposed(b, plain)?])
     }
 
-    /// The sizes and places. `None` for a negative number, and for a leading dimension that is less than a column has rows.
+    /// Returns the sizes and addresses; `None` for a negative number or a leading dimension below the rows of a column.
     #[must_use]
     pub fn shape(&self, transpose: [bool; 2]) -> Option<Shape> {
         let sizes = not_negative(self.sizes)?;
@@ -124,11 +124,11 @@ impl Call {
         Some(Shape { transpose, sizes, addresses, lds, strides, count, batched })
     }
 
-    /// The product for the table, in place and without a workspace. The types are those of the factors and of the result, in
+    /// Returns the product for the table, in place and without a workspace. The types are those of the factors and the result, in
     /// NVIDIA's numbers.
     ///
     /// # Safety
-    /// Alpha and beta are valid, on the host or the device as the pointer mode says.
+    /// The caller must keep alpha and beta valid, on the host or the device according to the pointer mode.
     #[must_use]
     pub unsafe fn product(&self, shape: &Shape, [input, output]: [u32; 2], compute: Compute, bound: &Bound) -> Product {
         let &Shape { transpose: [transpose_a, transpose_b], sizes: [m, n, k], count, batched, .. } = shape;
@@ -176,7 +176,7 @@ impl Call {
 }
 
 impl Shape {
-    /// Whether there is nothing to write.
+    /// Returns whether the product has no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         let [m, n, _] = self.sizes;
@@ -184,8 +184,8 @@ impl Shape {
     }
 }
 
-/// Exports functions for one product and for a batch of products, whose arguments are alike with every vendor: their names, the
-/// type of the sizes in both, and what `run` is told besides the [`Call`] and the handle. For the first lines see
+/// Exports functions for one product and for a batch of products, whose arguments every vendor shares. Each line holds their
+/// names, the type of their sizes, and an argument of `run` besides the [`Call`] and the handle. The first lines are those of
 /// [`export`](crate::export).
 ///
 /// ```text

@@ -1,11 +1,11 @@
-//! The private table of the simulated driver, which its BLAS libraries launch kernels through.
+//! The private table of the simulated driver, through which the BLAS libraries launch kernels.
 
 use std::ffi::c_void;
 
-/// The symbol of the driver that gives the table: `extern "C" fn() -> *const Table`.
+/// The symbol of the driver that returns the table: `extern "C" fn() -> *const Table`.
 pub const SYMBOL: &[u8] = b"highwater_simulated_blas\0";
 
-/// What the table below is; a driver of another build may have another.
+/// The version of the table. A driver of another build may have another.
 pub const VERSION: u64 = 1;
 
 /// `extern "C" fn() -> *const Table`.
@@ -19,9 +19,9 @@ pub struct Table {
     pub version: u64,
     /// Bytes of a [`Product`].
     pub product_bytes: u64,
-    /// The device whose context is current in the thread; makes that of device 0 current where none is.
+    /// The device whose context is current in the thread; makes that of device 0 current if none is.
     pub current_device: unsafe extern "C" fn(device: *mut u32) -> u32,
-    /// Enqueues the kernels of a product. Answers a `CUresult`.
+    /// Enqueues the kernels of a product. Returns a `CUresult`.
     pub launch: unsafe extern "C" fn(product: *const Product) -> u32,
 }
 
@@ -49,7 +49,7 @@ pub struct Product {
     pub tf32: u32,
     /// 1 for sums in any order.
     pub atomics: u32,
-    /// 1 where `alpha` and `beta` are addresses on the device.
+    /// 1 if `alpha` and `beta` are device addresses.
     pub device_scales: u32,
     /// 1 for a batch, of `batch` products.
     pub batched: u32,
@@ -87,7 +87,7 @@ pub struct Product {
     pub c: u64,
     /// Address of D.
     pub d: u64,
-    /// Address of the bias, where the epilogue has one.
+    /// Address of the bias, if the epilogue has one.
     pub bias: u64,
     /// The bits of an `f64`, or an address.
     pub alpha: u64,

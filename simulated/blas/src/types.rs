@@ -1,7 +1,7 @@
-//! `cudaDataType` and `cublasComputeType_t`, and which of them go together.
+//! `cudaDataType` and `cublasComputeType_t`, and their valid combinations.
 //!
-//! The combinations are those of the manual that the kernels below can compute. What the vendor computes and these
-//! kernels do not (integers, complex numbers, 8-bit floats, emulation) is `NOT_SUPPORTED` here.
+//! The combinations are those of the manual that the mock's kernels compute. Integers, complex numbers, 8-bit floats and
+//! emulation are `NOT_SUPPORTED` here.
 
 use crate::status;
 
@@ -14,7 +14,7 @@ pub const R_16F: u32 = 2;
 /// `CUDA_R_16BF`.
 pub const R_16BF: u32 = 14;
 
-/// Bytes of an element of a type that the kernels know.
+/// Returns the bytes of an element of a supported type.
 #[must_use]
 pub const fn bytes(data_type: u32) -> Option<usize> {
     match data_type {
@@ -25,7 +25,7 @@ pub const fn bytes(data_type: u32) -> Option<usize> {
     }
 }
 
-/// What a compute type means for the kernels.
+/// The meaning of a compute type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Compute {
     /// Type of alpha and beta.
@@ -40,7 +40,7 @@ impl Compute {
     /// Reads `cublasComputeType_t`.
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` for what the kernels cannot do, and for a number that is none.
+    /// `NOT_SUPPORTED` for an unsupported or unknown number.
     pub const fn new(compute_type: u32) -> Result<Self, u32> {
         let (scale, tf32, follows_mode) = match compute_type {
             64 | 65 => (R_16F, false, false),
@@ -54,7 +54,7 @@ impl Compute {
         Ok(Self { scale, tf32, follows_mode })
     }
 
-    /// Whether products of `a` and `b` can be written as `c` in this compute type.
+    /// Checks that products of `a` and `b` can be written as `c` in this compute type.
     ///
     /// # Errors
     /// `NOT_SUPPORTED`.
@@ -74,20 +74,20 @@ impl Compute {
     }
 }
 
-/// Alpha or beta as a product has it: the bits of its value, which is read at once, or its address where it lies on the device.
+/// Returns alpha or beta as a product has it: the bits of its value, which is read at once, or its device address.
 ///
 /// # Safety
-/// `place` points to an element of the type, unless it lies on the device.
+/// The caller must pass a pointer to an element of the type, or a device address.
 #[must_use]
 pub unsafe fn scale(place: *const std::ffi::c_void, data_type: u32, on_device: bool) -> u64 {
     // SAFETY: forwarded to the caller.
     if on_device { place as u64 } else { unsafe { read_scale(place, data_type) }.to_bits() }
 }
 
-/// The value of a scale in host memory.
+/// Returns the value of a scale in host memory.
 ///
 /// # Safety
-/// `value` points to an element of the type.
+/// The caller must pass a pointer to an element of the type.
 unsafe fn read_scale(value: *const std::ffi::c_void, data_type: u32) -> f64 {
     // SAFETY: forwarded to the caller. Foreign code may have put the element anywhere.
     unsafe {
@@ -100,7 +100,7 @@ unsafe fn read_scale(value: *const std::ffi::c_void, data_type: u32) -> f64 {
     }
 }
 
-/// The value of a number of half precision.
+/// Returns the value of a number of half precision.
 fn half_to_f64(bits: u16) -> f64 {
     let sign = if bits >> 15 == 0 { 1.0 } else { -1.0 };
     let (exponent, mantissa) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));

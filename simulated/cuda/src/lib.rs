@@ -31,7 +31,7 @@ fn call(function: &str, body: impl FnOnce() -> Answer<()>) -> u32 {
     border::guarded(|| border::unless_injected(function, body))
 }
 
-/// The table that the look-alikes of the BLAS libraries call.
+/// Returns the table that the simulated BLAS libraries call.
 #[unsafe(no_mangle)]
 pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
     blas::table()

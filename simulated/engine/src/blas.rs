@@ -138,7 +138,7 @@ fn enqueue(simulation: &Simulation, product: &Product) -> Answer<()> {
         .then(|| size(product.workspace_bytes))
         .transpose()?
         .map(|bytes| Workspace { ptr: DevicePtr::new(product.workspace), bytes });
-    // SAFETY: the BLAS libraries' callers promise what the mock asks for: who breaks it gets unspecified values or loses
+    // SAFETY: the BLAS libraries' callers promise what the mock requires: a broken promise gives unspecified values or loses
     // the contexts.
     let enqueued = unsafe { simulation.gpu.enqueue_product(product.device, stream.id, &raw, workspace) };
     match enqueued {

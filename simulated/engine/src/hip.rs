@@ -374,7 +374,7 @@ pub fn host_flags(address: u64) -> Answer<u32> {
 /// First address and bytes of what was registered over a part of other registrations.
 static OVERLAPS: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
 
-/// `hipHostRegister`. What is registered already succeeds again, which means nothing more where it begins at the same
+/// `hipHostRegister`. Registering memory again succeeds, and changes nothing if it begins at the same
 /// address.
 ///
 /// # Errors

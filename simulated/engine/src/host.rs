@@ -82,7 +82,7 @@ pub fn free(address: u64) -> Answer<()> {
     hosts.remove(&address);
     drop(hosts);
     simulation.wait_for_all();
-    // SAFETY: the address came from `allocate`, was taken out of the table, so nobody else frees it, and no work uses it.
+    // SAFETY: the address came from `allocate`, was removed from the table, so no other call frees it, and no work uses it.
     unsafe { simulation.gpu.host_allocator().free(pointer(address)?) }.map_err(|error| simulation.code_of(error))
 }
 

@@ -29,7 +29,7 @@ impl Simulation {
         let block = MEMORY.remove_if(address, ours).ok_or(Code::INVALID_VALUE)?;
         self.hooks.wait_for_device(block.device);
         let stream = (block.kind == Kind::Ordered).then(|| self.legacy_stream(block.device));
-        // SAFETY: the address came from `allocate`, was taken out of the table, so nobody else frees it, and the device has
+        // SAFETY: the address came from `allocate`, was removed from the table, so no other call frees it, and the device has
         // executed what was enqueued.
         unsafe { self.gpu.free(block.device, DevicePtr::new(address), stream) }.map_err(|error| self.code_of(error))?;
         if stream.is_some() {
@@ -133,7 +133,7 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
         });
         return simulation.hooks.enqueue_call(stream.id, free).map_err(|error| simulation.code_of(error));
     }
-    // SAFETY: the address came from `allocate`, and was taken out of the table, so nobody else frees it; that it is not
+    // SAFETY: the address came from `allocate`, and was removed from the table, so no other call frees it; that it is not
     // used after this point of the stream is the promise of every user of the vendor's function.
     unsafe { simulation.gpu.free(stream.device, DevicePtr::new(address), Some(stream.id)) }
         .map_err(|error| simulation.code_of(error))

@@ -359,7 +359,7 @@ pub fn import(descriptor: RawFd, handle_type: u32) -> Answer<u64> {
     if copy < 0 {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: the descriptor was just made and is nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     let file = unsafe { OwnedFd::from_raw_fd(copy) };
     let (_, bytes) = mock::check_file(&file).map_err(|_| Code::INVALID_VALUE)?;
     let name = std::fs::read_link(format!("/proc/self/fd/{copy}")).map_err(|_| Code::OPERATING_SYSTEM)?;

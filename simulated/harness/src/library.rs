@@ -60,7 +60,7 @@ macro_rules! library {
         }
 
         impl $type {
-            /// Returns the functions, or why there are none.
+            /// Returns the functions, or why the library does not open.
             pub(crate) fn open() -> Result<&'static Self, String> {
                 static TABLE: std::sync::OnceLock<Result<$type, String>> = std::sync::OnceLock::new();
                 TABLE.get_or_init(|| {

@@ -6,7 +6,7 @@ use std::io::Write;
 /// Begins a line that is meant for the process that runs the rules.
 pub(crate) const MARK: char = '\u{1e}';
 
-/// The observations of one rule. Each is told at once, so that one that ends its process leaves those before it.
+/// The observations of one rule. Each is reported at once, so a rule that ends its process keeps its earlier ones.
 #[derive(Debug, Default)]
 pub struct Log {
     wrong: Vec<String>,
@@ -33,8 +33,8 @@ impl Log {
         }
     }
 
-    /// An observation whose value depends on the machine or the library's version, or that nobody is known to have made:
-    /// recorded, and compared by whoever compares two records.
+    /// Records an observation without a known value: it depends on the machine or the library's version, or was never made on
+    /// a device. Comparing two records compares it.
     pub fn observed(&mut self, what: &str, seen: impl Debug) {
         tell(&["observed", what, &format!("{seen:?}")]);
     }
@@ -49,7 +49,7 @@ impl Log {
 pub(crate) fn tell(fields: &[&str]) {
     let clean: Vec<_> = fields.iter().map(|field| field.replace(['\n', '\t', MARK], " ")).collect();
     let mut output = std::io::stdout().lock();
-    // A process that nobody listens to has nobody to tell.
+    // A failure is ignored: without a listener there is no report.
     let _ = writeln!(output, "{MARK}{}", clean.join("\t"));
     let _ = output.flush();
 }

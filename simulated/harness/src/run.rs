@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::Answer;
 use crate::log::{Log, MARK, tell};
 
-/// Whose process a rule runs in.
+/// The process that a rule runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Process {
     /// One with the other rules of its kind: it leaves nothing behind that they could see.
@@ -71,7 +71,7 @@ pub struct Suite<N: 'static> {
 
 /// Set in a process that runs rules for another: their names.
 const NAMES: &str = "HIGHWATER_RULES_NAMES";
-/// Set by who will not have rules left out.
+/// Set to `required`, makes a rule that is left out a failure.
 const REQUIRED: &str = "HIGHWATER_RULES";
 /// How long a rule may take between two of its observations. The first use of a library on a cold machine is slow.
 const LIMIT: Duration = Duration::from_secs(90);

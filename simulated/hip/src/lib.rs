@@ -43,17 +43,17 @@ fn noted(body: impl FnOnce() -> Answer<()>) -> i32 {
     code as i32
 }
 
-/// The table that the look-alike of hipBLAS calls.
+/// Returns the table that the simulated hipBLAS calls.
 #[unsafe(no_mangle)]
 pub extern "C" fn highwater_simulated_blas() -> *const BlasTable {
     blas::table()
 }
 
-/// What the look-alike of hipBLAS has to know: its major version, 1 where rocBLAS has kernels, and the architecture up to its
-/// features, cut to the room. Answers a code.
+/// Writes the settings of the simulated hipBLAS: its major version, 1 if rocBLAS has kernels, and the architecture without its
+/// features, cut to `room` bytes. Returns a code.
 ///
 /// # Safety
-/// The places are valid for a write each, `arch` for `room` bytes.
+/// The caller must pass places that are valid for a write each, `arch` for `room` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn highwater_simulated_hipblas(
     major: *mut u32,
@@ -125,13 +125,13 @@ pub extern "C" fn hipPeekAtLastError() -> i32 {
 /// The vendor's `hipGetErrorName`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hipGetErrorName(code: i32) -> *const c_char {
-    texts::name(code).as_ptr()
+    texts::describe(code).0.as_ptr().cast()
 }
 
 /// The vendor's `hipGetErrorString`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hipGetErrorString(code: i32) -> *const c_char {
-    texts::text(code).as_ptr()
+    texts::describe(code).1.as_ptr().cast()
 }
 
 /// Fills a structure of properties.

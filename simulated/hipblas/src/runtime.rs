@@ -1,4 +1,4 @@
-//! The HIP runtime, as the library uses it.
+//! The functions of the HIP runtime that the library calls.
 
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
@@ -8,10 +8,10 @@ use libloading::Library;
 
 use crate::status;
 
-/// The names that the runtime may be laid out under.
+/// The names of the runtime.
 const NAMES: [&str; 2] = ["libamdhip64.so.7", "libamdhip64.so.6"];
 
-/// The runtime's functions, and what it says hipBLAS is like.
+/// The runtime's functions, and its settings of hipBLAS.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     get_device: unsafe extern "C" fn(*mut i32) -> i32,
@@ -23,26 +23,26 @@ pub(crate) struct Runtime {
     table: Table,
     /// The major version of hipBLAS.
     pub(crate) major: u32,
-    /// Whether there are kernels for the devices.
+    /// Whether rocBLAS has kernels for the devices.
     has_kernels: bool,
     /// The architecture without its features.
     arch: String,
 }
 
-/// The device that a handle was made on.
+/// The device of a handle.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Home {
-    /// The number that the table knows it by.
+    /// Its number in the table.
     pub(crate) device: u32,
-    /// The number that programs know it by.
+    /// Its ordinal in the runtime.
     ordinal: i32,
 }
 
 impl Runtime {
-    /// The runtime, opened at first use and never closed.
+    /// Returns the runtime, which is opened at first use and never closed.
     ///
     /// # Errors
-    /// `INTERNAL_ERROR` where there is none, or none that simulates.
+    /// `INTERNAL_ERROR` if no simulated runtime is found.
     pub(crate) fn get() -> Result<&'static Self, u32> {
         static RUNTIME: OnceLock<Runtime> = OnceLock::new();
         if let Some(runtime) = RUNTIME.get() {
@@ -87,10 +87,10 @@ impl Runtime {
         Some(runtime)
     }
 
-    /// The thread's current device.
+    /// Returns the thread's current device.
     ///
     /// # Errors
-    /// `INTERNAL_ERROR` where there is none.
+    /// `INTERNAL_ERROR` if there is none.
     pub(crate) fn home(&self) -> Result<Home, u32> {
         let (mut ordinal, mut device) = (0, 0);
         // SAFETY: both take a place for their answer. The first starts the runtime, and gives the thread a device.
@@ -100,7 +100,7 @@ impl Runtime {
         }
     }
 
-    /// How much memory a device has, in bytes.
+    /// Returns the bytes of a device's memory.
     ///
     /// # Errors
     /// `INTERNAL_ERROR`.
@@ -116,7 +116,7 @@ impl Runtime {
     /// Allocates memory of the current device.
     ///
     /// # Errors
-    /// `ALLOC_FAILED` where there is none left, else `INTERNAL_ERROR`.
+    /// `ALLOC_FAILED` if memory is exhausted, else `INTERNAL_ERROR`.
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64, u32> {
         let mut address = std::ptr::null_mut();
         // SAFETY: it takes a place for its answer.
@@ -126,8 +126,8 @@ impl Runtime {
         }
     }
 
-    /// Waits for the device and gives memory of `allocate` back. What the runtime answers is ignored, as handles can be
-    /// destroyed when it is going away.
+    /// Waits for the device and frees memory of `allocate`. The runtime's codes are ignored, because a handle may be destroyed
+    /// while the runtime shuts down.
     pub(crate) fn wait_and_free(&self, home: Home, address: u64) {
         let mut before = 0;
         // SAFETY: the address came from `allocate`, and the thread's device is put back.
@@ -140,18 +140,18 @@ impl Runtime {
         }
     }
 
-    /// Whether the devices multiply in TF32.
+    /// Returns whether the devices multiply in TF32.
     pub(crate) fn has_tf32(&self) -> bool {
         self.arch.starts_with("gfx94")
     }
 
-    /// Enqueues a product. Where there are no kernels for the devices, this ends the process.
+    /// Enqueues a product. Without kernels for the devices, ends the process.
     ///
     /// # Errors
-    /// What the runtime answered, as a status.
+    /// The runtime's code as a status.
     ///
     /// # Safety
-    /// The stream is one of the runtime, and the matrices are as large as the product says.
+    /// The caller must pass a stream of the runtime and matrices of the product's sizes.
     pub(crate) unsafe fn launch(&self, product: &Product) -> Result<(), u32> {
         if !self.has_kernels {
             eprintln!(
