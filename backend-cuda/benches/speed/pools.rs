@@ -1,4 +1,4 @@
-//! What the pools and sharing cost, for information.
+//! The cost of the pools and of sharing, for information.
 
 use anyhow::{Result, ensure};
 use highwater_core::ErrorKind;
