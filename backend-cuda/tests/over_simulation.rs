@@ -279,7 +279,7 @@ fn a_product_that_loses_the_device_is_told_as_that() {
     assert_eq!(code as u32, 0);
     let at = |offset: u64| highwater_core::DevicePtr::new(nowhere + offset);
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 64, 64, 64), at(0), at(1 << 20), at(2 << 20));
-    // SAFETY: Breaks the contract on purpose: the device faults, and nobody uses it afterwards.
+    // SAFETY: Breaks the contract on purpose: the device faults, and nothing uses it afterwards.
     let enqueued = unsafe { handle.gemm(&gemm) };
     let error = enqueued.and_then(|()| backend.synchronize_stream(stream)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
@@ -294,7 +294,7 @@ fn a_product_that_loses_the_device_is_told_as_that() {
 /// The caller must name a function of that type.
 unsafe fn cublas<F: Copy>(symbol: &str) -> F {
     let file = highwater_driver::loaded_files("libcublas.so").pop().unwrap();
-    // SAFETY: The library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller promises the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()

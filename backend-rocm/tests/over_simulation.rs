@@ -78,7 +78,7 @@ unsafe fn hip<F: Copy>(symbol: &str) -> F {
 /// The caller must name a function of that type.
 unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
     let file = highwater_driver::loaded_files(library).pop().unwrap();
-    // SAFETY: The library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller promises the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()
@@ -472,7 +472,7 @@ fn r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it() {
     assert!(error.hint().contains("the code that created it"), "{error}");
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();
-    // SAFETY: Nobody uses the stream any more.
+    // SAFETY: Nothing uses the stream any more.
     assert_eq!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamDestroy")(raw) }, 0);
     nothing_is_left(&*backend);
 }
@@ -529,7 +529,7 @@ fn r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives() {
     let Some(backend) = open("r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives") else { return };
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
-    // SAFETY: The memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nothing uses it on a device.
     unsafe {
         host.register(start, 4 * 4096, &HostOptions::new()).unwrap();
         for offset in [1, 64, 4096, 4 * 4096] {
@@ -601,7 +601,7 @@ fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() 
     }
     assert!(bytes_of(&*backend, block, 8192, stream).iter().all(|byte| *byte == 4));
     free(&*backend, block);
-    // SAFETY: Nobody uses it, and the second is refused.
+    // SAFETY: Nothing uses it, and the second is refused.
     unsafe {
         assert_eq!(backend.free(0, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
         host.free(room).unwrap();
@@ -617,7 +617,7 @@ fn r3_6_registering_twice_is_refused_and_one_unregistering_undoes_one() {
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
     let options = HostOptions::new();
-    // SAFETY: The memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nothing uses it on a device.
     unsafe {
         host.register(start, 2 * 4096, &options).unwrap();
         for (offset, bytes) in [(0, 2 * 4096), (0, 4096), (4096, 2 * 4096), (100, 8)] {
@@ -888,7 +888,7 @@ fn flags_of(backend: &dyn Backend, kind: HostMemoryKind) -> u32 {
     let code =
         unsafe { hip::<unsafe extern "C" fn(*mut u32, *mut u8) -> i32>("hipHostGetFlags")(&mut flags, block.as_ptr()) };
     assert_eq!(code, 0);
-    // SAFETY: Nobody uses it.
+    // SAFETY: Nothing uses it.
     unsafe { host.free(block) }.unwrap();
     flags
 }
