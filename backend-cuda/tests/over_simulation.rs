@@ -1,8 +1,8 @@
-//! What only shows over whole libraries: a fork after the driver was initialised, handles whose stream is gone, products without
-//! elements, and other users of the same context.
+//! Tests over whole libraries: a fork after the driver was initialized, handles whose stream is destroyed, products
+//! without elements, and foreign users of the same context.
 //!
-//! The tests run again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's. With
-//! `HIGHWATER_TEST_OVER_SIMULATION` set they run over whichever libraries the loader finds, real ones too.
+//! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of NVIDIA's. With
+//! `HIGHWATER_TEST_OVER_SIMULATION` set, the tests run over the libraries that the loader finds, including real ones.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,7 @@ use highwater_core::{
     PlanOptions, Runtime, Stream, StreamId, StreamOptions, Ticket, Transport,
 };
 
-/// The backend, in the run over the simulation; `None` where the test has just been made to run there.
+/// Returns the backend in the run over the simulation. Returns `None` after starting that run.
 fn open(test: &str) -> Option<Arc<dyn Backend>> {
     const INSIDE: &str = "HIGHWATER_TEST_OVER_SIMULATION";
     if std::env::var_os(INSIDE).is_some() {
@@ -26,7 +26,7 @@ fn open(test: &str) -> Option<Arc<dyn Backend>> {
     for variable in ["HIGHWATER_MOCK", "HIGHWATER_SIMULATED_CUDA", "CUDA_VISIBLE_DEVICES"] {
         command.env_remove(variable);
     }
-    // As many devices as any test has a use for.
+    // More devices than any test needs.
     let output = command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
@@ -49,7 +49,7 @@ fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     // SAFETY: Waits for the child made above.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(status, 0);
-    // The parent goes on, and opens again.
+    // The parent continues, and opens the backend again.
     assert!(highwater_cuda::open().is_ok());
 }
 
@@ -93,7 +93,7 @@ fn a_plan_of_no_elements_is_made_and_writes_nothing() {
     assert_eq!(backend.live_objects().total(), 0);
 }
 
-/// The context that is current in this thread.
+/// Returns the context that is current in this thread.
 fn current() -> usize {
     let mut context = std::ptr::null_mut();
     // SAFETY: The call writes one pointer that lives until it returns.
@@ -101,7 +101,7 @@ fn current() -> usize {
     context.addr()
 }
 
-/// Makes calls of every sort that need a context.
+/// Makes calls of every kind that need a context.
 fn make_calls(backend: &dyn Backend) {
     let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
@@ -147,7 +147,7 @@ fn the_context_of_the_caller_is_current_again_after_each_call() {
             assert_eq!(current(), 0);
         });
     });
-    // The primary one, which cudarc makes current.
+    // The primary context, which cudarc makes current.
     let context = cudarc::driver::CudaContext::new(0).unwrap();
     context.bind_to_thread().unwrap();
     let before = current();
@@ -165,7 +165,7 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     // SAFETY: The stream lives to the end of this test.
     let wrapped = unsafe { backend.stream_from_raw(0, theirs.cu_stream().addr() as u64) }.unwrap();
     let block = backend.allocate(0, &AllocateOptions::new(4096)).unwrap();
-    // Work of both on their stream, in order: their bytes go to our memory after our fill, and come back.
+    // Both enqueue on cudarc's stream, in order: cudarc's bytes go to the backend's memory after the fill, and return.
     let slice = theirs.clone_htod(&[7_u8; 1024]).unwrap();
     let fill = MemoryFill::new(0, block, FillPattern::U8(1), 4096);
     let (source, _uses) = cudarc::driver::DevicePtr::device_ptr(&slice, &theirs);
@@ -182,7 +182,7 @@ fn streams_and_memory_of_cudarc_and_of_the_backend_work_together() {
     // SAFETY: The copy is done.
     let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), 4096) };
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if (1024..2048).contains(&at) { 7 } else { 1 }));
-    // What was wrapped is forgotten, not destroyed, and what they give up of the context does not end ours.
+    // Wrapped objects are forgotten, not destroyed. When cudarc releases the context, the backend's context survives.
     backend.destroy_stream(wrapped).unwrap();
     assert_eq!(backend.query_stream(wrapped).unwrap_err().kind(), ErrorKind::InvalidHandle);
     theirs.synchronize().unwrap();
@@ -206,7 +206,7 @@ fn memory_is_shared_between_runtimes_of_two_processes_by_each_transport() {
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
     if let Ok(ticket) = std::env::var(TICKET) {
-        // The second process: sees what the first wrote, and writes.
+        // The second process checks what the first one wrote, and writes.
         let ticket: Ticket = ticket.parse().unwrap();
         for _ in 0..2 {
             let opened = runtime.open_shared::<f32>(&ticket).unwrap();
@@ -272,29 +272,29 @@ fn a_product_that_loses_the_device_is_told_as_that() {
     let stream = backend.create_stream(0, &StreamOptions::new()).unwrap();
     let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(stream).unwrap();
-    // Addresses that are reserved, and map no memory.
+    // Reserved addresses without memory.
     let mut nowhere = 0;
     // SAFETY: The call writes one number, which outlives it.
     let code = unsafe { cudarc::driver::sys::cuMemAddressReserve(&mut nowhere, 4 << 20, 0, 0, 0) };
     assert_eq!(code as u32, 0);
     let at = |offset: u64| highwater_core::DevicePtr::new(nowhere + offset);
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 64, 64, 64), at(0), at(1 << 20), at(2 << 20));
-    // SAFETY: Breaks the contract on purpose: the device faults, and nobody uses it afterwards.
+    // SAFETY: Breaks the contract on purpose: the device faults, and nothing uses it afterwards.
     let enqueued = unsafe { handle.gemm(&gemm) };
     let error = enqueued.and_then(|()| backend.synchronize_stream(stream)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
     assert_eq!(error.code(), Some(700), "{error}");
     assert_eq!(backend.allocate(0, &AllocateOptions::new(64)).unwrap_err().kind(), ErrorKind::DeviceLost);
-    // What is left is left to the end of the process; dropping it does no harm.
+    // Objects that remain are left until the process ends. Dropping them is harmless.
 }
 
-/// A function of cuBLAS, past the backend.
+/// Returns a function of cuBLAS, without the backend.
 ///
 /// # Safety
 /// The caller must name a function of that type.
 unsafe fn cublas<F: Copy>(symbol: &str) -> F {
     let file = highwater_driver::loaded_files("libcublas.so").pop().unwrap();
-    // SAFETY: The library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller promises the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()
@@ -311,7 +311,7 @@ fn settings_of_foreign_code_do_not_stay_on_a_handle() {
     let a = stream.upload(&[1.0_f32; 256]).unwrap();
     let c = stream.upload(&[0.0_f32; 256]).unwrap();
     let shape = GemmShape::of::<f32>(16, 16, 16);
-    // Set, get, what foreign code sets, and what a fresh handle of the backend has.
+    // The setter, the getter, a foreign value, and the value of a new handle of the backend.
     let settings = [
         ("cublasSetPointerMode_v2", "cublasGetPointerMode_v2", 1, 0),
         ("cublasSetMathMode", "cublasGetMathMode", 2, 16),
@@ -344,7 +344,7 @@ fn backends_opened_twice_do_not_lose_each_others_captures() {
         let (device, theirs) = (runtime.device(0).unwrap(), other.device(0).unwrap());
         let stream = device.create_stream().unwrap();
         let block = stream.upload(&[1_u8; 64]).unwrap();
-        // A handle that no thread has claimed, which is destroyed by what follows.
+        // A handle that no thread has claimed. The calls below destroy it.
         let work = || {
             let stream = theirs.create_stream().unwrap();
             let (a, b) = (stream.upload(&[2.0_f32]).unwrap(), stream.upload(&[3.0_f32]).unwrap());
@@ -376,7 +376,7 @@ fn backends_opened_twice_do_not_lose_each_others_captures() {
                 stream.fill(&block, 7)
             })
             .unwrap_or_else(|error| panic!("{mode:?}: {error}"));
-        // The other backend has left nothing behind; the test opened it separately.
+        // The other backend leaves nothing behind. This test opened it separately.
         assert_eq!(end.unwrap().join().unwrap().total(), 0, "{mode:?}");
         graph.launch(&stream).unwrap();
         assert_eq!(stream.download(&block).unwrap(), [7; 64]);
@@ -391,7 +391,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
     let context = cudarc::driver::CudaContext::new(0).unwrap();
-    // The stream that candle's default device hands out.
+    // The stream of candle's default device.
     let theirs = context.per_thread_stream();
     let handle = theirs.cu_stream().addr() as u64;
     assert_eq!(handle, 2);
@@ -402,7 +402,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
         assert_eq!((stream.id().is_legacy_default(), stream.id().is_per_thread_default()), (is_legacy, !is_legacy));
         let block = device.allocate::<u8>(1024).unwrap();
         stream.fill(&block, 7).unwrap();
-        // The legacy stream and the stream of a thread wait for each other, so no other wait is needed.
+        // The legacy stream and a per-thread stream wait for each other, so no other wait is needed.
         let mut bytes = vec![0_u8; 1024];
         // SAFETY: The range belongs to the block, and the copy is complete when the call returns.
         unsafe {
@@ -417,7 +417,7 @@ fn cudarcs_default_streams_are_wrapped_by_their_handles() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-/// Fills that take some milliseconds on any device, so that work behind them is late.
+/// Enqueues fills that take some milliseconds on any device, so that later work is late.
 fn delay(stream: &Stream, scratch: &DeviceBuffer<u32>) {
     for value in 0..60 {
         stream.fill(scratch, value).unwrap();
@@ -430,7 +430,7 @@ fn memory_allocated_on_one_stream_holds_no_late_work_on_another() {
     let runtime = Runtime::new(backend).unwrap();
     let device = runtime.device(0).unwrap();
     let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
-    // A real device fills 4 MiB faster than a program asks for it.
+    // A real device fills 4 MiB faster than a program enqueues the fill.
     let is_real = device.info().memory_bytes > 16 << 30;
     let scratch = device.allocate::<u32>(if is_real { 64 << 20 } else { 1 << 20 }).unwrap();
     let mut reused = 0;
@@ -448,7 +448,7 @@ fn memory_allocated_on_one_stream_holds_no_late_work_on_another() {
         let late = other.download(&second).unwrap();
         assert!(early.iter().chain(&late).all(|value| *value == 2), "round {round}");
     }
-    // Without reuse the test shows nothing.
+    // Without reuse, the test proves nothing.
     assert!(reused > 0, "the device gave out other memory in each round");
     drop((home, other, scratch, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -483,7 +483,7 @@ fn events_do_not_grow_with_the_uses_of_a_buffer_that_is_only_copied_from() {
         runtime.backend().live_objects().events
     };
     let few = rounds(10);
-    // A real device takes seconds of it to show what grows.
+    // A real device needs seconds to show growth.
     let is_real = device.info().memory_bytes > 16 << 30;
     let many = rounds(if is_real { 20_000 } else { 500 });
     // Each thread has a few events in flight for each stream. A count that grew with the rounds would reach thousands.

@@ -22,7 +22,7 @@ fn end(fake: &Fake, stream: StreamId) -> Error {
 
 fn use_it(fake: &Fake, stream: StreamId) {
     let fill = MemoryFill::new(0, DevicePtr::new(0x1000), FillPattern::U8(1), 16);
-    // SAFETY: Nobody follows the address.
+    // SAFETY: Nothing dereferences the address.
     unsafe { fake.backend.fill(&fill, stream) }.unwrap();
     fake.backend.synchronize_stream(stream).unwrap();
 }
@@ -180,7 +180,7 @@ fn a_handle_that_was_bound_to_the_dead_stream_is_bound_again_and_keeps_its_works
     let mut handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(id).unwrap();
     let ptr = DevicePtr::new(0x1000);
-    // SAFETY: Nobody follows the address.
+    // SAFETY: Nothing dereferences the address.
     unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
     // SAFETY: As above.

@@ -311,7 +311,7 @@ vendor_functions! {
     mem_host_alloc(out: *mut *mut u8, _bytes: usize, _flags: u32) {
         needs_context("mem_host_alloc", &[], |vendor| {
             let made = vendor.made("mem_host_alloc");
-            // SAFETY: See the macro. Nobody follows the address.
+            // SAFETY: See the macro. Nothing dereferences the address.
             unsafe { give(out, std::ptr::without_provenance_mut(made as usize)) }
         })
     }
@@ -530,7 +530,7 @@ static BLAS: Blas = Blas {
 #[derive(Debug)]
 pub(super) struct FakePlatform(&'static Quirks);
 
-// SAFETY: Nothing that the room frees is memory: addresses are numbers that nobody follows.
+// SAFETY: The driver state frees no real memory here, because nothing dereferences the addresses.
 unsafe impl Platform for FakePlatform {
     /// The context that was current.
     type Previous = u64;

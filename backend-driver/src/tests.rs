@@ -280,7 +280,7 @@ fn a_handle_of_more_bytes_than_are_mapped_is_refused_also_when_it_is_opened_alre
         let error = ipc.open_memory(0, &handle(transport, OPENED_BYTES + 1)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{transport:?}: {error}");
         // Nothing was counted.
-        // SAFETY: Nobody uses it.
+        // SAFETY: Nothing uses it.
         unsafe { ipc.close_memory(0, first) }.unwrap();
         assert_eq!(fake.backend.live_objects().mappings, 0, "{transport:?}");
     }
@@ -314,7 +314,7 @@ fn what_exports_leave_behind_does_not_grow() {
         drop(unsafe { ipc.export_memory(0, block, Transport::Descriptor) }.unwrap());
     }
     assert!(backend.state().exported.lock().len() < 10);
-    // SAFETY: Nobody uses it.
+    // SAFETY: Nothing uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     assert_eq!(backend.live_objects().total(), 0);
 }
@@ -333,7 +333,7 @@ fn memory_that_could_not_be_freed_can_be_freed_again() {
         let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
         for failing in [call, "make_current"] {
             fake.answer(failing, INVALID);
-            // SAFETY: Nobody uses it.
+            // SAFETY: Nothing uses it.
             assert!(unsafe { backend.free(0, block, None) }.is_err());
         }
         assert_eq!(backend.live_objects().allocations, 1);
@@ -357,7 +357,7 @@ fn stream_ordered_memory_is_not_freed_into_a_capture() {
     let kind = DeviceMemoryKind::StreamOrdered(id);
     let block = backend.allocate(0, &AllocateOptions::new(64).with_kind(kind)).unwrap();
     backend.begin_capture(id, CaptureMode::ThreadLocal).unwrap();
-    // SAFETY: Nobody uses it.
+    // SAFETY: Nothing uses it.
     assert_eq!(unsafe { backend.free(0, block, Some(id)) }.unwrap_err().kind(), ErrorKind::Capture);
     assert!(fake.calls("mem_free_async").is_empty());
     // SAFETY: This test began it.
@@ -378,7 +378,7 @@ fn calls_that_a_capture_forbids_are_made_in_relaxed_mode_while_one_is_open() {
     backend.query_stream(other).unwrap();
     backend.synchronize_stream(other).unwrap();
     let block = backend.allocate(0, &AllocateOptions::new(64)).unwrap();
-    // SAFETY: Nobody uses it.
+    // SAFETY: Nothing uses it.
     unsafe { backend.free(0, block, None) }.unwrap();
     let handle = backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap();
     drop(handle);
@@ -463,7 +463,7 @@ fn a_product_runs_in_the_context_of_its_device_and_a_destroyed_stream_is_not_use
     let mut handle = backend.create_blas_handle(1, &BlasOptions::new(BlasKind::Blas)).unwrap();
     handle.set_stream(id).unwrap();
     let ptr = DevicePtr::new(0x1000);
-    // SAFETY: Nobody follows the address.
+    // SAFETY: Nothing dereferences the address.
     unsafe { handle.set_workspace(Some(Workspace { ptr, bytes: 64 })) }.unwrap();
     let gemm = Gemm::new(GemmShape::new(DataType::F32, 2, 2, 2), ptr, ptr, ptr);
     // SAFETY: As above.
@@ -503,7 +503,7 @@ fn a_product_goes_to_the_call_that_can_count_it() {
         (batched(large), "gemm_strided_batched_ex_64"),
     ];
     for (shape, name) in cases {
-        // SAFETY: Nobody follows the addresses.
+        // SAFETY: Nothing dereferences the addresses.
         unsafe { handle.gemm(&Gemm::new(shape, ptr, ptr, ptr)) }.unwrap();
         assert_eq!(fake.calls(name).len(), 1, "{name}");
     }
@@ -536,7 +536,7 @@ fn the_pool_is_set_up_once_and_under_no_lock() {
         }
         fake.go_on("device_get_default_mem_pool");
         for thread in [first, second] {
-            // SAFETY: Nobody uses it.
+            // SAFETY: Nothing uses it.
             unsafe { backend.free(0, thread.join().unwrap(), Some(id)) }.unwrap();
         }
     });

@@ -58,7 +58,7 @@ impl Table {
     /// Makes a call: publishes a hazard pointer, re-checks the object, and uses it.
     fn call(&self) {
         let record = self.registry.take();
-        let hazard = record.announce(self.address()).expect("a record of one's own has room");
+        let hazard = record.announce(self.address()).expect("an own record has an empty cell");
         if !self.object.stale.load(Ordering::Acquire) {
             // SAFETY: Read only.
             let alive = self.object.handle.with(|handle| unsafe { *handle });
@@ -79,7 +79,7 @@ impl Table {
         if self.registry.is_announced(self.address(), &fenced) {
             return false;
         }
-        // SAFETY: Nobody uses it, which is what is under test.
+        // SAFETY: Nothing uses it, which this test checks.
         self.object.handle.with_mut(|handle| unsafe { *handle = false });
         true
     }
@@ -107,7 +107,7 @@ fn a_question_sees_the_capture_or_the_capture_waits_for_it() {
         let asks = thread::spawn(move || {
             let record = other.registry.take();
             let asking = record.ask();
-            let hazard = record.announce(other.address()).expect("a record of one's own has room");
+            let hazard = record.announce(other.address()).expect("an own record has an empty cell");
             let relaxed = seen.load(Ordering::Relaxed);
             answers.store(true, Ordering::Relaxed);
             drop((hazard, asking));
@@ -166,7 +166,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
         // Both tables look into the first one's records.
         let call = thread::spawn(move || {
             let record = one.registry.take();
-            let hazards = record.announce_both(one.address(), two.address()).expect("a record of one's own has room");
+            let hazards = record.announce_both(one.address(), two.address()).expect("an own record has an empty cell");
             for table in [&one, &two] {
                 if !table.object.stale.load(Ordering::Acquire) {
                     // SAFETY: Read only.
@@ -178,7 +178,7 @@ fn two_objects_that_are_announced_at_once_are_both_seen() {
         second.object.stale.store(true, Ordering::Relaxed);
         let fenced = Fenced::now();
         if !first.registry.is_announced(second.address(), &fenced) {
-            // SAFETY: Nobody uses it, which is what is under test.
+            // SAFETY: Nothing uses it, which this test checks.
             second.object.handle.with_mut(|handle| unsafe { *handle = false });
         }
         let destroyed = first.remove();

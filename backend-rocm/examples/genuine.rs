@@ -19,7 +19,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Display;
 use std::process::ExitCode;
 
-// The loader's own functions, so that nothing stands between it and what is said of it.
+// The loader's own functions, so that the facts are the loader's own.
 unsafe extern "C" {
     safe fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
     safe fn dlerror() -> *const c_char;
@@ -39,29 +39,29 @@ struct Place {
 
 const RTLD_LAZY: c_int = 1;
 
-/// A call of the runtime that takes numbers and pointers. Each of them is a register of its own, and six are enough.
+/// A call of the runtime that takes numbers and pointers. Each argument uses one register, and six suffice.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_int;
 /// hipIpcOpenMemHandle and hipIpcOpenEventHandle: the second argument is 64 bytes by value.
 type Import = unsafe extern "C" fn(*mut c_void, Handle, u32) -> c_int;
 type Name = unsafe extern "C" fn(c_int) -> *const c_char;
 
-/// An IPC handle. As an array it would go by reference.
+/// An IPC handle as a struct, because C passes an array by reference.
 #[repr(C)]
 struct Handle([u8; 64]);
 
 /// An argument of a call.
 #[derive(Clone, Copy)]
 enum Word {
-    /// A number, or a handle that is null.
+    /// A number, or a null handle.
     N(usize),
-    /// Room for what the call writes.
+    /// A buffer for the call's output.
     Out,
     /// A function that is not called.
     Function,
 }
 use Word::{Function, N, Out};
 
-/// Every call that answers 100 and writes nothing. Sizes, kinds and flags are such as would be right with a device.
+/// The calls that return 100 and write nothing. Sizes, kinds and flags would be valid with a device.
 const CALLS: &[(&str, &[Word])] = &[
     ("hipGetDevice", &[Out]),
     ("hipSetDevice", &[N(0)]),
@@ -129,7 +129,7 @@ const CALLS: &[(&str, &[Word])] = &[
     ("hipGraphDestroy", &[N(0)]),
     ("hipThreadExchangeStreamCaptureMode", &[Out]),
     ("hipPeekAtLastError", &[]),
-    // Twice: reading it does not clear it.
+    // Called twice, because reading the error does not clear it.
     ("hipGetLastError", &[]),
     ("hipGetLastError", &[]),
 ];
@@ -183,7 +183,7 @@ const STATUSES: [&str; 12] = [
     "HIPBLAS_STATUS_UNKNOWN",
 ];
 
-/// Symbols of the runtime besides those of [`CALLS`], and in which versions they are.
+/// The symbols of the runtime besides those of [`CALLS`], with the versions that have them.
 const RUNTIME: &[(&str, &[u32])] = &[
     ("hipInit", &[6, 7]),
     ("hipRuntimeGetVersion", &[6, 7]),
@@ -206,7 +206,7 @@ const RUNTIME: &[(&str, &[u32])] = &[
     ("hiprtcVersion", &[6]),
 ];
 
-/// The same of hipBLAS.
+/// The symbols of hipBLAS, with the versions that have them.
 const BLAS: &[(&str, &[u32])] = &[
     ("hipblasCreate", &[6, 7]),
     ("hipblasDestroy", &[6, 7]),
@@ -249,7 +249,7 @@ const BLAS: &[(&str, &[u32])] = &[
     ("hipblasGemmEx_v2", &[6]),
     ("hipblasGemmBatchedEx_v2", &[6]),
     ("hipblasGemmStridedBatchedEx_v2", &[6]),
-    // The version of hipBLAS has to be read off its name and its symbols.
+    // Only its name and its symbols reveal the version of hipBLAS.
     ("hipblasGetVersion", &[]),
     ("hipblasGetProperty", &[]),
     ("hipblasGetArchName", &[]),
@@ -279,7 +279,7 @@ fn usage() -> ExitCode {
     ExitCode::from(2)
 }
 
-/// The facts about one version, and whether one of them was different.
+/// The facts about one version, and whether one of them differs.
 struct Facts {
     major: u32,
     different: bool,
@@ -315,7 +315,7 @@ impl Facts {
         let file = name.rsplit('/').next().unwrap_or(name);
         self.fact(&format!("dlopen {file}"), "opens", seen);
         if library.0.is_null() {
-            // Nothing else can be said of it.
+            // Nothing else can be checked.
             std::process::exit(1);
         }
         library
@@ -418,7 +418,7 @@ impl Facts {
         let fact = format!("dlopen {name} without {named}");
         match Library::open(name) {
             Ok(_) => self.fact(&fact, named, "opens"),
-            // The loader names the one that it lacks first, whichever was asked for.
+            // The loader names the first library that it lacks, whichever was requested.
             Err(said) => {
                 let (names, why) = said.split_once(':').unwrap_or((&said, ""));
                 self.fact(&fact, named, names);
@@ -444,7 +444,7 @@ impl Facts {
     }
 }
 
-/// Memory for what a call writes, in slots for its arguments, all of it filled with one byte.
+/// A buffer for a call's output, with a slot for each argument, filled with one byte.
 struct Room(Vec<u8>);
 
 impl Room {
@@ -460,14 +460,14 @@ impl Room {
     }
 }
 
-/// What a call answered, and what it wrote.
+/// A call's result and its output.
 struct Answer {
     code: c_int,
     room: Room,
 }
 
 impl Answer {
-    /// The number in the first slot.
+    /// Returns the number in the first slot.
     fn number(&self) -> c_int {
         c_int::from_ne_bytes([self.room.0[0], self.room.0[1], self.room.0[2], self.room.0[3]])
     }
@@ -483,7 +483,7 @@ impl Display for Answer {
     }
 }
 
-/// A library that was opened, and is never closed.
+/// An opened library, which is never closed.
 struct Library(*mut c_void);
 
 impl Library {
@@ -493,15 +493,15 @@ impl Library {
         if library.is_null() { Err(text_at(dlerror())) } else { Ok(Self(library)) }
     }
 
-    /// The address of a symbol; null where there is none.
+    /// Returns the address of a symbol; null if there is none.
     fn symbol(&self, name: &str) -> *mut c_void {
         let text = CString::new(name).expect("a name without a zero");
         // SAFETY: the library is open and the text ends.
         unsafe { dlsym(self.0, text.as_ptr()) }
     }
 
-    /// Whether a symbol is in the library whose file begins with `file`, or else where it is: the loader also looks into the
-    /// libraries that this one depends on.
+    /// Checks that a symbol is in the library whose file begins with `file`, and reports where it is otherwise. The
+    /// loader also searches the libraries that this one depends on.
     fn presence(&self, name: &str, file: &str) -> String {
         let address = self.symbol(name);
         if address.is_null() {
@@ -543,7 +543,7 @@ impl Library {
         Answer { code, room }
     }
 
-    /// What a function from a code to a text says.
+    /// Returns the text of a function from a code to a text.
     fn name_of(&self, function: &str, code: c_int) -> String {
         let address = self.symbol(function);
         if address.is_null() {
@@ -554,7 +554,7 @@ impl Library {
     }
 }
 
-/// A text of the libraries or of the loader.
+/// Reads a text of the libraries or of the loader.
 fn text_at(text: *const c_char) -> String {
     if text.is_null() {
         return "null".to_owned();

@@ -15,9 +15,9 @@
 //!
 //! # Life cycle of the runtime
 //!
-//! [`open`] initializes the runtime with `hipInit` once for each library file. If the process has loaded a HIP of
-//! another major version, `open` fails, because two major versions do not work in one process. Each call makes its
-//! device current and restores the caller's device.
+//! [`open`] initializes the runtime with `hipInit` once for each library file. If the process has
+//! loaded a HIP already, `open` uses its major version, because two major versions do not work in one process. Each
+//! call makes its device current and restores the caller's device.
 //!
 //! # Captures
 //!

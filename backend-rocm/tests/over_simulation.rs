@@ -1,9 +1,10 @@
-//! What AMD's libraries do that would harm a program, and that the backend keeps from it: `docs/rocm.md` has the list, by whose numbers
-//! the tests are named.
+//! Tests of the harmful behavior of AMD's libraries that the backend keeps from programs. The tests are named for the
+//! numbers in `docs/rocm.md`.
 //!
-//! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of AMD's, once as HIP 7 and once as
-//! HIP 6. With `HIGHWATER_TEST_OVER_SIMULATION` set they run over whichever libraries the loader finds, real ones too. Where a test
-//! says that the vendor does harm, the call is made past the backend, and the harm is seen.
+//! Each test runs again under `scripts/simulated.sh`, which puts simulated libraries in the place of AMD's, once as HIP
+//! 7 and once as HIP 6. With `HIGHWATER_TEST_OVER_SIMULATION` set, the tests run over the libraries that the loader
+//! finds, including real ones. If a test states that the vendor does harm, it makes the call without the backend and
+//! observes the harm.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -18,7 +19,7 @@ use highwater_core::{
 
 const INSIDE: &str = "HIGHWATER_TEST_OVER_SIMULATION";
 
-/// The command that makes `test` run over libraries.
+/// Returns the command that runs `test` over libraries.
 fn again(libraries: &str, test: &str) -> Command {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
     let mut command = Command::new(script);
@@ -33,7 +34,7 @@ fn again(libraries: &str, test: &str) -> Command {
     ] {
         command.env_remove(variable);
     }
-    // As many devices as any test has a use for.
+    // More devices than any test needs.
     command.env("HIGHWATER_MOCK", "devices=2").env(INSIDE, "1");
     command
 }
@@ -41,12 +42,12 @@ fn again(libraries: &str, test: &str) -> Command {
 #[track_caller]
 fn passes(output: &Output) {
     let said = String::from_utf8_lossy(&output.stdout);
-    // What stands on standard error says nothing: HIP writes warnings there at exit.
+    // Standard error is not checked, because HIP writes warnings there at exit.
     assert!(output.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Whether this is the run over libraries; where it is not, the test has been made to run over both versions, with `settings` in
-/// the environment.
+/// Returns whether this is the run over libraries. Otherwise, starts the run over both versions, with `settings` in the
+/// environment.
 fn inside_with(test: &str, settings: &[(&str, &str)]) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
@@ -57,12 +58,12 @@ fn inside_with(test: &str, settings: &[(&str, &str)]) -> bool {
     false
 }
 
-/// The backend, in the run over libraries; `None` where the test has just been made to run there.
+/// Returns the backend in the run over libraries. Returns `None` after starting that run.
 fn open(test: &str) -> Option<Arc<dyn Backend>> {
     inside_with(test, &[]).then(|| highwater_rocm::open().unwrap())
 }
 
-/// A function of the runtime that the backend has opened, past the backend.
+/// Returns a function of the runtime that the backend has opened, without the backend.
 ///
 /// # Safety
 /// The caller must name a function of that type.
@@ -71,20 +72,20 @@ unsafe fn hip<F: Copy>(symbol: &str) -> F {
     unsafe { of_library("libamdhip64.so", symbol) }
 }
 
-/// A function of a library that the backend has opened, past the backend.
+/// Returns a function of a library that the backend has opened, without the backend.
 ///
 /// # Safety
 /// The caller must name a function of that type.
 unsafe fn of_library<F: Copy>(library: &str, symbol: &str) -> F {
     let file = highwater_driver::loaded_files(library).pop().unwrap();
-    // SAFETY: The library is in this process already; the caller vouches for the type.
+    // SAFETY: The library is in this process already; the caller promises the type.
     unsafe {
         let library = std::mem::ManuallyDrop::new(libloading::Library::new(file).unwrap());
         *library.get::<F>(symbol.as_bytes()).unwrap()
     }
 }
 
-/// The major version of HIP.
+/// Returns the major version of HIP.
 fn major() -> i32 {
     let mut version = 0;
     // SAFETY: The call writes one number, which outlives it.
@@ -106,7 +107,7 @@ fn fill(backend: &dyn Backend, block: DevicePtr, value: u8, bytes: usize, stream
     unsafe { backend.fill(&MemoryFill::new(0, block, FillPattern::U8(value), bytes), stream) }.unwrap();
 }
 
-/// What lies in device memory behind the work of `stream`.
+/// Returns the bytes in device memory after the work of `stream`.
 fn bytes_of(backend: &dyn Backend, block: DevicePtr, bytes: usize, stream: StreamId) -> Vec<u8> {
     let host = backend.host_allocator();
     let room = host.allocate(bytes, &HostOptions::new()).unwrap();
@@ -126,7 +127,7 @@ fn free(backend: &dyn Backend, block: DevicePtr) {
     unsafe { backend.free(0, block, None) }.unwrap();
 }
 
-/// Memory of this process that nobody has page-locked, of whole pages.
+/// Whole pages of memory of this process that are not page-locked.
 fn pages(count: usize) -> (Vec<u8>, HostPtr) {
     let mut memory = vec![0_u8; (count + 1) * 4096];
     let start = memory.as_mut_ptr();
@@ -144,7 +145,7 @@ fn blas(backend: &dyn Backend) -> Box<dyn BlasHandle> {
     backend.create_blas_handle(0, &BlasOptions::new(BlasKind::Blas)).unwrap()
 }
 
-/// Every kind of object is gone.
+/// Checks that no object of any kind is live.
 #[track_caller]
 fn nothing_is_left(backend: &dyn Backend) {
     assert_eq!(backend.live_objects().total(), 0, "{:?}", backend.live_objects());
@@ -158,7 +159,7 @@ fn r2_1_properties_are_read_in_the_layout_of_hip_6() {
         assert!(info.architecture.starts_with("gfx"), "{info:?}");
         assert!(!info.name.is_empty() && info.memory_bytes > 0, "{info:?}");
     }
-    // The symbol without a suffix fills another layout: what is read there is no architecture.
+    // The symbol without a suffix fills another layout, in which this range holds no architecture.
     let mut properties = vec![0_u8; 4096];
     // SAFETY: There is room for either layout.
     let code = unsafe {
@@ -186,7 +187,7 @@ fn r2_2_whose_an_address_is_is_known_without_asking_for_its_kind() {
     nothing_is_left(&*backend);
 }
 
-/// As the vendor has it: as an array it would go by reference.
+/// A struct as in the vendor's header, because C passes an array by reference.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct IpcHandle([u8; 64]);
@@ -202,7 +203,7 @@ fn r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6() {
     let device = runtime.device(0).unwrap();
     let stream = device.create_stream().unwrap();
     if let Ok(ticket) = std::env::var(TICKET) {
-        // The second process: sees what the first wrote, and writes.
+        // The second process checks what the first one wrote, and writes.
         let ticket: Ticket = ticket.parse().unwrap();
         for _ in 0..2 {
             let opened = runtime.open_shared::<f32>(&ticket).unwrap();
@@ -233,7 +234,8 @@ fn r2_3_memory_of_another_process_opens_with_the_flag_of_hip_6() {
     assert_eq!(runtime.close().unwrap().total(), 0);
 }
 
-/// The product of two 2 x 2 matrices in column order, the first transposed or not, as bytes of C. A is 1, 2, 3, 4 and B is 1, 0, 0, 2.
+/// Computes the product of two 2 x 2 matrices in column order, with the first transposed or not, and returns the bytes
+/// of C. A is 1, 2, 3, 4 and B is 1, 0, 0, 2.
 fn product(backend: &dyn Backend, factors: DataType, result: DataType, transposed: bool, mode: MathMode) -> Vec<u8> {
     let number = |data_type: DataType, value: f32| -> Vec<u8> {
         match data_type {
@@ -318,7 +320,7 @@ fn r2_5_transposes_have_the_numbers_of_hipblas() {
     nothing_is_left(&*backend);
 }
 
-/// The folder of the libraries that the loader finds first, and that of the other version.
+/// Returns the folder of the libraries that the loader finds first, and the folder of the other version.
 fn folders() -> [PathBuf; 2] {
     let path = std::env::var("LD_LIBRARY_PATH").unwrap();
     let own = PathBuf::from(path.split(':').next().unwrap());
@@ -336,7 +338,7 @@ fn file_in(folder: &Path, name: &str) -> PathBuf {
 fn r2_6_libraries_of_two_releases_are_refused() {
     const TEST: &str = "r2_6_libraries_of_two_releases_are_refused";
     if std::env::var_os(INSIDE).is_none() {
-        // Both have to be there before one is run.
+        // Both must exist before one runs.
         for libraries in ["rocm", "rocm6"] {
             let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/simulated.sh");
             assert!(Command::new(script).args([libraries, "true"]).status().unwrap().success());
@@ -355,23 +357,23 @@ fn r2_6_libraries_of_two_releases_are_refused() {
             }
         }
     };
-    // hipBLAS of the other release.
+    // The hipBLAS of the other release.
     let hipblas = file_in(&other, "libhipblas.so");
     set("HIGHWATER_HIPBLAS_LIBRARY", Some(&hipblas));
     let error = highwater_rocm::open().unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert!(error.message().contains(hipblas.to_str().unwrap()), "{error}");
     assert!(error.hint().contains("HIGHWATER_HIPBLAS_LIBRARY"), "{error}");
-    // Its own, by its full path.
+    // The matching hipBLAS, by its full path.
     set("HIGHWATER_HIPBLAS_LIBRARY", Some(&file_in(&own, "libhipblas.so")));
     assert!(highwater_rocm::open().is_ok());
     set("HIGHWATER_HIPBLAS_LIBRARY", None);
-    // HIP of the other major version, beside the one that is open.
+    // The HIP of the other major version, beside the loaded one.
     set("HIGHWATER_HIP_LIBRARY", Some(&file_in(&other, "libamdhip64.so")));
     let error = highwater_rocm::open().unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::InvalidState, "{error}");
     assert!(error.message().contains("two major versions"), "{error}");
-    // The open one goes on, by its full path too.
+    // The loaded HIP still works, also by its full path.
     set("HIGHWATER_HIP_LIBRARY", Some(&file_in(&own, "libamdhip64.so")));
     let backend = highwater_rocm::open().unwrap();
     free(&*backend, allocate(&*backend, 64));
@@ -389,7 +391,7 @@ fn r2_7_a_code_that_no_header_knows_is_an_error_with_its_number() {
     free(&*backend, allocate(&*backend, 64));
 }
 
-/// Loses the capture that the stream takes part in.
+/// Loses the capture in which the stream takes part.
 fn lose(backend: &dyn Backend, stream: StreamId) {
     let raw = backend.raw_stream(stream).unwrap();
     // SAFETY: The stream is alive. Asking is what a capture forbids.
@@ -405,7 +407,7 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     handle.set_stream(first).unwrap();
     let raw = [first, joined].map(|stream| backend.raw_stream(stream).unwrap());
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
-    // Work from before, behind which what follows has to come.
+    // Earlier work, after which later work must run.
     fill(&*backend, block, 1, 4096, first);
     backend.begin_capture(first, CaptureMode::ThreadLocal).unwrap();
     fill(&*backend, block, 9, 4096, first);
@@ -431,7 +433,7 @@ fn r3_1_streams_that_died_with_a_capture_work_again_under_their_ids() {
     unsafe { handle.gemm(&gemm) }.unwrap();
     backend.synchronize_stream(first).unwrap();
     backend.synchronize_device(0).unwrap();
-    // The stream is captured again, and replays.
+    // The stream is captured again, and the graph runs.
     backend.begin_capture(first, CaptureMode::Global).unwrap();
     fill(&*backend, block, 5, 4096, first);
     // SAFETY: This test began it, and the block outlives the launch.
@@ -470,7 +472,7 @@ fn r3_1_a_stream_of_other_code_that_died_says_who_can_replace_it() {
     assert!(error.hint().contains("the code that created it"), "{error}");
     backend.synchronize_device(0).unwrap();
     backend.destroy_stream(id).unwrap();
-    // SAFETY: Nobody uses the stream any more.
+    // SAFETY: Nothing uses the stream any more.
     assert_eq!(unsafe { hip::<unsafe extern "C" fn(u64) -> i32>("hipStreamDestroy")(raw) }, 0);
     nothing_is_left(&*backend);
 }
@@ -485,11 +487,11 @@ fn r3_2_what_a_capture_forbids_does_not_lose_it() {
         backend.record_event(before, other).unwrap();
         backend.begin_capture(captured, mode).unwrap();
         fill(&*backend, block, 3, 4096, captured);
-        // Refused before HIP is asked.
+        // Refused before HIP is called.
         assert_eq!(backend.query_stream(captured).unwrap_err().kind(), ErrorKind::Capture);
         assert_eq!(backend.synchronize_stream(captured).unwrap_err().kind(), ErrorKind::Capture);
         assert_eq!(backend.synchronize_device(0).unwrap_err().kind(), ErrorKind::Capture);
-        // Made in relaxed mode, from this thread and from another.
+        // Made in the relaxed mode, from this thread and from another.
         let calls = || {
             backend.synchronize_event(before).unwrap();
             assert_eq!(backend.query_event(before).unwrap(), Completion::Complete);
@@ -527,7 +529,7 @@ fn r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives() {
     let Some(backend) = open("r3_3_unregistering_inside_a_block_is_an_error_and_the_process_lives") else { return };
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
-    // SAFETY: The memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nothing uses it on a device.
     unsafe {
         host.register(start, 4 * 4096, &HostOptions::new()).unwrap();
         for offset in [1, 64, 4096, 4 * 4096] {
@@ -560,7 +562,7 @@ fn r3_4_an_architecture_without_kernels_is_refused_and_the_process_lives() {
     for part in ["TensileLibrary_lazy_gfx942.dat", &looked_in] {
         assert!(error.message().contains(part), "{error}");
     }
-    // All else works.
+    // Everything else works.
     let stream = stream(&*backend);
     let block = allocate(&*backend, 64);
     fill(&*backend, block, 7, 64, stream);
@@ -587,7 +589,7 @@ fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() 
             assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
             assert_eq!(host.free(with_offset(room, offset)).unwrap_err().kind(), ErrorKind::InvalidPointer);
         }
-        // One device's at another's, and one kind's as another's.
+        // The address of another device, and of another kind of memory.
         assert_eq!(backend.free(1, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
         assert!(backend.free(0, block, Some(stream)).is_err());
         assert_eq!(host.unregister(room).unwrap_err().kind(), ErrorKind::InvalidPointer);
@@ -599,7 +601,7 @@ fn r3_5_freeing_inside_a_block_or_another_kind_is_refused_and_the_block_stays() 
     }
     assert!(bytes_of(&*backend, block, 8192, stream).iter().all(|byte| *byte == 4));
     free(&*backend, block);
-    // SAFETY: Nobody uses it, and the second is refused.
+    // SAFETY: Nothing uses it, and the second is refused.
     unsafe {
         assert_eq!(backend.free(0, block, None).unwrap_err().kind(), ErrorKind::InvalidPointer);
         host.free(room).unwrap();
@@ -615,14 +617,14 @@ fn r3_6_registering_twice_is_refused_and_one_unregistering_undoes_one() {
     let host = backend.host_allocator();
     let (_memory, start) = pages(4);
     let options = HostOptions::new();
-    // SAFETY: The memory stays mapped, and nobody uses it on a device.
+    // SAFETY: The memory stays mapped, and nothing uses it on a device.
     unsafe {
         host.register(start, 2 * 4096, &options).unwrap();
         for (offset, bytes) in [(0, 2 * 4096), (0, 4096), (4096, 2 * 4096), (100, 8)] {
             let error = host.register(with_offset(start, offset), bytes, &options).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         }
-        // Beside it is another range.
+        // An adjacent range.
         host.register(with_offset(start, 2 * 4096), 4096, &options).unwrap();
         host.unregister(start).unwrap();
         assert_eq!(host.unregister(start).unwrap_err().kind(), ErrorKind::InvalidPointer);
@@ -656,7 +658,7 @@ fn r3_8_an_error_that_the_thread_remembers_is_nobodys_answer() {
     let stream = stream(&*backend);
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     for _ in 0..2 {
-        // An error that is remembered, in the one version until the next call and in the other until it is read.
+        // One version remembers an error until the next call, the other until it is read.
         let mut size = 0;
         // SAFETY: The call fails before it reads or writes anything.
         let code = unsafe { hip::<unsafe extern "C" fn(*mut usize, i32) -> i32>("hipDeviceTotalMem")(&mut size, 99) };
@@ -712,7 +714,7 @@ fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused
     ipc.export_event(shared).unwrap();
     let both = EventOptions::new().with_interprocess().with_timing();
     assert_eq!(backend.create_event(0, &both).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    // Memory: what was made for it is exported, and not opened where it was made.
+    // Memory allocated for sharing is exported, and cannot be opened in its own process.
     let kind = DeviceMemoryKind::Shareable(Transport::Legacy);
     let block = backend.allocate(0, &AllocateOptions::new(4096).with_kind(kind)).unwrap();
     let other = allocate(&*backend, 4096);
@@ -720,7 +722,7 @@ fn r3_10_events_for_other_processes_have_their_flags_and_own_handles_are_refused
     unsafe {
         let handle: MemoryHandle = ipc.export_memory(0, block, Transport::Legacy).unwrap();
         assert_eq!(ipc.open_memory(0, &handle).unwrap_err().kind(), ErrorKind::InvalidArgument);
-        // Memory that was not, addresses inside, and stream-ordered memory are not.
+        // Other memory, interior addresses and stream-ordered memory are refused.
         assert_eq!(ipc.export_memory(0, other, Transport::Legacy).unwrap_err().kind(), ErrorKind::InvalidArgument);
         assert!(ipc.export_memory(0, block.offset(64), Transport::Legacy).is_err());
     }
@@ -765,7 +767,7 @@ fn r3_11_no_bytes_are_refused_wherever_they_are_asked_for() {
             assert_eq!(error.kind(), ErrorKind::InvalidPointer, "{error}");
         }
     }
-    // Nothing is copied or filled without a call that could mind.
+    // Copies and fills of 0 elements make no vendor call.
     let block = allocate(&*backend, 64);
     fill(&*backend, block, 1, 0, stream);
     backend.synchronize_stream(stream).unwrap();
@@ -787,7 +789,7 @@ fn r3_12_priorities_are_taken_from_the_range() {
         // SAFETY: The stream is alive, and the calls write numbers that live until they return.
         let codes = unsafe { [priority_of(raw, &mut seen), flags_of(raw, &mut flags)] };
         assert_eq!((codes, seen, flags), ([0, 0], expected, 1), "{priority:?}");
-        // Also of the one that takes its place.
+        // The replacement stream has the same priority and flags.
         backend.begin_capture(stream, CaptureMode::ThreadLocal).unwrap();
         lose(&*backend, stream);
         // SAFETY: This test began it.
@@ -808,7 +810,7 @@ fn r3_13_a_destroyed_stream_is_an_error_everywhere() {
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     let mut handle = blas(&*backend);
     handle.set_stream(stream).unwrap();
-    // With work that is not done.
+    // With unfinished work.
     for _ in 0..16 {
         fill(&*backend, block, 6, 1 << 20, stream);
     }
@@ -832,7 +834,7 @@ fn r3_13_a_destroyed_stream_is_an_error_everywhere() {
     for error in stale {
         assert_eq!(error.unwrap().kind(), ErrorKind::InvalidHandle);
     }
-    // A thread that uses streams and one that destroys them.
+    // One thread uses streams, and another one destroys them.
     let shared = std::sync::Mutex::new(backend.create_stream(0, &StreamOptions::new()).unwrap());
     std::thread::scope(|scope| {
         let uses = scope.spawn(|| {
@@ -860,7 +862,7 @@ fn r3_13_a_destroyed_stream_is_an_error_everywhere() {
 #[test]
 fn r3_14_what_hip_writes_at_exit_is_no_failure() {
     let Some(backend) = open("r3_14_what_hip_writes_at_exit_is_no_failure") else { return };
-    // Left to the end of the process on purpose: what HIP says of it is not read, and the process ends well.
+    // Left until the process ends on purpose. HIP's warnings are not read, and the process exits with 0.
     let stream = stream(&*backend);
     let event = backend.create_event(0, &EventOptions::new()).unwrap();
     backend.record_event(event, stream).unwrap();
@@ -877,7 +879,7 @@ fn b6_1_page_locked_memory_is_cached_by_the_device() {
     assert_eq!(flags_of(&*backend, HostMemoryKind::WriteCombined) & 0x7, 0x7);
 }
 
-/// The flags with which the runtime has allocated page-locked memory of a kind.
+/// Returns the flags with which the runtime allocated page-locked memory of a kind.
 fn flags_of(backend: &dyn Backend, kind: HostMemoryKind) -> u32 {
     let host = backend.host_allocator();
     let block = host.allocate(4096, &HostOptions::new().with_kind(kind)).unwrap();
@@ -886,7 +888,7 @@ fn flags_of(backend: &dyn Backend, kind: HostMemoryKind) -> u32 {
     let code =
         unsafe { hip::<unsafe extern "C" fn(*mut u32, *mut u8) -> i32>("hipHostGetFlags")(&mut flags, block.as_ptr()) };
     assert_eq!(code, 0);
-    // SAFETY: Nobody uses it.
+    // SAFETY: Nothing uses it.
     unsafe { host.free(block) }.unwrap();
     flags
 }
@@ -913,7 +915,7 @@ fn b6_3_the_device_is_given_its_own_address_of_registered_memory() {
         assert_eq!(address_of(&mut expected, start.as_ptr(), 0), 0);
         assert_eq!(host.device_address(start, 0).unwrap().get(), expected);
         assert_eq!(host.device_address(with_offset(start, 5000), 0).unwrap().get(), expected + 5000);
-        // A copy takes the host's.
+        // A copy takes the host's address.
         let block = allocate(&*backend, 4096);
         fill(&*backend, block, 8, 4096, stream);
         let from = Location::Device { device: 0, ptr: block };
@@ -980,7 +982,7 @@ fn a_child_that_opens_the_backend_again_is_told_of_the_fork() {
     // SAFETY: Waits for the child made above.
     unsafe { libc::waitpid(pid, &mut status, 0) };
     assert_eq!(status, 0);
-    // The parent goes on, and opens again.
+    // The parent continues, and opens the backend again.
     assert!(highwater_rocm::open().is_ok());
 }
 
@@ -1012,7 +1014,7 @@ fn the_device_of_the_caller_is_current_again_after_each_call() {
             backend.create_blas_handle(device, &BlasOptions::new(BlasKind::Blas)).unwrap().destroy().unwrap();
             // SAFETY: Nothing uses it.
             unsafe { backend.free(device, block, None) }.unwrap();
-            // A stream that other code made is of the device that it was made on.
+            // A foreign stream belongs to the device on which it was created.
             let raw = backend.raw_stream(stream).unwrap();
             // SAFETY: The stream is alive.
             let other = unsafe { backend.stream_from_raw(1 - device, raw) }.unwrap_err();
@@ -1056,7 +1058,7 @@ fn devices_have_uuids_of_their_own_and_copies_go_between_them() {
     nothing_is_left(&*backend);
 }
 
-/// Products on two streams in turn, by one thread, with nothing waited for in between; how many are wrong.
+/// Runs products on two streams in turn, from one thread, without a wait in between. Returns the number of wrong ones.
 fn wrong_products_on_two_streams(runtime: &Runtime) -> usize {
     const SIZE: usize = 48;
     const ROUNDS: usize = 40;
@@ -1089,7 +1091,7 @@ fn a_handle_that_takes_no_workspace_stays_with_its_stream_and_out_of_captures() 
     let stream = runtime.device(0).unwrap().create_stream().unwrap();
     let (a, c) = (stream.upload(&[2.0_f32; 4]).unwrap(), stream.upload(&[0.0_f32; 4]).unwrap());
     if major() == 7 {
-        // A capture makes no handle. With HIP 6 it needs none, because it records no product.
+        // A capture creates no handle. With HIP 6, none is needed, because no product is captured.
         drop(stream.blas().unwrap());
     }
     let mut recorded = Ok(());
@@ -1171,7 +1173,7 @@ fn hips_default_streams_are_wrapped_by_their_handles() {
         let block = stream.upload(&[7_u8; 1024]).unwrap();
         assert_eq!(stream.download(&block).unwrap(), [7; 1024]);
     }
-    // Newer versions call it the legacy default stream too.
+    // Newer versions also call it the legacy default stream.
     let refused = wrap(1).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     assert!(refused.hint().contains("legacy_default"), "{refused}");

@@ -16,7 +16,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let ids = [streams[0].id(), streams[1].id()];
     let mut handle = bench.runtime.backend().create_blas_handle(0, &BlasOptions::new(BlasKind::Blas))?;
     let can = device.capabilities();
-    // Where the device has no choice, the same mode is set each time, by both sides.
+    // On a device without a choice of modes, both sides set the same mode each time.
     let other = can.tf32 && can.atomics_mode;
     let math = [MathMode::Default, if other { MathMode::Tf32 } else { MathMode::Default }];
     let atomics = [AtomicsMode::NotAllowed, if other { AtomicsMode::Allowed } else { AtomicsMode::NotAllowed }];
@@ -28,7 +28,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let ours = |call: usize| {
         let i = call % 2;
         handle.set_stream(ids[i])?;
-        // SAFETY: nothing is enqueued through this handle, and the memory outlives it.
+        // SAFETY: Nothing is enqueued through this handle, and the memory outlives it.
         unsafe { handle.set_workspace(Some(workspaces[i]))? };
         handle.set_math_mode(math[i])?;
         Ok(handle.set_atomics_mode(atomics[i])?)

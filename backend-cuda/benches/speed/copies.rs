@@ -10,8 +10,8 @@ use crate::measure::{Bursts, Random, alternate};
 use crate::raw::{Owned, done};
 use crate::table::{Bar, Row, Table, Unit};
 
-/// Core may make a large buffer of several registrations, which no raw copy may cross: the vendor refuses it. Smaller than
-/// this they are not.
+/// Core may split a large buffer into several registrations, which no raw copy may cross. Smaller buffers are never
+/// split.
 const LEAST_PIECE: usize = 2 << 20;
 
 pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
@@ -54,7 +54,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     table.push(Row::pairs(what("to the device"), &to_device).unit(unit).bar(Bar::Rate(0.99)));
     table.push(Row::pairs(what("to the host"), &to_host).unit(unit).bar(Bar::Rate(0.99)));
 
-    // The vendor's own allocation, which is one piece.
+    // The vendor's own allocation has one piece.
     let mut vendors = VendorsPinned::new(bench, bytes)?;
     random.fill(vendors.bytes_mut());
     let whole = RawCopies { bench, device: &device, stream: bench.raw.stream()?, bytes, piece: bytes };
@@ -75,7 +75,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     Ok(())
 }
 
-/// The vendor's copies, and waiting for them.
+/// The vendor's copies, and the wait for them.
 struct RawCopies<'b> {
     bench: &'b Bench<'b>,
     device: &'b DeviceBuffer<u8>,
@@ -99,7 +99,7 @@ impl RawCopies<'_> {
     fn to_device(&self, from: *const u8) -> Result<()> {
         for (start, bytes) in self.pieces() {
             let to = self.device.ptr().get() + start as u64;
-            // SAFETY: both ranges lie in blocks of `self.bytes`, alive and left alone until the wait below.
+            // SAFETY: Both ranges are in live blocks of `self.bytes`, which nothing else uses until the wait below.
             let code =
                 unsafe { (self.bench.raw.cuda.copy_to_device)(to, from.wrapping_add(start), bytes, self.stream.get()) };
             done("cuMemcpyHtoDAsync", code)?;
@@ -110,7 +110,7 @@ impl RawCopies<'_> {
     fn to_host(&self, to: *mut u8) -> Result<()> {
         for (start, bytes) in self.pieces() {
             let from = self.device.ptr().get() + start as u64;
-            // SAFETY: both ranges lie in blocks of `self.bytes`, alive and left alone until the wait below.
+            // SAFETY: As above.
             let code =
                 unsafe { (self.bench.raw.cuda.copy_to_host)(to.wrapping_add(start), from, bytes, self.stream.get()) };
             done("cuMemcpyDtoHAsync", code)?;
@@ -129,20 +129,20 @@ struct VendorsPinned<'b> {
 impl<'b> VendorsPinned<'b> {
     fn new(bench: &'b Bench<'b>, bytes: usize) -> Result<Self> {
         let mut ptr = ptr::null_mut();
-        // SAFETY: the call writes one pointer that lives until it returns.
+        // SAFETY: The call writes one pointer, which outlives it.
         done("cuMemHostAlloc", unsafe { (bench.raw.cuda.host_allocate)(&mut ptr, bytes, 0) })?;
         Ok(Self { bench, ptr, bytes })
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: CUDA allocated so many bytes there and has cleared them; no copy is enqueued while `self` is borrowed.
+        // SAFETY: CUDA allocated these bytes and cleared them. No copy is enqueued while `self` is borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.bytes) }
     }
 }
 
 impl Drop for VendorsPinned<'_> {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`; every copy was waited for. What refuses has nobody to tell.
+        // SAFETY: `new` allocated the memory, and every copy was waited for. An error cannot be reported here.
         unsafe { (self.bench.raw.cuda.host_free)(self.ptr) };
     }
 }

@@ -1,4 +1,4 @@
-//! Marks in streams, and asking for them.
+//! Recording events in streams, and querying them.
 
 use anyhow::{Result, ensure};
 
@@ -7,7 +7,7 @@ use crate::measure::alternate;
 use crate::raw::{answered, done};
 use crate::table::{Bar, Row, Table};
 
-/// More than raw that a call of the trait may take.
+/// The cost over raw that a call of the trait may have.
 const OVER: Bar = Bar::Difference { share: 0.0, ns: 20.0 };
 
 pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
@@ -16,7 +16,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let stream = device.create_stream()?;
     let mark = stream.record()?;
     let (id, event) = (stream.id(), mark.id());
-    // The same stream and event for both sides: two of a kind differ by some ten nanoseconds a call.
+    // Both sides use the same stream and event, because two of a kind differ by some ten nanoseconds for each call.
     let (raw_stream, raw_event) = (backend.raw_stream(id)?, backend.raw_event(event)?);
     let settle = |_| Ok(stream.synchronize()?);
     let raw_record = |_| {

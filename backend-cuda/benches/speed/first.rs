@@ -1,4 +1,4 @@
-//! What happens once: the first handle. For information.
+//! The one-time cost of the first handle. For information.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let start = Instant::now();
     drop(stream.blas()?);
     let lease = start.elapsed();
-    // The first handle of the process loads the library's kernels, so the raw one has it easier.
+    // The first handle of the process loads the library's kernels, which favors the raw handle.
     let start = Instant::now();
     let handle = bench.raw.handle()?;
     let create = start.elapsed();

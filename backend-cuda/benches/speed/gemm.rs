@@ -1,4 +1,4 @@
-//! Products: how long it takes to enqueue small ones, and how long large ones take.
+//! Products: the time to enqueue small ones, and the run time of large ones.
 
 use std::cell::{Cell, RefCell};
 
@@ -11,9 +11,9 @@ use crate::measure::{Bursts, Random, Side, alternate};
 use crate::raw::{LtProduct, Owned, kind_of};
 use crate::table::{Bar, Row, Table};
 
-/// Enqueuing may take so much longer than raw.
+/// The cost over raw that enqueuing may have.
 const SUBMIT: Bar = Bar::Difference { share: 0.03, ns: 300.0 };
-/// Products that are enqueued in a burst.
+/// Products in a burst.
 const CALLS: usize = 100;
 
 pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
@@ -23,7 +23,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     planned(bench, table)
 }
 
-/// Square matrices, and what raw multiplies them with.
+/// Square matrices, and the raw handle that multiplies them.
 struct Product<'b, T: Scalar> {
     bench: &'b Bench<'b>,
     shape: GemmShape,
@@ -46,7 +46,7 @@ impl<'b, T: Scalar> Product<'b, T> {
         let mut random = Random::new(size as u64);
         let mut matrix = || -> Vec<T> { (0..size * size).map(|_| from(random.number())).collect() };
         let (a, b) = (stream.upload(&matrix())?, stream.upload(&matrix())?);
-        // Not zeros either, so that a product that never ran is seen.
+        // Not zeros, so that a product that never ran is detected.
         let (c, raw_c) = (stream.upload(&matrix())?, stream.upload(&matrix())?);
         let (raw, bytes) = (bench.raw, bench.options.workspace_bytes);
         let (raw_stream, raw_workspace, raw_handle) = (raw.stream()?, raw.memory(bytes)?, raw.handle()?);
@@ -67,15 +67,15 @@ impl<'b, T: Scalar> Product<'b, T> {
         unsafe { self.raw_on(self.raw_handle.get()) }
     }
 
-    /// The same on a handle of the layer's: with the same stream, workspace and modes, so that nothing is compared but the
-    /// layer. Two handles differ by some hundred nanoseconds a call, this way or that.
+    /// Enqueues the product on a handle of the layer, with the same stream, workspace and modes, so that only the layer
+    /// differs. Two handles differ by some hundred nanoseconds for each call.
     ///
     /// # Safety
-    /// The handle is alive, and this is its stream's turn.
+    /// The caller must ensure that the handle is alive and hold its stream's submission lock.
     #[inline]
     unsafe fn raw_on(&self, handle: u64) -> Result<()> {
         let matrices = [self.a.ptr().get(), self.b.ptr().get(), self.raw_c.ptr().get()];
-        // SAFETY: the buffers hold matrices of this type and size, and live until the streams were waited for.
+        // SAFETY: The buffers hold matrices of this type and size, and live until the streams were waited for.
         unsafe { self.bench.raw.gemm(handle, self.kind, self.size, matrices) }
     }
 
@@ -85,11 +85,11 @@ impl<'b, T: Scalar> Product<'b, T> {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Both sides have the same product.
+    /// Checks that both sides have the same product.
     fn compare(&self) -> Result<()> {
         self.settle()?;
         let (ours, raw) = (self.stream.download(&self.c)?, self.stream.download(&self.raw_c)?);
-        // Sums of `size` products of numbers up to 1, rounded to the type; bf16 has 8 bits.
+        // Sums of `size` products of numbers up to 1, rounded to the type. bf16 has 8 bits.
         let most = 0.02 * f64::from(self.size).sqrt();
         let apart = ours.iter().zip(&raw).map(|(ours, raw)| (ours.to_f64() - raw.to_f64()).abs());
         let worst = apart.fold(0.0, |worst: f64, next| if next <= worst { worst } else { next });
@@ -98,15 +98,15 @@ impl<'b, T: Scalar> Product<'b, T> {
     }
 }
 
-/// Enqueuing a product of 32 x 32.
+/// Measures enqueuing a product of 32 x 32.
 fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: impl Fn(f32) -> T) -> Result<()> {
     let product = Product::new(bench, 32, &from)?;
     let (one, zero) = (product.one(1.0, &from), product.one(0.0, &from));
     let Product { stream, shape, a, b, c, .. } = &product;
     let bursts = bench.bursts(CALLS);
-    // The pool gives the same handle to the same thread again.
+    // The pool returns the same handle to the same thread.
     let pooled = stream.blas()?.with_raw(|raw| raw.handle)?;
-    // SAFETY: the pool keeps the handle, which nobody else uses: this is the only thread.
+    // SAFETY: The pool keeps the handle, and only this thread exists to use it.
     let raw = |_| unsafe { product.raw_on(pooled) };
     {
         let mut lease = stream.blas()?;
@@ -121,7 +121,7 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     let pairs = alternate(bursts, |_| product.settle(), ours, raw)?;
     table.push(Row::pairs(format!("take a lease, enqueue gemm 32x32x32 {name}, give it back"), &pairs));
 
-    // The thread of a program that uses nothing but the layer has no context current: the layer makes it so in each call.
+    // In a program that uses only the layer, a thread has no current context. The layer makes one current in each call.
     let current = RefCell::new(None);
     let prepare = |side| {
         // Pushed again before it may be popped again.
@@ -142,12 +142,13 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     let bytes = bench.options.workspace_bytes;
     let workspace = bench.device.allocate::<u8>(bytes)?;
     handle.set_stream(stream.id())?;
-    // SAFETY: the workspace is used by this handle alone and is dropped after the stream was waited for.
+    // SAFETY: Only this handle uses the workspace, which is dropped after the stream was waited for.
     unsafe { handle.set_workspace(Some(Workspace { ptr: workspace.ptr(), bytes }))? };
     let gemm = Gemm::new(*shape, a.ptr(), b.ptr(), c.ptr());
-    // SAFETY: the shape is that of the buffers, which live until the stream was waited for; no other handle uses the stream.
+    // SAFETY: The shape is that of the buffers, which live until the stream was waited for. No other handle uses the
+    // stream.
     let raw_handle = handle.raw();
-    // SAFETY: the handle lives until the end, and is used by this thread alone.
+    // SAFETY: The handle lives until the end, and only this thread uses it.
     let pairs = alternate(
         bursts,
         |_| product.settle(),
@@ -160,7 +161,7 @@ fn submit<T: Scalar>(bench: &Bench<'_>, table: &mut Table, name: &str, from: imp
     Ok(())
 }
 
-/// No context is current in this thread until this is dropped.
+/// Keeps this thread without a current context until it is dropped.
 struct Popped<'b>(&'b Bench<'b>);
 
 impl<'b> Popped<'b> {
@@ -172,14 +173,14 @@ impl<'b> Popped<'b> {
 
 impl Drop for Popped<'_> {
     fn drop(&mut self) {
-        // What fails here fails again in the next raw call, which tells it.
+        // A failure here recurs in the next raw call, which reports it.
         if let Ok(current) = self.0.raw.enter() {
             std::mem::forget(current);
         }
     }
 }
 
-/// How long large products take, waiting included.
+/// Measures the run time of large products.
 fn large(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     const PRODUCTS: usize = 10;
     let size = if bench.options.quick { 64 } else { 8192 };
@@ -206,10 +207,10 @@ fn large(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     Ok(())
 }
 
-/// Enqueuing a product of 64 x 64 by a plan from the cache.
+/// Measures enqueuing a product of 64 x 64 by a cached plan.
 fn planned(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     const SIZE: usize = 64;
-    /// Handles of cublasGemmEx, which differ by hundreds of nanoseconds a call. Each serves one burst in so many.
+    /// Handles of cublasGemmEx, which differ by hundreds of nanoseconds for each call. The bursts rotate through them.
     const HANDLES: usize = 8;
     let products = (0..HANDLES).map(|_| Product::new(bench, SIZE, bf16::from_f32)).collect::<Result<Vec<_>>>()?;
     let turn = Cell::new(0);
@@ -233,7 +234,7 @@ fn planned(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
 
         let plan = LtProduct::new(bench.raw, product.kind, SIZE, bench.options.workspace_bytes)?;
         let matrices = [a, b, raw_c].map(|buffer| buffer.ptr().get());
-        // SAFETY: the buffers hold matrices of this type and size, and live until the streams were waited for.
+        // SAFETY: The buffers hold matrices of this type and size, and live until the streams were waited for.
         let raw = |_| unsafe { plan.run(raw_stream, matrices) };
         let pairs = alternate(bursts, |_| product.settle(), &mut ours, raw)?;
         product.compare()?;

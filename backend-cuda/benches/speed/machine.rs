@@ -1,4 +1,4 @@
-//! What the figures were measured on.
+//! The machine of the measurements.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -6,7 +6,7 @@ use highwater_core::{Device, Runtime};
 
 use crate::table::time;
 
-/// Lines for the head of the table, as `(what, value)`.
+/// Returns lines for the head of the table, as `(what, value)`.
 pub(crate) fn describe(runtime: &Runtime, device: &Device, opened: Duration) -> Vec<(String, String)> {
     let info = device.info();
     let mut lines = vec![
@@ -36,7 +36,7 @@ fn cpu() -> String {
     format!("{}, {threads} threads for this process", model.map_or("not told", str::trim))
 }
 
-/// Year, month, day, hour and minute.
+/// Formats year, month, day, hour and minute.
 fn date(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));

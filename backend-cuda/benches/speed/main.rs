@@ -1,10 +1,13 @@
-//! The speed of the layer over CUDA against the vendor's own calls, as a table: `cargo bench -p highwater-cuda --bench speed`.
+//! The speed of the layer over CUDA compared with the vendor's own calls, as a table: `cargo bench -p highwater-cuda
+//! --bench speed`.
 //!
-//! Both sides run in one process over the same libraries, the same primary context and the same matrices, in alternating
-//! bursts. A figure is the median of the paired differences, or of the paired ratios where the bar is a ratio; beside it stand the
-//! 10th and 90th percentile of the same. Streams are synchronised between bursts, and no burst fills a stream's queue (about 1,000 operations). Everything is warmed up first.
-//! "Ours" is what programs call, `Runtime` and its types, with the context current as raw has it; rows that say "trait" call
-//! `dyn Backend` and `dyn BlasHandle`. The exit status is 1 where a bar is missed, and 2 where something fails.
+//! Both sides run in one process over the same libraries, the same primary context and the same matrices, in
+//! alternating bursts. A figure is the median of the paired differences, or of the paired ratios if the bar is a ratio,
+//! with the 10th and 90th percentile. Streams are synchronized between bursts, and no burst fills a stream's queue
+//! (about 1,000 operations). Each row has a warm-up.
+//!
+//! "Ours" is `Runtime` and its types, with the context current as for raw. Rows with "trait" call `dyn Backend` and
+//! `dyn BlasHandle`. The exit status is 1 if a bar is missed, and 2 after an error.
 
 mod binding;
 mod copies;
@@ -33,7 +36,7 @@ use crate::options::Options;
 use crate::raw::Raw;
 use crate::table::Table;
 
-/// What every group of rows works with. The primary context is current in the main thread.
+/// The objects that every group of rows uses. The primary context is current in the main thread.
 struct Bench<'b> {
     options: &'b Options,
     raw: &'b Raw,
@@ -42,7 +45,7 @@ struct Bench<'b> {
 }
 
 impl Bench<'_> {
-    /// So many calls in each burst, in the usual number of pairs.
+    /// The calls in each burst, with the usual number of pairs.
     fn bursts(&self, calls: usize) -> Bursts {
         let calls = if self.options.quick { calls.min(20) } else { calls };
         Bursts { pairs: self.options.pairs, calls }
@@ -51,7 +54,7 @@ impl Bench<'_> {
 
 type Group = fn(&Bench<'_>, &mut Table) -> Result<()>;
 
-/// The groups of rows, by the names that `--only` takes. Pinning comes last: it empties the pools.
+/// The groups of rows, by the names that `--only` takes. Pinning is last, because it empties the pools.
 const GROUPS: [(&str, Group); 8] = [
     ("first", first::rows),
     ("gemm", gemm::rows),
@@ -91,7 +94,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the table and says whether no bar was missed.
+/// Prints the table and returns whether all bars are reached.
 fn measure(options: &Options, backend: Arc<dyn Backend>, opened: Duration) -> Result<bool> {
     let start = Instant::now();
     let raw = Raw::open(backend.identity(), 0)?;
@@ -109,7 +112,7 @@ fn measure(options: &Options, backend: Arc<dyn Backend>, opened: Duration) -> Re
         let bench = Bench { options, raw: &raw, runtime: &runtime, device: &device };
         for (name, group) in GROUPS {
             if options.wants(name) {
-                // The other rows are worth having all the same.
+                // The other rows are still useful.
                 if let Err(error) = group(&bench, &mut table) {
                     eprintln!("speed: the rows of `{name}` failed: {error:#}");
                     failed.push(name);

@@ -1,10 +1,10 @@
-//! Two sides in alternating bursts, and what the pairs say.
+//! Alternating bursts of two sides, and the statistics of the pairs.
 
 use std::time::Instant;
 
 use anyhow::Result;
 
-/// Whose burst it is.
+/// The side of a burst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     /// The layer's.
@@ -13,7 +13,7 @@ pub(crate) enum Side {
     Raw,
 }
 
-/// How many bursts of how many calls.
+/// The number of bursts and calls.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bursts {
     /// Pairs of bursts: one of each side.
@@ -30,19 +30,19 @@ pub(crate) struct Pairs {
 }
 
 impl Pairs {
-    /// The differences, ours less raw, in ascending order.
+    /// Returns the differences, ours minus raw, in ascending order.
     pub(crate) fn differences(&self) -> Vec<f64> {
         sorted(self.ours.iter().zip(&self.raw).map(|(ours, raw)| ours - raw).collect())
     }
 
-    /// The quotients, ours through raw, in ascending order.
+    /// Returns the quotients, ours divided by raw, in ascending order.
     pub(crate) fn quotients(&self) -> Vec<f64> {
         sorted(self.ours.iter().zip(&self.raw).map(|(ours, raw)| ours / raw).collect())
     }
 }
 
-/// Runs bursts of both sides in turn; which side begins changes every other pair, so that neither has the warmer place.
-/// `prepare` runs before each burst and is not timed: it waits for the streams.
+/// Runs bursts of both sides in turn. The first side changes every other pair, so that neither profits from warm
+/// caches. `prepare` runs before each burst, waits for the streams, and is not timed.
 pub(crate) fn alternate(
     bursts: Bursts,
     mut prepare: impl FnMut(Side) -> Result<()>,
@@ -50,7 +50,7 @@ pub(crate) fn alternate(
     mut raw: impl FnMut(usize) -> Result<()>,
 ) -> Result<Pairs> {
     let mut pairs = Pairs::default();
-    // Caches, lazily loaded kernels, the clock of an idle GPU.
+    // Warms up caches, lazily loaded kernels and the clock of an idle GPU.
     let warm = bursts.pairs / 20 + 2;
     for pair in 0..bursts.pairs + warm {
         let order = if pair / 2 % 2 == 0 { [Side::Ours, Side::Raw] } else { [Side::Raw, Side::Ours] };
@@ -70,7 +70,7 @@ pub(crate) fn alternate(
     Ok(pairs)
 }
 
-/// Bursts of one side, for what has no counterpart: times per call, in ascending order.
+/// Runs bursts of one side, for a row without a counterpart. Returns times per call, in ascending order.
 pub(crate) fn alone(
     bursts: Bursts,
     mut prepare: impl FnMut() -> Result<()>,
@@ -88,7 +88,7 @@ pub(crate) fn alone(
     Ok(sorted(times))
 }
 
-/// Nanoseconds per call. The call is told its number.
+/// Returns nanoseconds per call. The call gets its number.
 #[inline]
 fn burst(calls: usize, run: &mut impl FnMut(usize) -> Result<()>) -> Result<f64> {
     let start = Instant::now();
@@ -104,13 +104,13 @@ pub(crate) fn sorted(mut values: Vec<f64>) -> Vec<f64> {
     values
 }
 
-/// The value below which this part of the values in ascending order lies; NaN of none.
+/// Returns the value below which this part of the ascending values lies; NaN if there is no value.
 pub(crate) fn quantile(sorted: &[f64], part: f64) -> f64 {
     let place = (sorted.len().saturating_sub(1) as f64 * part).round() as usize;
     sorted.get(place).copied().unwrap_or(f64::NAN)
 }
 
-/// Numbers that are neither zero nor regular (xorshift), the same in every run.
+/// Pseudorandom numbers (xorshift), the same in every run.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
 
@@ -126,7 +126,7 @@ impl Random {
         self.0
     }
 
-    /// From -1 to 1.
+    /// Returns a number from -1 to 1.
     pub(crate) fn number(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

@@ -4,15 +4,15 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// What was asked for.
+/// The options of a run.
 #[derive(Debug)]
 pub(crate) struct Options {
-    /// Small sizes and few bursts, to see that everything runs; no bar is judged.
+    /// Small sizes and few bursts, to check that everything runs. No bar is judged.
     pub(crate) quick: bool,
-    /// Neither `cargo bench` nor a person with options has started this, but `cargo test` with all targets: then it is only
-    /// seen whether everything runs, where there is CUDA.
+    /// Set if neither `cargo bench` nor a user with options started this, but `cargo test` with all targets. The run
+    /// then only checks that everything works, if CUDA is present.
     pub(crate) as_test: bool,
-    /// Where the table is written as JSON too.
+    /// The file for the table as JSON.
     pub(crate) json: Option<PathBuf>,
     /// Pairs of bursts for each row.
     pub(crate) pairs: usize,
@@ -35,7 +35,7 @@ impl Options {
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
             match argument.as_str() {
-                // What cargo adds.
+                // The argument that cargo adds.
                 "--bench" => {}
                 "--quick" => quick = true,
                 "--json" => json = Some(PathBuf::from(value()?)),
@@ -68,13 +68,13 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether a group of rows is wanted.
+    /// Returns whether a group of rows was selected.
     pub(crate) fn wants(&self, group: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|name| name == group)
     }
 }
 
-/// A number, with KiB, MiB or GiB behind it or nothing.
+/// Parses a number, with an optional suffix KiB, MiB or GiB.
 fn bytes(text: &str) -> Result<usize> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

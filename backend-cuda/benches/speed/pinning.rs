@@ -1,4 +1,4 @@
-//! Page-locking a large block, and how long it keeps the GPU calls of another thread waiting.
+//! Page-locking a large block, and the stalls that it causes for GPU calls of another thread.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -15,7 +15,7 @@ use crate::raw::{Raw, done};
 use crate::table::{Bar, Row, Table, Unit};
 
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes that are registered at a time.
+/// The bytes of one registration.
 const PIECE: usize = 64 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`, as the backend registers.
 const FLAGS: u32 = 3;
@@ -39,7 +39,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
                 })
                 .map(|(_, _, longest)| quiet = longest)?;
             for pair in 0..=pairs {
-                // The first time of the process, in which the driver sets itself up, does not count.
+                // The first registration of the process does not count, because the driver initializes itself in it.
                 for side in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
                     let (made, gone, longest) = if side == 0 {
                         let (buffer, made, longest) = bystander.longest_of(|| Ok(runtime.pinned::<u8>(bytes)?))?;
@@ -68,7 +68,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
         let outcome = measured();
         bystander.stop.store(true, Ordering::Relaxed);
         let called = calls.join().map_err(|_| anyhow!("the thread beside panicked"))?;
-        // Where both failed, the thread beside is the cause: the measurement waits for it.
+        // If both failed, the other thread is the cause, because the measurement waits for it.
         called.and(outcome)
     })?;
     let (size, unit) = (bytes >> 20, Unit::Bytes(bytes as u64));
@@ -88,19 +88,19 @@ fn ns(start: Instant) -> f64 {
     start.elapsed().as_nanos() as f64
 }
 
-/// A thread that goes on calling the GPU, and how long its calls take.
+/// A thread that keeps calling the GPU, and the durations of its calls.
 #[derive(Default)]
 struct Bystander {
     stop: AtomicBool,
     ended: AtomicBool,
     rounds: AtomicU64,
     longest: AtomicU64,
-    /// When the round that is under way began, in nanoseconds of `clock`, and 0 between rounds.
+    /// The start of the current round, in nanoseconds of `clock`; 0 between rounds.
     began: AtomicU64,
     clock: Clock,
 }
 
-/// Nanoseconds since it was made.
+/// Returns the nanoseconds since creation.
 struct Clock(Instant);
 
 impl Default for Clock {
@@ -111,7 +111,7 @@ impl Default for Clock {
 
 impl Clock {
     fn now(&self) -> u64 {
-        // Some five hundred years fit.
+        // The range suffices for five hundred years.
         u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 }
@@ -142,7 +142,7 @@ impl Bystander {
         raw.synchronize(&stream)
     }
 
-    /// Waits until a round has begun and ended, so that what kept the thread waiting before is over.
+    /// Waits until a round has begun and ended, so that earlier stalls are over.
     fn wait_for_a_round(&self) -> Result<()> {
         let rounds = self.rounds.load(Ordering::Acquire);
         while self.rounds.load(Ordering::Acquire) < rounds + 2 {
@@ -152,7 +152,8 @@ impl Bystander {
         Ok(())
     }
 
-    /// Runs `work` and gives its value, its nanoseconds and the longest round meanwhile, one under way at the end included.
+    /// Runs `work`. Returns its value, its nanoseconds and the longest round meanwhile, including one in progress at
+    /// the end.
     fn longest_of<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, f64, u64)> {
         self.wait_for_a_round()?;
         self.longest.store(0, Ordering::Relaxed);
@@ -165,8 +166,8 @@ impl Bystander {
     }
 }
 
-/// Page-locked memory as one would make it by hand: mapped with huge pages, touched by several threads, and registered piece
-/// by piece while later pieces are touched.
+/// Page-locked memory as a program would create it by hand: mapped with huge pages, touched by several threads, and
+/// registered piece by piece while later pieces are touched.
 struct Overlapped<'r> {
     raw: &'r Raw,
     mapped: *mut c_void,
@@ -175,23 +176,24 @@ struct Overlapped<'r> {
     registered: usize,
 }
 
-/// An address that threads are told of.
+/// An address that threads share.
 #[derive(Clone, Copy)]
 struct Start(*mut u8);
-// SAFETY: an address is a number; what is done with it is justified where it is done.
+// SAFETY: An address is a number. Each use of it is justified in its place.
 unsafe impl Sync for Start {}
 
 impl<'r> Overlapped<'r> {
     fn make(raw: &'r Raw, bytes: usize) -> Result<Self> {
         let mapped_bytes = bytes + HUGE_PAGE;
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
-        // SAFETY: a new mapping at an address of the system's choice touches nothing that exists.
+        // SAFETY: A new mapping at an address of the system's choice touches no existing memory.
         let mapped = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), mapped_bytes, protection, flags) }?;
         let offset = mapped.addr().next_multiple_of(HUGE_PAGE) - mapped.addr();
         let start = mapped.cast::<u8>().wrapping_add(offset);
         // Unmaps itself from here on.
         let mut block = Self { raw, mapped, mapped_bytes, start, registered: 0 };
-        // SAFETY: the range lies in the mapping made above. A kernel without huge pages refuses, which only costs time.
+        // SAFETY: The range is in the mapping above. A kernel without huge pages refuses the call, which only costs
+        // time.
         let _ = unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxHugepage) };
         let pieces = bytes.div_ceil(PIECE);
         let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(MOST_THREADS);
@@ -233,9 +235,9 @@ impl<'r> Overlapped<'r> {
 
 impl Drop for Overlapped<'_> {
     fn drop(&mut self) {
-        // What is still registered stays mapped: the driver holds its pages.
+        // Memory that is still registered stays mapped, because the driver holds its pages.
         if self.unregister().is_ok() {
-            // SAFETY: the mapping is this block's, nothing of it is registered, and nobody has a pointer into it any more.
+            // SAFETY: The mapping belongs to this block, none of it is registered, and no pointer into it remains.
             let _ = unsafe { rustix::mm::munmap(self.mapped, self.mapped_bytes) };
         }
     }
@@ -247,9 +249,9 @@ fn touch(at: &Start, bytes: usize, (number, threads): (usize, usize), touched: &
     for (piece, touched) in touched.iter().enumerate() {
         let (from, to) = (number * PAGES / threads, (number + 1) * PAGES / threads);
         let ends = [from, to].map(|page| (piece * PIECE + page * HUGE_PAGE).min(bytes));
-        // One byte in each page of 4 KiB, for where there are no huge ones.
+        // One byte in each page of 4 KiB, for a kernel without huge pages.
         for offset in (ends[0]..ends[1]).step_by(4096) {
-            // SAFETY: the byte lies in the mapping, which outlives this thread, and no other thread touches this part.
+            // SAFETY: The byte is in the mapping, which outlives this thread, and no other thread touches this part.
             unsafe { at.0.wrapping_add(offset).write_volatile(1) };
         }
         if touched.fetch_add(1, Ordering::Release) + 1 == threads {

@@ -1,4 +1,4 @@
-//! What the pools and sharing cost, for information.
+//! The cost of the pools and of sharing, for information.
 
 use anyhow::{Result, ensure};
 use highwater_core::ErrorKind;
@@ -42,7 +42,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
             // SAFETY: the call writes one number that lives until it returns; the stream is alive.
             let code = unsafe { (raw.cuda.allocate_async)(&mut memory, bytes, raw_stream.get()) };
             done("cuMemAllocAsync", code)?;
-            // SAFETY: allocated just now on this stream, and used by nobody.
+            // SAFETY: allocated just now on this stream, and nothing uses it.
             done("cuMemFreeAsync", unsafe { (raw.cuda.free_async)(memory, raw_stream.get()) })
         };
         let ours = |_| {

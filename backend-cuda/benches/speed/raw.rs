@@ -1,4 +1,4 @@
-//! The vendor's own calls: function pointers out of the libraries that the backend has opened, and nothing around them.
+//! The vendor's own calls: bare function pointers from the libraries that the backend has opened.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cudarc::cublas::sys::{cublasAtomicsMode_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t, cudaDataType_t};
@@ -7,7 +7,7 @@ use cudarc::driver::sys::{CUevent_flags, CUresult, CUstream_flags};
 use highwater_core::{DataType, Identity};
 use highwater_driver::Library;
 
-/// Declares a table of function pointers, and how it is filled. Handles are numbers, as wide as pointers.
+/// Declares a table of function pointers with its loader. Handles are numbers with the width of a pointer.
 macro_rules! calls {
     ($(#[$about:meta])* $name:ident { $($field:ident: $symbol:literal ($($argument:ty),* $(,)?);)* }) => {
         $(#[$about])*
@@ -15,13 +15,13 @@ macro_rules! calls {
 
         impl $name {
             /// # Safety
-            /// The library exports functions of these arguments under these names.
+            /// The caller must ensure that the library exports functions of these arguments under these names.
             unsafe fn load(library: &Library) -> Result<Self> {
                 let find = |name| library.symbol(name).with_context(|| format!("{} lacks {name}", library.name()));
                 Ok(Self {
                     $($field: {
                         let found = find($symbol)?;
-                        // SAFETY: the caller says that the symbol is a function of these arguments.
+                        // SAFETY: The caller promises that the symbol is a function of these arguments.
                         unsafe { std::mem::transmute::<*const (), unsafe extern "C" fn($($argument),*) -> i32>(found) }
                     },)*
                 })
@@ -97,7 +97,7 @@ calls! {
     }
 }
 
-/// An answer of cuBLASLt's heuristic, laid out as the vendor's.
+/// A result of cuBLASLt's heuristic, in the vendor's layout.
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct Choice {
@@ -110,7 +110,7 @@ pub(crate) struct Choice {
 
 const _: () = assert!(size_of::<Choice>() == size_of::<cudarc::cublaslt::sys::cublasLtMatmulHeuristicResult_t>());
 
-/// 0 for `Ok`.
+/// Returns `Ok` for 0.
 #[inline]
 pub(crate) fn done(call: &'static str, code: i32) -> Result<()> {
     if code == 0 { Ok(()) } else { refused(call, code) }
@@ -121,7 +121,7 @@ fn refused(call: &'static str, code: i32) -> Result<()> {
     bail!("{call} answered {code}")
 }
 
-/// Whether a query said "done".
+/// Returns whether a query reported completion.
 #[inline]
 pub(crate) fn answered(call: &'static str, code: i32) -> Result<bool> {
     if code == CUresult::CUDA_ERROR_NOT_READY as i32 { Ok(false) } else { done(call, code).map(|()| true) }
@@ -137,17 +137,17 @@ pub(crate) struct Raw {
 }
 
 impl Raw {
-    /// The calls of the very files that the backend has opened, and the device's primary context.
+    /// Loads the calls from the files that the backend has opened, and retains the device's primary context.
     pub(crate) fn open(identity: &Identity, ordinal: u32) -> Result<Self> {
         let library = |start: &str| -> Result<Library> {
             let opened = identity.versions.iter().filter(|(what, _)| what == "library").map(|(_, name)| name.as_str());
             let file_name = |name: &str| name.rsplit('/').next().is_some_and(|file| file.starts_with(start));
             let name = opened.clone().find(|name| file_name(name));
             let name = name.with_context(|| format!("the backend names no file {start}*"))?;
-            // SAFETY: the backend has opened this file already, so no constructor runs.
+            // SAFETY: The backend has opened this file already, so no constructor runs.
             unsafe { Library::open(name) }.map_err(|failure| anyhow::anyhow!("{failure}"))
         };
-        // SAFETY: these are NVIDIA's libraries, and NVIDIA's headers declare the functions with these arguments.
+        // SAFETY: These are NVIDIA's libraries, whose headers declare the functions with these arguments.
         let (cuda, blas, lt) = unsafe {
             (
                 Cuda::load(&library("libcuda.so")?)?,
@@ -170,14 +170,14 @@ impl Raw {
         Ok(Current(self))
     }
 
-    /// Makes current what was before the last `enter`.
+    /// Makes the context before the last `enter` current.
     pub(crate) fn leave(&self) -> Result<()> {
         let mut popped = 0;
         // SAFETY: the call writes one number that lives until it returns.
         done("cuCtxPopCurrent", unsafe { (self.cuda.context_pop)(&mut popped) })
     }
 
-    /// A stream as the backend makes them. The context is current.
+    /// Creates a stream with the backend's flags. The context is current.
     pub(crate) fn stream(&self) -> Result<Owned> {
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         Owned::make("cuStreamCreateWithPriority", self.cuda.stream_destroy, |raw| {
@@ -186,7 +186,7 @@ impl Raw {
         })
     }
 
-    /// An event as the backend makes them.
+    /// Creates an event with the backend's flags.
     pub(crate) fn event(&self) -> Result<Owned> {
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         Owned::make("cuEventCreate", self.cuda.event_destroy, |raw| {
@@ -195,7 +195,7 @@ impl Raw {
         })
     }
 
-    /// Device memory.
+    /// Allocates device memory.
     pub(crate) fn memory(&self, bytes: usize) -> Result<Owned> {
         Owned::make("cuMemAlloc", self.cuda.free, |raw| {
             // SAFETY: the call writes one number that lives until it returns.
@@ -210,7 +210,7 @@ impl Raw {
         done("cuStreamSynchronize", unsafe { (self.cuda.stream_synchronize)(stream.get()) })
     }
 
-    /// A handle with the modes that the layer gives its handles, bound to nothing.
+    /// Creates an unbound handle with the modes of the layer's handles.
     pub(crate) fn handle(&self) -> Result<Owned> {
         let handle = Owned::make("cublasCreate", self.blas.destroy, |raw| {
             // SAFETY: the call writes one number that lives until it returns.
@@ -223,13 +223,14 @@ impl Raw {
     /// Binds a stream and a workspace to a handle.
     #[inline]
     pub(crate) fn bind(&self, handle: &Owned, stream: &Owned, workspace: &Owned, bytes: usize) -> Result<()> {
-        // SAFETY: all three are alive, and outlive the handle's products, because everybody synchronises before dropping.
+        // SAFETY: All three are alive and outlive the handle's products, because every user synchronizes before
+        // dropping them.
         done("cublasSetStream", unsafe { (self.blas.set_stream)(handle.get(), stream.get()) })?;
         // SAFETY: as above; the workspace has this size.
         done("cublasSetWorkspace", unsafe { (self.blas.set_workspace)(handle.get(), workspace.get(), bytes) })
     }
 
-    /// Full precision and no atomics, or the other way round.
+    /// Sets full precision and no atomics, or TF32 and atomics.
     #[inline]
     pub(crate) fn set_modes(&self, handle: &Owned, quick: bool) -> Result<()> {
         let (math, atomics) = if quick {
@@ -246,14 +247,15 @@ impl Raw {
     /// Enqueues `C = A * B` of square matrices.
     ///
     /// # Safety
-    /// The handle is alive. The addresses are those of matrices of this type and size, alive until the product is done; C is
-    /// apart.
+    /// The caller must ensure that the handle is alive, that the addresses are those of live matrices of this type and
+    /// size until the product is done, and that C does not overlap A and B.
     #[inline]
     pub(crate) unsafe fn gemm(&self, handle: u64, kind: i32, size: i32, [a, b, c]: [u64; 3]) -> Result<()> {
         let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F as i32;
         let algorithm = cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT as i32;
         let (n, one, zero) = (size, 1.0_f32, 0.0_f32);
-        // SAFETY: the handle is alive, and the factors live until the call returns; the caller vouches for the matrices.
+        // SAFETY: The handle is alive, and the factors outlive the call. The caller promises that the matrices are
+        // valid.
         let code = unsafe {
             (self.blas.gemm)(handle, 0, 0, n, n, n, &one, a, kind, n, b, kind, n, &zero, c, kind, n, compute, algorithm)
         };
@@ -263,22 +265,22 @@ impl Raw {
 
 impl Drop for Raw {
     fn drop(&mut self) {
-        // SAFETY: retained once by `open`. What refuses here has nobody to tell.
+        // SAFETY: `open` retained the context once. An error cannot be reported here.
         unsafe { (self.cuda.context_release)(self.device) };
     }
 }
 
-/// The context is current in this thread until this is dropped.
+/// Keeps the context current in this thread until it is dropped.
 pub(crate) struct Current<'r>(&'r Raw);
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
-        // Pops what `enter` pushed. What refuses has nobody to tell.
+        // Pops the context that `enter` pushed. An error cannot be reported here.
         let _ = self.0.leave();
     }
 }
 
-/// An object of the vendor's, destroyed when dropped.
+/// An object of the vendor, destroyed when dropped.
 pub(crate) struct Owned {
     raw: u64,
     destroy: unsafe extern "C" fn(u64) -> i32,
@@ -303,12 +305,13 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: made by the call that goes with `destroy`, and destroyed here only. What refuses has nobody to tell.
+        // SAFETY: The call that matches `destroy` created the object, and only this call destroys it. An error cannot
+        // be reported here.
         unsafe { (self.destroy)(self.raw) };
     }
 }
 
-/// The vendor's number of an element type.
+/// Returns the vendor's number of an element type.
 pub(crate) fn kind_of(data_type: DataType) -> Result<i32> {
     Ok(match data_type {
         DataType::F32 => cudaDataType_t::CUDA_R_32F as i32,
@@ -317,7 +320,7 @@ pub(crate) fn kind_of(data_type: DataType) -> Result<i32> {
     })
 }
 
-/// A product through cuBLASLt whose algorithm was chosen once.
+/// A product through cuBLASLt whose algorithm is chosen once.
 pub(crate) struct LtProduct<'r> {
     raw: &'r Raw,
     handle: Owned,
@@ -347,18 +350,18 @@ impl<'r> LtProduct<'r> {
             // SAFETY: as above.
             unsafe { (lt.layout_create)(out, kind, n, n, ld) }
         })?;
-        let wish = Owned::make("cublasLtMatmulPreferenceCreate", lt.wish_destroy, |out| {
+        let preference = Owned::make("cublasLtMatmulPreferenceCreate", lt.wish_destroy, |out| {
             // SAFETY: as above.
             unsafe { (lt.wish_create)(out) }
         })?;
         let most = cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as u32;
-        // SAFETY: the wish is alive, and the value has the size given.
-        let code = unsafe { (lt.wish_set)(wish.get(), most, &workspace_bytes, size_of::<usize>()) };
+        // SAFETY: The preference is alive, and the value has the given size.
+        let code = unsafe { (lt.wish_set)(preference.get(), most, &workspace_bytes, size_of::<usize>()) };
         done("cublasLtMatmulPreferenceSetAttribute", code)?;
         let (mut choice, mut found) = (Choice::default(), 0);
         let (l, p) = (layout.get(), product.get());
-        // SAFETY: all objects are alive, and there is room for the one answer asked for.
-        let code = unsafe { (lt.choose)(handle.get(), p, l, l, l, l, wish.get(), 1, &mut choice, &mut found) };
+        // SAFETY: All objects are alive, and the buffer holds the one requested result.
+        let code = unsafe { (lt.choose)(handle.get(), p, l, l, l, l, preference.get(), 1, &mut choice, &mut found) };
         done("cublasLtMatmulAlgoGetHeuristic", code)?;
         ensure!(found == 1 && choice.state == 0, "cuBLASLt found no algorithm for {size} x {size}");
         let workspace = raw.memory(workspace_bytes)?;
@@ -368,11 +371,11 @@ impl<'r> LtProduct<'r> {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// As [`Raw::gemm`].
+    /// The same as for [`Raw::gemm`].
     #[inline]
     pub(crate) unsafe fn run(&self, stream: &Owned, [a, b, c]: [u64; 3]) -> Result<()> {
         let (one, zero, layout) = (1.0_f32, 0.0_f32, self.layout.get());
-        // SAFETY: all objects are alive and go together; the caller vouches for the matrices.
+        // SAFETY: All objects are alive and match. The caller promises that the matrices are valid.
         let code = unsafe {
             (self.raw.lt.matmul)(
                 self.handle.get(),

@@ -4,33 +4,33 @@ use serde_json::{Value, json};
 
 use crate::measure::{Pairs, quantile, sorted};
 
-/// What a row has to reach.
+/// The bar of a row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Bar {
-    /// Ours takes at most this share or these nanoseconds more than raw, whichever is more.
+    /// Ours takes at most this share or these nanoseconds more than raw, whichever is larger.
     Difference { share: f64, ns: f64 },
-    /// Ours takes at most so many times as long as raw.
+    /// Ours takes at most this multiple of raw's time.
     Times(f64),
-    /// Ours gets at least so many times through as raw does.
+    /// Ours reaches at least this multiple of raw's throughput.
     Rate(f64),
-    /// Ours gets more through than raw does.
+    /// Ours reaches a higher throughput than raw.
     Faster,
-    /// Ours takes at most so many nanoseconds.
+    /// Ours takes at most these nanoseconds.
     Longest(f64),
-    /// Ours is none.
+    /// Ours is 0.
     Zero,
 }
 
-/// How a time is shown.
+/// The unit of a figure.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Unit {
     /// As a time.
     Time,
-    /// As bytes per second: so many in that time.
+    /// As bytes per second: these bytes in that time.
     Bytes(u64),
-    /// As calls per second: one in that time.
+    /// As calls per second: one call in that time.
     Calls,
-    /// No time at all: a number of things.
+    /// As a count instead of a time.
     Count,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Ours against raw.
+    /// Creates a row that compares ours with raw.
     pub(crate) fn pairs(what: impl Into<String>, pairs: &Pairs) -> Self {
         let (differences, quotients) = (pairs.differences(), pairs.quotients());
         const PARTS: [f64; 3] = [0.5, 0.1, 0.9];
@@ -69,7 +69,7 @@ impl Row {
         }
     }
 
-    /// Ours alone, with times in ascending order.
+    /// Creates a row for ours alone, with times in ascending order.
     pub(crate) fn alone(what: impl Into<String>, times: &[f64]) -> Self {
         Self {
             spread: Some([quantile(times, 0.1), quantile(times, 0.9)]),
@@ -78,7 +78,7 @@ impl Row {
         }
     }
 
-    /// What was measured once.
+    /// Creates a row for a single measurement.
     pub(crate) fn once(what: impl Into<String>, ours: f64, raw: Option<f64>) -> Self {
         Self {
             what: what.into(),
@@ -107,7 +107,7 @@ impl Row {
         matches!(self.unit, Unit::Bytes(_) | Unit::Calls)
     }
 
-    /// How many times raw, and the percentiles: in time, or where a rate is shown, in rate.
+    /// Returns the multiple of raw with its percentiles, in time or, for a rate, in rate.
     fn times(&self) -> Option<[f64; 3]> {
         let [middle, low, high] = match (self.quotient, self.raw) {
             (Some(quotient), _) => quotient,
@@ -116,7 +116,7 @@ impl Row {
         Some(if self.rate() { [middle.recip(), high.recip(), low.recip()] } else { [middle, low, high] })
     }
 
-    /// Whether the bar is reached; `None` without one.
+    /// Returns whether the bar is reached; `None` without a bar.
     pub(crate) fn reached(&self) -> Option<bool> {
         let difference = self.difference.map(|difference| difference[0]);
         let times = self.times().map(|times| times[0]);
@@ -140,7 +140,7 @@ impl Row {
     }
 
     fn markdown(&self, judged: bool) -> String {
-        // A ratio where that is what the bar or the unit is about, else a difference.
+        // A ratio if the bar or the unit requires one, and a difference otherwise.
         let as_ratio = self.rate() || matches!(self.bar, Some(Bar::Times(_)));
         let (against, spread) = match (self.difference, self.times(), self.spread) {
             (Some([middle, low, high]), Some([times, ..]), _) if !as_ratio => (
@@ -200,7 +200,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Prints the head. Bars are judged or not.
+    /// Prints the head of the table.
     pub(crate) fn begin(judged: bool) -> Self {
         println!("| what | raw | ours | ours to raw | 10 % .. 90 % | pairs | bar | verdict |");
         println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
@@ -212,7 +212,7 @@ impl Table {
         self.rows.push(row);
     }
 
-    /// The bars that were missed.
+    /// Returns the bars that were missed.
     pub(crate) fn missed(&self) -> Vec<&str> {
         let missed = self.rows.iter().filter(|row| self.judged && row.reached() == Some(false));
         missed.map(|row| row.what.as_str()).collect()
@@ -223,7 +223,7 @@ impl Table {
     }
 }
 
-/// A time with its unit, in about four digits.
+/// Formats a time with its unit, in about four digits.
 pub(crate) fn time(ns: f64) -> String {
     match ns.abs() {
         size if size < 1e3 => format!("{ns:.1} ns"),

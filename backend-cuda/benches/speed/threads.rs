@@ -1,6 +1,6 @@
 //! Sixteen threads on four streams: handles from the pool against a private handle in each thread.
 //!
-//! A workspace may be used by one stream only, so a private handle that goes from stream to stream has one for each.
+//! Only one stream may use a workspace, so a private handle that moves between streams has a workspace for each.
 
 use std::sync::Barrier;
 use std::thread;
@@ -18,23 +18,23 @@ const THREADS: usize = 16;
 const STREAMS: usize = 4;
 const SIZE: usize = 32;
 const ELEMENTS: usize = SIZE * SIZE;
-/// Rounds at the beginning that do not count.
+/// Warm-up rounds.
 const WARM: usize = 4;
 
-/// What all threads use.
+/// The state of all threads.
 struct Shared<'b> {
     bench: &'b Bench<'b>,
     streams: Vec<Stream>,
     raw_streams: Vec<Owned>,
-    /// Products of a thread in a round: all of them together stay below what a stream's queue holds.
+    /// The products of a thread in a round. Together, the threads stay below the capacity of a stream's queue.
     calls: usize,
     rounds: usize,
-    /// Whether a thread goes from stream to stream; else it stays on one.
+    /// Whether a thread moves from stream to stream or stays on one.
     rotates: bool,
     barrier: Barrier,
 }
 
-/// What one thread uses. Neighbouring products have different factors, and each has a result of its own.
+/// The buffers of one thread. Consecutive products have different factors, and each has a result of its own.
 struct Worker {
     number: usize,
     a: Vec<DeviceBuffer<f32>>,
@@ -45,10 +45,10 @@ struct Worker {
     raw_workspaces: Vec<Owned>,
 }
 
-/// What one thread saw.
+/// The measurements of one thread.
 #[derive(Default)]
 struct Seen {
-    /// When it began and ended, round by round.
+    /// The start and end of each round.
     ours: Vec<(Instant, Instant)>,
     raw: Vec<(Instant, Instant)>,
     wrong: [usize; 2],
@@ -77,7 +77,7 @@ fn compare(bench: &Bench<'_>, table: &mut Table, rotates: bool) -> Result<()> {
         joined.collect::<Result<Vec<_>>>()
     })?;
     let products = (shared.calls * THREADS) as f64;
-    // From the first thread's beginning to the last one's end.
+    // From the start of the first thread to the end of the last one.
     let time = |times: &dyn Fn(&Seen) -> (Instant, Instant)| {
         let (start, end) = (seen.iter().map(|seen| times(seen).0).min(), seen.iter().map(|seen| times(seen).1).max());
         start.zip(end).map_or(f64::NAN, |(start, end)| end.duration_since(start).as_nanos() as f64 / products)
@@ -136,7 +136,7 @@ impl Worker {
         })
     }
 
-    /// All rounds of both sides. A thread that fails still meets the others at the barrier, so that they end too.
+    /// Runs all rounds of both sides. A thread that fails still reaches the barrier, so that the others end too.
     fn run(&self, shared: &Shared<'_>) -> Result<Seen> {
         let current = shared.bench.raw.enter();
         let mut seen = Seen::default();
@@ -173,7 +173,7 @@ impl Worker {
         failure.map_or(Ok(seen), Err)
     }
 
-    /// Every result is overwritten, so that a product that does not run is seen.
+    /// Overwrites every result, so that a product that does not run is detected.
     fn poison(&self, shared: &Shared<'_>) -> Result<()> {
         let stream = &shared.streams[self.number % STREAMS];
         stream.fill(&self.c, f32::NAN)?;
@@ -201,14 +201,14 @@ impl Worker {
             }
             let c = self.c.ptr().get() + (call * ELEMENTS * size_of::<f32>()) as u64;
             let matrices = [self.a[call % self.a.len()].ptr().get(), self.b.ptr().get(), c];
-            // SAFETY: the buffers hold matrices of this size and live until the streams were waited for; no two products
-            // have the same C.
+            // SAFETY: The buffers hold matrices of this size and live until the streams were waited for. No two
+            // products have the same C.
             unsafe { raw.gemm(self.raw_handle.get(), kind, size, matrices)? };
         }
         shared.raw_streams.iter().try_for_each(|stream| raw.synchronize(stream))
     }
 
-    /// How many products are wrong.
+    /// Returns the number of wrong products.
     fn wrong(&self, shared: &Shared<'_>) -> Result<usize> {
         let values = shared.streams[self.number % STREAMS].download(&self.c)?;
         let products = values.chunks_exact(ELEMENTS).enumerate();
@@ -220,7 +220,7 @@ impl Worker {
     }
 }
 
-/// The product of two square matrices, column by column.
+/// Computes the product of two square matrices in column order.
 fn multiply(a: &[f32], b: &[f32]) -> Vec<f64> {
     let dot = |row: usize, column: usize| {
         (0..SIZE).map(|k| f64::from(a[row + k * SIZE]) * f64::from(b[k + column * SIZE])).sum()
