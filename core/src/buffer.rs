@@ -115,7 +115,7 @@ impl<T: Element> DeviceBuffer<T> {
         let bytes = size_in_bytes::<T>(OPERATION, len)?;
         let options = AllocateOptions::new(bytes).with_kind(kind);
         let make = || {
-            let _turn = home.as_ref().map(|home| home.enter_outside(OPERATION)).transpose()?;
+            let _submission = home.as_ref().map(|home| home.enter_outside(OPERATION)).transpose()?;
             inner.backend.allocate(device, &options)
         };
         let allocated = inner.frees.memory.allocate(device, bytes, make)?;

@@ -1,8 +1,8 @@
 //! What a product is held against before the vendor is called.
 //!
-//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its own code.
-//! So what nearly all products are is found out in few instructions in a row, the same ones for every element type. The rest,
-//! huge or batched or wrong, is looked at elsewhere.
+//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its
+//! own code. So what nearly all products are is found out in few instructions in a row, the same ones for every element
+//! type. The rest, huge or batched or wrong, is looked at elsewhere.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::buffer::{DeviceSlice, Untyped};
 use crate::device_block::{DeviceBlock, Noted};
 use crate::stream::Stream;
 use crate::stream::core::StreamCore;
-use crate::stream::submission::Turn;
+use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
 
 /// A product, or an Lt product with D for C, and the buffers that its matrices lie in.
@@ -196,11 +196,11 @@ fn note_anew(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>]) -> Result<N
 #[inline(never)]
 pub(crate) fn keep_recorded(
     operation: &'static str,
-    turn: &mut Turn<'_>,
+    submission: &mut SubmissionGuard<'_>,
     noted: Noted,
     blocks: &[&Arc<DeviceBlock>],
 ) -> Result<()> {
-    turn.keep_device(operation, noted, blocks)
+    submission.keep_device(operation, noted, blocks)
 }
 
 #[cfg(test)]

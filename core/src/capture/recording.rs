@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use crate::device_block::DeviceBlock;
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
 use crate::stream::core::StreamCore;
@@ -17,7 +17,7 @@ use highwater_hal::{BlasKind, Error, ErrorKind, HostPtr, Workspace};
 
 /// A capture: what its streams and the events recorded in it share.
 pub(crate) struct Capture {
-    /// Set before the end takes the turns of the streams.
+    /// Set before the end takes the submission locks of the streams.
     closed: AtomicBool,
     state: Mutex<CaptureState>,
 }
@@ -27,7 +27,7 @@ pub(super) struct CaptureState {
     /// Streams that take part, or may have been about to. None of them ends before the capture does.
     pub(super) streams: Vec<Arc<StreamCore>>,
     /// Events recorded in the capture that were dropped, and whether their ids were given away.
-    events: Vec<(Mark, bool)>,
+    events: Vec<(CompletionEvent, bool)>,
     /// Whether the backend has ended the capture, so that its events are nobody's.
     ended: bool,
 }
@@ -65,17 +65,17 @@ impl Capture {
     }
 
     /// Keeps an event that is dropped until the capture ends; gives it back where it has ended.
-    pub(crate) fn keep_event(&self, mark: Mark, exposed: bool) -> Option<Mark> {
+    pub(crate) fn keep_event(&self, completion: CompletionEvent, exposed: bool) -> Option<CompletionEvent> {
         let mut state = self.state.lock();
         if state.ended {
-            return Some(mark);
+            return Some(completion);
         }
-        state.events.push((mark, exposed));
+        state.events.push((completion, exposed));
         None
     }
 
     /// The backend has ended the capture. Gives the events that were dropped meanwhile.
-    pub(crate) fn set_ended(&self) -> Vec<(Mark, bool)> {
+    pub(crate) fn set_ended(&self) -> Vec<(CompletionEvent, bool)> {
         let mut state = self.state.lock();
         state.ended = true;
         std::mem::take(&mut state.events)
@@ -97,8 +97,8 @@ pub(crate) struct Recording {
     pub(crate) capture: Arc<Capture>,
     /// Under which handles are bound for the capture; no stream's key.
     pub(crate) key: u64,
-    /// Marks the work enqueued on the stream before the capture.
-    pub(crate) before: Arc<Mark>,
+    /// Recorded after the work enqueued on the stream before the capture.
+    pub(crate) before: Arc<CompletionEvent>,
     pub(crate) device: u32,
     pub(crate) parts: Parts,
     /// Workspaces that the work may be given, made beforehand.

@@ -8,9 +8,10 @@
 //! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
 //! precedes the give-back, which then sees it, or it finds that the block is not live.
 //!
-//! *Streams.* The record has one entry for each stream, with the last mark after its uses. A write waits for all others
-//! on the device, so its mark replaces theirs. Each time the list has doubled, entries with passed marks are dropped.
-//! So its length follows the streams that use the block at once, not those that ever did.
+//! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits
+//! for all others on the device, so its completion event replaces theirs. Each time the list has doubled, entries with
+//! passed completion events are dropped. So its length follows the streams that use the block at once, not those that
+//! ever did.
 //!
 //! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
 //! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
@@ -22,26 +23,27 @@
 //!   are the business of who enqueued them.)
 //! - Access by the CPU for the time of a closure is counted; a launch in conflict with it is refused, because waiting for a
 //!   closure of the same thread would never end.
-//! - An operation that is being enqueued has no mark yet. Others that conflict with it wait until it has: that takes as
-//!   long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses, before it takes
-//!   the stream's turn, and nobody who holds a turn waits here: so nobody waits in a circle.
+//! - An operation that is being enqueued has no completion event yet. Others that conflict with it wait until it has:
+//!   that takes as long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses,
+//!   before it takes the stream's submission lock, and nobody who holds a submission lock waits here: so nobody waits
+//!   in a circle.
 
-use super::events::{Mark, Point};
+use super::completion_events::{CompletionEvent, Point};
 use crate::primitive::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
 /// The number of streams in the list before the first check which of them are done.
 const LONG: usize = 8;
 
-/// Use of a block by a stream. The stream may end: its work is done when the mark is passed.
+/// Use of a block by a stream. The stream may end: its work is done when the completion event is passed.
 #[derive(Debug)]
 struct StreamUse {
     /// Recorded after the last operation of the stream on the block. A thread that queries it shares it: see
-    /// `events.rs`.
-    after: Arc<Mark>,
+    /// `completion_events.rs`.
+    after: Arc<CompletionEvent>,
     /// Whether an operation up to there writes the block.
     writes: bool,
-    /// When the mark was noted, counted in notes of the block.
+    /// When the completion event was noted, counted in notes of the block.
     noted: u64,
 }
 
@@ -84,13 +86,13 @@ struct State {
     cpu_writes: u32,
 }
 
-/// An operation between its start and its mark.
+/// An operation between its start and its completion event.
 #[derive(Debug)]
 pub(crate) struct BegunUse<'b> {
     uses: &'b BlockUses,
     writes: bool,
-    /// Marks of other streams that the operation has to wait for.
-    pub(crate) racing: Vec<Arc<Mark>>,
+    /// Completion events of other streams that the operation has to wait for.
+    pub(crate) racing: Vec<Arc<CompletionEvent>>,
     /// The number of notes when the operation began.
     notes: u64,
 }
@@ -160,8 +162,8 @@ impl BlockUses {
         !self.any.load(Ordering::Relaxed)
     }
 
-    /// Marks of the streams that use the block; with `writes_only`, of those that write it.
-    pub(crate) fn marks(&self, writes_only: bool) -> Vec<Arc<Mark>> {
+    /// Completion events of the streams that use the block; with `writes_only`, of those that write it.
+    pub(crate) fn completions(&self, writes_only: bool) -> Vec<Arc<CompletionEvent>> {
         let state = self.state.lock();
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
     }
@@ -171,41 +173,45 @@ impl BlockUses {
         self.state.lock().list.first().map(|use_| use_.after.point())
     }
 
-    /// Notes a use by a stream, up to a mark that was recorded after it. Returns true when it is time to check which
-    /// uses are over.
+    /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true when it is time to
+    /// check which uses are over.
     #[must_use]
-    pub(crate) fn note(&self, after: Arc<Mark>, writes: bool) -> bool {
+    pub(crate) fn note(&self, after: Arc<CompletionEvent>, writes: bool) -> bool {
         let mut state = self.state.lock();
         let is_long = state.note(after, writes);
         self.any.store(true, Ordering::Relaxed);
         is_long
     }
 
-    /// Forgets a use whose mark is passed.
-    pub(crate) fn forget(&self, mark: &Arc<Mark>) {
-        // By the mark and not by its event: the mark in hand keeps its event from being recorded for anybody else.
+    /// Forgets a use whose completion event is passed.
+    pub(crate) fn forget(&self, completion: &Arc<CompletionEvent>) {
+        // By the completion event and not by its event: the completion event in hand keeps its event from being
+        // recorded for anybody else.
         let mut state = self.state.lock();
-        state.list.retain(|use_| !Arc::ptr_eq(&use_.after, mark));
+        state.list.retain(|use_| !Arc::ptr_eq(&use_.after, completion));
         self.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
     /// Forgets uses that are over, up to the first that is not. Calls `is_passed` without a lock, and returns true if
     /// no use is left.
-    pub(crate) fn are_over(&self, is_passed: impl Fn(&Mark) -> bool) -> bool {
+    pub(crate) fn are_over(&self, is_passed: impl Fn(&CompletionEvent) -> bool) -> bool {
         let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
-        while let Some(mark) = first() {
-            if !is_passed(&mark) {
+        while let Some(completion) = first() {
+            if !is_passed(&completion) {
                 return false;
             }
-            self.forget(&mark);
+            self.forget(&completion);
         }
         true
     }
 
     /// Forgets every use that is over. Calls `is_passed` without a lock.
     #[cold]
-    pub(crate) fn forget_passed(&self, is_passed: impl Fn(&Mark) -> bool) {
-        self.marks(false).iter().filter(|mark| is_passed(mark)).for_each(|mark| self.forget(mark));
+    pub(crate) fn forget_passed(&self, is_passed: impl Fn(&CompletionEvent) -> bool) {
+        self.completions(false)
+            .iter()
+            .filter(|completion| is_passed(completion))
+            .for_each(|completion| self.forget(completion));
     }
 
     /// Begins an operation of `stream`, once no other operation in conflict is being enqueued.
@@ -228,16 +234,20 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- the CPU
 
-    /// Begins access by the CPU; or gives the marks that have to be waited for first.
-    pub(crate) fn begin_cpu(&self, writes: bool, generation: Generation) -> Result<CpuAccess<'_>, Vec<Arc<Mark>>> {
+    /// Begins access by the CPU; or gives the completion events that have to be waited for first.
+    pub(crate) fn begin_cpu(
+        &self,
+        writes: bool,
+        generation: Generation,
+    ) -> Result<CpuAccess<'_>, Vec<Arc<CompletionEvent>>> {
         let mut state = self.state.lock();
         while state.enqueuing_writes > 0 || (writes && state.enqueuing_reads > 0) {
             self.settled.wait(&mut state);
         }
         let conflicts = |use_: &&StreamUse| writes || use_.writes;
-        let marks: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
-        if !marks.is_empty() {
-            return Err(marks);
+        let completions: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
+        if !completions.is_empty() {
+            return Err(completions);
         }
         *state.cpu(writes) += 1;
         Ok(CpuAccess { uses: self, writes, generation })
@@ -273,7 +283,7 @@ impl BlockUses {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Uncounts what a graph recorded; its launches have left their marks.
+    /// Uncounts what a graph recorded; its launches have left their completion events.
     pub(crate) fn forget_recorded(&self, reads: u32, writes: u32) {
         self.recorded_reads.fetch_sub(reads, Ordering::Release);
         self.recorded_writes.fetch_sub(writes, Ordering::Release);
@@ -281,9 +291,9 @@ impl BlockUses {
 }
 
 impl State {
-    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their marks in any order; the last
+    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their completion events in any order; the last
     /// record counts.
-    fn note(&mut self, after: Arc<Mark>, writes: bool) -> bool {
+    fn note(&mut self, after: Arc<CompletionEvent>, writes: bool) -> bool {
         self.notes += 1;
         let noted = self.notes;
         let point = after.point();
@@ -313,10 +323,10 @@ impl BegunUse<'_> {
     /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Returns
     /// true when it is time to check which uses are over.
     #[must_use]
-    pub(crate) fn settle(self, after: Arc<Mark>) -> bool {
+    pub(crate) fn settle(self, after: Arc<CompletionEvent>) -> bool {
         let mut state = self.uses.state.lock();
         if self.writes {
-            // A write races with every other stream, so its mark covers all notes from before it began.
+            // A write races with every other stream, so its completion event covers all notes from before it began.
             let stream = after.point().stream;
             state.list.retain(|use_| use_.noted > self.notes || use_.stream() == stream);
         }

@@ -1,10 +1,10 @@
 //! The host cache: page-locked blocks, used again only after every stream that used them has passed that point.
 //!
-//! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits in
-//! its bin, filed under the point of a stream that it waits for. The marks of one stream pass in order. So a request
-//! that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A stuck
-//! stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which
-//! runs with the block out of its bin.
+//! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits
+//! in its bin, filed under the point of a stream that it waits for. The completion events of one stream pass in order.
+//! So a request that finds no free block queries each stream's first block, and skips the rest if that stream is
+//! behind. A stuck stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a
+//! closure, which runs with the block out of its bin.
 //!
 //! | state | where | leaves by |
 //! | --- | --- | --- |
@@ -30,7 +30,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use super::block_uses::BlockUses;
-use super::events::{Mark, Point};
+use super::completion_events::{CompletionEvent, Point};
 use super::size_class;
 use crate::primitive::HostPtr;
 use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
@@ -221,7 +221,7 @@ impl HostCache {
         &self,
         class: usize,
         requested: usize,
-        is_passed: impl Fn(&Mark) -> bool,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
     ) -> Option<OwnedBlock> {
         let block = self.pop_passed(class, &mut 0, u64::MAX, is_passed, || true)?;
         self.count_given(&block, requested, false);
@@ -236,7 +236,7 @@ impl HostCache {
         class: usize,
         from: &mut u64,
         to: u64,
-        is_passed: impl Fn(&Mark) -> bool,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
         mut goes_on: impl FnMut() -> bool,
     ) -> Option<OwnedBlock> {
         while *from < to {
@@ -341,7 +341,11 @@ impl HostCache {
 
     /// Gives blocks back to the backend by `free`, which says whether it was taken, until what is cached is within the cap
     /// or the rest is in use.
-    pub(crate) fn keep_to_cap(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+    pub(crate) fn keep_to_cap(
+        &self,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        mut free: impl FnMut(&PinnedBlock) -> bool,
+    ) {
         fence(Ordering::SeqCst);
         let mut behind = 0;
         while self.cached_bytes() > self.cap {
@@ -356,7 +360,11 @@ impl HostCache {
     }
 
     /// Gives every block that no stream uses back to the backend by `free`, which says whether it was taken.
-    pub(crate) fn trim(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+    pub(crate) fn trim(
+        &self,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        mut free: impl FnMut(&PinnedBlock) -> bool,
+    ) {
         for class in self.used_classes() {
             let mut kept = Vec::new();
             let mut from = 0;
@@ -443,7 +451,7 @@ impl HostCache {
 
     /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind,
     /// counted in `behind`; the next call begins with the next stream.
-    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
+    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&CompletionEvent) -> bool) -> Option<OwnedBlock> {
         let (first, stream) = *self.next_asked.lock();
         let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));
         let earlier = self.used_classes().filter(|class| *class < first).map(|class| (class, 0, u64::MAX));

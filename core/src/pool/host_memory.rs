@@ -33,7 +33,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::available;
+use super::system_memory;
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
@@ -44,9 +44,10 @@ const HUGE_PAGE: usize = 2 << 20;
 const PAGE: usize = 4 << 10;
 /// What a thread touches at a time: about half a millisecond.
 const GRAIN: usize = 2 * HUGE_PAGE;
-/// Most threads that touch a block, and at most three of four processors do: the others are for who registers, and for threads
-/// that have work of their own. With all of them, another thread's GPU calls took up to 22 ms on an H200 with 16 processors, for
-/// want of a processor; with three of four it was 4.4 ms, the time of one piece, and the whole was quicker too.
+/// Most threads that touch a block, and at most three of four processors do: the others are for who registers, and for
+/// threads that have work of their own. With all of them, another thread's GPU calls took up to 22 ms on an H200 with
+/// 16 processors, for want of a processor; with three of four it was 4.4 ms, the time of one piece, and the whole was
+/// quicker too.
 const MOST_THREADS: usize = 16;
 /// Blocks up to this part of a piece are the backend's own. Its allocation takes other threads' calls about eight times as long
 /// as registering as many bytes does, so the largest of them is no worse than one piece.
@@ -104,7 +105,7 @@ impl HostMemory {
         let Some(piece_bytes) = self.piece_bytes_for(bytes) else {
             return Ok((self.allocator.allocate(bytes, &HostOptions::new())?, None));
         };
-        if let Some(available) = available::refuses(bytes) {
+        if let Some(available) = system_memory::refuses(bytes) {
             let message = format!("{bytes} bytes were asked for, the system has {available} available");
             return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
                 .with_hint("drop buffers and trim, or raise the memory limit of the process's control group"));

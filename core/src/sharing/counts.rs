@@ -23,7 +23,7 @@
 //! nobody holds raises its flag afterwards, and the exporter looks at the word after the flag. *Orderings.* `release` and
 //! `unmapped` are releases and `close` and [`Slot::is_held`] acquire, so that what the importer did to the memory happens
 //! before the exporter uses it again; flags are raised by release and drained by acquire for the same reason. *Who unmaps*
-//! is the importer's own affair: `local.rs`.
+//! is the importer's own affair: `open_count.rs`.
 
 use crate::primitive::{AtomicU64, Ordering};
 

@@ -19,8 +19,8 @@ use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use crate::pool::events::Mark;
 use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 #[derive(Debug, Default)]
@@ -73,7 +73,7 @@ struct ReadyPart {
 struct Watch {
     key: ExportKey,
     number: u64,
-    after: Vec<Arc<Mark>>,
+    after: Vec<Arc<CompletionEvent>>,
 }
 
 /// An importer as the service talks to it.
@@ -233,7 +233,7 @@ impl Exporter {
 
     /// The number of a share after device work: the ready segment reaches it when the work is done. Without any work it is
     /// the number of the latest share.
-    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<Mark>>) -> u64 {
+    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<CompletionEvent>>) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
         let (part, slot) = place_of(key.index);
@@ -261,7 +261,7 @@ impl Exporter {
 
     /// Goes through the shares whose work was not done, oldest first. `is_passed` asks the backend, without a lock, and
     /// gives `None` where it fails. Says whether one was done.
-    pub(crate) fn watch(&self, mut is_passed: impl FnMut(&Mark) -> Option<bool>) -> bool {
+    pub(crate) fn watch(&self, mut is_passed: impl FnMut(&CompletionEvent) -> Option<bool>) -> bool {
         if self.asking.swap(true, Ordering::AcqRel) {
             return false;
         }
@@ -270,7 +270,7 @@ impl Exporter {
         let mut done = false;
         watches.retain_mut(|watch| {
             let mut failed = false;
-            watch.after.retain(|mark| match is_passed(mark) {
+            watch.after.retain(|completion| match is_passed(completion) {
                 Some(passed) => !passed,
                 None => {
                     failed = true;

@@ -16,12 +16,12 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
-use super::local::LocalCount;
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::open_count::OpenCount;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
@@ -128,13 +128,13 @@ pub(crate) struct Import {
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
     /// Whether it may be unmapped.
-    open: LocalCount,
+    open: OpenCount,
 }
 
 #[derive(Debug)]
 struct PendingRelease {
     import: Arc<Import>,
-    after: Vec<Arc<Mark>>,
+    after: Vec<Arc<CompletionEvent>>,
     /// Whether nobody can tell when some stream is done: then the end of the runtime lets go of it.
     unmarked: bool,
 }
@@ -676,7 +676,7 @@ impl Importer {
             let abandon = || link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
             let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
             let import =
-                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: LocalCount::open() });
+                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
             let index = (ticket.incarnation, ticket.index);
             let mut state = self.state.lock();
             state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -691,8 +691,14 @@ impl Importer {
         }
     }
 
-    /// Lets go of an import once its streams have passed their marks.
-    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool, bell: &Bell) {
+    /// Lets go of an import once its streams have passed their completion events.
+    pub(crate) fn release_after(
+        &self,
+        import: Arc<Import>,
+        after: Vec<Arc<CompletionEvent>>,
+        unmarked: bool,
+        bell: &Bell,
+    ) {
         if after.is_empty() && !unmarked {
             return self.release(&import, bell);
         }
@@ -715,14 +721,19 @@ impl Importer {
 
     /// Goes through the imports whose streams were not done. `is_passed` asks the backend, without a lock. At the end of
     /// the runtime everything was waited for. Says whether one was let go of.
-    pub(crate) fn release_passed(&self, mut is_passed: impl FnMut(&Mark) -> bool, at_end: bool, bell: &Bell) -> bool {
+    pub(crate) fn release_passed(
+        &self,
+        mut is_passed: impl FnMut(&CompletionEvent) -> bool,
+        at_end: bool,
+        bell: &Bell,
+    ) -> bool {
         if self.asking.swap(true, Ordering::AcqRel) && !at_end {
             return false;
         }
         let mut pending = std::mem::take(&mut *self.pending.lock());
         let before = pending.len();
         pending.retain_mut(|release| {
-            release.after.retain(|mark| !at_end && !is_passed(mark));
+            release.after.retain(|completion| !at_end && !is_passed(completion));
             let waits = !release.after.is_empty() || release.unmarked && !at_end;
             if !waits {
                 self.release(&release.import, bell);
@@ -748,7 +759,7 @@ impl Importer {
         self.leave(import, bell);
     }
 
-    /// Undoes [`LocalCount::enter`].
+    /// Undoes [`OpenCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
         if import.open.leave() && (import.slot().is_closed() || import.link.is_lost()) {
             self.to_unmap.lock().push(Arc::clone(import));

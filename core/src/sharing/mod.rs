@@ -27,9 +27,9 @@
 mod counts;
 mod exporter;
 mod importer;
-mod local;
 mod message;
 mod open;
+mod open_count;
 mod origin;
 mod segment;
 mod service;
@@ -52,9 +52,9 @@ pub(crate) use origin::{Exported, Imported};
 
 use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
-use crate::pool::events::Mark;
 use crate::services::Services;
 use exporter::{Exporter, Grant};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
@@ -280,7 +280,7 @@ impl Sharing {
         transport: Transport,
         bytes: u64,
         device_uuid: [u8; 16],
-        after: Vec<Arc<Mark>>,
+        after: Vec<Arc<CompletionEvent>>,
     ) -> Result<Ticket> {
         self.listen()?;
         let key = match export.get() {
@@ -341,7 +341,7 @@ impl Sharing {
     }
 
     /// Looks after everything that others may have let go of, without waiting for the service to do so.
-    pub(crate) fn collect(&self) {
+    pub(crate) fn trim(&self) {
         for peer in self.exporter.peers() {
             if peer.process.has_ended() {
                 let freed = self.exporter.peer_ended(peer.id);
@@ -393,8 +393,8 @@ impl Sharing {
         self.importer.open(ticket, device, &self.mapper())
     }
 
-    /// Lets go of an import once its streams have passed their marks.
-    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool) {
+    /// Lets go of an import once its streams have passed their completion events.
+    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<CompletionEvent>>, unmarked: bool) {
         self.importer.release_after(import, after, unmarked, &self.bell);
     }
 

@@ -59,7 +59,7 @@ impl Stream {
         let events = Arc::clone(&runtime.inner.device(device).events);
         let owner = Owner::current(events);
         let stream = Self::of(runtime, id, Origin { owned: false, foreign: true, owner: Some(owner) });
-        // A mark exists from here on.
+        // A completion event exists from here on.
         stream.core.enter_outside("record_event")?;
         Ok(stream)
     }
@@ -69,7 +69,7 @@ impl Stream {
         Self { core: StreamCore::new(services, workspaces, id, origin), runtime }
     }
 
-    /// The legacy default stream: the one that others have, so that all share its turn and its workspace.
+    /// The legacy default stream: the one that others have, so that all share its submission lock and its workspace.
     pub(crate) fn legacy_default(runtime: Runtime, device: u32) -> Self {
         let place = runtime.inner.legacy_streams[device as usize].lock();
         if let Some(core) = place.upgrade() {
@@ -146,7 +146,7 @@ impl Stream {
     /// show up here.
     pub fn is_complete(&self) -> Result<bool> {
         let backend = self.backend("query_stream")?;
-        let _turn = self.core.enter_outside("query_stream")?;
+        let _submission = self.core.enter_outside("query_stream")?;
         Ok(backend.query_stream(self.core.id)?.is_complete())
     }
 

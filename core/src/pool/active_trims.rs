@@ -7,18 +7,18 @@
 use parking_lot::{Condvar, Mutex};
 
 #[derive(Debug, Default)]
-pub(crate) struct Rounds {
+pub(crate) struct ActiveTrims {
     under_way: Mutex<usize>,
     ended: Condvar,
 }
 
 /// A round under way; ends when dropped.
-pub(crate) struct Round<'r>(&'r Rounds);
+pub(crate) struct ActiveTrim<'r>(&'r ActiveTrims);
 
-impl Rounds {
-    pub(crate) fn begin(&self) -> Round<'_> {
+impl ActiveTrims {
+    pub(crate) fn begin(&self) -> ActiveTrim<'_> {
         *self.under_way.lock() += 1;
-        Round(self)
+        ActiveTrim(self)
     }
 
     /// Waits until no round is under way. The caller has ended its own.
@@ -30,7 +30,7 @@ impl Rounds {
     }
 }
 
-impl Drop for Round<'_> {
+impl Drop for ActiveTrim<'_> {
     fn drop(&mut self) {
         *self.0.under_way.lock() -= 1;
         self.0.ended.notify_all();
@@ -38,7 +38,7 @@ impl Drop for Round<'_> {
 }
 
 #[cfg(test)]
-impl Rounds {
+impl ActiveTrims {
     pub(crate) fn hold_lock(&self) -> impl Drop + '_ {
         crate::testing::Held(self.under_way.lock())
     }
