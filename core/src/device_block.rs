@@ -14,10 +14,9 @@ use crate::sharing::Ticket;
 use crate::stream::core::StreamCore;
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
 
-/// A block of device memory with the streams that used it. Counted: whoever needs the memory to stay holds a reference.
+/// A block of device memory with the streams that used it. A user that needs the memory to stay holds a reference.
 ///
-/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
-/// cache.
+/// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
 #[repr(C)]
 pub(crate) struct DeviceBlock {
     services: Arc<Services>,
@@ -103,13 +102,13 @@ impl DeviceBlock {
         self.recording.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether the block is of the stream's runtime.
+    /// Returns whether the block is of the stream's runtime.
     #[inline(always)]
     pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
         Arc::ptr_eq(&self.services, &stream.services)
     }
 
-    /// Whether the stream was noted last.
+    /// Returns whether the stream was noted last.
     #[inline(always)]
     pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {
         // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
@@ -219,7 +218,7 @@ impl DeviceBlock {
         (outstanding, unmarked)
     }
 
-    /// The ticket of the whole block.
+    /// Returns the ticket of the whole block.
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
         self.services.check("share")?;
         refuse_in_capture("share")?;

@@ -20,7 +20,7 @@ pub enum Access {
 }
 
 impl Runtime {
-    /// The block of page-locked memory that an address points into, at its start or anywhere inside, if a
+    /// Returns the block of page-locked memory that an address points into, at its start or anywhere inside, if a
     /// [`PinnedBuffer`](crate::PinnedBuffer) of this runtime owns it.
     #[must_use]
     pub fn pinned_block_of(&self, ptr: HostPtr) -> Option<HostBlockInfo> {

@@ -51,8 +51,8 @@ impl<'b> Product<'b> {
         if self.is_plain(stream) { Ok(()) } else { self.look_closely(stream) }
     }
 
-    /// Whether this is a single product of usual size with nothing wrong about it. Where the sizes are usual, no number here
-    /// overflows.
+    /// Returns whether this is a single product of usual size with nothing wrong about it. Where the sizes are usual,
+    /// no number here overflows.
     #[inline(always)]
     fn is_plain(&self, stream: &Stream) -> bool {
         /// The product of two numbers below this, and one more, can be counted.
@@ -106,7 +106,7 @@ impl<'b> Product<'b> {
         std::array::from_fn(|i| Untyped { block: self.blocks[i], ptr: ptrs[i], len: self.lens[i] })
     }
 
-    /// The same for any product, and what is wrong with it.
+    /// As [`Product::check`], for any product.
     #[cold]
     #[inline(never)]
     fn look_closely(&self, stream: &Stream) -> Result<()> {

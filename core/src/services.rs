@@ -294,7 +294,7 @@ impl Services {
 
     // ---------------------------------------------------------------- statistics
 
-    /// The number of refused destroys to retry.
+    /// Returns the number of refused destroys to retry.
     pub(crate) fn refused_destroys(&self) -> u64 {
         self.refused.lock().len() as u64
     }

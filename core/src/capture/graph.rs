@@ -140,7 +140,7 @@ impl Recorded {
         self.workspaces.extend(recording.parts.workspaces);
     }
 
-    /// The same, as what a graph owns.
+    /// Returns the same as the memory of a graph, with one entry for each block.
     pub(super) fn into_graph(mut self) -> Self {
         // One entry for each block, in the order in which every launch begins its uses.
         let mut pinned = std::mem::take(&mut self.pinned);

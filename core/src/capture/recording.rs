@@ -28,7 +28,7 @@ pub(super) struct CaptureState {
     pub(super) streams: Vec<Arc<StreamCore>>,
     /// Events recorded in the capture that were dropped, and whether their ids were given away.
     events: Vec<(CompletionEvent, bool)>,
-    /// Whether the backend has ended the capture, so that its events are nobody's.
+    /// True if the backend has ended the capture, so that its events are nobody's.
     ended: bool,
 }
 
@@ -74,14 +74,14 @@ impl Capture {
         None
     }
 
-    /// The backend has ended the capture. Gives the events that were dropped meanwhile.
+    /// Notes that the backend has ended the capture. Returns the events that were dropped meanwhile.
     pub(crate) fn set_ended(&self) -> Vec<(CompletionEvent, bool)> {
         let mut state = self.state.lock();
         state.ended = true;
         std::mem::take(&mut state.events)
     }
 
-    /// The error of a question to an event that was recorded in the capture.
+    /// Returns the error of a question to an event that was recorded in the capture.
     pub(crate) fn no_answer(&self, operation: &'static str) -> Error {
         let message = if self.is_closed() {
             "the event was recorded in a capture, which has ended: it marks a point in a graph, not in a stream"
@@ -130,8 +130,8 @@ pub(crate) struct OwnedWorkspace {
 }
 
 impl Recording {
-    /// The workspace for calls of one kind, where one was asked for before: as a stream's own, Lt calls use that of the BLAS
-    /// calls where it is large enough.
+    /// Returns the workspace for calls of one kind, if one was asked for before. As a stream's own, Lt calls use that
+    /// of the BLAS calls where it is large enough.
     pub(crate) fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         if kind != BlasKind::Lt {
             return self.blas_workspace;

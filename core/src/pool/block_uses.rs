@@ -1,32 +1,28 @@
-//! Who uses a block of page-locked memory: a buffer that owns it, streams, the CPU, and captures and graphs that recorded it.
+//! The users of a block of page-locked memory: its buffer, streams, the CPU, and the captures and graphs that recorded it.
 //!
-//! The record is shared by the block, the ledger and graphs, so that a use can be noted for an address inside the block.
+//! The block, the ledger and graphs share the record, so that a use can be noted for an address inside the block.
 //!
-//! *Kept.* Captures and graphs keep a block: it is then given out to nobody, whether its buffer is alive or not. Their
-//! number shrinks under the lock of the block's bin only, and so does it change whether a buffer owns the block. It grows
-//! under that lock too, or where the caller sees to it that the block stays: it borrows the buffer, or keeps the block
-//! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
-//! precedes the give-back, which then sees it, or it finds that the block is not live.
+//! *Kept.* Captures and graphs keep a block. A kept block is not given out, whether its buffer is alive or not. The number of
+//! keepers shrinks only under the lock of the block's bin, and only under that lock does a block gain or lose its buffer. The
+//! number grows under that lock too, or while the caller borrows the buffer or keeps the block already. A note by address may
+//! race with the end of the buffer, so it keeps the block first. Either the give-back follows and sees the keeper, or the
+//! note finds that the block is not live.
 //!
-//! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits
-//! for all others on the device, so its completion event replaces theirs. Each time the list has doubled, entries with
-//! passed completion events are dropped. So its length follows the streams that use the block at once, not those that
-//! ever did.
+//! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits for all
+//! other uses on the device, so its event replaces theirs. Each time the list has doubled, entries with passed events are
+//! dropped. So its length follows the streams that use the block at once, not those that ever did.
 //!
-//! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
-//! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
-//! apart by these rules:
+//! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer borrows it exclusively, a copy from it
+//! shares it. A launch of a graph borrows no buffer. So recorded uses are counted here, and these rules keep conflicts apart:
 //!
-//! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) give plain slices, of which nobody can
-//!   tell how long they live. They are refused while a graph could race with them. The counts grow only where the
-//!   buffer is borrowed for the copy that is recorded, so no slice in conflict is alive then. (Uses that are noted by address
-//!   are the business of who enqueued them.)
-//! - Access by the CPU for the time of a closure is counted; a launch in conflict with it is refused, because waiting for a
+//! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) return plain slices, whose lifetimes are
+//!   unknown here. They are refused while a graph could race with them. The counts grow only while the buffer is borrowed for
+//!   the recorded copy, so no slice in conflict is alive then. (The caller that notes a use by address must see to this.)
+//! - Access by the CPU for the time of a closure is counted. A launch in conflict with it is refused, because a wait for a
 //!   closure of the same thread would never end.
-//! - An operation that is being enqueued has no completion event yet. Others that conflict with it wait until it has:
-//!   that takes as long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses,
-//!   before it takes the stream's submission lock, and nobody who holds a submission lock waits here: so nobody waits
-//!   in a circle.
+//! - An operation that is being enqueued has no completion event yet. Others that conflict with it wait until it has, for as
+//!   long as the vendor takes to enqueue. A launch begins its uses in the order of addresses, before it takes the submission
+//!   lock, and no holder of a submission lock waits here. So no threads wait in a circle.
 
 use super::completion_events::{CompletionEvent, Point};
 use crate::primitive::Generation;
@@ -41,7 +37,7 @@ struct StreamUse {
     /// Recorded after the last operation of the stream on the block. A thread that queries it shares it: see
     /// `completion_events.rs`.
     after: Arc<CompletionEvent>,
-    /// Whether an operation up to there writes the block.
+    /// True if an operation up to there writes the block.
     writes: bool,
     /// When the completion event was noted, counted in notes of the block.
     noted: u64,
@@ -58,10 +54,10 @@ pub(crate) struct BlockUses {
     state: Mutex<State>,
     /// Wakes those who wait for operations that are being enqueued.
     settled: Condvar,
-    /// Whether the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
+    /// True if the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
     /// written under the list's lock, and who gives the block back comes after whoever used the buffer.
     any: AtomicBool,
-    /// Whether a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
+    /// True if a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
     live: AtomicBool,
     /// How many captures, graphs and notes keep the block. Relaxed: see above.
     keepers: AtomicU32,
@@ -138,7 +134,7 @@ impl BlockUses {
         self.live.store(live, Ordering::Relaxed);
     }
 
-    /// Whether somebody keeps the block. The caller holds the lock of its bin.
+    /// Returns whether somebody keeps the block. The caller holds the lock of its bin.
     #[inline]
     pub(crate) fn is_kept(&self) -> bool {
         self.keepers.load(Ordering::Relaxed) > 0
@@ -156,7 +152,7 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- streams
 
-    /// Whether every stream has passed its last use, as far as is known.
+    /// Returns whether every stream has passed its last use, as far as is known.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Relaxed)
@@ -168,7 +164,7 @@ impl BlockUses {
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
     }
 
-    /// The point of a stream that the block waits for first.
+    /// Returns the point of a stream that the block waits for first.
     pub(crate) fn first(&self) -> Option<Point> {
         self.state.lock().list.first().map(|use_| use_.after.point())
     }
@@ -257,13 +253,13 @@ impl BlockUses {
 
     // Acquire and Release: who finds that a graph is gone finds the uses that its launches have left.
 
-    /// Whether a capture or a graph could race with a slice of the values.
+    /// Returns whether a capture or a graph could race with a slice of the values.
     pub(crate) fn is_recorded(&self, for_writing: bool) -> bool {
         self.recorded_writes.load(Ordering::Acquire) > 0
             || (for_writing && self.recorded_reads.load(Ordering::Acquire) > 0)
     }
 
-    /// Whether a capture that is open uses the block.
+    /// Returns whether a capture that is open uses the block.
     pub(crate) fn is_recording(&self) -> bool {
         self.recording.load(Ordering::Acquire) > 0
     }
@@ -320,8 +316,8 @@ impl State {
 }
 
 impl BegunUse<'_> {
-    /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Returns
-    /// true when it is time to check which uses are over.
+    /// Notes that the operation is enqueued, has waited for all uses that it races with, and that `after` is recorded
+    /// behind it. Returns true when it is time to check which uses are over.
     #[must_use]
     pub(crate) fn settle(self, after: Arc<CompletionEvent>) -> bool {
         let mut state = self.uses.state.lock();

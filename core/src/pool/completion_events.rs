@@ -47,7 +47,7 @@ impl EventPool {
         Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
-    /// An event that nobody else refers to, not recorded yet.
+    /// Returns an event that nobody else refers to, not recorded yet.
     pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<CompletionEvent> {
         let idle = self.idle.lock().pop();
         let event = match idle {
@@ -69,7 +69,7 @@ impl EventPool {
         idle
     }
 
-    /// The number of events that the pool made and still has, and the number of idle ones among them.
+    /// Returns the number of events that the pool made and still has, and the number of idle ones among them.
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.load(Ordering::Relaxed), self.idle.lock().len() as u64)
     }

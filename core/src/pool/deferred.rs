@@ -1,8 +1,7 @@
-//! Device memory that was dropped while streams may still use it: freed once every one of them has passed its completion event.
+//! Device memory that was dropped while streams may still use it. It is freed once every one of them has passed that use.
 //!
-//! Nothing here waits on its own: the list is gone through when memory is asked for, when a stream is synchronised, when
-//! the user says so, and when the runtime ends. Who goes through it takes one block out at a time, so that the others
-//! find the rest.
+//! No thread waits for this list alone. A request for memory, a wait for a stream, a trim, and the end of the runtime go
+//! through it. Each takes out one block at a time, so that other threads find the rest.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -49,7 +48,7 @@ impl StreamUse {
         self.end.if_ended().map(|completion| (self.key, completion))
     }
 
-    /// Whether the stream has executed everything, captures left out, so that its use needs no completion event. One
+    /// Returns whether the stream has executed everything, captures left out, so that its use needs no completion event. One
     /// call of the backend, and no event.
     pub(crate) fn is_over(&self) -> bool {
         let Some(stream) = self.stream.upgrade() else { return false };
@@ -97,7 +96,7 @@ pub(crate) struct DeferredFree {
     pub(crate) after: Vec<Arc<CompletionEvent>>,
     /// Uses that has no completion event yet, because other code captures their stream.
     pub(crate) later: Vec<StreamUse>,
-    /// Whether some stream's use has no completion event: then only the end of the runtime frees the block.
+    /// True if some stream's use has no completion event: then only the end of the runtime frees the block.
     pub(crate) unmarked: bool,
 }
 

@@ -1,14 +1,14 @@
-//! The handle pool: per-thread thread caches over slots that belong to the pool.
+//! The handle pool: per-thread caches over slots that belong to the pool.
 //!
-//! A thread asks for a handle by key (a device, and a stream where the vendor ties handles to one). Its *thread cache*, a
-//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops
-//! the idle handle used last, or makes one outside every lock. When the thread ends, its claims go back to the pool. A
-//! second lease in one thread gets another handle. There is no cap.
+//! A thread asks for a handle by key: a device, and a stream if the vendor ties handles to one. Its *thread cache*, a
+//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops the
+//! idle handle used last, or makes one outside every lock. When the thread ends, its claims return to the pool. A second
+//! lease in one thread gets another handle. There is no cap.
 //!
-//! *The end of things.* The thread cache's destructor makes no vendor call: it moves slots to the idle stack, and the handles
-//! themselves are destroyed only by the pool. No caller reaches the thread cache by `with`, which aborts after thread
-//! teardown; after teardown a lease takes the slow path and gives its slot straight back to the pool. In a forked child
-//! neither leases nor destructors touch a lock.
+//! *The end of a thread.* The thread cache's destructor makes no vendor call. It moves slots to the idle stack, and only the
+//! pool destroys handles. No caller reaches the thread cache by `with`, which aborts after thread teardown. After teardown a
+//! lease takes the slow path and returns its slot straight to the pool. In a forked child neither leases nor destructors
+//! touch a lock.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -133,7 +133,7 @@ impl<H: Send + 'static> Default for HandlePool<H> {
 }
 
 impl<H: Send + 'static> HandlePool<H> {
-    /// An empty pool.
+    /// Returns an empty pool.
     #[must_use]
     pub fn new() -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);

@@ -1,8 +1,7 @@
-//! The pools: handles, workspaces, events and page-locked host memory, generic over the backend.
+//! The pools: handles, workspaces, device memory, completion events and page-locked host memory, generic over the backend.
 //!
-//! What they share: they grow to the high-water mark of what is in use at once and have no cap (a cap on handles
-//! deadlocks N + 1 threads that meet at a barrier); what is expensive is made outside every lock; destructors make no
-//! vendor call that waits.
+//! All of them grow to the high-water mark of what is in use at once and have no cap. (A cap on handles deadlocks N + 1
+//! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
 mod active_trims;
 pub(crate) mod blas_handles;

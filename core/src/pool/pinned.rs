@@ -61,7 +61,7 @@ impl PinnedPool {
         }
     }
 
-    /// A block of page-locked memory of at least `bytes`.
+    /// Returns a block of page-locked memory of at least `bytes`.
     #[inline]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
         // A block of the cache needs no driver, so whether that is going away is asked on the slow path only.

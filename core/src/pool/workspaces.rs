@@ -1,9 +1,11 @@
-//! Workspaces: one block of device memory for each stream that ran a BLAS call, so that bytes grow with the streams in
-//! use and not with threads times streams. Lt calls use it too; a stream that only ever ran Lt calls has a smaller one.
+//! Workspaces: one block of device memory for each stream that ran a BLAS call.
 //!
-//! A stream keeps its workspace until it ends; then the block goes to the next stream that needs one, which first
-//! waits, on the device, for the work of the old one. A block serves one call at a time: the lease takes the stream's
-//! *submission lock* for the length of one vendor call (see `stream.rs`).
+//! So the bytes grow with the streams in use, and not with threads times streams. Lt calls use the same block; a stream that
+//! only ever ran Lt calls has a smaller one.
+//!
+//! A stream keeps its workspace until it ends. Then the block goes to the next stream that needs one, which first waits, on
+//! the device, for the work of the old one. A block serves one call at a time: the lease holds the stream's submission lock
+//! for the length of one vendor call (`stream/submission.rs`).
 
 use std::sync::Arc;
 
@@ -134,7 +136,7 @@ impl Workspaces {
         (0..).zip(&self.devices).flat_map(take).collect()
     }
 
-    /// The number of workspaces, and their bytes.
+    /// Returns the number of workspaces, and their bytes.
     pub(crate) fn held(&self) -> (u64, u64) {
         self.devices.iter().fold((0, 0), |(count, bytes), state| {
             let state = state.lock();

@@ -149,7 +149,7 @@ impl RuntimeInner {
         crate::testing::Held((self.services.hold_locks(), pools, self.pinned.hold_locks(), places, sharing))
     }
 
-    /// Whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
+    /// Returns whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
     pub(crate) fn is_locked(&self) -> bool {
         self.services.is_locked()
             || self.handles.is_locked()

@@ -54,15 +54,15 @@ impl fmt::Debug for Runtime {
 }
 
 impl Runtime {
-    /// A runtime over an open backend, with default options.
+    /// Makes a runtime over an open backend, with default options.
     ///
     /// # Errors
-    /// What the backend gives when it is asked about its devices.
+    /// The backend's error if it cannot describe a device.
     pub fn new(backend: Arc<dyn Backend>) -> Result<Self> {
         Self::with_options(backend, &RuntimeOptions::new())
     }
 
-    /// A runtime over an open backend.
+    /// Makes a runtime over an open backend.
     ///
     /// # Errors
     /// As [`Runtime::new`].
@@ -97,13 +97,13 @@ impl Runtime {
         Ok(Self { inner: Arc::new(Users(inner)) })
     }
 
-    /// Who the backend is.
+    /// Returns the identity of the backend.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         self.inner.backend.identity()
     }
 
-    /// The backend itself. The caller must keep the memory that a capture begun here records, because core does not
+    /// Returns the backend itself. The caller must keep the memory that a capture begun here records, because core does not
     /// know of it.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
@@ -156,7 +156,7 @@ impl Runtime {
         self.inner.trim()
     }
 
-    /// The block of device memory that an address points into, if this runtime gave it out.
+    /// Returns the block of device memory that an address points into, if this runtime gave it out.
     #[must_use]
     pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }

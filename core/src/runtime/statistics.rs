@@ -32,9 +32,9 @@ pub struct Statistics {
     /// Releases that the backend refused.
     pub failed_releases: u64,
     /// Streams, events and graphs among them that still wait to be destroyed.
-    /// [`Runtime::trim_device_memory`](crate::Runtime::trim_device_memory), [`Runtime::trim`](crate::Runtime::trim) and the end of the
-    /// runtime retry them. An object that the backend answers for with `InvalidHandle` no longer exists, so it is not
-    /// retried.
+    /// [`Runtime::trim_device_memory`](crate::Runtime::trim_device_memory), [`Runtime::trim`](crate::Runtime::trim) and
+    /// the end of the runtime retry them. An object that the backend answers for with `InvalidHandle` no longer exists,
+    /// so it is not retried.
     pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,

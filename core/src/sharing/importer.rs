@@ -38,7 +38,7 @@ pub(crate) struct Importer {
     /// Imports that were dropped while streams may still use them.
     pending: Mutex<Vec<PendingRelease>>,
     pending_count: AtomicU64,
-    /// Whether somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
+    /// True if somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
     asking: AtomicBool,
     /// Imports to unmap as soon as nobody has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
@@ -99,7 +99,7 @@ pub(crate) struct Link {
     channel: Mutex<u32>,
     /// Where the exporter rings.
     pub(crate) line: OwnedFd,
-    /// Whether the exporter still holds the other end of the line.
+    /// True if the exporter still holds the other end of the line.
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
@@ -135,7 +135,7 @@ pub(crate) struct Import {
 struct PendingRelease {
     import: Arc<Import>,
     after: Vec<Arc<CompletionEvent>>,
-    /// Whether nobody can tell when some stream is done: then the end of the runtime lets go of it.
+    /// True if nobody can tell when some stream is done: then the end of the runtime lets go of it.
     unmarked: bool,
 }
 
@@ -145,7 +145,7 @@ pub(crate) trait Mapper {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
-    /// Whether this process may go on waiting.
+    /// Returns whether this process may go on waiting.
     fn check(&self) -> Result<()>;
     /// Rung by exporters.
     fn bell(&self) -> &Bell;
@@ -164,7 +164,7 @@ impl Import {
         self.counts.slot(place_of(self.index()).1, self.ticket.serial)
     }
 
-    /// Whether a ticket with the serial number of this one is one of it.
+    /// Returns whether a ticket with the serial number of this one is one of it.
     fn check(&self, ticket: &Ticket) -> Result<()> {
         if ticket.index != self.index() {
             return Err(expired("the exporter has no such allocation".to_owned()));
@@ -485,7 +485,7 @@ impl Patience {
         Instant::now() >= self.until
     }
 
-    /// The error after the time is over. `who` has not answered.
+    /// Returns the error after the time is over. `who` has not answered.
     fn lost_with(self, who: &str) -> Error {
         let what = format!("{who} lives but has not answered for {} s", self.limit.as_secs());
         Error::new(ErrorKind::InvalidState, OPERATION, what)
@@ -497,7 +497,7 @@ fn expired(message: String) -> Error {
     Error::new(ErrorKind::Expired, OPERATION, message).with_hint("ask a process that runs for a new ticket")
 }
 
-/// The exporter's refusal, with what can be done about it on either side.
+/// Returns the exporter's refusal, with what can be done about it on either side.
 fn refusal(kind: ErrorKind, text: String) -> Error {
     Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
         ErrorKind::Expired => "ask for a new ticket, and keep the buffer in the exporter until it is open",
@@ -587,7 +587,7 @@ impl Importer {
         answer
     }
 
-    /// The connection to the exporter of a ticket.
+    /// Returns the connection to the exporter of a ticket.
     fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<Arc<Link>> {
         match self.find(ticket.incarnation, |state| &mut state.links) {
             Found::There(link) if link.is_lost() => Err(link.ended()),

@@ -317,7 +317,7 @@ impl Sharing {
         })
     }
 
-    /// The owner drops a shared allocation. Gives back what is to be freed now.
+    /// Notes that the owner drops a shared allocation. Returns what to free now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         self.exporter.close(key, free)
     }
@@ -359,19 +359,19 @@ impl Sharing {
         (counts.limbo_blocks, counts.limbo_bytes)
     }
 
-    /// The processes that hold them.
+    /// Returns the processes that hold memory in limbo.
     pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
         self.exporter.holders_of_limbo()
     }
 
     // ---------------------------------------------------------------- importing
 
-    /// Whether a ticket is this runtime's own.
+    /// Returns whether a ticket is this runtime's own.
     pub(crate) fn is_own(&self, ticket: &Ticket) -> bool {
         ticket.incarnation == self.incarnation
     }
 
-    /// The original of a ticket of this runtime, once the device work before the share is done.
+    /// Returns the original of a ticket of this runtime, once the device work before the share is done.
     pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
         let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
@@ -442,7 +442,7 @@ impl Drop for Sharing {
 
 #[cfg(test)]
 impl Sharing {
-    /// Whether a lock is held that nobody may hold over a call of the backend.
+    /// Returns whether a lock is held that nobody may hold over a call of the backend.
     pub(crate) fn is_locked(&self) -> bool {
         self.exporter.is_locked() || self.importer.is_locked() || self.binding.is_locked() || self.thread.is_locked()
     }

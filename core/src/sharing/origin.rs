@@ -56,7 +56,7 @@ impl Imported {
 }
 
 impl SharedMemory for Imported {
-    /// The exporter's other importers cannot know of work here, so it is waited for.
+    /// Waits for the work, because the exporter's other importers cannot know of it.
     fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         after.iter().try_for_each(|completion| self.runtime.inner.is_passed(completion, true).map(drop))?;
         Ok(self.import.ticket.clone())

@@ -316,7 +316,7 @@ impl Service {
     }
 }
 
-/// The number of idle connections to keep.
+/// Returns the number of idle connections to keep.
 fn most_idle() -> usize {
     let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let share = usize::try_from(descriptors / DESCRIPTORS_FOR_ONE_IDLE).unwrap_or(MOST_IDLE);

@@ -26,7 +26,7 @@ pub(super) enum CopyKind {
 /// An operation that was not enqueued as a whole.
 struct NotEnqueued {
     error: Error,
-    /// Whether a part of it was.
+    /// True if a part of it was enqueued.
     in_part: bool,
 }
 

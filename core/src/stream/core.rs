@@ -1,4 +1,4 @@
-//! The state that the users of a stream share.
+//! The state that all users of a stream share.
 //!
 //! The handle of the per-thread default stream names another stream in each thread, so a stream over it belongs to the
 //! thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a completion
@@ -19,10 +19,9 @@ use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
 use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
 
-/// What the users of a stream share; the last of them ends the stream. It does not keep the runtime alive.
+/// The state that all users of a stream share. The last of them ends the stream. It does not keep the runtime alive.
 ///
-/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
-/// cache.
+/// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
 #[repr(C)]
 pub(crate) struct StreamCore {
     pub(crate) id: StreamId,
@@ -33,7 +32,7 @@ pub(crate) struct StreamCore {
     pub(super) submission: Mutex<SubmissionState>,
     /// True if a call must check more before it enqueues: its thread, or a capture by other code.
     pub(super) asks: bool,
-    /// Whether other code may capture the stream, so that the backend has to be asked.
+    /// True if other code may capture the stream, so that the backend has to be asked.
     pub(super) ask_capture: bool,
     /// True if the device can capture. Other code may have the id of any stream and capture it.
     pub(super) can_capture: bool,
@@ -47,7 +46,7 @@ pub(crate) struct StreamCore {
     pub(crate) lt_key: PoolKey,
     /// For the per-thread default stream: its thread.
     pub(super) owner: Option<Owner>,
-    /// Whether the last reference destroys the stream: not for the vendor's default streams.
+    /// True if the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
     /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
@@ -68,7 +67,7 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// The calling thread.
+    /// Makes an owner of the calling thread.
     pub(super) fn current(events: Arc<EventPool>) -> Self {
         Self { thread: thread::current().id(), events }
     }
@@ -89,7 +88,7 @@ pub(super) struct Origin {
     pub(super) owner: Option<Owner>,
 }
 
-/// What is left of a stream when it has ended: the completion event of its last work.
+/// The rest of a stream that has ended: the completion event of its last work.
 #[derive(Debug, Default)]
 pub(crate) struct StreamEnd {
     /// `Some` once the stream has ended; inside, `None` if its end has no completion event.
@@ -98,7 +97,7 @@ pub(crate) struct StreamEnd {
 }
 
 impl StreamEnd {
-    /// The last completion event of a stream that has ended.
+    /// Returns the last completion event of a stream that has ended.
     pub(crate) fn if_ended(&self) -> Option<Arc<CompletionEvent>> {
         self.last.lock().clone().flatten()
     }
@@ -163,20 +162,20 @@ impl StreamCore {
         Arc::clone(&self.end)
     }
 
-    /// A key that no stream and no capture had before.
+    /// Returns a key that no stream and no capture had before.
     pub(crate) fn next_key() -> u64 {
         static KEYS: AtomicU64 = AtomicU64::new(1);
         // Relaxed: only that no two are equal matters.
         KEYS.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Whether this process is the one that made the stream.
+    /// Returns whether this process is the one that made the stream.
     #[inline(always)]
     pub(crate) fn is_own_process(&self) -> bool {
         self.own_process.is_current()
     }
 
-    /// A completion event after everything that was enqueued on the stream so far, captures left out.
+    /// Records a completion event after all work enqueued on the stream so far, captures left out.
     pub(crate) fn completion(&self) -> Result<Arc<CompletionEvent>> {
         if self.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
             let latest = self.lock_submission().latest.clone();

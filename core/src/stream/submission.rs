@@ -1,11 +1,12 @@
-//! The submission lock of a stream: the lock that a call holds while the vendor enqueues it.
+//! The submission lock of a stream: a call holds it while the vendor enqueues the call.
 //!
-//! A vendor's BLAS call is several kernels that pass intermediate results through the workspace. Two threads with
-//! handles of their own, bound to one stream and its one workspace, would interleave those kernels and read each
-//! other's intermediate results. So a call takes the stream's submission lock for as long as the vendor takes to
-//! enqueue it. The submission lock is the one lock that is held over a vendor call, and no other lock of this crate is
-//! taken inside it. BLAS and Lt calls share it, as they share the workspace. Every other call that enqueues takes it
-//! too, because the submission lock also decides whether a call comes before, in or after a capture of the stream.
+//! A vendor's BLAS call is several kernels that pass intermediate results through the workspace. Suppose that two threads
+//! have handles of their own, bound to one stream and its one workspace. Without the lock, their kernels would interleave
+//! and read each other's intermediate results.
+//!
+//! The submission lock is the one lock that is held over a vendor call. No other lock of this crate is taken inside it. BLAS
+//! and Lt calls share it, as they share the workspace. Every other call that enqueues takes it too, because it also decides
+//! whether a call comes before, in or after a capture of the stream.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::device_block::{DeviceBlock, Noted};
 use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// What the submission lock decides on.
+/// The state that the submission lock guards.
 #[derive(Default)]
 pub(crate) struct SubmissionState {
     /// Threads that wait for the stream; no capture begins meanwhile.

@@ -38,7 +38,7 @@ impl StreamCore {
         }
     }
 
-    /// The workspace for the stream's calls of one kind, allocated by the first of them.
+    /// Returns the workspace for the stream's calls of one kind, allocated by the first of them.
     fn workspace(&self, kind: BlasKind) -> Result<Option<Workspace>> {
         let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
         if let Some(workspace) = self.existing_workspace(kind, bytes) {
@@ -125,7 +125,7 @@ impl StreamCore {
         }
     }
 
-    /// A workspace that belongs to the capture that the stream takes part in; `None` where it takes part in none.
+    /// Returns a workspace that belongs to the capture that the stream takes part in; `None` if it takes part in none.
     pub(crate) fn captured_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
         let Some(key) = self.lock_submission().recording.as_ref().map(|recording| recording.key) else {
             return Ok(None);
