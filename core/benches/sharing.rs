@@ -187,7 +187,7 @@ fn outstanding(criterion: &mut Criterion) {
                 make,
                 |import| {
                     drop(import);
-                    exporter.collect().unwrap()
+                    exporter.trim_shared().unwrap()
                 },
                 BatchSize::PerIteration,
             );

@@ -10,7 +10,7 @@ use crate::pool::blas_handles::PooledHandle;
 use crate::product::{self, Product};
 use crate::runtime::RuntimeInner;
 use crate::stream::Stream;
-use crate::stream::submission::Turn;
+use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{
     AtomicsMode, BlasKind, DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, PlanArguments, PlanId, PlanOptions,
     Result, Scalar, Workspace,
@@ -73,9 +73,9 @@ impl PooledHandle {
 
     /// Takes the submission lock, with the handle bound to the stream's workspace of that moment.
     #[inline(always)]
-    fn bound_turn<'s>(&mut self, operation: &'static str, stream: &'s Stream) -> Result<Turn<'s>> {
+    fn bound_turn<'s>(&mut self, operation: &'static str, stream: &'s Stream) -> Result<SubmissionGuard<'s>> {
         let core = stream.core();
-        match core.free_turn() {
+        match core.try_lock_submission() {
             Some(turn) if self.bound == core.bound_as() => Ok(turn),
             turn => self.next_bound_turn(turn, operation, stream),
         }
@@ -86,10 +86,10 @@ impl PooledHandle {
     #[inline(never)]
     fn next_bound_turn<'s>(
         &mut self,
-        turn: Option<Turn<'s>>,
+        turn: Option<SubmissionGuard<'s>>,
         operation: &'static str,
         stream: &'s Stream,
-    ) -> Result<Turn<'s>> {
+    ) -> Result<SubmissionGuard<'s>> {
         drop(turn);
         loop {
             // Without the lock. Repeats a binding that failed before.
@@ -355,7 +355,7 @@ impl Drop for LentWorkspace<'_> {
         {
             self.stream.core().give_back_workspace(workspace);
         }
-        self.stream.core().turn().lent -= 1;
+        self.stream.core().lock_submission().lent -= 1;
     }
 }
 

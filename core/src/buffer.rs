@@ -115,7 +115,7 @@ impl<T: Element> DeviceBuffer<T> {
         let bytes = size_in_bytes::<T>(OPERATION, len)?;
         let options = AllocateOptions::new(bytes).with_kind(kind);
         let make = || {
-            let _turn = home.as_ref().map(|home| home.enter_outside(OPERATION)).transpose()?;
+            let _submission = home.as_ref().map(|home| home.enter_outside(OPERATION)).transpose()?;
             inner.backend.allocate(device, &options)
         };
         let allocated = inner.frees.memory.allocate(device, bytes, make)?;
@@ -130,7 +130,7 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(Self::part(runtime, block, 0..len))
     }
 
-    /// A range of a block that exists.
+    /// Returns a range of a block that exists.
     pub(crate) fn part(runtime: Runtime, block: Arc<DeviceBlock>, range: Range<usize>) -> Self {
         Self { block, offset: range.start, len: range.len(), elements: PhantomData, _runtime: runtime }
     }
@@ -141,7 +141,7 @@ impl<T: Element> DeviceBuffer<T> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -166,8 +166,9 @@ impl<T: Element> DeviceBuffer<T> {
         self.block.ptr.offset(self.offset * size_of::<T>())
     }
 
-    /// A ticket by which other processes can open the buffer, see [`Ticket`]. What was enqueued on the buffer before is
-    /// done when they have opened it. Sharing again costs little; all tickets of one allocation open the same memory.
+    /// Returns a ticket by which other processes can open the buffer, see [`Ticket`]. Work that was enqueued on the
+    /// buffer before is done when they have opened it. Sharing again costs little; all tickets of one allocation open
+    /// the same memory.
     ///
     /// ```
     /// use highwater_core::{Runtime, Ticket};
@@ -195,7 +196,7 @@ impl<T: Element> DeviceBuffer<T> {
         DeviceSlice::from(self).share()
     }
 
-    /// A view of some of the values.
+    /// Returns a view of some of the values.
     ///
     /// # Errors
     /// `InvalidArgument` where the range does not lie in the buffer.
@@ -245,8 +246,8 @@ impl fmt::Debug for Untyped<'_> {
 }
 
 impl Untyped<'_> {
-    /// Whether the first `bytes` of this and the first `other_bytes` of the other share one. By address: memory of another
-    /// process that was opened twice is two blocks.
+    /// Returns whether the first `bytes` of this and the first `other_bytes` of the other share one. By address: memory
+    /// of another process that was opened twice is two blocks.
     pub(crate) fn overlaps(&self, bytes: usize, other: &Self, other_bytes: usize) -> bool {
         self.block.device == other.block.device
             && bytes > 0
@@ -287,7 +288,7 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -309,13 +310,13 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.len * size_of::<T>()
     }
 
-    /// The same without its type.
+    /// Returns the same without its type.
     #[inline]
     pub(crate) fn untyped(&self) -> Untyped<'b> {
         Untyped { block: self.block, ptr: self.ptr(), len: self.len }
     }
 
-    /// A ticket of these values, as [`DeviceBuffer::share`].
+    /// Returns a ticket of these values, as [`DeviceBuffer::share`].
     ///
     /// # Errors
     /// As [`DeviceBuffer::share`].

@@ -42,11 +42,11 @@ fn a_graph_that_is_dropped_gives_back_after_its_last_launch() {
     assert_eq!((host.graph_blocks, host.waiting_blocks), (0, 1));
 
     backend.advance(stream.id());
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 1, "the launch on the other stream is not done");
     assert_ne!(runtime.pinned::<u8>(64).unwrap().ptr(), address);
     backend.advance(other.id());
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 0);
     let taken = [runtime.pinned::<u8>(64).unwrap(), runtime.pinned::<u8>(64).unwrap()];
     assert!(taken.iter().any(|pinned| pinned.ptr() == address));
@@ -66,20 +66,20 @@ fn what_was_used_before_the_capture_may_be_dropped_in_it() {
     let graph = stream
         .capture(|stream| {
             stream.copy_to_device(&pinned, &kept)?;
-            // The stream must not be marked now, nor may anything be freed in its order.
+            // No event must be recorded on the stream now, nor may anything be freed in its order.
             drop((used_before, ordered, kept));
             drop(stream.record()?);
-            runtime.reclaim()
+            runtime.trim_device_memory()
         })
         .unwrap();
     assert_eq!(backend.live_objects().allocations, 3);
     backend.advance(stream.id());
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 1, "what the graph recorded");
     drop(graph);
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     backend.advance(stream.id());
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 0);
     drop((pinned, stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -115,7 +115,7 @@ fn a_lost_capture_keeps_nothing() {
     assert_eq!(runtime.statistics().graphs, GraphStatistics::default());
     assert_eq!(pinned.read().unwrap().len(), 64);
     drop((buffer, pinned));
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 0);
     drop((stream, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -257,7 +257,7 @@ fn a_call_that_was_to_be_recorded_is_not_executed_unordered() {
         });
         begun.recv().unwrap();
         let (stream, looks) = (other.id(), backend.clone());
-        // After the call has found the capture open, and before it is its turn.
+        // After the call has found the capture open, and before it is its submission lock.
         backend.intrude("create_event", move || {
             go_on.send(()).unwrap();
             while looks.is_capturing(stream)? {
@@ -305,7 +305,7 @@ fn a_backend_that_panics_while_a_stream_ends_keeps_nobody_waiting() {
         dropped.send(()).unwrap();
     });
     is_dropped.recv_timeout(std::time::Duration::from_secs(20)).expect("the buffer waits for the end of the stream");
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(backend.live_objects().allocations, 1, "nobody can tell when the copy is done");
     drop((pinned, device));
     runtime.close().unwrap();
@@ -374,7 +374,7 @@ fn copy(backend: &ManualBackend, stream: &Stream, pairs: &mut VecDeque<Pair>, co
     match pairs.get_mut(copy.which) {
         Some(pair) if copy.noted => {
             backend.enqueue_use(stream.id(), pair.pinned.ptr().address() as u64);
-            stream.note_host_use(pair.pinned.ptr(), copy.to_host)
+            stream.note_host_use(pair.pinned.ptr(), if copy.to_host { Access::Write } else { Access::Read })
         }
         Some(pair) if copy.to_host => stream.copy_to_host(&pair.device, &mut pair.pinned),
         Some(pair) => stream.copy_to_device(&pair.pinned, &pair.device),
@@ -436,7 +436,7 @@ fn run(operations: &[Operation], cap: Option<u64>) {
                 }
             }
             Operation::Advance { stream } => backend.advance(streams[*stream].id()),
-            Operation::Reclaim => runtime.reclaim().unwrap(),
+            Operation::Reclaim => runtime.trim_device_memory().unwrap(),
             Operation::Trim => runtime.trim().unwrap(),
         }
         let statistics = runtime.statistics();

@@ -7,17 +7,16 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use crate::capture::thread::{in_capture, refuse_in_capture};
-use crate::pool::deferred::{DeferredFree, DeferredFrees, Marked, StreamUse};
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
+use crate::pool::deferred::{DeferredFree, DeferredFrees, StreamUse, UseEnd};
 use crate::services::Services;
 use crate::sharing::Ticket;
 use crate::stream::core::StreamCore;
 use highwater_hal::{DevicePtr, Error, ErrorKind, Result};
 
-/// A block of device memory with the streams that used it. Counted: whoever needs the memory to stay holds a reference.
+/// A block of device memory with the streams that used it. A user that needs the memory to stay holds a reference.
 ///
-/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
-/// cache.
+/// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
 #[repr(C)]
 pub(crate) struct DeviceBlock {
     services: Arc<Services>,
@@ -76,7 +75,7 @@ pub(crate) enum Origin {
 /// Memory that several processes can have open, as seen from its block.
 pub(crate) trait SharedMemory: Send + Sync {
     /// Returns the ticket of the whole block. `after` marks the work on it that is not known to be done.
-    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket>;
+    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket>;
     /// Lets go of the memory of a block whose last owner is gone.
     fn release(&self, block: &mut DeviceBlock);
 }
@@ -103,13 +102,13 @@ impl DeviceBlock {
         self.recording.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether the block is of the stream's runtime.
+    /// Returns whether the block is of the stream's runtime.
     #[inline(always)]
     pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
         Arc::ptr_eq(&self.services, &stream.services)
     }
 
-    /// Whether the stream was noted last.
+    /// Returns whether the stream was noted last.
     #[inline(always)]
     pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {
         // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
@@ -118,7 +117,7 @@ impl DeviceBlock {
     }
 
     /// Notes that work on `stream` uses the block, before it is enqueued. The first note of a stream orders it after
-    /// the allocation of stream-ordered memory. The caller must hold no turn.
+    /// the allocation of stream-ordered memory. The caller must hold no submission lock.
     #[inline]
     pub(crate) fn note_use(&self, stream: &Arc<StreamCore>) -> Result<Noted> {
         if self.is_noted(stream) { Ok(Noted::Ordered) } else { self.note_anew(stream) }
@@ -163,17 +162,17 @@ impl DeviceBlock {
 
     /// Makes a stream wait, on the device, for the allocation of the block in the order of another stream. Until then,
     /// work of the earlier block in this memory may be outstanding. The wait covers all work of the other stream so
-    /// far, so that an allocation itself records no mark.
+    /// far, so that an allocation itself records no completion event.
     fn order_after_allocation(&self, home: &StreamCore, stream: &StreamCore) -> Result<Noted> {
         const OPERATION: &str = "stream_wait_event";
-        if stream.turn().recording.is_some() {
+        if stream.lock_submission().recording.is_some() {
             return Ok(Noted::InCapture);
         }
         let wait = || {
             // If the home stream takes part in a capture, the allocation came before that.
-            let allocated = home.mark()?;
-            let turn = stream.enter(OPERATION)?;
-            if turn.recording.is_some() {
+            let allocated = home.completion()?;
+            let submission = stream.enter(OPERATION)?;
+            if submission.recording.is_some() {
                 return Ok(Noted::InCapture);
             }
             self.services.backend.stream_wait_event(stream.id, allocated.event())?;
@@ -196,29 +195,30 @@ impl DeviceBlock {
     #[cold]
     fn forget_ended_streams(&self) {
         let ended: Vec<_> = self.uses.lock().iter().filter_map(|(use_, _)| use_.if_ended()).collect();
-        for (key, mark) in ended {
-            if self.services.is_surely_passed(&mark) {
+        for (key, completion) in ended {
+            if self.services.is_surely_passed(&completion) {
                 self.uses.lock().retain(|(use_, _)| use_.key() != key);
             }
         }
     }
 
-    /// Marks of the work on the block that is not known to be done. The second value: whether some could not be marked.
-    pub(crate) fn outstanding(&self) -> (Vec<Arc<Mark>>, bool) {
+    /// Completion events of the work on the block that is not known to be done. The second value: whether some has no
+    /// completion event.
+    pub(crate) fn outstanding(&self) -> (Vec<Arc<CompletionEvent>>, bool) {
         let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
         let mut unmarked = false;
         let mut outstanding = Vec::new();
         for use_ in uses.iter().filter(|use_| !use_.is_over()) {
-            match use_.mark() {
-                Marked::By(mark) if self.services.is_surely_passed(&mark) => {}
-                Marked::By(mark) => outstanding.push(mark),
-                Marked::Later | Marked::Never => unmarked = true,
+            match use_.completion() {
+                UseEnd::At(completion) if self.services.is_surely_passed(&completion) => {}
+                UseEnd::At(completion) => outstanding.push(completion),
+                UseEnd::Later | UseEnd::Unknown => unmarked = true,
             }
         }
         (outstanding, unmarked)
     }
 
-    /// The ticket of the whole block.
+    /// Returns the ticket of the whole block.
     pub(crate) fn share(self: &Arc<Self>) -> Result<Ticket> {
         self.services.check("share")?;
         refuse_in_capture("share")?;
@@ -254,11 +254,11 @@ impl DeviceBlock {
     }
 
     /// Returns what has to be freed once every stream that used the block has passed that use. The block has no owner.
-    pub(crate) fn to_free(&mut self, home: Option<Arc<StreamCore>>) -> DeferredFree {
+    pub(crate) fn deferred_free(&mut self, home: Option<Arc<StreamCore>>) -> DeferredFree {
         let later = std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect();
         let mut free =
             DeferredFree { device: self.device, ptr: self.ptr, home, after: Vec::new(), later, unmarked: false };
-        free.mark_later();
+        free.record_later();
         free
     }
 }
@@ -272,13 +272,13 @@ impl Drop for DeviceBlock {
             Origin::Shared(memory) => return memory.release(self),
             Origin::Own { home } => home,
         };
-        let free = self.to_free(home);
+        let free = self.deferred_free(home);
         if free.home.is_none() || free.unmarked || !free.later.is_empty() || in_capture() {
             return self.frees.defer(free);
         }
         // Freed in the order of its own stream, which first waits, on the device, for the others.
         //
-        // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the marks.
+        // SAFETY: the block's owner is gone, and the work of every stream that used it precedes the completion events.
         match unsafe { self.frees.free(&free) } {
             Ok(true) => {}
             Ok(false) => self.frees.defer(free),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::capture::recording::Capture;
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
 use crate::services::Dropped;
 use highwater_hal::{EventId, Result};
@@ -15,7 +15,7 @@ pub struct Event {
     runtime: Runtime,
     pub(crate) id: EventId,
     /// The event's place in the pool; `None` for an event with timing.
-    pooled: Option<Mark>,
+    pooled: Option<CompletionEvent>,
     /// True if the id was given away. Such an event does not go back to the pool: its owner could record it again while the
     /// next user frees memory by it.
     exposed: AtomicBool,
@@ -24,7 +24,7 @@ pub struct Event {
 }
 
 impl Event {
-    pub(crate) fn pooled(runtime: Runtime, mark: Mark, capture: Option<Arc<Capture>>) -> Self {
+    pub(crate) fn pooled(runtime: Runtime, mark: CompletionEvent, capture: Option<Arc<Capture>>) -> Self {
         Self { runtime, id: mark.event(), pooled: Some(mark), exposed: AtomicBool::new(false), capture }
     }
 

@@ -57,10 +57,10 @@ fn a_child_exits_at_once_although_every_lock_was_held() {
         scope.spawn(move || {
             let pool_locks = pool_ref.hold_locks();
             let runtime_locks = runtime_ref.inner.hold_locks();
-            let turn = stream_ref.core().turn();
+            let submission = stream_ref.core().lock_submission();
             held.send(()).unwrap();
             let _ = released.recv();
-            drop((turn, runtime_locks, pool_locks));
+            drop((submission, runtime_locks, pool_locks));
         });
         is_held.recv().unwrap();
 

@@ -63,7 +63,7 @@ impl Ledger {
         self.insert_block(DeviceBlock { info: block, owned: false })
     }
 
-    /// The same for a block that a buffer owns.
+    /// As [`Ledger::insert_device`], for a block that a buffer owns.
     pub(crate) fn insert_owned(&self, block: DeviceBlockInfo) -> Result<()> {
         self.insert_block(DeviceBlock { info: block, owned: true })
     }
@@ -126,7 +126,7 @@ impl Ledger {
         Err(problem)
     }
 
-    /// The live block that `ptr` points into.
+    /// Returns the live block that `ptr` points into.
     pub(crate) fn find_device(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         find(&self.device.lock(), ptr)
     }
@@ -143,7 +143,7 @@ impl Ledger {
         })
     }
 
-    /// The block of page-locked memory that `ptr` points into, whether a buffer owns it or not.
+    /// Returns the block of page-locked memory that `ptr` points into, whether a buffer owns it or not.
     pub(crate) fn find_host(&self, ptr: HostPtr) -> Option<HostBlock> {
         let blocks = self.host.lock();
         let (start, block) = blocks.range(..=ptr.address()).next_back()?;
@@ -167,7 +167,7 @@ impl Ledger {
         crate::testing::Held((self.device.lock(), self.host.lock()))
     }
 
-    /// Whether one of the locks is held, those of the blocks' uses included.
+    /// Returns whether one of the locks is held, those of the blocks' uses included.
     pub(crate) fn is_locked(&self) -> bool {
         self.device.is_locked()
             || self.host.is_locked()

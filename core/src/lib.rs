@@ -16,15 +16,15 @@ compile_error!("highwater supports Linux on x86-64 and aarch64 only");
 mod blas_lease;
 mod buffer;
 mod capture;
+mod capture_gate;
 #[cfg(test)]
 mod capture_tests;
 mod device;
 mod device_block;
 mod event;
+mod foreign_use;
 #[cfg(test)]
 mod fork_tests;
-mod gate;
-mod host_use;
 mod ledger;
 mod matmul;
 pub mod numerics;
@@ -47,6 +47,7 @@ pub use buffer::{DeviceBuffer, DeviceSlice};
 pub use capture::{Graph, GraphStatistics};
 pub use device::Device;
 pub use event::Event;
+pub use foreign_use::Access;
 pub use highwater_hal::*;
 pub use ledger::{DeviceBlockInfo, HostBlockInfo};
 pub use matmul::{Matmul, Matrix};

@@ -104,7 +104,7 @@ impl<T: Element> PinnedBuffer<T> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -144,7 +144,7 @@ impl<T: Element> PinnedBuffer<T> {
         }
     }
 
-    /// A view of some of the values, to copy from.
+    /// Returns a view of some of the values, to copy from.
     ///
     /// # Errors
     /// `InvalidArgument` where the range does not lie in the buffer.
@@ -153,7 +153,7 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(PinnedSlice { buffer: self, range })
     }
 
-    /// A view of some of the values, to copy to.
+    /// Returns a view of some of the values, to copy to.
     ///
     /// # Errors
     /// As [`PinnedBuffer::slice`].
@@ -162,7 +162,7 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(PinnedSliceMut(PinnedSlice { buffer: self, range }))
     }
 
-    /// The values, once every stream that writes them is done.
+    /// Returns the values, once every stream that writes them is done.
     ///
     /// # Errors
     /// `Capture` where a capture that is open uses the buffer; `InvalidState` where a graph that is alive writes it: use
@@ -176,7 +176,7 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) })
     }
 
-    /// The values for writing, once every stream that uses them is done.
+    /// Returns the values for writing, once every stream that uses them is done.
     ///
     /// # Errors
     /// As [`PinnedBuffer::read`]; `InvalidState` also where a graph that is alive reads it: use
@@ -247,7 +247,7 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         self.range.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()

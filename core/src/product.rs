@@ -1,8 +1,8 @@
 //! What a product is held against before the vendor is called.
 //!
-//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its own code.
-//! So what nearly all products are is found out in few instructions in a row, the same ones for every element type. The rest,
-//! huge or batched or wrong, is looked at elsewhere.
+//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its
+//! own code. So what nearly all products are is found out in few instructions in a row, the same ones for every element
+//! type. The rest, huge or batched or wrong, is looked at elsewhere.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::buffer::{DeviceSlice, Untyped};
 use crate::device_block::{DeviceBlock, Noted};
 use crate::stream::Stream;
 use crate::stream::core::StreamCore;
-use crate::stream::submission::Turn;
+use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
 
 /// A product, or an Lt product with D for C, and the buffers that its matrices lie in.
@@ -51,8 +51,8 @@ impl<'b> Product<'b> {
         if self.is_plain(stream) { Ok(()) } else { self.look_closely(stream) }
     }
 
-    /// Whether this is a single product of usual size with nothing wrong about it. Where the sizes are usual, no number here
-    /// overflows.
+    /// Returns whether this is a single product of usual size with nothing wrong about it. Where the sizes are usual,
+    /// no number here overflows.
     #[inline(always)]
     fn is_plain(&self, stream: &Stream) -> bool {
         /// The product of two numbers below this, and one more, can be counted.
@@ -106,7 +106,7 @@ impl<'b> Product<'b> {
         std::array::from_fn(|i| Untyped { block: self.blocks[i], ptr: ptrs[i], len: self.lens[i] })
     }
 
-    /// The same for any product, and what is wrong with it.
+    /// As [`Product::check`], for any product.
     #[cold]
     #[inline(never)]
     fn look_closely(&self, stream: &Stream) -> Result<()> {
@@ -196,11 +196,11 @@ fn note_anew(stream: &Arc<StreamCore>, blocks: &[&Arc<DeviceBlock>]) -> Result<N
 #[inline(never)]
 pub(crate) fn keep_recorded(
     operation: &'static str,
-    turn: &mut Turn<'_>,
+    submission: &mut SubmissionGuard<'_>,
     noted: Noted,
     blocks: &[&Arc<DeviceBlock>],
 ) -> Result<()> {
-    turn.keep_device(operation, noted, blocks)
+    submission.keep_device(operation, noted, blocks)
 }
 
 #[cfg(test)]

@@ -10,11 +10,11 @@ use parking_lot::Mutex;
 
 use crate::capture::GraphCounters;
 use crate::capture::thread::in_capture;
-use crate::gate::{CaptureGate, Quiet};
+use crate::capture_gate::{CaptureGate, Quiet};
 use crate::ledger::Ledger;
 use crate::numerics::Numerics;
 use crate::pool::PoolKey;
-use crate::pool::events::{EventPool, Mark};
+use crate::pool::completion_events::{CompletionEvent, EventPool};
 use highwater_hal::{
     Backend, BlasKind, Capabilities, Completion, DeviceInfo, Error, ErrorKind, EventId, GraphExecId, GraphId,
     IpcSharing, Result, StreamId, fork::Generation,
@@ -27,7 +27,7 @@ pub(crate) trait Owner: Any + Send + Sync {
     /// Frees cached device memory for an allocation that found none. Waits for streams.
     fn trim_device_memory(&self);
     /// Keeps the handles that were tied to a stream that has ended, for use after its last work.
-    fn keep_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>);
+    fn keep_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<CompletionEvent>>);
 }
 
 /// The bottom layer of a runtime.
@@ -164,19 +164,19 @@ impl Services {
 
     // ---------------------------------------------------------------- completion events
 
-    /// Returns whether the mark is passed; with `wait`, waits until it is.
-    pub(crate) fn is_passed(&self, mark: &Mark, wait: bool) -> Result<bool> {
+    /// Returns whether the completion event is passed; with `wait`, waits until it is.
+    pub(crate) fn is_passed(&self, completion: &CompletionEvent, wait: bool) -> Result<bool> {
         if wait {
-            self.backend.synchronize_event(mark.event())?;
+            self.backend.synchronize_event(completion.event())?;
             return Ok(true);
         }
-        Ok(self.backend.query_event(mark.event())? == Completion::Complete)
+        Ok(self.backend.query_event(completion.event())? == Completion::Complete)
     }
 
-    /// Returns whether the mark is passed, as far as the backend can tell. An error says nothing about the work: the
-    /// block keeps waiting, and the end of the runtime frees it.
-    pub(crate) fn is_surely_passed(&self, mark: &Mark) -> bool {
-        self.is_passed(mark, false).unwrap_or(false)
+    /// Returns whether the completion event is passed, as far as the backend can tell. An error says nothing about the
+    /// work: the block keeps waiting, and the end of the runtime frees it.
+    pub(crate) fn is_surely_passed(&self, completion: &CompletionEvent) -> bool {
+        self.is_passed(completion, false).unwrap_or(false)
     }
 
     // ---------------------------------------------------------------- releases
@@ -294,7 +294,7 @@ impl Services {
 
     // ---------------------------------------------------------------- statistics
 
-    /// The number of refused destroys to retry.
+    /// Returns the number of refused destroys to retry.
     pub(crate) fn refused_destroys(&self) -> u64 {
         self.refused.lock().len() as u64
     }
@@ -314,7 +314,7 @@ impl Services {
         let events: Vec<_> = self.devices.iter().map(|device| device.events.hold_lock()).collect();
         let captures: Vec<_> = self.devices.iter().map(|device| device.capture_gate.hold_lock()).collect();
         let lists = (self.dropped.lock(), self.refused.lock());
-        crate::testing::Held((events, self.ledger.hold_locks(), captures, lists, crate::gate::hold_registry()))
+        crate::testing::Held((events, self.ledger.hold_locks(), captures, lists, crate::capture_gate::hold_registry()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use highwater_core::{
-    Backend, CaptureMode, DeviceBuffer, Epilogue, Error, ErrorKind, GemmShape, GraphStatistics, Location, MemoryCopy,
-    Result, Runtime, RuntimeOptions, Stream,
+    Access, Backend, CaptureMode, DeviceBuffer, Epilogue, Error, ErrorKind, GemmShape, GraphStatistics, Location,
+    MemoryCopy, Result, Runtime, RuntimeOptions, Stream,
 };
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
@@ -87,7 +87,7 @@ fn a_hundred_graphs_dropped_leave_no_block() {
     let stream = device.create_stream().unwrap();
     product(&stream, &matrix(&stream, 1.0), &matrix(&stream, 1.0), &matrix(&stream, 1.0)).unwrap();
     stream.synchronize().unwrap();
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     let before = (gpu.live_objects().allocations, runtime.statistics().workspaces);
     let one_graph = |launches: usize| {
         let (a, b, c) = (matrix(&stream, 1.0), matrix(&stream, 2.0), matrix(&stream, 0.0));
@@ -113,7 +113,7 @@ fn a_hundred_graphs_dropped_leave_no_block() {
     let after = runtime.statistics();
     assert_eq!((after.graphs, after.host.graph_blocks), (GraphStatistics::default(), 0));
     stream.synchronize().unwrap();
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(gpu.live_objects().allocations, before.0 + 100, "workspaces, which are in the pool for others");
     drop(one_graph(1));
     assert_eq!(runtime.statistics().workspaces, before.1 + 100);
@@ -243,7 +243,7 @@ fn what_would_lose_a_capture_is_refused_before_the_backend_is_called() {
                 outside.synchronize()?;
                 assert!(outside.is_complete()?);
                 drop(runtime.pinned::<u8>(1 << 16)?);
-                runtime.reclaim()?;
+                runtime.trim_device_memory()?;
                 drop(inside);
                 Ok(())
             })
@@ -277,7 +277,7 @@ fn buffers_dropped_in_a_capture_are_kept_by_it() {
                 stream.copy(&scratch, &ordered)?;
                 stream.copy(&ordered, &result)?;
                 drop((pinned, scratch, ordered, unused));
-                runtime.reclaim()?;
+                runtime.trim_device_memory()?;
                 assert_eq!(gpu.calls(Operation::Free), before, "frees wait for the end of the capture");
                 Ok(())
             })
@@ -423,7 +423,7 @@ fn a_thread_that_uses_the_stream_of_another_threads_capture_does_not_disturb_it(
                     refused_or_done(stream.is_complete().map(|_| ()));
                     refused_or_done(stream.blas().unwrap().with_raw(|_| ()));
                     drop((pinned, scratch));
-                    refused_or_done(runtime.reclaim());
+                    refused_or_done(runtime.trim_device_memory());
                 }
             });
         }
@@ -679,7 +679,7 @@ fn sharing_is_refused_in_a_capture_and_of_what_a_capture_uses() {
             ] {
                 assert_eq!(refused, ErrorKind::Capture);
             }
-            assert_eq!((runtime.collect()?, gpu.total_calls()), (0, calls));
+            assert_eq!((runtime.trim_shared()?, gpu.total_calls()), (0, calls));
             // Another thread shares and opens what the capture does not use.
             let elsewhere = || {
                 assert_eq!(kind(used.share()), ErrorKind::Capture);
@@ -736,7 +736,7 @@ fn a_use_by_other_code_noted_in_a_capture_is_the_graphs() {
             let copy = MemoryCopy::new(Location::Host(to), Location::Device { device: 0, ptr: from }, 64);
             // SAFETY: both blocks are alive until the graph is, which the note and the copy below see to.
             unsafe { gpu.copy(&copy, stream.id())? };
-            stream.note_host_use(to, true)?;
+            stream.note_host_use(to, Access::Write)?;
             stream.copy(source.slice(0..32)?, source.slice(32..64)?)
         })
         .unwrap();
@@ -870,7 +870,7 @@ fn a_life_of_graphs(runtime: &Runtime, streams: &[Stream; 2]) -> Result<()> {
     graph.launch(second)?;
     drop((graph, input));
     assert_eq!(output.read()?, [3.0 * 2.0 * N as f32; N * N]);
-    runtime.reclaim()
+    runtime.trim_device_memory()
 }
 
 #[test]
@@ -1089,7 +1089,7 @@ fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
     drop((used, ordered, unused, elsewhere));
     other.synchronize().unwrap();
     for _ in 0..3 {
-        runtime.reclaim().unwrap();
+        runtime.trim_device_memory().unwrap();
     }
     assert_eq!(gpu.live_objects().allocations, 2, "what the stream used");
     assert_eq!(runtime.statistics().failed_releases, 0);
@@ -1097,9 +1097,9 @@ fn a_capture_begun_past_core_does_not_spoil_reclaiming() {
     // SAFETY: this test began it, past core.
     let graph = unsafe { gpu.end_capture(stream.id()) }.unwrap();
     gpu.destroy_graph(graph).unwrap();
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     stream.synchronize().unwrap();
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     stream.synchronize().unwrap();
     assert_eq!(gpu.live_objects().allocations, 0);
     drop((stream, other, device));

@@ -5,8 +5,8 @@ use std::thread;
 use std::time::Duration;
 
 use highwater_core::{
-    Backend, DeviceBuffer, ErrorKind, FillPattern, GemmShape, Location, MemoryCopy, MemoryFill, Result, Runtime,
-    Stream, StreamId,
+    Access, Backend, DeviceBuffer, ErrorKind, FillPattern, GemmShape, Location, MemoryCopy, MemoryFill, Result,
+    Runtime, Stream, StreamId,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -94,7 +94,7 @@ fn what_a_per_thread_stream_used_may_be_dropped_in_any_thread() {
 #[test]
 fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
     let ended = drop_after(|gpu, stream, filled, result| {
-        stream.note_device_use(filled, true).unwrap();
+        stream.note_device_use(filled, Access::Write).unwrap();
         for value in 0..10 {
             let fill = MemoryFill::new(0, filled.ptr(), FillPattern::U8(value), 4096);
             // SAFETY: the range belongs to the block, and notes before and after cover its use.
@@ -104,7 +104,7 @@ fn foreign_work_on_a_per_thread_stream_is_covered_by_the_note_after_it() {
         let copy = MemoryCopy::new(at(result.ptr()), at(filled.ptr()), 4096);
         // SAFETY: as above. The other block lives until the wait for the device.
         unsafe { gpu.copy(&copy, stream.id()) }.unwrap();
-        stream.note_device_use(filled, true).unwrap();
+        stream.note_device_use(filled, Access::Write).unwrap();
     });
     assert_eq!(ended, 0);
 }
@@ -154,7 +154,7 @@ fn drop_elsewhere(
     drop(stream);
     other.synchronize().unwrap();
     device.synchronize().unwrap();
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(gpu.live_objects().allocations, before - 1);
     assert_eq!(other.download(result).unwrap(), [9; 4096]);
     assert_eq!(runtime.statistics().failed_releases, 0);

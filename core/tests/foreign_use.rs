@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use highwater_core::{
-    Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result, Runtime,
+    Access, Backend, CaptureMode, DeviceBuffer, DevicePtr, ErrorKind, FillPattern, MemoryFill, Result, Runtime,
 };
 use highwater_mock::{MockGpu, MockOptions};
 
@@ -35,11 +35,11 @@ fn dropped_after_launch(seed: u64, note: bool) -> Result<(u64, bool)> {
     let (stream, other) = (device.create_stream()?, device.create_stream()?);
     let buffer = device.allocate::<u32>(LEN)?;
     if note {
-        stream.note_device_use(&buffer, true)?;
+        stream.note_device_use(&buffer, Access::Write)?;
     }
     launch(&gpu, stream.raw()?, buffer.ptr());
     drop(buffer);
-    runtime.reclaim()?;
+    runtime.trim_device_memory()?;
     let next = device.allocate::<u32>(LEN)?;
     other.fill(&next, 1)?;
     other.synchronize()?;
@@ -78,14 +78,14 @@ fn a_graph_keeps_memory_that_a_recorded_kernel_was_noted_for() {
     let buffer = stream.upload(&[0_u32; LEN]).unwrap();
     let mut graph = stream
         .capture_with(CaptureMode::Relaxed, |stream| {
-            stream.note_device_use(&buffer, true)?;
+            stream.note_device_use(&buffer, Access::Write)?;
             launch(&gpu, stream.raw()?, buffer.ptr());
             Ok(())
         })
         .unwrap();
     stream.synchronize().unwrap();
     drop(buffer);
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!((runtime.statistics().graphs.device_blocks, gpu.live_objects().allocations), (1, 1));
     graph.launch(&stream).unwrap();
     drop(graph);
@@ -99,7 +99,7 @@ fn a_note_orders_the_kernel_after_the_allocation() {
     let device = runtime.device(0).unwrap();
     let (home, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let buffer: DeviceBuffer<u32> = home.allocate(LEN).unwrap();
-    other.note_device_use(buffer.slice(0..1).unwrap(), false).unwrap();
+    other.note_device_use(buffer.slice(0..1).unwrap(), Access::Read).unwrap();
     launch(&gpu, other.raw().unwrap(), buffer.ptr());
     gpu.check_races().unwrap();
 }
@@ -111,14 +111,14 @@ fn notes_of_other_runtimes_and_of_streams_that_other_code_captures_are_refused()
     let (stream, buffer) = (device.create_stream().unwrap(), device.allocate::<u32>(LEN).unwrap());
     let (_, other) = open(MockOptions::new());
     let elsewhere = other.device(0).unwrap().create_stream().unwrap();
-    let refused = elsewhere.note_device_use(&buffer, true).unwrap_err();
+    let refused = elsewhere.note_device_use(&buffer, Access::Write).unwrap_err();
     assert_eq!((refused.kind(), refused.operation()), (ErrorKind::InvalidPointer, "note_device_use"));
     // A stream of another device may read the memory, as a peer.
-    runtime.device(1).unwrap().create_stream().unwrap().note_device_use(&buffer, false).unwrap();
+    runtime.device(1).unwrap().create_stream().unwrap().note_device_use(&buffer, Access::Read).unwrap();
     // SAFETY: `stream` outlives the wrapper.
     let wrapper = unsafe { device.stream_from_raw(stream.raw().unwrap()).unwrap() };
     gpu.begin_capture(stream.id(), CaptureMode::Relaxed).unwrap();
-    assert_eq!(wrapper.note_device_use(&buffer, true).unwrap_err().kind(), ErrorKind::Capture);
+    assert_eq!(wrapper.note_device_use(&buffer, Access::Write).unwrap_err().kind(), ErrorKind::Capture);
     // SAFETY: the test's own capture.
     gpu.destroy_graph(unsafe { gpu.end_capture(stream.id()).unwrap() }).unwrap();
 }

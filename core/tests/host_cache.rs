@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use highwater_core::{Backend, ErrorKind, Location, MemoryCopy, Runtime, RuntimeOptions};
+use highwater_core::{Access, Backend, ErrorKind, Location, MemoryCopy, Runtime, RuntimeOptions};
 use highwater_mock::{MockGpu, MockOptions, Operation};
 
 const KIB: usize = 1 << 10;
@@ -55,7 +55,7 @@ fn a_copy_that_other_code_enqueued_from_inside_a_buffer_is_waited_for() {
     // SAFETY: both ranges lie in live blocks; the use is noted at once, so the buffer is not touched before it is over. The
     // source is dropped after the wait below.
     unsafe { gpu.copy(&copy, stream.id()).unwrap() };
-    stream.note_host_use(inside, true).unwrap();
+    stream.note_host_use(inside, Access::Write).unwrap();
     let values = pinned.read().unwrap();
     assert!(values[100..164].iter().all(|&value| value == 7), "the read did not wait");
     assert!(values[..100].iter().chain(&values[164..]).all(|&value| value == 0));

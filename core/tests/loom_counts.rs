@@ -13,15 +13,15 @@ mod primitive {
 
 #[path = "../src/sharing/counts.rs"]
 mod counts;
-#[path = "../src/sharing/local.rs"]
-mod local;
+#[path = "../src/sharing/open_count.rs"]
+mod open_count;
 
 use counts::{Acquired, Flags, Slot};
-use local::LocalCount;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU64;
 use loom::thread;
+use open_count::OpenCount;
 
 const SERIAL: u64 = 7;
 
@@ -229,14 +229,14 @@ fn every_raised_flag_is_drained_once() {
 /// An import: the word that it shares with the exporter, and what decides about its addresses.
 struct Import {
     shared: Arc<Shared>,
-    open: LocalCount,
+    open: OpenCount,
     addresses: UnsafeCell<u32>,
 }
 
 impl Import {
     /// Open once.
     fn open() -> Arc<Self> {
-        let import = Self { shared: Shared::open(), open: LocalCount::open(), addresses: UnsafeCell::new(0) };
+        let import = Self { shared: Shared::open(), open: OpenCount::open(), addresses: UnsafeCell::new(0) };
         Arc::new(import)
     }
 

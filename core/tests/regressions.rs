@@ -288,7 +288,7 @@ fn a_use_on_another_device_was_taken_for_one_on_the_first() {
     let start = Instant::now();
     while runtime.block_of(at).is_some() {
         assert!(start.elapsed() < Duration::from_secs(5));
-        runtime.reclaim().unwrap();
+        runtime.trim_device_memory().unwrap();
         thread::yield_now();
     }
     assert!(streams[1].is_complete().unwrap(), "the source was freed while a copy of it was outstanding");

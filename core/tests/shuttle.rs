@@ -1,7 +1,7 @@
 //! Random schedules of threads over the host cache: no block is in two hands, and in the end every block is accounted for.
 //!
 //! The files under test are compiled against shuttle's types; their `crate::primitive` is the module here. The backend is a
-//! set of flags, one for each mark and each block.
+//! set of flags, one for each completion event and each block.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
@@ -83,7 +83,7 @@ mod testing {
     }
 }
 
-mod events {
+mod completion_events {
     use crate::primitive::{AtomicBool, Ordering};
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -92,11 +92,11 @@ mod events {
         pub(crate) number: u64,
     }
 
-    /// A mark that is passed when the test says so.
+    /// A completion event that is passed when the test says so.
     #[derive(Debug)]
-    pub(crate) struct Mark(Point, AtomicBool);
+    pub(crate) struct CompletionEvent(Point, AtomicBool);
 
-    impl Mark {
+    impl CompletionEvent {
         pub(crate) fn new(stream: u64, number: u64) -> Self {
             Self(Point { stream, number }, AtomicBool::new(false))
         }
@@ -119,7 +119,7 @@ mod host;
 #[path = "../src/pool/size_class.rs"]
 mod size_class;
 
-use events::Mark;
+use completion_events::CompletionEvent;
 use host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use primitive::{Arc, AtomicBool, AtomicU64, HostPtr, Mutex, Ordering};
 use shuttle::thread;
@@ -145,8 +145,8 @@ struct Rig {
     in_hand: [AtomicBool; MOST_BLOCKS],
     /// How many graphs keep each block.
     kept: [AtomicU64; MOST_BLOCKS],
-    /// The marks of the uses of each block, whatever the cache knows of them.
-    last_uses: [Mutex<Vec<Arc<Mark>>>; MOST_BLOCKS],
+    /// The completion events of the uses of each block, whatever the cache knows of them.
+    last_uses: [Mutex<Vec<Arc<CompletionEvent>>>; MOST_BLOCKS],
 }
 
 impl Rig {
@@ -165,7 +165,7 @@ impl Rig {
     fn take(&self, bytes: usize) -> OwnedBlock {
         let (class, block_bytes) = size_class::of(bytes).unwrap();
         let cached = self.cache.find(class, bytes);
-        let cached = cached.or_else(|| self.cache.take_waiting(class, bytes, Mark::is_passed));
+        let cached = cached.or_else(|| self.cache.take_waiting(class, bytes, CompletionEvent::is_passed));
         let block = cached.unwrap_or_else(|| {
             let number = self.allocated.fetch_add(1, Ordering::SeqCst) as usize;
             let block = PinnedBlock::new(HostPtr(number), block_bytes, class, None);
@@ -180,19 +180,19 @@ impl Rig {
     }
 
     /// As a copy of a stream uses a block that is in hand.
-    fn use_block(&self, block: &PinnedBlock, mark: &Arc<Mark>) {
-        self.last_uses[block.ptr.0].lock().push(Arc::clone(mark));
-        let _ = block.uses.note(Arc::clone(mark), true);
+    fn use_block(&self, block: &PinnedBlock, completion: &Arc<CompletionEvent>) {
+        self.last_uses[block.ptr.0].lock().push(Arc::clone(completion));
+        let _ = block.uses.note(Arc::clone(completion), true);
     }
 
     fn is_in_use(&self, block: &PinnedBlock) -> bool {
-        self.last_uses[block.ptr.0].lock().iter().any(|mark| !mark.is_passed())
+        self.last_uses[block.ptr.0].lock().iter().any(|completion| !completion.is_passed())
     }
 
     fn drop_buffer(&self, block: OwnedBlock, bytes: usize) {
         assert!(self.in_hand[block.ptr.0].swap(false, Ordering::SeqCst));
         if self.cache.give_back(block, bytes) {
-            self.cache.keep_to_cap(Mark::is_passed, |block| self.free(block));
+            self.cache.keep_to_cap(CompletionEvent::is_passed, |block| self.free(block));
         }
     }
 
@@ -206,7 +206,7 @@ impl Rig {
     fn let_go(&self, kept: KeptBlock) {
         self.kept[kept.ptr.0].fetch_sub(1, Ordering::SeqCst);
         if self.cache.let_go(kept) {
-            self.cache.keep_to_cap(Mark::is_passed, |block| self.free(block));
+            self.cache.keep_to_cap(CompletionEvent::is_passed, |block| self.free(block));
         }
     }
 
@@ -220,10 +220,10 @@ impl Rig {
     }
 
     fn trim(&self) {
-        self.cache.trim(Mark::is_passed, |block| self.free(block));
+        self.cache.trim(CompletionEvent::is_passed, |block| self.free(block));
     }
 
-    /// Everything is given back and every mark is passed: all is accounted for, and a trim leaves nothing.
+    /// Everything is given back and every completion event is passed: all is accounted for, and a trim leaves nothing.
     fn check_end(&self, cap: u64) {
         let statistics = self.cache.statistics();
         assert_eq!(statistics.broken_law(), None, "{statistics:?}");
@@ -241,15 +241,15 @@ impl Rig {
 fn takers_and_a_trim(cap: Option<u64>) {
     let rig = Rig::new(cap);
     // Two of each stream, which pass in order.
-    let marks: Vec<_> = (0..4).map(|index| Arc::new(Mark::new(index / 2, index % 2))).collect();
-    let takers: Vec<_> = marks
+    let completions: Vec<_> = (0..4).map(|index| Arc::new(CompletionEvent::new(index / 2, index % 2))).collect();
+    let takers: Vec<_> = completions
         .chunks(2)
-        .map(|marks| {
-            let (rig, marks) = (Arc::clone(&rig), marks.to_vec());
+        .map(|completions| {
+            let (rig, completions) = (Arc::clone(&rig), completions.to_vec());
             thread::spawn(move || {
-                for mark in marks {
+                for completion in completions {
                     let block = rig.take(BYTES);
-                    rig.use_block(&block, &mark);
+                    rig.use_block(&block, &completion);
                     rig.drop_buffer(block, BYTES);
                     // Another class, and unused.
                     let block = rig.take(2 * BYTES);
@@ -259,12 +259,12 @@ fn takers_and_a_trim(cap: Option<u64>) {
         })
         .collect();
     let device = thread::spawn({
-        let marks = marks.clone();
+        let completions = completions.clone();
         move || {
-            for mark in marks {
+            for completion in completions {
                 // About as long as a taker needs to come back.
                 (0..20).for_each(|_| thread::yield_now());
-                mark.pass();
+                completion.pass();
             }
         }
     });
@@ -317,12 +317,12 @@ fn a_use_noted_by_address_is_refused_or_waited_for() {
             let rig = Rig::new(Some(0));
             let block = rig.take(BYTES);
             let (number, class, uses) = (block.ptr.0, block.class, Arc::clone(&block.uses));
-            let mark = Arc::new(Mark::new(1, 1));
+            let completion = Arc::new(CompletionEvent::new(1, 1));
             let noter = thread::spawn({
-                let (rig, mark) = (Arc::clone(&rig), Arc::clone(&mark));
+                let (rig, completion) = (Arc::clone(&rig), Arc::clone(&completion));
                 move || {
                     let Some(kept) = rig.cache.keep_if_live(HostPtr(number), class, &uses) else { return false };
-                    let _ = kept.uses.note(mark, true);
+                    let _ = kept.uses.note(completion, true);
                     let _ = rig.cache.let_go(kept);
                     true
                 }
@@ -335,7 +335,7 @@ fn a_use_noted_by_address_is_refused_or_waited_for() {
             let noted = noter.join().unwrap();
             trimmer.join().unwrap();
             assert_eq!(rig.freed[number].load(Ordering::SeqCst), !noted);
-            mark.pass();
+            completion.pass();
             rig.trim();
             rig.check_end(0);
         },
@@ -352,16 +352,16 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
             move || {
                 let rig = Rig::new(cap);
                 let block = rig.take(BYTES);
-                let marks = [Arc::new(Mark::new(1, 1)), Arc::new(Mark::new(2, 1))];
+                let completions = [Arc::new(CompletionEvent::new(1, 1)), Arc::new(CompletionEvent::new(2, 1))];
                 let graphs = [1, 2].map(|stream| {
-                    let (rig, mark) = (Arc::clone(&rig), Arc::clone(&marks[stream - 1]));
+                    let (rig, completion) = (Arc::clone(&rig), Arc::clone(&completions[stream - 1]));
                     let kept = rig.keep(&block);
                     thread::spawn(move || {
                         // A launch.
                         let begun = kept.uses.begin(stream as u64, true).unwrap();
-                        rig.last_uses[kept.ptr.0].lock().push(Arc::clone(&mark));
+                        rig.last_uses[kept.ptr.0].lock().push(Arc::clone(&completion));
                         thread::yield_now();
-                        let _ = begun.settle(mark);
+                        let _ = begun.settle(completion);
                         rig.let_go(kept);
                     })
                 });
@@ -374,7 +374,7 @@ fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
                     })
                 });
                 rig.drop_buffer(block, BYTES);
-                marks.iter().for_each(|mark| mark.pass());
+                completions.iter().for_each(|completion| completion.pass());
                 graphs.into_iter().chain(others).for_each(|thread| thread.join().unwrap());
                 // Waiting blocks above the cap go with the next occasion.
                 rig.drop_buffer(rig.take(2 * BYTES), 2 * BYTES);
@@ -392,35 +392,35 @@ fn uses_of_shared_streams(writes: bool) {
     const THREADS: u64 = 3;
     let rig = Rig::new(None);
     let block = Arc::new(rig.take(BYTES));
-    // The number of each stream's last mark, under its turn.
-    let turns = [0, 1].map(|_| Arc::new(Mutex::new(0)));
-    // In an order that the device may execute: a stream waits for marks noted earlier.
-    let marks = Arc::new(Mutex::new(Vec::new()));
+    // The number of each stream's last completion event, under its submission lock.
+    let submissions = [0, 1].map(|_| Arc::new(Mutex::new(0)));
+    // In an order that the device may execute: a stream waits for completion events noted earlier.
+    let completions = Arc::new(Mutex::new(Vec::new()));
     let threads: Vec<_> = (0..THREADS)
         .map(|thread| {
-            let (block, marks) = (Arc::clone(&block), Arc::clone(&marks));
+            let (block, completions) = (Arc::clone(&block), Arc::clone(&completions));
             let stream = u64::from(thread > 1);
-            let turn = Arc::clone(&turns[stream as usize]);
+            let submission = Arc::clone(&submissions[stream as usize]);
             thread::spawn(move || {
                 for use_ in 0..2 {
                     let begun = block.uses.begin(stream, writes && use_ == 1).unwrap();
-                    let mut turn = turn.lock();
-                    *turn += 1;
-                    let mark = Arc::new(Mark::new(stream, *turn));
-                    marks.lock().push(Arc::clone(&mark));
-                    drop(turn);
-                    let _ = begun.settle(mark);
-                    assert!(block.uses.marks(false).len() <= 2, "a stream has two entries");
+                    let mut submission = submission.lock();
+                    *submission += 1;
+                    let completion = Arc::new(CompletionEvent::new(stream, *submission));
+                    completions.lock().push(Arc::clone(&completion));
+                    drop(submission);
+                    let _ = begun.settle(completion);
+                    assert!(block.uses.completions(false).len() <= 2, "a stream has two entries");
                 }
             })
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    for mark in marks.lock().iter() {
-        assert!(!block.uses.are_over(Mark::is_passed), "a use was forgotten before it was over");
-        mark.pass();
+    for completion in completions.lock().iter() {
+        assert!(!block.uses.are_over(CompletionEvent::is_passed), "a use was forgotten before it was over");
+        completion.pass();
     }
-    assert!(block.uses.are_over(Mark::is_passed));
+    assert!(block.uses.are_over(CompletionEvent::is_passed));
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Random schedules of an exporter and two importers over the counts that they share: no allocation is freed while
 //! somebody holds it, and each is freed once, whoever dies and wherever.
 //!
-//! `counts.rs` and `local.rs` are compiled against shuttle's types. Processes are sets of threads here; what surrounds the counts, the
-//! exporter's books and the importers' tables of mappings, is told anew in its shortest form, step for step as
-//! `exporter.rs` and `importer.rs` do it.
+//! `counts.rs` and `open_count.rs` are compiled against shuttle's types. Processes are sets of threads here; what
+//! surrounds the counts, the exporter's books and the importers' tables of mappings, is told anew in its shortest form,
+//! step for step as `exporter.rs` and `importer.rs` do it.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
@@ -13,13 +13,13 @@ mod primitive {
 
 #[path = "../src/sharing/counts.rs"]
 mod counts;
-#[path = "../src/sharing/local.rs"]
-mod local;
+#[path = "../src/sharing/open_count.rs"]
+mod open_count;
 
 use std::collections::{HashMap, VecDeque};
 
 use counts::{Acquired, Flags, Slot};
-use local::LocalCount;
+use open_count::OpenCount;
 use shuttle::rand::Rng;
 use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use shuttle::sync::{Arc, Mutex, MutexGuard};
@@ -260,7 +260,7 @@ type Alive<T> = Result<T, Killed>;
 struct Import {
     ticket: Ticket,
     table: Arc<Table>,
-    open: LocalCount,
+    open: OpenCount,
 }
 
 impl Import {
@@ -348,7 +348,7 @@ impl Importer {
         self.exporter.memory(ticket).mapped[self.number].fetch_add(1, Ordering::SeqCst);
         self.take_in_hand(ticket);
         self.step()?;
-        Ok(Some(Arc::new(Import { ticket, table, open: LocalCount::open() })))
+        Ok(Some(Arc::new(Import { ticket, table, open: OpenCount::open() })))
     }
 
     fn check(&self, ticket: Ticket) -> Alive<()> {

@@ -67,7 +67,7 @@ pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread<'_>, progr
     let mut outcome = job.finish()?;
     outcome.holdings += runtime.statistics().into();
     drop(places);
-    runtime.collect()?;
+    runtime.trim_shared()?;
     Ok(outcome)
 }
 

@@ -99,7 +99,7 @@ fn work(runtime: &Runtime, rounds: usize) -> Result<Vec<bool>> {
             continue;
         }
         assert!(pinned.read()?.iter().all(|&value| value == (N * N * N) as f32));
-        runtime.reclaim()?;
+        runtime.trim_device_memory()?;
     }
     assert_eq!(kept.download(&sum)?, vec![(rounds * N) as f32; N * N]);
     Ok(seen)

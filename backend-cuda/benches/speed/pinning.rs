@@ -45,7 +45,7 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
                         let (buffer, made, longest) = bystander.longest_of(|| Ok(runtime.pinned::<u8>(bytes)?))?;
                         let start = Instant::now();
                         drop(buffer);
-                        runtime.reclaim()?;
+                        runtime.trim_device_memory()?;
                         runtime.trim()?;
                         (made, ns(start), longest)
                     } else {

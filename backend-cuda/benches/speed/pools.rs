@@ -68,6 +68,6 @@ pub(crate) fn rows(bench: &Bench<'_>, table: &mut Table) -> Result<()> {
     let times = alone(bench.bursts(50), || Ok(()), share)?;
     table.push(Row::alone("share a buffer, open the ticket in the same process, drop", &times));
     drop(shared);
-    runtime.collect()?;
+    runtime.trim_shared()?;
     Ok(())
 }

@@ -8,13 +8,13 @@ use std::sync::atomic::Ordering;
 use super::recording::{OwnedWorkspace, Parts, RecordedBlock, Recording};
 use crate::device_block::{DeviceBlock, Noted};
 use crate::pool::block_uses::BegunUse;
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::pinned::PinnedPool;
 use crate::runtime::{Runtime, RuntimeInner};
 use crate::services::Dropped;
 use crate::stream::Stream;
 use crate::stream::core::StreamCore;
-use crate::stream::submission::Turn;
+use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{Error, ErrorKind, GraphExecId, Result};
 
 /// Work that was recorded by [`Stream::capture`], to be launched as often as wanted.
@@ -104,8 +104,8 @@ pub(super) struct Recorded {
     /// In the order of addresses once there is a graph, see `pool/block_uses.rs`.
     pinned: Vec<RecordedBlock>,
     workspaces: Vec<OwnedWorkspace>,
-    /// Stream and mark of the last launch.
-    last: Option<(u64, Arc<Mark>)>,
+    /// Stream and completion event of the last launch.
+    last: Option<(u64, Arc<CompletionEvent>)>,
     /// A launch may be running and nobody can tell for how long.
     unmarked: bool,
     is_graph: bool,
@@ -140,7 +140,7 @@ impl Recorded {
         self.workspaces.extend(recording.parts.workspaces);
     }
 
-    /// The same, as what a graph owns.
+    /// Returns the same as the memory of a graph, with one entry for each block.
     pub(super) fn into_graph(mut self) -> Self {
         // One entry for each block, in the order in which every launch begins its uses.
         let mut pinned = std::mem::take(&mut self.pinned);
@@ -190,47 +190,49 @@ impl Recorded {
                 .with_hint("launch after the closure of `read_with` or `write_with` has returned")
             })?;
             // Not before: an operation that this one has waited for may have failed.
-            PinnedPool::check_marked(&recorded.block.uses).map(|()| begun)
+            PinnedPool::check_known(&recorded.block.uses).map(|()| begun)
         });
         let begun = begun.collect::<Result<Vec<_>>>()?;
         let note = |noted: Noted, block: &Arc<DeviceBlock>| block.note_use(core).map(|other| noted.and(other));
         let noted = self.device.values().try_fold(Noted::Ordered, note)?;
-        let mut mark = inner.device(stream.device()).events.take(&*inner.backend)?;
+        let mut completion = inner.device(stream.device()).events.take(&*inner.backend)?;
 
-        let mut turn = core.enter_outside(OPERATION)?;
+        let mut submission = core.enter_outside(OPERATION)?;
         noted.check_executed(OPERATION)?;
-        let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, mark)| mark);
+        let previous = self.last.as_ref().filter(|(key, _)| *key != core.key).map(|(_, completion)| completion);
         let workspaces = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
-        let mut awaited: Vec<&Arc<Mark>> = begun.iter().flat_map(|begun| &begun.racing).collect();
+        let mut awaited: Vec<&Arc<CompletionEvent>> = begun.iter().flat_map(|begun| &begun.racing).collect();
         awaited.extend(workspaces.chain(previous));
-        awaited.sort_by_key(|mark| Arc::as_ptr(mark));
-        awaited.dedup_by_key(|mark| Arc::as_ptr(mark));
-        for mark in awaited {
-            inner.backend.stream_wait_event(stream.id(), mark.event())?;
+        awaited.sort_by_key(|completion| Arc::as_ptr(completion));
+        awaited.dedup_by_key(|completion| Arc::as_ptr(completion));
+        for completion in awaited {
+            inner.backend.stream_wait_event(stream.id(), completion.event())?;
         }
-        // SAFETY: the graph owns all memory that it recorded, and gives it back after the mark recorded below. This stream
-        // has been made to wait for the launch before. What would race on page-locked memory was waited for above, and what
-        // follows waits for this launch: its uses are begun, and settled below. The CPU stays away: see `block_uses.rs`.
+        // SAFETY: the graph owns all memory that it recorded, and gives it back after the completion event recorded
+        // below. This stream has been made to wait for the launch before. What would race on page-locked memory was
+        // waited for above, and what follows waits for this launch: its uses are begun, and settled below. The CPU
+        // stays away: see `block_uses.rs`.
         unsafe { inner.backend.launch_graph(executable, stream.id())? };
         self.workspaces.iter_mut().for_each(|owned| owned.idle.after = None);
-        if let Err(error) = core.record(&mut turn, &mut mark) {
-            // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the launch is done.
+        if let Err(error) = core.record(&mut submission, &mut completion) {
+            // Without a completion event, waiting is all that is left. Where that fails too, nobody can tell when the
+            // launch is done.
             self.last = None;
-            return core.wait_for_all(turn).map_err(|_| {
+            return core.wait_for_all(submission).map_err(|_| {
                 self.unmarked = true;
                 self.pinned.iter().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
                 error
             });
         }
-        drop(turn);
-        let mark = Arc::new(mark);
+        drop(submission);
+        let completion = Arc::new(completion);
         let settle = |(begun, recorded): (BegunUse<'_>, &RecordedBlock)| {
-            if begun.settle(Arc::clone(&mark)) {
+            if begun.settle(Arc::clone(&completion)) {
                 inner.pinned.forget_passed(&recorded.block.uses);
             }
         };
         begun.into_iter().zip(&self.pinned).for_each(settle);
-        self.last = Some((core.key, mark));
+        self.last = Some((core.key, completion));
         Ok(())
     }
 }
@@ -246,10 +248,11 @@ impl Drop for Recorded {
             self.count(1_u64.wrapping_neg());
         }
         for OwnedWorkspace { device, mut idle } in self.workspaces.drain(..) {
-            // Without a mark it stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
+            // Without a completion event it stays in the list of all workspaces, is used by nobody, and is freed when
+            // the runtime ends.
             if !self.unmarked {
-                if let Some((_, mark)) = &self.last {
-                    idle.after = Some(Arc::clone(mark));
+                if let Some((_, completion)) = &self.last {
+                    idle.after = Some(Arc::clone(completion));
                 }
                 inner.workspaces.give_back(device, idle);
             }
@@ -271,21 +274,22 @@ impl Parts {
             return;
         }
         let mut earlier = self.workspaces.iter().filter_map(|owned| owned.idle.after.as_ref());
-        let wait = |turn: Turn<'_>| {
-            let result = earlier.try_for_each(|mark| inner.backend.stream_wait_event(stream.id, mark.event()));
-            drop(turn);
+        let wait = |submission: SubmissionGuard<'_>| {
+            let result =
+                earlier.try_for_each(|completion| inner.backend.stream_wait_event(stream.id, completion.event()));
+            drop(submission);
             result
         };
-        // The mark stands for the earlier users of the workspaces too.
+        // The completion event stands for the earlier users of the workspaces too.
         let waited = stream.enter_outside("stream_wait_event").and_then(wait);
-        match waited.and_then(|()| stream.mark()) {
-            Ok(mark) => {
+        match waited.and_then(|()| stream.completion()) {
+            Ok(completion) => {
                 for RecordedBlock { block, writes, .. } in self.pinned.values() {
-                    if block.uses.note(Arc::clone(&mark), *writes > 0) {
+                    if block.uses.note(Arc::clone(&completion), *writes > 0) {
                         inner.pinned.forget_passed(&block.uses);
                     }
                 }
-                self.workspaces.iter_mut().for_each(|owned| owned.idle.after = Some(Arc::clone(&mark)));
+                self.workspaces.iter_mut().for_each(|owned| owned.idle.after = Some(Arc::clone(&completion)));
             }
             Err(error) => {
                 inner.count_failed_release(&error);

@@ -1,21 +1,21 @@
-//! Capture and replay: [`Stream::capture`] records what is enqueued instead of executing it, a [`Graph`] replays it.
+//! Capture and replay: [`Stream::capture`](crate::Stream::capture) records enqueued work instead of executing it, and a
+//! [`Graph`] replays it.
 //!
-//! *Who owns what.* A capture, and then its graph, owns everything that was recorded: blocks of device memory and of
-//! page-locked memory by reference, and workspaces of its own. It gives them back when it is dropped and its last launch is
-//! done, which the mark of that launch tells; nobody waits. Handles are bound to the capture's workspace while a
-//! stream takes part, under a key of the capture, and are bound anew afterwards.
+//! *Ownership.* A capture, and then its graph, owns everything that was recorded: blocks of device memory and of page-locked
+//! memory by reference, and workspaces of its own. A dropped graph returns them once its last launch is done. The completion
+//! event of that launch tells when; no thread waits. Handles are bound to the capture's workspace while a stream takes part,
+//! under a key of the capture. Afterward they are bound anew.
 //!
-//! *Before, in, or after.* Every call that enqueues takes the stream's turn, and a capture begins and ends under the turns of
-//! its streams. So each call knows whether it is recorded. The end takes the turns of all streams of the capture, in the
-//! order of their keys; everybody else holds one turn at most.
+//! *Before, in, or after.* Every call that enqueues takes the stream's submission lock, and a capture begins and ends under
+//! the submission locks of its streams. So each call knows whether it is recorded. The end takes the submission locks of all
+//! streams of the capture, in the order of their keys. Every other thread holds one submission lock at most.
 //!
-//! *What would lose a capture is refused* before the backend is called: waiting and asking, and waits for events from
-//! outside. What destructors cannot do meanwhile is deferred. A stream that takes part records no marks: work from
-//! before the capture is covered by the mark that was recorded when it began, and what is used in the capture is kept by it.
+//! *Refusals.* Waits, queries, and waits for events from outside would lose the capture. They are refused before the backend
+//! is called, and the work of destructors is deferred. A stream that takes part records no completion events. Work from
+//! before the capture is covered by the event recorded when it began, and the capture keeps all memory used in it.
 //!
-//! *Page-locked memory* of a graph may be in use elsewhere. Nothing of that stands in the way of recording; each launch
-//! waits, on the device, for the uses that it would race with, and counts as a use itself. See `pool/block_uses.rs` for
-//! how the CPU is kept apart.
+//! *Page-locked memory* of a graph may be in use elsewhere, and is recorded all the same. Each launch waits, on the device,
+//! for the uses that it would race with, and counts as a use itself. `pool/block_uses.rs` tells how the CPU is kept apart.
 
 mod graph;
 mod open;

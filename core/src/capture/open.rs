@@ -10,7 +10,7 @@ use super::thread::{count_open, end_runtimes, in_capture};
 use crate::runtime::RuntimeInner;
 use crate::services::Dropped;
 use crate::stream::Stream;
-use crate::stream::submission::Turn;
+use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{CaptureMode, Error, GraphId, Result, StreamId, fork::Generation};
 
 impl Stream {
@@ -127,7 +127,7 @@ impl<'s> OpenCapture<'s> {
         let mut streams = self.capture.close();
         streams.sort_by_key(|stream| stream.key);
         streams.dedup_by_key(|stream| stream.key);
-        let mut turns: Vec<Turn<'_>> = streams.iter().map(|stream| stream.turn()).collect();
+        let mut submissions: Vec<SubmissionGuard<'_>> = streams.iter().map(|stream| stream.lock_submission()).collect();
         // SAFETY: this capture began it.
         let end = |()| unsafe { inner.backend.end_capture(self.stream.id()) };
         let ended = inner.check(OPERATION).and_then(end);
@@ -135,20 +135,20 @@ impl<'s> OpenCapture<'s> {
             abandon(inner, self.stream.id());
         }
         let mut recordings = Vec::new();
-        for (stream, turn) in streams.iter().zip(&mut turns) {
+        for (stream, submission) in streams.iter().zip(&mut submissions) {
             let takes_part = |recording: &mut Box<Recording>| Arc::ptr_eq(&recording.capture, &self.capture);
-            if let Some(recording) = turn.recording.take_if(takes_part) {
+            if let Some(recording) = submission.recording.take_if(takes_part) {
                 stream.bind_to(stream.key);
                 recordings.push((stream, recording));
             }
         }
-        drop(turns);
+        drop(submissions);
         count_open(-1);
         // Events of the capture first: what is given back below may need one.
-        for (mark, exposed) in self.capture.set_ended() {
+        for (completion, exposed) in self.capture.set_ended() {
             if exposed && inner.may_release() {
                 // A refusal is counted and tried again.
-                let _ = inner.destroy(Dropped::Event(mark.into_event()));
+                let _ = inner.destroy(Dropped::Event(completion.into_event()));
             }
         }
         let mut recorded = Recorded::new(self.stream.runtime().clone());

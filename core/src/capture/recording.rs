@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use crate::device_block::DeviceBlock;
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::host::KeptBlock;
 use crate::pool::workspaces::IdleWorkspace;
 use crate::stream::core::StreamCore;
@@ -17,7 +17,7 @@ use highwater_hal::{BlasKind, Error, ErrorKind, HostPtr, Workspace};
 
 /// A capture: what its streams and the events recorded in it share.
 pub(crate) struct Capture {
-    /// Set before the end takes the turns of the streams.
+    /// Set before the end takes the submission locks of the streams.
     closed: AtomicBool,
     state: Mutex<CaptureState>,
 }
@@ -27,8 +27,8 @@ pub(super) struct CaptureState {
     /// Streams that take part, or may have been about to. None of them ends before the capture does.
     pub(super) streams: Vec<Arc<StreamCore>>,
     /// Events recorded in the capture that were dropped, and whether their ids were given away.
-    events: Vec<(Mark, bool)>,
-    /// Whether the backend has ended the capture, so that its events are nobody's.
+    events: Vec<(CompletionEvent, bool)>,
+    /// True if the backend has ended the capture, so that its events are nobody's.
     ended: bool,
 }
 
@@ -65,23 +65,23 @@ impl Capture {
     }
 
     /// Keeps an event that is dropped until the capture ends; gives it back where it has ended.
-    pub(crate) fn keep_event(&self, mark: Mark, exposed: bool) -> Option<Mark> {
+    pub(crate) fn keep_event(&self, completion: CompletionEvent, exposed: bool) -> Option<CompletionEvent> {
         let mut state = self.state.lock();
         if state.ended {
-            return Some(mark);
+            return Some(completion);
         }
-        state.events.push((mark, exposed));
+        state.events.push((completion, exposed));
         None
     }
 
-    /// The backend has ended the capture. Gives the events that were dropped meanwhile.
-    pub(crate) fn set_ended(&self) -> Vec<(Mark, bool)> {
+    /// Notes that the backend has ended the capture. Returns the events that were dropped meanwhile.
+    pub(crate) fn set_ended(&self) -> Vec<(CompletionEvent, bool)> {
         let mut state = self.state.lock();
         state.ended = true;
         std::mem::take(&mut state.events)
     }
 
-    /// The error of a question to an event that was recorded in the capture.
+    /// Returns the error of a question to an event that was recorded in the capture.
     pub(crate) fn no_answer(&self, operation: &'static str) -> Error {
         let message = if self.is_closed() {
             "the event was recorded in a capture, which has ended: it marks a point in a graph, not in a stream"
@@ -97,8 +97,8 @@ pub(crate) struct Recording {
     pub(crate) capture: Arc<Capture>,
     /// Under which handles are bound for the capture; no stream's key.
     pub(crate) key: u64,
-    /// Marks the work enqueued on the stream before the capture.
-    pub(crate) before: Arc<Mark>,
+    /// Recorded after the work enqueued on the stream before the capture.
+    pub(crate) before: Arc<CompletionEvent>,
     pub(crate) device: u32,
     pub(crate) parts: Parts,
     /// Workspaces that the work may be given, made beforehand.
@@ -130,8 +130,8 @@ pub(crate) struct OwnedWorkspace {
 }
 
 impl Recording {
-    /// The workspace for calls of one kind, where one was asked for before: as a stream's own, Lt calls use that of the BLAS
-    /// calls where it is large enough.
+    /// Returns the workspace for calls of one kind, if one was asked for before. As a stream's own, Lt calls use that
+    /// of the BLAS calls where it is large enough.
     pub(crate) fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         if kind != BlasKind::Lt {
             return self.blas_workspace;

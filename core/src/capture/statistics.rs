@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::gate::CaptureGate;
+use crate::capture_gate::CaptureGate;
 
 /// What captures and graphs hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

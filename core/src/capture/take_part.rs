@@ -38,40 +38,40 @@ pub(super) fn take_part(
             reserved.add(BlasKind::Lt)?;
         }
     }
-    let mut mark = device.events.take(&*inner.backend)?;
-    let mut turn = core.enter(operation)?;
-    core.wait_settled(&mut turn);
-    if turn.recording.is_some() {
-        drop(turn);
+    let mut completion = device.events.take(&*inner.backend)?;
+    let mut submission = core.enter(operation)?;
+    core.wait_settled(&mut submission);
+    if submission.recording.is_some() {
+        drop(submission);
         return refused("the stream takes part in a capture already", "end that capture first");
     }
-    if turn.lent > 0 {
-        drop(turn);
+    if submission.lent > 0 {
+        drop(submission);
         return refused("a raw handle of the stream is lent to foreign code", "capture after `with_raw` has returned");
     }
     if capture.is_closed() {
-        drop(turn);
+        drop(submission);
         return Err(capture.no_answer(operation));
     }
-    // The mark goes back to its pool after the turn, also where a call fails.
-    let started = core.record(&mut turn, &mut mark).and_then(|()| start(&*inner.backend));
+    // The completion event goes back to its pool after the submission lock, also where a call fails.
+    let started = core.record(&mut submission, &mut completion).and_then(|()| start(&*inner.backend));
     if let Err(error) = started {
-        drop(turn);
+        drop(submission);
         return Err(error);
     }
     let key = StreamCore::next_key();
     core.bind_to(key);
-    turn.recording = Some(Box::new(Recording {
+    submission.recording = Some(Box::new(Recording {
         capture: Arc::clone(capture),
         key,
-        before: Arc::new(mark),
+        before: Arc::new(completion),
         device: stream.device(),
         parts: Parts::default(),
         reserved: std::mem::take(&mut reserved.workspaces),
         blas_workspace: None,
         lt_workspace: None,
     }));
-    drop(turn);
+    drop(submission);
     // Uncounted at the end of the capture.
     std::mem::forget(capturing);
     Ok(())
@@ -108,8 +108,8 @@ pub(crate) fn join(stream: &Stream, event: &Event, capture: &Arc<Capture>) -> Re
     const OPERATION: &str = "stream_wait_event";
     let inner = &stream.runtime().inner;
     {
-        let turn = stream.core().enter(OPERATION)?;
-        if let Some(recording) = &turn.recording {
+        let submission = stream.core().enter(OPERATION)?;
+        if let Some(recording) = &submission.recording {
             if Arc::ptr_eq(&recording.capture, capture) {
                 return inner.backend.stream_wait_event(stream.id(), event.id);
             }

@@ -13,7 +13,7 @@ thread_local! {
     static ENDING: RefCell<Vec<Arc<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Whether this thread is inside a capture.
+/// Returns whether this thread is inside a capture.
 pub(crate) fn in_capture() -> bool {
     OPEN_CAPTURES.try_with(|open| open.get() > 0).unwrap_or(false)
 }
@@ -53,7 +53,7 @@ pub(crate) fn refuse_in_capture(operation: &'static str) -> Result<()> {
     Ok(())
 }
 
-/// The error of a question to a stream that takes part in a capture.
+/// Returns the error of a question to a stream that takes part in a capture.
 #[cold]
 pub(crate) fn nothing_is_executed(operation: &'static str) -> Error {
     Error::new(

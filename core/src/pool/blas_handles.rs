@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
-use super::events::Mark;
 use super::handles::{HandlePool, PoolKey};
 use crate::capture::thread::warm_up_first;
 use crate::numerics::Modes;
@@ -58,8 +58,8 @@ pub(crate) struct BlasHandles {
 struct SpareHandle {
     device: u32,
     pooled: PooledHandle,
-    /// The last work of that stream; `None` if it could not be marked.
-    after: Option<Arc<Mark>>,
+    /// The last work of that stream; `None` if it has no completion event.
+    after: Option<Arc<CompletionEvent>>,
 }
 
 impl BlasHandles {
@@ -113,7 +113,7 @@ impl BlasHandles {
         match self.services().quiet() {
             // A refusal is counted.
             Some(_quiet) => drop(self.services().note(pooled.handle.destroy())),
-            // Without a mark no stream may reuse it.
+            // Without a completion event no stream may reuse it.
             None => {
                 let device = pooled.handle.device();
                 self.spare.lock().push(SpareHandle { device, pooled, after: None });
@@ -136,7 +136,7 @@ impl BlasHandles {
 
     /// Keeps the handles that were tied to an ending stream for other streams. Handles that the backend cannot unbind
     /// end with it.
-    pub(crate) fn keep_spare(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+    pub(crate) fn keep_spare(&self, keys: [PoolKey; 2], after: Option<&Arc<CompletionEvent>>) {
         let pools = [&self.blas, &self.lt].into_iter().zip(keys);
         let of_stream = pools.filter(|(_, key)| key.affinity != 0);
         for mut pooled in of_stream.flat_map(|(pool, key)| pool.take_key(key)) {
@@ -160,7 +160,7 @@ impl BlasHandles {
                 spares.remove(index)
             };
             // The vendor wants one stream at a time for this handle: the old one has to be done.
-            if spare.after.as_ref().is_some_and(|mark| self.services().is_surely_passed(mark)) {
+            if spare.after.as_ref().is_some_and(|completion| self.services().is_surely_passed(completion)) {
                 return Some(spare.pooled);
             }
             self.spare.lock().push(spare);

@@ -1,47 +1,45 @@
-//! Who uses a block of page-locked memory: a buffer that owns it, streams, the CPU, and captures and graphs that recorded it.
+//! The users of a block of page-locked memory: its buffer, streams, the CPU, and the captures and graphs that recorded it.
 //!
-//! The record is shared by the block, the ledger and graphs, so that a use can be noted for an address inside the block.
+//! The block, the ledger and graphs share the record, so that a use can be noted for an address inside the block.
 //!
-//! *Kept.* Captures and graphs keep a block: it is then given out to nobody, whether its buffer is alive or not. Their
-//! number shrinks under the lock of the block's bin only, and so does it change whether a buffer owns the block. It grows
-//! under that lock too, or where the caller sees to it that the block stays: it borrows the buffer, or keeps the block
-//! already. A note that comes by address may race with the end of the buffer, so it keeps the block first: either that
-//! precedes the give-back, which then sees it, or it finds that the block is not live.
+//! *Kept.* Captures and graphs keep a block. A kept block is not given out, whether its buffer is alive or not. The number of
+//! keepers shrinks only under the lock of the block's bin, and only under that lock does a block gain or lose its buffer. The
+//! number grows under that lock too, or while the caller borrows the buffer or keeps the block already. A note by address may
+//! race with the end of the buffer, so it keeps the block first. Either the give-back follows and sees the keeper, or the
+//! note finds that the block is not live.
 //!
-//! *Streams.* The record has one entry for each stream, with the last mark after its uses. A write waits for all others
-//! on the device, so its mark replaces theirs. Each time the list has doubled, entries with passed marks are dropped.
-//! So its length follows the streams that use the block at once, not those that ever did.
+//! *Streams.* The record has one entry for each stream, with the last completion event after its uses. A write waits for all
+//! other uses on the device, so its event replaces theirs. Each time the list has doubled, entries with passed events are
+//! dropped. So its length follows the streams that use the block at once, not those that ever did.
 //!
-//! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer takes it exclusively, a copy from it
-//! shares it. A launch of a graph borrows no buffer. So what a graph recorded is counted here, and what conflicts is kept
-//! apart by these rules:
+//! *The CPU and streams.* Borrows keep the CPU and copies apart: a copy to a buffer borrows it exclusively, a copy from it
+//! shares it. A launch of a graph borrows no buffer. So recorded uses are counted here, and these rules keep conflicts apart:
 //!
-//! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) give plain slices, of which nobody can
-//!   tell how long they live. They are refused while a graph could race with them. The counts grow only where the
-//!   buffer is borrowed for the copy that is recorded, so no slice in conflict is alive then. (Uses that are noted by address
-//!   are the business of who enqueued them.)
-//! - Access by the CPU for the time of a closure is counted; a launch in conflict with it is refused, because waiting for a
+//! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) return plain slices, whose lifetimes are
+//!   unknown here. They are refused while a graph could race with them. The counts grow only while the buffer is borrowed for
+//!   the recorded copy, so no slice in conflict is alive then. (The caller that notes a use by address must see to this.)
+//! - Access by the CPU for the time of a closure is counted. A launch in conflict with it is refused, because a wait for a
 //!   closure of the same thread would never end.
-//! - An operation that is being enqueued has no mark yet. Others that conflict with it wait until it has: that takes as
-//!   long as the vendor takes to enqueue. Who launches a graph begins its uses in the order of addresses, before it takes
-//!   the stream's turn, and nobody who holds a turn waits here: so nobody waits in a circle.
+//! - An operation that is being enqueued has no completion event yet. Others that conflict with it wait until it has, for as
+//!   long as the vendor takes to enqueue. A launch begins its uses in the order of addresses, before it takes the submission
+//!   lock, and no holder of a submission lock waits here. So no threads wait in a circle.
 
-use super::events::{Mark, Point};
+use super::completion_events::{CompletionEvent, Point};
 use crate::primitive::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
 /// The number of streams in the list before the first check which of them are done.
 const LONG: usize = 8;
 
-/// Use of a block by a stream. The stream may end: its work is done when the mark is passed.
+/// Use of a block by a stream. The stream may end: its work is done when the completion event is passed.
 #[derive(Debug)]
 struct StreamUse {
     /// Recorded after the last operation of the stream on the block. A thread that queries it shares it: see
-    /// `events.rs`.
-    after: Arc<Mark>,
-    /// Whether an operation up to there writes the block.
+    /// `completion_events.rs`.
+    after: Arc<CompletionEvent>,
+    /// True if an operation up to there writes the block.
     writes: bool,
-    /// When the mark was noted, counted in notes of the block.
+    /// When the completion event was noted, counted in notes of the block.
     noted: u64,
 }
 
@@ -56,10 +54,10 @@ pub(crate) struct BlockUses {
     state: Mutex<State>,
     /// Wakes those who wait for operations that are being enqueued.
     settled: Condvar,
-    /// Whether the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
+    /// True if the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
     /// written under the list's lock, and who gives the block back comes after whoever used the buffer.
     any: AtomicBool,
-    /// Whether a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
+    /// True if a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
     live: AtomicBool,
     /// How many captures, graphs and notes keep the block. Relaxed: see above.
     keepers: AtomicU32,
@@ -84,13 +82,13 @@ struct State {
     cpu_writes: u32,
 }
 
-/// An operation between its start and its mark.
+/// An operation between its start and its completion event.
 #[derive(Debug)]
 pub(crate) struct BegunUse<'b> {
     uses: &'b BlockUses,
     writes: bool,
-    /// Marks of other streams that the operation has to wait for.
-    pub(crate) racing: Vec<Arc<Mark>>,
+    /// Completion events of other streams that the operation has to wait for.
+    pub(crate) racing: Vec<Arc<CompletionEvent>>,
     /// The number of notes when the operation began.
     notes: u64,
 }
@@ -136,7 +134,7 @@ impl BlockUses {
         self.live.store(live, Ordering::Relaxed);
     }
 
-    /// Whether somebody keeps the block. The caller holds the lock of its bin.
+    /// Returns whether somebody keeps the block. The caller holds the lock of its bin.
     #[inline]
     pub(crate) fn is_kept(&self) -> bool {
         self.keepers.load(Ordering::Relaxed) > 0
@@ -154,58 +152,62 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- streams
 
-    /// Whether every stream has passed its last use, as far as is known.
+    /// Returns whether every stream has passed its last use, as far as is known.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Relaxed)
     }
 
-    /// Marks of the streams that use the block; with `writes_only`, of those that write it.
-    pub(crate) fn marks(&self, writes_only: bool) -> Vec<Arc<Mark>> {
+    /// Completion events of the streams that use the block; with `writes_only`, of those that write it.
+    pub(crate) fn completions(&self, writes_only: bool) -> Vec<Arc<CompletionEvent>> {
         let state = self.state.lock();
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
     }
 
-    /// The point of a stream that the block waits for first.
+    /// Returns the point of a stream that the block waits for first.
     pub(crate) fn first(&self) -> Option<Point> {
         self.state.lock().list.first().map(|use_| use_.after.point())
     }
 
-    /// Notes a use by a stream, up to a mark that was recorded after it. Returns true when it is time to check which
-    /// uses are over.
+    /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true when it is time to
+    /// check which uses are over.
     #[must_use]
-    pub(crate) fn note(&self, after: Arc<Mark>, writes: bool) -> bool {
+    pub(crate) fn note(&self, after: Arc<CompletionEvent>, writes: bool) -> bool {
         let mut state = self.state.lock();
         let is_long = state.note(after, writes);
         self.any.store(true, Ordering::Relaxed);
         is_long
     }
 
-    /// Forgets a use whose mark is passed.
-    pub(crate) fn forget(&self, mark: &Arc<Mark>) {
-        // By the mark and not by its event: the mark in hand keeps its event from being recorded for anybody else.
+    /// Forgets a use whose completion event is passed.
+    pub(crate) fn forget(&self, completion: &Arc<CompletionEvent>) {
+        // By the completion event and not by its event: the completion event in hand keeps its event from being
+        // recorded for anybody else.
         let mut state = self.state.lock();
-        state.list.retain(|use_| !Arc::ptr_eq(&use_.after, mark));
+        state.list.retain(|use_| !Arc::ptr_eq(&use_.after, completion));
         self.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
     /// Forgets uses that are over, up to the first that is not. Calls `is_passed` without a lock, and returns true if
     /// no use is left.
-    pub(crate) fn are_over(&self, is_passed: impl Fn(&Mark) -> bool) -> bool {
+    pub(crate) fn are_over(&self, is_passed: impl Fn(&CompletionEvent) -> bool) -> bool {
         let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
-        while let Some(mark) = first() {
-            if !is_passed(&mark) {
+        while let Some(completion) = first() {
+            if !is_passed(&completion) {
                 return false;
             }
-            self.forget(&mark);
+            self.forget(&completion);
         }
         true
     }
 
     /// Forgets every use that is over. Calls `is_passed` without a lock.
     #[cold]
-    pub(crate) fn forget_passed(&self, is_passed: impl Fn(&Mark) -> bool) {
-        self.marks(false).iter().filter(|mark| is_passed(mark)).for_each(|mark| self.forget(mark));
+    pub(crate) fn forget_passed(&self, is_passed: impl Fn(&CompletionEvent) -> bool) {
+        self.completions(false)
+            .iter()
+            .filter(|completion| is_passed(completion))
+            .for_each(|completion| self.forget(completion));
     }
 
     /// Begins an operation of `stream`, once no other operation in conflict is being enqueued.
@@ -228,16 +230,20 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- the CPU
 
-    /// Begins access by the CPU; or gives the marks that have to be waited for first.
-    pub(crate) fn begin_cpu(&self, writes: bool, generation: Generation) -> Result<CpuAccess<'_>, Vec<Arc<Mark>>> {
+    /// Begins access by the CPU; or gives the completion events that have to be waited for first.
+    pub(crate) fn begin_cpu(
+        &self,
+        writes: bool,
+        generation: Generation,
+    ) -> Result<CpuAccess<'_>, Vec<Arc<CompletionEvent>>> {
         let mut state = self.state.lock();
         while state.enqueuing_writes > 0 || (writes && state.enqueuing_reads > 0) {
             self.settled.wait(&mut state);
         }
         let conflicts = |use_: &&StreamUse| writes || use_.writes;
-        let marks: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
-        if !marks.is_empty() {
-            return Err(marks);
+        let completions: Vec<_> = state.list.iter().filter(conflicts).map(|use_| Arc::clone(&use_.after)).collect();
+        if !completions.is_empty() {
+            return Err(completions);
         }
         *state.cpu(writes) += 1;
         Ok(CpuAccess { uses: self, writes, generation })
@@ -247,13 +253,13 @@ impl BlockUses {
 
     // Acquire and Release: who finds that a graph is gone finds the uses that its launches have left.
 
-    /// Whether a capture or a graph could race with a slice of the values.
+    /// Returns whether a capture or a graph could race with a slice of the values.
     pub(crate) fn is_recorded(&self, for_writing: bool) -> bool {
         self.recorded_writes.load(Ordering::Acquire) > 0
             || (for_writing && self.recorded_reads.load(Ordering::Acquire) > 0)
     }
 
-    /// Whether a capture that is open uses the block.
+    /// Returns whether a capture that is open uses the block.
     pub(crate) fn is_recording(&self) -> bool {
         self.recording.load(Ordering::Acquire) > 0
     }
@@ -273,7 +279,7 @@ impl BlockUses {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Uncounts what a graph recorded; its launches have left their marks.
+    /// Uncounts what a graph recorded; its launches have left their completion events.
     pub(crate) fn forget_recorded(&self, reads: u32, writes: u32) {
         self.recorded_reads.fetch_sub(reads, Ordering::Release);
         self.recorded_writes.fetch_sub(writes, Ordering::Release);
@@ -281,9 +287,9 @@ impl BlockUses {
 }
 
 impl State {
-    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their marks in any order; the last
+    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their completion events in any order; the last
     /// record counts.
-    fn note(&mut self, after: Arc<Mark>, writes: bool) -> bool {
+    fn note(&mut self, after: Arc<CompletionEvent>, writes: bool) -> bool {
         self.notes += 1;
         let noted = self.notes;
         let point = after.point();
@@ -310,13 +316,13 @@ impl State {
 }
 
 impl BegunUse<'_> {
-    /// The operation is enqueued, has waited for all that it races with, and `after` is recorded behind it. Returns
-    /// true when it is time to check which uses are over.
+    /// Notes that the operation is enqueued, has waited for all uses that it races with, and that `after` is recorded
+    /// behind it. Returns true when it is time to check which uses are over.
     #[must_use]
-    pub(crate) fn settle(self, after: Arc<Mark>) -> bool {
+    pub(crate) fn settle(self, after: Arc<CompletionEvent>) -> bool {
         let mut state = self.uses.state.lock();
         if self.writes {
-            // A write races with every other stream, so its mark covers all notes from before it began.
+            // A write races with every other stream, so its completion event covers all notes from before it began.
             let stream = after.point().stream;
             state.list.retain(|use_| use_.noted > self.notes || use_.stream() == stream);
         }

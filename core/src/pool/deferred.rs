@@ -1,8 +1,7 @@
-//! Device memory that was dropped while streams may still use it: freed once every one of them has passed its mark.
+//! Device memory that was dropped while streams may still use it. It is freed once every one of them has passed that use.
 //!
-//! Nothing here waits on its own: the list is gone through when memory is asked for, when a stream is synchronised, when
-//! the user says so, and when the runtime ends. Who goes through it takes one block out at a time, so that the others
-//! find the rest.
+//! No thread waits for this list alone. A request for memory, a wait for a stream, a trim, and the end of the runtime go
+//! through it. Each takes out one block at a time, so that other threads find the rest.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,19 +9,21 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
-use super::events::Mark;
 use crate::capture::thread::in_capture;
 use crate::services::Services;
 use crate::stream::core::{StreamCore, StreamEnd};
 use highwater_hal::{Completion, DevicePtr, ErrorKind, Result};
 
-/// The result of marking the use of a stream.
-pub(crate) enum Marked {
-    By(Arc<Mark>),
-    /// Not possible while other code captures the stream. A mark would become part of the graph and never pass.
+/// The end of a stream's use of a block.
+pub(crate) enum UseEnd {
+    /// After this event.
+    At(Arc<CompletionEvent>),
+    /// Not possible while other code captures the stream. The event would become part of the graph and never complete.
     Later,
-    Never,
+    /// Nothing tells.
+    Unknown,
 }
 
 /// What a buffer remembers of a stream that used it. It does not keep the stream alive.
@@ -42,20 +43,20 @@ impl StreamUse {
         self.key
     }
 
-    /// Key and last mark of a stream that has ended.
-    pub(crate) fn if_ended(&self) -> Option<(u64, Arc<Mark>)> {
-        self.end.if_ended().map(|mark| (self.key, mark))
+    /// Key and last completion event of a stream that has ended.
+    pub(crate) fn if_ended(&self) -> Option<(u64, Arc<CompletionEvent>)> {
+        self.end.if_ended().map(|completion| (self.key, completion))
     }
 
-    /// Whether the stream has executed everything, captures left out, so that its use needs no mark. One call of the backend,
-    /// and no event.
+    /// Returns whether the stream has executed everything, captures left out, so that its use needs no completion event. One
+    /// call of the backend, and no event.
     pub(crate) fn is_over(&self) -> bool {
         let Some(stream) = self.stream.upgrade() else { return false };
-        let Ok(turn) = stream.enter("query_stream") else { return false };
-        match &turn.recording {
+        let Ok(submission) = stream.enter("query_stream") else { return false };
+        match &submission.recording {
             Some(recording) => {
                 let before = Arc::clone(&recording.before);
-                drop(turn);
+                drop(submission);
                 stream.services.is_surely_passed(&before)
             }
             None => {
@@ -66,21 +67,21 @@ impl StreamUse {
         }
     }
 
-    /// Marks all work enqueued on the stream so far.
-    pub(crate) fn mark(&self) -> Marked {
+    /// Records the end of all work enqueued on the stream so far.
+    pub(crate) fn completion(&self) -> UseEnd {
         if let Some(stream) = self.stream.upgrade() {
             // The reference keeps the stream from being destroyed meanwhile.
-            return match stream.mark() {
-                Ok(mark) => Marked::By(mark),
-                Err(error) if error.kind() == ErrorKind::Capture => Marked::Later,
+            return match stream.completion() {
+                Ok(completion) => UseEnd::At(completion),
+                Err(error) if error.kind() == ErrorKind::Capture => UseEnd::Later,
                 Err(error) => {
                     stream.services.count_failed_release(&error);
-                    Marked::Never
+                    UseEnd::Unknown
                 }
             };
         }
-        // The last user is gone: its thread has set the last mark, or is about to.
-        self.end.wait().map_or(Marked::Never, Marked::By)
+        // The last user is gone: its thread has set the last completion event, or is about to.
+        self.end.wait().map_or(UseEnd::Unknown, UseEnd::At)
     }
 }
 
@@ -91,22 +92,22 @@ pub(crate) struct DeferredFree {
     pub(crate) ptr: DevicePtr,
     /// The stream in whose order the block has to be freed, for stream-ordered memory.
     pub(crate) home: Option<Arc<StreamCore>>,
-    /// Marks that are not known to be passed.
-    pub(crate) after: Vec<Arc<Mark>>,
-    /// Uses that could not be marked yet, because other code captures their stream.
+    /// Completion events that are not known to be passed.
+    pub(crate) after: Vec<Arc<CompletionEvent>>,
+    /// Uses that has no completion event yet, because other code captures their stream.
     pub(crate) later: Vec<StreamUse>,
-    /// Whether some stream's use could not be marked: then only the end of the runtime frees the block.
+    /// True if some stream's use has no completion event: then only the end of the runtime frees the block.
     pub(crate) unmarked: bool,
 }
 
 impl DeferredFree {
-    /// Marks the uses that could not be marked yet.
-    pub(crate) fn mark_later(&mut self) {
+    /// Records the ends of the uses that have no completion event yet.
+    pub(crate) fn record_later(&mut self) {
         for use_ in std::mem::take(&mut self.later) {
-            match use_.mark() {
-                Marked::By(mark) => self.after.push(mark),
-                Marked::Later => self.later.push(use_),
-                Marked::Never => self.unmarked = true,
+            match use_.completion() {
+                UseEnd::At(completion) => self.after.push(completion),
+                UseEnd::Later => self.later.push(use_),
+                UseEnd::Unknown => self.unmarked = true,
             }
         }
     }
@@ -118,7 +119,7 @@ pub(crate) struct DeferredFrees {
     list: Mutex<VecDeque<DeferredFree>>,
     /// Length of the list, so that a thread that finds it empty needs no lock.
     count: AtomicUsize,
-    /// Blocks whose last use could not be marked: freed when the runtime ends.
+    /// Blocks whose last use has no completion event: freed when the runtime ends.
     stranded: Mutex<Vec<DeferredFree>>,
 }
 
@@ -131,7 +132,7 @@ impl DeferredFrees {
         &self.memory.services
     }
 
-    /// Frees a block once its marks are passed.
+    /// Frees a block once its completion events are passed.
     pub(crate) fn defer(&self, free: DeferredFree) {
         if free.unmarked {
             return self.strand(free);
@@ -171,7 +172,7 @@ impl DeferredFrees {
 
     /// Frees the deferred blocks whose streams have passed; with `wait`, waits for them. Without, it does not ask after
     /// every one of a long list on a busy device: those that were not asked after come first the next time.
-    pub(crate) fn reclaim(&self, wait: bool) -> Result<()> {
+    pub(crate) fn trim(&self, wait: bool) -> Result<()> {
         const ENOUGH_PENDING: usize = 16;
         if in_capture() {
             return Ok(());
@@ -183,13 +184,13 @@ impl DeferredFrees {
                 break;
             }
             let Some(mut free) = self.pop() else { break };
-            free.mark_later();
+            free.record_later();
             if free.unmarked {
                 self.strand(free);
                 continue;
             }
-            while let Some(mark) = free.after.last() {
-                match self.services().is_passed(mark, wait) {
+            while let Some(completion) = free.after.last() {
+                match self.services().is_passed(completion, wait) {
                     Ok(true) => drop(free.after.pop()),
                     Ok(false) => break,
                     Err(error) => {
@@ -223,7 +224,8 @@ impl DeferredFrees {
     /// Frees a block, stream-ordered memory in the order of its home stream; false where that takes part in a capture.
     ///
     /// # Safety
-    /// The owner is gone, and every use by a stream is passed or, for stream-ordered memory, precedes a mark of the block.
+    /// The owner is gone, and every use by a stream is passed or, for stream-ordered memory, precedes a completion
+    /// event of the block.
     pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<bool> {
         let Some(home) = &free.home else {
             // SAFETY: as promised by the caller.
@@ -231,11 +233,13 @@ impl DeferredFrees {
         };
         let in_order = || {
             // Where other code captures the stream, that ends too.
-            let Ok(turn) = home.enter("free") else { return Ok(false) };
-            if turn.recording.is_some() || home.refuse_if_captured("free").is_err() {
+            let Ok(submission) = home.enter("free") else { return Ok(false) };
+            if submission.recording.is_some() || home.refuse_if_captured("free").is_err() {
                 return Ok(false);
             }
-            free.after.iter().try_for_each(|mark| self.services().backend.stream_wait_event(home.id, mark.event()))?;
+            free.after
+                .iter()
+                .try_for_each(|completion| self.services().backend.stream_wait_event(home.id, completion.event()))?;
             // SAFETY: the ledger, which is asked below, says that the block came from `allocate` for this device and was not
             // freed. The home stream waits for every use.
             unsafe { self.services().backend.free(free.device, free.ptr, Some(home.id)) }.map(|()| true)
@@ -253,10 +257,10 @@ impl DeferredFrees {
 #[cfg(test)]
 impl DeferredFrees {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.list.lock(), self.stranded.lock(), self.memory.rounds.hold_lock()))
+        crate::testing::Held((self.list.lock(), self.stranded.lock(), self.memory.active_trims.hold_lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.list.is_locked() || self.stranded.is_locked() || self.memory.rounds.is_locked()
+        self.list.is_locked() || self.stranded.is_locked() || self.memory.active_trims.is_locked()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::rounds::Rounds;
+use super::active_trims::ActiveTrims;
 use crate::capture::thread::in_capture;
 use crate::ledger::DeviceBlockInfo;
 use crate::services::Services;
@@ -11,12 +11,12 @@ use highwater_hal::{DevicePtr, Error, ErrorKind, Result, StreamId};
 pub(crate) struct DeviceMemory {
     pub(crate) services: Arc<Services>,
     /// Threads that free device memory. They may wait for streams.
-    pub(crate) rounds: Rounds,
+    pub(crate) active_trims: ActiveTrims,
 }
 
 impl DeviceMemory {
     pub(crate) fn new(services: Arc<Services>) -> Self {
-        Self { services, rounds: Rounds::default() }
+        Self { services, active_trims: ActiveTrims::default() }
     }
 
     /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing
@@ -52,13 +52,13 @@ impl DeviceMemory {
             // In a capture nothing is freed.
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 within(&error)?;
-                let round = self.rounds.begin();
+                let round = self.active_trims.begin();
                 if let Some(owner) = &owner {
                     owner.trim_device_memory();
                 }
                 drop(round);
                 // Memory that other threads had in hand meanwhile is free now.
-                self.rounds.wait();
+                self.active_trims.wait();
                 make()
             }
             result => result,

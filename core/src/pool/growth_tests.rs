@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use crate::testing::ManualBackend;
-use crate::{ErrorKind, PinnedBuffer, Runtime, Stream};
+use crate::{Access, ErrorKind, PinnedBuffer, Runtime, Stream};
 use highwater_hal::Backend;
 
 const BYTES: usize = 4096;
@@ -20,9 +20,9 @@ fn streams(runtime: &Runtime, count: usize) -> Vec<Stream> {
     (0..count).map(|_| device.create_stream().unwrap()).collect()
 }
 
-/// The number of marks that the buffer remembers.
-fn marks(pinned: &PinnedBuffer<u8>) -> usize {
-    pinned.block().uses.marks(false).len()
+/// The number of completion events that the buffer remembers.
+fn completions(pinned: &PinnedBuffer<u8>) -> usize {
+    pinned.block().uses.completions(false).len()
 }
 
 // ------------------------------------------------------------------------------------------------ events
@@ -40,7 +40,7 @@ fn a_buffer_that_is_only_copied_from_forgets_streams_that_have_ended() {
         backend.advance(stream.id());
     }
     let events = backend.live_objects().events;
-    assert!(marks(&constant) < 16 && events < 64, "{} marks, {events} events", marks(&constant));
+    assert!(completions(&constant) < 16 && events < 64, "{} marks, {events} events", completions(&constant));
     assert!(backend.take_queries() < 4 * STREAMS, "to forget must not cost more than to use");
     drop((constant, copy, device));
     assert_eq!(runtime.close().unwrap().total(), 0);
@@ -62,7 +62,7 @@ fn threads_on_one_stream_leave_one_mark() {
                     if round % 2 == 0 {
                         stream.copy_to_device(&constant, &copy).unwrap();
                     } else {
-                        stream.note_host_use(constant.ptr(), false).unwrap();
+                        stream.note_host_use(constant.ptr(), Access::Read).unwrap();
                     }
                 }
             });
@@ -70,7 +70,11 @@ fn threads_on_one_stream_leave_one_mark() {
     });
     let events = backend.live_objects().events;
     // Each thread holds two events at most: the one that it records and the one that it replaces.
-    assert!(marks(&constant) == 1 && events <= 1 + 2 * THREADS as u64, "{} marks, {events} events", marks(&constant));
+    assert!(
+        completions(&constant) == 1 && events <= 1 + 2 * THREADS as u64,
+        "{} marks, {events} events",
+        completions(&constant)
+    );
 }
 
 #[test]
@@ -80,11 +84,11 @@ fn marks_of_a_stream_that_are_noted_out_of_order_leave_the_later_one() {
     let pinned = runtime.pinned::<u8>(BYTES).unwrap();
     let uses = &pinned.block().uses;
     let begun = [(); 2].map(|()| uses.begin(stream.core().key, false).unwrap());
-    let [earlier, later] = [(); 2].map(|()| stream.core().mark().unwrap());
+    let [earlier, later] = [(); 2].map(|()| stream.core().completion().unwrap());
     let [first, second] = begun;
     assert!(!second.settle(Arc::clone(&later)) && !first.settle(earlier));
-    let marks = uses.marks(false);
-    assert!(matches!(&*marks, [mark] if Arc::ptr_eq(mark, &later)), "{marks:?}");
+    let completions = uses.completions(false);
+    assert!(matches!(&*completions, [completion] if Arc::ptr_eq(completion, &later)), "{completions:?}");
 }
 
 #[test]
@@ -100,17 +104,17 @@ fn a_write_waits_once_for_each_stream_that_read() {
         for reader in &readers {
             stream_reads(reader, &pinned, &copy);
         }
-        assert_eq!(marks(&pinned), READERS);
+        assert_eq!(completions(&pinned), READERS);
     }
     backend.take_waits();
     writer.copy_to_host(&copy, &mut pinned).unwrap();
     assert_eq!(backend.take_waits(), READERS as u64);
-    assert_eq!(marks(&pinned), 1, "the writer has waited for the others");
+    assert_eq!(completions(&pinned), 1, "the writer has waited for the others");
     writer.copy_to_host(&copy, &mut pinned).unwrap();
     assert_eq!(backend.take_waits(), 0, "they were waited for before");
     // A read now waits for the write, and for nothing else.
     stream_reads(&readers[0], &pinned, &copy);
-    assert_eq!((backend.take_waits(), marks(&pinned)), (1, 2));
+    assert_eq!((backend.take_waits(), completions(&pinned)), (1, 2));
 }
 
 fn stream_reads(stream: &Stream, pinned: &PinnedBuffer<u8>, copy: &crate::DeviceBuffer<u8>) {
@@ -122,8 +126,8 @@ fn a_trim_destroys_idle_events() {
     let (backend, runtime) = open();
     backend.watch_locks_of(&runtime);
     let stream = streams(&runtime, 1).remove(0);
-    let marks: Vec<_> = (0..100).map(|_| stream.record().unwrap()).collect();
-    drop(marks);
+    let completions: Vec<_> = (0..100).map(|_| stream.record().unwrap()).collect();
+    drop(completions);
     let events = || (runtime.statistics().events, runtime.statistics().idle_events, backend.live_objects().events);
     assert_eq!(events(), (100, 100, 100), "kept for the next marks");
     runtime.trim().unwrap();
@@ -225,7 +229,7 @@ fn a_request_that_waiting_makes_room_for_waits() {
 fn a_request_for_pinned_memory_does_not_wait_for_one_for_device_memory() {
     let (_backend, runtime) = open();
     // Like a thread that waits for a slow stream to free device memory.
-    let _round = runtime.inner.frees.memory.rounds.begin();
+    let _round = runtime.inner.frees.memory.active_trims.begin();
     let (done, is_done) = std::sync::mpsc::channel();
     let asking = runtime.clone();
     let asking = thread::spawn(move || done.send(asking.pinned::<u8>(1 << 50).unwrap_err().kind()));
@@ -258,7 +262,7 @@ fn a_refused_destroy_is_tried_again_by_a_reclaim() {
     let (backend, runtime) = open();
     backend.watch_locks_of(&runtime);
     drop_refused(&backend, &runtime, 4);
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     let live = backend.live_objects();
     assert_eq!((live.streams, live.graphs), (0, 0), "{live:?}");
     assert_eq!((runtime.statistics().refused_destroys, runtime.statistics().failed_releases), (0, 5));

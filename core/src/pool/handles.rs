@@ -1,14 +1,14 @@
-//! The handle pool: per-thread windows over slots that belong to the pool.
+//! The handle pool: per-thread caches over slots that belong to the pool.
 //!
-//! A thread asks for a handle by key (a device, and a stream where the vendor ties handles to one). Its *window*, a
-//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops
-//! the idle handle used last, or makes one outside every lock. When the thread ends, its claims go back to the pool. A
-//! second lease in one thread gets another handle. There is no cap.
+//! A thread asks for a handle by key: a device, and a stream if the vendor ties handles to one. Its *thread cache*, a
+//! thread-local list of claims, answers a repeat request with one compare-exchange: no lock, no vendor call. A miss pops the
+//! idle handle used last, or makes one outside every lock. When the thread ends, its claims return to the pool. A second
+//! lease in one thread gets another handle. There is no cap.
 //!
-//! *The end of things.* The window's destructor makes no vendor call: it moves slots to the idle stack, and the handles
-//! themselves are destroyed only by the pool. No caller reaches the window by `with`, which aborts after thread
-//! teardown; after teardown a lease takes the slow path and gives its slot straight back to the pool. In a forked child
-//! neither leases nor destructors touch a lock.
+//! *The end of a thread.* The thread cache's destructor makes no vendor call. It moves slots to the idle stack, and only the
+//! pool destroys handles. No caller reaches the thread cache by `with`, which aborts after thread teardown. After teardown a
+//! lease takes the slow path and returns its slot straight to the pool. In a forked child neither leases nor destructors
+//! touch a lock.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -133,7 +133,7 @@ impl<H: Send + 'static> Default for HandlePool<H> {
 }
 
 impl<H: Send + 'static> HandlePool<H> {
-    /// An empty pool.
+    /// Returns an empty pool.
     #[must_use]
     pub fn new() -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -160,18 +160,18 @@ impl<H: Send + 'static> HandlePool<H> {
         if !self.generation.is_current() {
             return Err(Generation::error("lease"));
         }
-        match self.lease_from_window(key) {
+        match self.lease_from_thread_cache(key) {
             Some(slot) => Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData }),
             None => self.lease_slow(key, create),
         }
     }
 
     #[inline]
-    fn lease_from_window(&self, key: PoolKey) -> Option<&Slot<Keyed<H>>> {
+    fn lease_from_thread_cache(&self, key: PoolKey) -> Option<&Slot<Keyed<H>>> {
         let number = self.number;
-        WINDOW
-            .try_with(|window| {
-                let claims = window.claims.try_borrow().ok()?;
+        THREAD_CACHE
+            .try_with(|cache| {
+                let claims = cache.claims.try_borrow().ok()?;
                 claims.iter().filter(|claim| claim.pool == number && claim.key == key).find_map(|claim| {
                     // SAFETY: the claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here
                     // because the claim holds a reference. After `lease_claimed` it is leased, and a leased slot stays in
@@ -197,9 +197,9 @@ impl<H: Send + 'static> HandlePool<H> {
             }
         };
         let address = Arc::as_ptr(&slot);
-        // Where the window is gone (the thread is ending), the slot has no claim and the lease gives it back itself.
-        let _ = WINDOW.try_with(|window| {
-            if let Ok(mut claims) = window.claims.try_borrow_mut() {
+        // Where the thread cache is gone (the thread is ending), the slot has no claim and the lease gives it back itself.
+        let _ = THREAD_CACHE.try_with(|cache| {
+            if let Ok(mut claims) = cache.claims.try_borrow_mut() {
                 claims.retain(|claim| claim.is_alive());
                 if !claims.iter().any(|claim| claim.pool == self.number && claim.key == key) {
                     self.shared.threads_served.fetch_add(1, Ordering::Relaxed);
@@ -293,7 +293,7 @@ impl<H: Send + 'static> HandlePool<H> {
         }
     }
 
-    /// Ends a lease whose thread has no window any more.
+    /// Ends a lease whose thread has no thread cache any more.
     #[cold]
     fn give_back(&self, slot: &Slot<Keyed<H>>) {
         if !self.generation.is_current() {
@@ -372,23 +372,23 @@ impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
 impl<H: Send + 'static> Drop for HandleLease<'_, H> {
     #[inline]
     fn drop(&mut self) {
-        // The window that claimed the slot is this thread's. Once it is gone, nobody would give the slot back. In a forked
-        // child the store goes to the child's own copy, and `give_back` looks before it locks.
-        match WINDOW.try_with(|_| ()) {
-            Ok(()) => self.slot.release_to_window(),
+        // The thread cache that claimed the slot is this thread's. Once it is gone, nobody would give the slot back. In
+        // a forked child the store goes to the child's own copy, and `give_back` looks before it locks.
+        match THREAD_CACHE.try_with(|_| ()) {
+            Ok(()) => self.slot.release_to_thread_cache(),
             Err(_) => self.pool.give_back(self.slot),
         }
     }
 }
 
-// ---------------------------------------------------------------------------------------------------- the window
+// ---------------------------------------------------------------------------------------------------- the thread cache
 
 thread_local! {
-    static WINDOW: Window = const { Window { claims: RefCell::new(Vec::new()) } };
+    static THREAD_CACHE: ThreadCache = const { ThreadCache { claims: RefCell::new(Vec::new()) } };
 }
 
 /// The claims of one thread, over all pools.
-struct Window {
+struct ThreadCache {
     claims: RefCell<Vec<Claim>>,
 }
 
@@ -400,7 +400,7 @@ struct Claim {
     generation: Generation,
 }
 
-/// What a window does with a slot whose handle type it does not know.
+/// What a thread cache does with a slot whose handle type it does not know.
 trait ClaimedSlot: Send + Sync {
     fn unclaim(&self) -> bool;
     fn is_retired(&self) -> bool;
@@ -419,7 +419,7 @@ impl<H: Send + 'static> ClaimedSlot for Slot<Keyed<H>> {
     }
 }
 
-/// What a window does with a pool whose handle type it does not know.
+/// What a thread cache does with a pool whose handle type it does not know.
 trait SlotOwner: Send + Sync {
     fn push_idle(&self, key: PoolKey, slot: Arc<dyn ClaimedSlot>);
 }
@@ -449,7 +449,7 @@ impl Claim {
     }
 }
 
-impl Drop for Window {
+impl Drop for ThreadCache {
     fn drop(&mut self) {
         for claim in self.claims.get_mut().drain(..) {
             // In a forked child the pool's lock may be held by a thread that does not exist: the claim is left as it is.
@@ -478,7 +478,7 @@ mod tests {
         let pool = HandlePool::new();
         drop(pool.lease(KEY, || Ok(1)).unwrap());
         // The end of a thread, step by step.
-        let claim = WINDOW.with(|window| window.claims.borrow_mut().pop()).unwrap();
+        let claim = THREAD_CACHE.with(|cache| cache.claims.borrow_mut().pop()).unwrap();
         assert!(claim.slot.unclaim());
         assert_eq!(pool.take_key(KEY), vec![1]);
         claim.owner.upgrade().unwrap().push_idle(claim.key, claim.slot);
@@ -601,7 +601,7 @@ mod tests {
         thread.join().unwrap();
     }
 
-    /// Leases from a destructor that runs before, and one that runs after, the window's own.
+    /// Leases from a destructor that runs before, and one that runs after, the thread cache's own.
     #[test]
     fn thread_locals_dropped_in_any_order_never_abort() {
         struct LeasesWhenDropped(RefCell<Option<Arc<HandlePool<u32>>>>);

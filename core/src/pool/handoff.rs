@@ -1,20 +1,20 @@
 //! The hand-off of a pooled handle between threads: one atomic state per slot, and a stack of idle slots.
 //!
-//! | state | who may touch the handle | leaves by |
+//! | state | user of the handle | leaves by |
 //! | --- | --- | --- |
-//! | `CLAIMED` | nobody; it is reserved for one thread's window | that thread leases it; its end gives it back; the pool retires it |
+//! | `CLAIMED` | none; it is reserved for one thread's cache | that thread leases it; its end gives it back; the pool retires it |
 //! | `LEASED` | the thread with the lease | the lease ends; the pool, once no lease can exist |
-//! | `IDLE` | nobody; it is in the stack, or about to be | any thread pops and leases it; the pool retires it |
-//! | `RETIRED` | who retired it | never |
+//! | `IDLE` | none; it is in the stack, or about to be | any thread pops and leases it; the pool retires it |
+//! | `RETIRED` | the thread that retired it | never |
 //!
 //! A slot is born `LEASED` by the thread that made its handle. The repeat request of a thread is one compare-exchange
-//! from `CLAIMED` to `LEASED`; ending a lease is one store back. Nobody but the thread that owns the window moves a slot
+//! from `CLAIMED` to `LEASED`; ending a lease is one store back. Only the thread that owns the thread cache moves a slot
 //! from `CLAIMED` to `LEASED`, so the exchange only ever fails because the pool retired the slot, or because a lease of
 //! the same thread is still open.
 //!
-//! *Orderings.* Whoever gains access (`-> LEASED`, `-> RETIRED`) does so with acquire, whoever lets go (`-> CLAIMED`,
-//! `-> IDLE`) with release, and every state is reached through this one atomic: so all that the last holder did to the
-//! handle happens before what the next one does. The stack's mutex orders only the stack.
+//! *Orderings.* A thread gains access (`-> LEASED`, `-> RETIRED`) with acquire and lets go (`-> CLAIMED`, `-> IDLE`) with
+//! release, and every state is reached through this one atomic. So all that the last holder did to the handle happens
+//! before what the next one does. The stack's mutex orders only the stack.
 
 use crate::primitive::{Arc, AtomicU32, Mutex, Ordering, UnsafeCell};
 
@@ -35,12 +35,12 @@ pub(crate) struct Slot<H> {
 unsafe impl<H: Send> Sync for Slot<H> {}
 
 impl<H> Slot<H> {
-    /// A slot whose handle the caller holds the lease of.
+    /// Returns a slot whose handle the caller holds the lease of.
     pub(crate) fn new_leased(handle: H) -> Self {
         Self { state: AtomicU32::new(LEASED), handle: UnsafeCell::new(Some(handle)) }
     }
 
-    /// Leases a slot of the calling thread's own window; false where it is leased already or retired.
+    /// Leases a slot of the calling thread's own thread cache; false where it is leased already or retired.
     #[inline]
     pub(crate) fn lease_claimed(&self) -> bool {
         // A plain load first: a slot that is leased (a second request in the thread) costs no locked instruction.
@@ -48,9 +48,9 @@ impl<H> Slot<H> {
             && self.state.compare_exchange(CLAIMED, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Ends a lease; the slot stays in the window of the calling thread.
+    /// Ends a lease; the slot stays in the thread cache of the calling thread.
     #[inline]
-    pub(crate) fn release_to_window(&self) {
+    pub(crate) fn release_to_thread_cache(&self) {
         // A store is enough: while a slot is leased nobody else changes its state (`retire` takes only claimed and idle
         // ones).
         self.state.store(CLAIMED, Ordering::Release);
@@ -61,7 +61,7 @@ impl<H> Slot<H> {
         self.state.compare_exchange(CLAIMED, IDLE, Ordering::Release, Ordering::Relaxed).is_ok()
     }
 
-    /// Ends a lease that belongs to no window.
+    /// Ends a lease that belongs to no thread cache.
     pub(crate) fn release_to_idle(&self) {
         self.state.store(IDLE, Ordering::Release);
     }
@@ -94,7 +94,7 @@ impl<H> Slot<H> {
         self.handle.with_mut(|handle| unsafe { (*handle).take() })
     }
 
-    /// Whether the slot is retired.
+    /// Returns whether the slot is retired.
     pub(crate) fn is_retired(&self) -> bool {
         self.state.load(Ordering::Relaxed) == RETIRED
     }
@@ -104,7 +104,7 @@ impl<H> Slot<H> {
         self.state.load(Ordering::Relaxed) == IDLE
     }
 
-    /// Whether the slot is leased.
+    /// Returns whether the slot is leased.
     pub(crate) fn is_leased(&self) -> bool {
         self.state.load(Ordering::Relaxed) == LEASED
     }

@@ -1,28 +1,28 @@
-//! The host cache: page-locked blocks, used again only after every stream that used them has passed that point.
+//! The host cache: page-locked blocks, used again only after every stream that used them has passed that use.
 //!
-//! One bin for each size class, each with its own lock. A block that is dropped while a stream may still use it waits in
-//! its bin, filed under the point of a stream that it waits for. The marks of one stream pass in order. So a request
-//! that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A stuck
-//! stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which
+//! The cache has one bin for each size class, each with its own lock. A block that is dropped while a stream may still use it
+//! waits in its bin, filed under the point of a stream that it waits for. The completion events of one stream pass in order.
+//! So a request that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A
+//! stuck stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which
 //! runs with the block out of its bin.
 //!
 //! | state | where | leaves by |
 //! | --- | --- | --- |
 //! | live | with a buffer | the end of the buffer |
-//! | free | in its bin, no stream uses it | a request; the cap or a trim gives it back to the backend |
+//! | free | in its bin, no stream uses it | a request; the cap or a trim frees it |
 //! | waiting | in its bin, streams may use it | a request, the cap or a trim that finds them done |
-//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them letting go |
-//! | unmarked | in its bin: nobody can tell when its streams are done | the end of the runtime |
+//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them lets go |
+//! | unmarked | in its bin: nothing tells when its streams are done | the end of the runtime |
 //!
-//! *The cap* bounds what is cached, free and waiting, not what is held: a live buffer is never refused for it, and what
-//! graphs keep is not counted. A give-back that might exceed it frees the blocks that were free longest. If none is
-//! free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow
+//! *The cap* bounds what is cached, free and waiting, not what is held. A live buffer is never refused because of it, and
+//! blocks that graphs keep are not counted. A give-back that might exceed it frees the blocks that were free longest. If none
+//! is free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow
 //! down every give-back. Only blocks still in use may stay above the cap. The hit path looks at held bytes only, by one
-//! relaxed load: what is cached is part of what is held. If that is not enough, the bins' own counts decide.
+//! relaxed load, because cached bytes are part of them. If that is not enough, the bins' own counts decide.
 //!
-//! *Orderings.* Everything about a block is under its bin's lock. The counters are relaxed: each is exact once no thread is
-//! at work. Two threads that give blocks back to different bins at once must not both miss the other's count: each counts,
-//! then passes a sequentially consistent fence, then sums up, so at least one sees both. Only a give-back that races with an
+//! *Orderings.* The bin's lock guards everything about a block. The counters are relaxed: each is exact once no thread is at
+//! work. Two threads that give blocks back to different bins at once must not both miss the other's count. So each counts,
+//! then passes a sequentially consistent fence, then sums up, and at least one sees both. Only a give-back that races with an
 //! allocation may read the held bytes from before it and leave the excess to the next one.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -30,7 +30,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use super::block_uses::BlockUses;
-use super::events::{Mark, Point};
+use super::completion_events::{CompletionEvent, Point};
 use super::size_class;
 use crate::primitive::HostPtr;
 use crate::primitive::{Arc, AtomicU64, Mutex, Ordering, fence};
@@ -92,7 +92,7 @@ impl PinnedBlock {
 }
 
 impl KeptBlock {
-    /// The caller sees to it that the block stays meanwhile.
+    /// The caller must see to it that the block stays meanwhile.
     fn new(ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Self {
         uses.count_keeper();
         Self { ptr, class, uses: Arc::clone(uses) }
@@ -221,7 +221,7 @@ impl HostCache {
         &self,
         class: usize,
         requested: usize,
-        is_passed: impl Fn(&Mark) -> bool,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
     ) -> Option<OwnedBlock> {
         let block = self.pop_passed(class, &mut 0, u64::MAX, is_passed, || true)?;
         self.count_given(&block, requested, false);
@@ -236,7 +236,7 @@ impl HostCache {
         class: usize,
         from: &mut u64,
         to: u64,
-        is_passed: impl Fn(&Mark) -> bool,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
         mut goes_on: impl FnMut() -> bool,
     ) -> Option<OwnedBlock> {
         while *from < to {
@@ -333,7 +333,7 @@ impl HostCache {
 
     // ---------------------------------------------------------------- the cap and trimming
 
-    /// Whether the cap may be exceeded: `false` is certain.
+    /// Returns whether the cap may be exceeded: `false` is certain.
     #[inline]
     pub(crate) fn may_exceed_cap(&self) -> bool {
         self.held_bytes.load(Ordering::Relaxed) > self.cap
@@ -341,7 +341,11 @@ impl HostCache {
 
     /// Gives blocks back to the backend by `free`, which says whether it was taken, until what is cached is within the cap
     /// or the rest is in use.
-    pub(crate) fn keep_to_cap(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+    pub(crate) fn keep_to_cap(
+        &self,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        mut free: impl FnMut(&PinnedBlock) -> bool,
+    ) {
         fence(Ordering::SeqCst);
         let mut behind = 0;
         while self.cached_bytes() > self.cap {
@@ -356,7 +360,11 @@ impl HostCache {
     }
 
     /// Gives every block that no stream uses back to the backend by `free`, which says whether it was taken.
-    pub(crate) fn trim(&self, is_passed: impl Fn(&Mark) -> bool, mut free: impl FnMut(&PinnedBlock) -> bool) {
+    pub(crate) fn trim(
+        &self,
+        is_passed: impl Fn(&CompletionEvent) -> bool,
+        mut free: impl FnMut(&PinnedBlock) -> bool,
+    ) {
         for class in self.used_classes() {
             let mut kept = Vec::new();
             let mut from = 0;
@@ -375,7 +383,7 @@ impl HostCache {
         }
     }
 
-    /// The classes that ever had a block.
+    /// Returns the classes that ever had a block.
     fn used_classes(&self) -> impl Iterator<Item = usize> + '_ {
         self.used_classes.iter().enumerate().flat_map(|(index, word)| {
             let mut bits = word.load(Ordering::Relaxed);
@@ -443,7 +451,7 @@ impl HostCache {
 
     /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind,
     /// counted in `behind`; the next call begins with the next stream.
-    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&Mark) -> bool) -> Option<OwnedBlock> {
+    fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&CompletionEvent) -> bool) -> Option<OwnedBlock> {
         let (first, stream) = *self.next_asked.lock();
         let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));
         let earlier = self.used_classes().filter(|class| *class < first).map(|class| (class, 0, u64::MAX));
@@ -577,8 +585,8 @@ pub struct HostCacheStatistics {
 }
 
 impl HostCacheStatistics {
-    /// The first law that does not hold, in words; `None` where all hold. Threads that are at work meanwhile may have a block
-    /// in hand, which then is in no state.
+    /// Returns the first law that does not hold, in words; `None` where all hold. Threads that are at work meanwhile
+    /// may have a block in hand, which then is in no state.
     #[must_use]
     pub fn broken_law(&self) -> Option<&'static str> {
         let blocks =

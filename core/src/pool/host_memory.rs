@@ -1,27 +1,27 @@
-//! Where the host cache has its blocks from: small ones from the backend's `allocate`, large ones from the system, registered
-//! with the backend in pieces.
+//! The blocks of the host cache: small ones from the backend's `allocate`, large ones from the system, registered with the
+//! backend in pieces.
 //!
-//! A vendor's allocation faults its pages in on one thread inside the driver and keeps the GPU calls of other threads out
-//! meanwhile: on an H200, 386 ms for 1 GiB, in which other threads stood still for 577 ms. So a large block is made here. It
-//! is mapped, asks for huge pages, is touched by several threads at once, and is registered piece by piece by the caller while
-//! later pieces are still being touched. Other threads are kept out for as long as one piece takes, a few milliseconds. The
-//! touching threads have the affinity and the memory policy of the caller, so that `numactl` says where the pages are.
+//! A vendor's allocation faults its pages in on one thread inside the driver and blocks the GPU calls of other threads
+//! meanwhile. On an H200, 1 GiB took 386 ms, in which other threads stood still for 577 ms. So a large block is made here. It
+//! is mapped, asks for huge pages, and several threads touch it at once. The caller registers it piece by piece while later
+//! pieces are still being touched. That blocks other threads for one piece at a time, a few milliseconds. The touching
+//! threads have the affinity and the memory policy of the caller, so `numactl` decides where the pages are.
 //!
-//! *Pieces.* Their size is the backend's fact `register_piece_bytes`, made whole huge pages; the last piece of a block ends
+//! *Pieces.* Their size is the backend's fact `register_piece_bytes`, made whole huge pages. The last piece of a block ends
 //! with the block. A copy must not cross from one registration into another, so copies are cut at the borders
 //! ([`PinnedBlock::cut`](super::host::PinnedBlock::cut)).
 //!
-//! *Refusals.* What is registered must not be unmapped: the device would go on using pages that belong to somebody else.
-//! Pieces are unregistered from the last to the first, and the first refusal stops that. A block of which no piece could be
-//! unregistered is as it was. One that is unregistered in part is no use to anybody: it is a *remnant*, which is tried again by
-//! each trim and by the end of the runtime, and else stays mapped to the end of the process.
+//! *Refusals.* Registered memory must not be unmapped: the device would go on using pages that belong to other owners. Pieces
+//! are unregistered from the last to the first, and the first refusal stops that. A block of which no piece could be
+//! unregistered is as it was. A block that is unregistered in part has no use. It is a *remnant*: each trim and the end of
+//! the runtime try it again, and else it stays mapped to the end of the process.
 //!
-//! *Forks.* A child must not share pages that a device writes: whichever process wrote to one first would get a copy, and if
-//! that were the parent, the device and the parent would no longer see the same page. So the mapping is kept out of children
-//! (`MADV_DONTFORK`), as vendors keep their own allocations out, which also saves copying its page tables. In a child the
-//! addresses are not mapped. Objects of the parent are refused there before they touch memory.
+//! *Forks.* A child must not share pages that a device writes. The process that wrote to such a page first would get a copy.
+//! If that were the parent, the device and the parent would no longer see the same page. So the mapping is kept out of
+//! children (`MADV_DONTFORK`), as vendors do for their own allocations, which also saves copying its page tables. In a child
+//! the addresses are not mapped. Objects of the parent are refused there before they touch memory.
 //!
-//! No lock is held when the backend is called.
+//! No lock is held during a call of the backend.
 
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
@@ -33,7 +33,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::available;
+use super::system_memory;
 use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, HostPtr, Result};
 
 const OPERATION: &str = "pinned";
@@ -44,9 +44,10 @@ const HUGE_PAGE: usize = 2 << 20;
 const PAGE: usize = 4 << 10;
 /// What a thread touches at a time: about half a millisecond.
 const GRAIN: usize = 2 * HUGE_PAGE;
-/// Most threads that touch a block, and at most three of four processors do: the others are for who registers, and for threads
-/// that have work of their own. With all of them, another thread's GPU calls took up to 22 ms on an H200 with 16 processors, for
-/// want of a processor; with three of four it was 4.4 ms, the time of one piece, and the whole was quicker too.
+/// Most threads that touch a block, and at most three of four processors do: the others are for who registers, and for
+/// threads that have work of their own. With all of them, another thread's GPU calls took up to 22 ms on an H200 with
+/// 16 processors, for want of a processor; with three of four it was 4.4 ms, the time of one piece, and the whole was
+/// quicker too.
 const MOST_THREADS: usize = 16;
 /// Blocks up to this part of a piece are the backend's own. Its allocation takes other threads' calls about eight times as long
 /// as registering as many bytes does, so the largest of them is no worse than one piece.
@@ -93,7 +94,7 @@ impl HostMemory {
         Self { allocator, piece_bytes: least.and_then(whole_pages), remnants: Mutex::default() }
     }
 
-    /// The size of the pieces that a block of so many bytes is registered in; `None` where the backend allocates it.
+    /// Returns the size of the pieces that a block of so many bytes is registered in; `None` where the backend allocates it.
     fn piece_bytes_for(&self, bytes: usize) -> Option<NonZeroUsize> {
         self.piece_bytes.filter(|piece| bytes > (piece.get() / OWN_PART).max(HUGE_PAGE))
     }
@@ -104,7 +105,7 @@ impl HostMemory {
         let Some(piece_bytes) = self.piece_bytes_for(bytes) else {
             return Ok((self.allocator.allocate(bytes, &HostOptions::new())?, None));
         };
-        if let Some(available) = available::refuses(bytes) {
+        if let Some(available) = system_memory::refuses(bytes) {
             let message = format!("{bytes} bytes were asked for, the system has {available} available");
             return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
                 .with_hint("drop buffers and trim, or raise the memory limit of the process's control group"));
@@ -205,7 +206,7 @@ impl Mapped {
         })
     }
 
-    /// The error of the first piece that is not registered.
+    /// Returns the error of the first piece that is not registered.
     fn not_registered(&self, error: &Error) -> Error {
         let message = format!(
             "{} bytes were mapped to be page-locked in {} pieces of {} bytes; registering piece {} failed: {}",

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::testing::ManualBackend;
-use crate::{ErrorKind, HostCacheStatistics, HostPtr, PinnedBuffer, Runtime, RuntimeOptions, Stream};
+use crate::{Access, ErrorKind, HostCacheStatistics, HostPtr, PinnedBuffer, Runtime, RuntimeOptions, Stream};
 
 const KIB: usize = 1 << 10;
 
@@ -165,7 +165,7 @@ fn a_block_is_not_freed_by_a_trim_while_a_noted_use_is_outstanding() {
     let stream = stream(&runtime);
     let pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
     backend.enqueue_use(stream.id(), address(&pinned));
-    stream.note_host_use(pinned.ptr().offset(4 * KIB - 1), true).unwrap();
+    stream.note_host_use(pinned.ptr().offset(4 * KIB - 1), Access::Write).unwrap();
     drop(pinned);
     // The backend panics when a block in use is freed.
     runtime.trim().unwrap();
@@ -181,13 +181,13 @@ fn the_cpu_waits_for_noted_uses_as_it_does_for_copies() {
     let stream = stream(&runtime);
     let mut pinned = runtime.pinned::<u8>(4 * KIB).unwrap();
     backend.enqueue_use(stream.id(), address(&pinned));
-    stream.note_host_use(pinned.ptr(), false).unwrap();
+    stream.note_host_use(pinned.ptr(), Access::Read).unwrap();
     pinned.read().unwrap();
     assert!(backend.is_in_use(address(&pinned)), "two readers do not wait for each other");
     pinned.write().unwrap();
     assert!(!backend.is_in_use(address(&pinned)));
     backend.enqueue_use(stream.id(), address(&pinned));
-    stream.note_host_use(pinned.ptr().offset(100), true).unwrap();
+    stream.note_host_use(pinned.ptr().offset(100), Access::Write).unwrap();
     pinned.read().unwrap();
     assert!(!backend.is_in_use(address(&pinned)));
 }
@@ -198,11 +198,11 @@ fn one_stream_leaves_one_mark_however_often_it_uses_a_block() {
     let stream = stream(&runtime);
     let pinned = used(&runtime, &stream, 4 * KIB);
     for _ in 0..10 {
-        stream.note_host_use(pinned.ptr(), false).unwrap();
+        stream.note_host_use(pinned.ptr(), Access::Read).unwrap();
     }
-    assert_eq!((pinned.block().uses.marks(false).len(), pinned.block().uses.marks(true).len()), (1, 0));
-    stream.note_host_use(pinned.ptr(), true).unwrap();
-    assert_eq!((pinned.block().uses.marks(false).len(), pinned.block().uses.marks(true).len()), (1, 1));
+    assert_eq!((pinned.block().uses.completions(false).len(), pinned.block().uses.completions(true).len()), (1, 0));
+    stream.note_host_use(pinned.ptr(), Access::Write).unwrap();
+    assert_eq!((pinned.block().uses.completions(false).len(), pinned.block().uses.completions(true).len()), (1, 1));
     drop(backend);
 }
 
@@ -213,7 +213,7 @@ fn an_address_in_no_live_buffer_is_an_error() {
     let stream = stream(&runtime);
     let refused = |ptr: HostPtr| {
         assert_eq!(runtime.pinned_block_of(ptr), None);
-        let error = stream.note_host_use(ptr, true).unwrap_err();
+        let error = stream.note_host_use(ptr, Access::Write).unwrap_err();
         assert_eq!((error.kind(), error.operation()), (ErrorKind::InvalidPointer, "note_host_use"));
         assert!(error.hint().contains("alive"), "{error}");
     };
@@ -242,7 +242,7 @@ fn a_noted_use_whose_mark_fails_is_waited_for() {
     let pinned = runtime.pinned::<u8>(64).unwrap();
     backend.enqueue_use(stream.id(), address(&pinned));
     backend.fail_record(true);
-    stream.note_host_use(pinned.ptr(), true).unwrap();
+    stream.note_host_use(pinned.ptr(), Access::Write).unwrap();
     assert!(!backend.is_in_use(address(&pinned)));
     backend.fail_record(false);
 }
@@ -286,7 +286,7 @@ fn a_block_that_its_buffer_and_two_graphs_have_goes_back_once() {
         first.copy_to_device(&pinned, &device)?;
         second.wait(&first.record()?)?;
         second.copy_to_device(&pinned, &device)?;
-        second.note_host_use(pinned.ptr(), false)?;
+        second.note_host_use(pinned.ptr(), Access::Read)?;
         first.wait(&second.record()?)
     });
     let two = second.capture(|second| second.copy_to_device(&pinned, &device));
@@ -308,17 +308,17 @@ fn a_use_noted_in_a_capture_is_kept_by_it_and_by_its_launches() {
     let at = address(&pinned);
     // Work from before the capture, which the launches wait for.
     backend.enqueue_use(other.id(), at);
-    other.note_host_use(pinned.ptr(), false).unwrap();
+    other.note_host_use(pinned.ptr(), Access::Read).unwrap();
     let mut graph = stream
         .capture(|stream| {
             backend.enqueue_use(stream.id(), at);
             // The backend panics where an event of core is recorded in the capture and asked after outside it.
-            stream.note_host_use(pinned.ptr().offset(100), true)?;
+            stream.note_host_use(pinned.ptr().offset(100), Access::Write)?;
             assert_eq!(pinned.write().unwrap_err().kind(), ErrorKind::Capture);
             Ok(())
         })
         .unwrap();
-    assert_eq!(pinned.block().uses.marks(false).len(), 1, "a recorded use leaves no mark");
+    assert_eq!(pinned.block().uses.completions(false).len(), 1, "a recorded use leaves no mark");
     assert_eq!(pinned.read().unwrap_err().kind(), ErrorKind::InvalidState, "a launch could race with the slice");
     graph.launch(&stream).unwrap();
     assert!(backend.is_in_use(at));

@@ -1,15 +1,14 @@
-//! The pools: handles, workspaces, events and page-locked host memory, generic over the backend.
+//! The pools: handles, workspaces, device memory, completion events and page-locked host memory, generic over the backend.
 //!
-//! What they share: they grow to the high-water mark of what is in use at once and have no cap (a cap on handles
-//! deadlocks N + 1 threads that meet at a barrier); what is expensive is made outside every lock; destructors make no
-//! vendor call that waits.
+//! All of them grow to the high-water mark of what is in use at once and have no cap. (A cap on handles deadlocks N + 1
+//! threads that meet at a barrier.) Expensive objects are made outside every lock. Destructors make no vendor call that waits.
 
-mod available;
+mod active_trims;
 pub(crate) mod blas_handles;
 pub(crate) mod block_uses;
+pub(crate) mod completion_events;
 pub(crate) mod deferred;
 pub(crate) mod device_memory;
-pub(crate) mod events;
 #[cfg(test)]
 mod growth_tests;
 mod handles;
@@ -21,8 +20,8 @@ mod host_tests;
 #[cfg(test)]
 mod model_tests;
 pub(crate) mod pinned;
-mod rounds;
 pub(crate) mod size_class;
+mod system_memory;
 pub(crate) mod workspaces;
 
 pub use handles::{HandleLease, HandlePool, HandlePoolStatistics, PoolKey};

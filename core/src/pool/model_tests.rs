@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::handles::{HandlePool, PoolKey};
 use super::size_class;
 use crate::testing::ManualBackend;
-use crate::{DeviceBuffer, PinnedBuffer, Runtime, RuntimeOptions, Stream};
+use crate::{Access, DeviceBuffer, PinnedBuffer, Runtime, RuntimeOptions, Stream};
 
 const OPERATIONS: usize = 50;
 
@@ -296,7 +296,7 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>) {
                     backend.enqueue_use(stream.id(), base.address() as u64);
                     let inside = base.offset(at % pair.bytes);
                     assert_eq!(runtime.pinned_block_of(inside).unwrap().base, base);
-                    stream.note_host_use(inside, writes).unwrap();
+                    stream.note_host_use(inside, if writes { Access::Write } else { Access::Read }).unwrap();
                 }
             }
             MemoryOperation::TouchByCpu { which } => {
@@ -306,7 +306,7 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>) {
                 }
             }
             MemoryOperation::Advance { stream } => backend.advance(streams[stream].id()),
-            MemoryOperation::Reclaim => runtime.reclaim().unwrap(),
+            MemoryOperation::Reclaim => runtime.trim_device_memory().unwrap(),
             MemoryOperation::Trim => {
                 runtime.trim().unwrap();
                 cached.values_mut().for_each(|blocks| blocks.retain(|&address| backend.is_in_use(address)));
@@ -317,8 +317,8 @@ fn run_memory_sequence(operations: &[MemoryOperation], cap: Option<u64>) {
         assert_eq!(host.held_blocks, backend.live_host_blocks());
         assert_eq!((host.live_blocks, host.graph_blocks, host.unmarked_blocks), (alive.len() as u64, 0, 0));
         assert!(cap.is_some() || host.cap_evictions == 0);
-        let marks = |pair: &Pair| pair.pinned.block().uses.marks(false).len();
-        assert!(alive.iter().all(|pair| marks(pair) <= STREAMS), "a stream has left two marks");
+        let completions = |pair: &Pair| pair.pinned.block().uses.completions(false).len();
+        assert!(alive.iter().all(|pair| completions(pair) <= STREAMS), "a stream has left two marks");
         cached.values_mut().for_each(|blocks| blocks.retain(|&address| backend.has_host_block(address)));
         assert_eq!(host.requested_bytes, alive.iter().map(|pair| pair.bytes as u64).sum::<u64>());
         assert_eq!(host.misses, expected_misses);
@@ -362,11 +362,11 @@ fn a_copy_whose_mark_fails_is_waited_for() {
     backend.fail_record(true);
     stream.copy_to_device(&pinned, &buffer).unwrap();
     assert!(!backend.is_in_use(pinned.ptr().address() as u64));
-    // The buffer's own mark fails when it is dropped: it is kept, and freed by the end of the runtime.
+    // The buffer's own completion event fails when it is dropped: it is kept, and freed by the end of the runtime.
     stream.copy_to_device(&pinned, &buffer).unwrap();
     drop(buffer);
     backend.fail_record(false);
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert_eq!(runtime.backend().live_objects().allocations, 1);
     assert_eq!(runtime.statistics().failed_releases, 1);
     drop((pinned, stream, device));

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::active_trims::ActiveTrims;
 use super::block_uses::{BlockUses, CpuAccess};
-use super::events::Mark;
+use super::completion_events::CompletionEvent;
 use super::host::{HostCache, KeptBlock, OwnedBlock, PinnedBlock};
 use super::host_memory::{Freed, HostMemory};
-use super::rounds::Rounds;
 use super::{HostCacheStatistics, size_class};
 use crate::capture::thread::in_capture;
 use crate::ledger::{HostBlock, HostBlockInfo};
@@ -21,7 +21,7 @@ pub(crate) struct PinnedPool {
     cache: HostCache,
     memory: HostMemory,
     /// Threads that free page-locked memory. They never wait for a stream.
-    rounds: Rounds,
+    active_trims: ActiveTrims,
     services: Arc<Services>,
 }
 
@@ -32,7 +32,7 @@ impl PinnedPool {
             generation: services.generation,
             cache: HostCache::new(cap_bytes),
             memory: HostMemory::new(services.backend.host_allocator(), capabilities),
-            rounds: Rounds::default(),
+            active_trims: ActiveTrims::default(),
             services,
         }
     }
@@ -61,7 +61,7 @@ impl PinnedPool {
         }
     }
 
-    /// A block of page-locked memory of at least `bytes`.
+    /// Returns a block of page-locked memory of at least `bytes`.
     #[inline]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
         // A block of the cache needs no driver, so whether that is going away is asked on the slow path only.
@@ -80,7 +80,9 @@ impl PinnedPool {
     #[cold]
     fn take_slow(&self, bytes: usize, class: usize, block_bytes: usize) -> Result<OwnedBlock> {
         self.services.check("pinned")?;
-        if let Some(block) = self.cache.take_waiting(class, bytes, |mark| self.services.is_surely_passed(mark)) {
+        if let Some(block) =
+            self.cache.take_waiting(class, bytes, |completion| self.services.is_surely_passed(completion))
+        {
             return Ok(block);
         }
         // While blocks were in hand, others may have found less cached than there is.
@@ -90,13 +92,13 @@ impl PinnedPool {
         let allocate = || self.memory.allocate(block_bytes, |error| self.services.count_failed_release(error));
         let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
-                let round = self.rounds.begin();
+                let round = self.active_trims.begin();
                 // A release that is refused is counted, and keeps nobody from trying with what the others gave.
                 if let Err(error) = self.trim() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
                 drop(round);
-                self.rounds.wait();
+                self.active_trims.wait();
                 allocate()?
             }
             result => result?,
@@ -130,14 +132,14 @@ impl PinnedPool {
             return;
         }
         self.cache.keep_to_cap(
-            |mark| self.services.is_surely_passed(mark),
+            |completion| self.services.is_surely_passed(completion),
             // SAFETY: the block is in nobody's hands and no stream uses it any more.
             |block| unsafe { self.free(block) }.0,
         );
     }
 
     /// Refuses a block of which nobody can tell whether a device still uses it.
-    pub(crate) fn check_marked(uses: &BlockUses) -> Result<()> {
+    pub(crate) fn check_known(uses: &BlockUses) -> Result<()> {
         if uses.unmarked.load(Ordering::Relaxed) {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -160,12 +162,12 @@ impl PinnedPool {
             )
             .with_hint("use `read_with` or `write_with`, or drop the graph first"));
         }
-        self.wait_for_marks(block, block.uses.marks(writes_only))
+        self.wait_for_completions(block, block.uses.completions(writes_only))
     }
 
     fn check_access(&self, block: &PinnedBlock) -> Result<()> {
         self.services.check("pinned")?;
-        Self::check_marked(&block.uses)?;
+        Self::check_known(&block.uses)?;
         if block.uses.is_recording() {
             return Err(Error::new(
                 ErrorKind::Capture,
@@ -177,10 +179,10 @@ impl PinnedPool {
         Ok(())
     }
 
-    fn wait_for_marks(&self, block: &PinnedBlock, marks: Vec<Arc<Mark>>) -> Result<()> {
-        for mark in marks {
-            self.services.backend.synchronize_event(mark.event())?;
-            block.uses.forget(&mark);
+    fn wait_for_completions(&self, block: &PinnedBlock, completions: Vec<Arc<CompletionEvent>>) -> Result<()> {
+        for completion in completions {
+            self.services.backend.synchronize_event(completion.event())?;
+            block.uses.forget(&completion);
         }
         Ok(())
     }
@@ -191,8 +193,8 @@ impl PinnedPool {
         loop {
             match block.uses.begin_cpu(writes, self.generation) {
                 // What was being enqueued when it began may have failed since.
-                Ok(access) => return Self::check_marked(&block.uses).map(|()| access),
-                Err(marks) => self.wait_for_marks(block, marks)?,
+                Ok(access) => return Self::check_known(&block.uses).map(|()| access),
+                Err(completions) => self.wait_for_completions(block, completions)?,
             }
         }
     }
@@ -202,7 +204,7 @@ impl PinnedPool {
         // First: what becomes a remnant below was tried a moment ago.
         let mut result = self.memory.release_remnants(|error| self.services.count_failed_release(error));
         self.cache.trim(
-            |mark| self.services.is_surely_passed(mark),
+            |completion| self.services.is_surely_passed(completion),
             |block| {
                 // SAFETY: the block is in nobody's hands and no stream uses it any more.
                 let (taken, freed) = unsafe { self.free(block) };
@@ -239,7 +241,7 @@ impl PinnedPool {
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {
-            uses.forget_passed(|mark| self.services.is_surely_passed(mark));
+            uses.forget_passed(|completion| self.services.is_surely_passed(completion));
         }
     }
 
@@ -254,7 +256,7 @@ impl PinnedPool {
             let any = move || cache.pop_free(class).or_else(|| cache.pop_waiting(class));
             std::iter::from_fn(move || any().or_else(|| cache.pop_unmarked(class)))
         });
-        // Marks go back to their pools, also where the free is refused.
+        // Completion events go back to their pools, also if the free is refused.
         let blocks: Vec<_> = blocks.collect();
         for block in &blocks {
             block.uses.are_over(|_| true);
@@ -279,10 +281,10 @@ impl PinnedPool {
 #[cfg(test)]
 impl PinnedPool {
     pub(crate) fn hold_locks(&self) -> impl Drop + '_ {
-        crate::testing::Held((self.cache.hold_locks(), self.memory.hold_lock(), self.rounds.hold_lock()))
+        crate::testing::Held((self.cache.hold_locks(), self.memory.hold_lock(), self.active_trims.hold_lock()))
     }
 
     pub(crate) fn is_locked(&self) -> bool {
-        self.cache.is_locked() || self.memory.is_locked() || self.rounds.is_locked()
+        self.cache.is_locked() || self.memory.is_locked() || self.active_trims.is_locked()
     }
 }

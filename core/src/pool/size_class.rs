@@ -8,7 +8,7 @@ const LARGEST_LOG2: u32 = 47;
 /// How many classes there are.
 pub(crate) const COUNT: usize = ((LARGEST_LOG2 - SMALLEST.ilog2()) as usize) * 8 + 1;
 
-/// The class of a request, and the size of that class's blocks; `None` beyond the largest.
+/// Returns the class of a request, and the size of that class's blocks; `None` beyond the largest.
 pub(crate) fn of(bytes: usize) -> Option<(usize, usize)> {
     let bytes = bytes.max(SMALLEST);
     let log2 = bytes.ilog2();
@@ -22,7 +22,7 @@ pub(crate) fn of(bytes: usize) -> Option<(usize, usize)> {
     Some((class, steps << step))
 }
 
-/// The size of a class's blocks.
+/// Returns the size of a class's blocks.
 pub(crate) fn block_bytes(class: usize) -> usize {
     (8 + class % 8) << (class / 8 + SMALLEST.ilog2() as usize - 3)
 }

@@ -1,16 +1,18 @@
-//! Workspaces: one block of device memory for each stream that ran a BLAS call, so that bytes grow with the streams in
-//! use and not with threads times streams. Lt calls use it too; a stream that only ever ran Lt calls has a smaller one.
+//! Workspaces: one block of device memory for each stream that ran a BLAS call.
 //!
-//! A stream keeps its workspace until it ends; then the block goes to the next stream that needs one, which first waits,
-//! on the device, for the work of the old one. A block serves one call at a time: the lease takes the stream's *turn*
-//! for the length of one vendor call (see `stream.rs`).
+//! So the bytes grow with the streams in use, and not with threads times streams. Lt calls use the same block; a stream that
+//! only ever ran Lt calls has a smaller one.
+//!
+//! A stream keeps its workspace until it ends. Then the block goes to the next stream that needs one, which first waits, on
+//! the device, for the work of the old one. A block serves one call at a time: the lease holds the stream's submission lock
+//! for the length of one vendor call (`stream/submission.rs`).
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::completion_events::CompletionEvent;
 use super::device_memory::DeviceMemory;
-use super::events::Mark;
 use crate::capture::thread::{in_capture, warm_up_first};
 use highwater_hal::{AllocateOptions, Error, ErrorKind, Result, Workspace};
 
@@ -33,7 +35,7 @@ struct State {
 pub(crate) struct IdleWorkspace {
     pub(crate) workspace: Workspace,
     /// The last work that uses it; `None` if there is none.
-    pub(crate) after: Option<Arc<Mark>>,
+    pub(crate) after: Option<Arc<CompletionEvent>>,
 }
 
 impl Workspaces {
@@ -99,7 +101,8 @@ impl Workspaces {
             let count = state.lock().idle.len();
             for _ in 0..count {
                 let Some(idle) = Self::pop_idle(state) else { break };
-                let passed = idle.after.as_ref().map_or(Ok(true), |mark| self.memory.services.is_passed(mark, wait));
+                let passed =
+                    idle.after.as_ref().map_or(Ok(true), |completion| self.memory.services.is_passed(completion, wait));
                 if !matches!(passed, Ok(true)) {
                     result = result.and(passed.map(|_| ()));
                     self.give_back(ordinal, idle);
@@ -133,7 +136,7 @@ impl Workspaces {
         (0..).zip(&self.devices).flat_map(take).collect()
     }
 
-    /// The number of workspaces, and their bytes.
+    /// Returns the number of workspaces, and their bytes.
     pub(crate) fn held(&self) -> (u64, u64) {
         self.devices.iter().fold((0, 0), |(count, bytes), state| {
             let state = state.lock();

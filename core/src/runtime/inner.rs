@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 use crate::capture::thread::{in_capture, let_go};
 use crate::pool::PoolKey;
 use crate::pool::blas_handles::BlasHandles;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFrees;
 use crate::pool::device_memory::DeviceMemory;
-use crate::pool::events::Mark;
 use crate::pool::pinned::PinnedPool;
 use crate::pool::workspaces::Workspaces;
 use crate::services::{Owner, Services};
@@ -70,7 +70,7 @@ pub(crate) struct RuntimeInner {
     pub(crate) pinned: PinnedPool,
     /// Made with the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
-    /// The vendor's legacy default stream of each device: one for all users, so that its calls take turns.
+    /// The vendor's legacy default stream of each device: one for all users, so that its calls share one submission lock.
     pub(crate) legacy_streams: Box<[Mutex<Weak<StreamCore>>]>,
     pub(super) closed: AtomicBool,
 }
@@ -105,7 +105,7 @@ impl RuntimeInner {
     /// Frees idle objects.
     pub(super) fn trim(&self) -> Result<()> {
         let handles = self.retry_refused().and(self.handles.trim());
-        let memory = handles.and(self.frees.reclaim(false)).and(self.workspaces.trim(false)).and(self.pinned.trim());
+        let memory = handles.and(self.frees.trim(false)).and(self.workspaces.trim(false)).and(self.pinned.trim());
         memory.and(self.destroy_idle_events())
     }
 }
@@ -114,7 +114,7 @@ impl Owner for RuntimeInner {
     fn trim_in_passing(&self) {
         if self.frees.len() > 0
             && !in_capture()
-            && let Err(error) = self.frees.reclaim(false)
+            && let Err(error) = self.frees.trim(false)
         {
             // Refused releases are counted, and no reason to fail.
             tracing::debug!("memory could not be freed in passing: {error}");
@@ -124,17 +124,17 @@ impl Owner for RuntimeInner {
 
     fn trim_device_memory(&self) {
         if let Some(sharing) = self.sharing.get() {
-            sharing.collect();
+            sharing.trim();
         }
         // A release that is refused is counted, and the allocation tries with what the others freed.
-        for freed in [self.frees.reclaim(true), self.workspaces.trim(true), self.handles.trim()] {
+        for freed in [self.frees.trim(true), self.workspaces.trim(true), self.handles.trim()] {
             if let Err(error) = freed {
                 tracing::debug!("not everything could be freed: {error}");
             }
         }
     }
 
-    fn keep_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<Mark>>) {
+    fn keep_handles_of(&self, keys: [PoolKey; 2], after: Option<&Arc<CompletionEvent>>) {
         self.handles.keep_spare(keys, after);
     }
 }
@@ -149,7 +149,7 @@ impl RuntimeInner {
         crate::testing::Held((self.services.hold_locks(), pools, self.pinned.hold_locks(), places, sharing))
     }
 
-    /// Whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
+    /// Returns whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
     pub(crate) fn is_locked(&self) -> bool {
         self.services.is_locked()
             || self.handles.is_locked()

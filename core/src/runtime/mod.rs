@@ -14,9 +14,9 @@ pub use statistics::Statistics;
 pub(crate) use inner::{RuntimeInner, Users};
 
 use crate::capture::thread::refuse_in_capture;
-use crate::gate::CaptureGate;
+use crate::capture_gate::CaptureGate;
 use crate::ledger::DeviceBlockInfo;
-use crate::pool::events::EventPool;
+use crate::pool::completion_events::EventPool;
 use crate::services::{DeviceState, Services};
 use crate::workspace_config;
 use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
@@ -54,15 +54,15 @@ impl fmt::Debug for Runtime {
 }
 
 impl Runtime {
-    /// A runtime over an open backend, with default options.
+    /// Makes a runtime over an open backend, with default options.
     ///
     /// # Errors
-    /// What the backend gives when it is asked about its devices.
+    /// The backend's error if it cannot describe a device.
     pub fn new(backend: Arc<dyn Backend>) -> Result<Self> {
         Self::with_options(backend, &RuntimeOptions::new())
     }
 
-    /// A runtime over an open backend.
+    /// Makes a runtime over an open backend.
     ///
     /// # Errors
     /// As [`Runtime::new`].
@@ -97,13 +97,13 @@ impl Runtime {
         Ok(Self { inner: Arc::new(Users(inner)) })
     }
 
-    /// Who the backend is.
+    /// Returns the identity of the backend.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         self.inner.backend.identity()
     }
 
-    /// The backend itself. The caller must keep the memory that a capture begun here records, because core does not
+    /// Returns the backend itself. The caller must keep the memory that a capture begun here records, because core does not
     /// know of it.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
@@ -117,22 +117,31 @@ impl Runtime {
         u32::try_from(self.inner.devices.len()).unwrap_or(u32::MAX)
     }
 
-    /// Frees device memory whose streams are done with it. This also happens by itself when memory is asked for and when
-    /// a stream is synchronised. It also retries streams, events and graphs that the backend refused to destroy. In a
-    /// thread inside a capture it does nothing.
+    /// Frees device memory that was dropped and whose streams are done with it, and retries streams, events and graphs that
+    /// the backend refused to destroy. Every allocation and every wait for a stream does the former. A thread inside a
+    /// capture frees nothing.
     ///
     /// A vendor's free may wait for all work on the device. CUDA's does, and it blocks other threads that allocate or
     /// enqueue meanwhile. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate),
     /// or keep the buffers.
     ///
     /// # Errors
-    /// What the backend gives when it is asked about an event; nothing is lost.
-    pub fn reclaim(&self) -> Result<()> {
-        self.inner.check("reclaim")?;
-        self.inner.retry_refused().and(self.inner.frees.reclaim(false))
+    /// The backend's error if it cannot tell whether a stream is done. Nothing is lost.
+    pub fn trim_device_memory(&self) -> Result<()> {
+        self.inner.check("trim_device_memory")?;
+        self.inner.retry_refused().and(self.inner.frees.trim(false))
     }
 
-    /// Gives back what is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
+    /// As [`Runtime::trim_device_memory`].
+    ///
+    /// # Errors
+    /// As [`Runtime::trim_device_memory`].
+    #[deprecated(note = "use `trim_device_memory`")]
+    pub fn reclaim(&self) -> Result<()> {
+        self.trim_device_memory()
+    }
+
+    /// Frees all that is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
     /// unused mappings of other processes' memory, and idle events.
     ///
     /// # Errors
@@ -147,7 +156,7 @@ impl Runtime {
         self.inner.trim()
     }
 
-    /// The block of device memory that an address points into, if this runtime gave it out.
+    /// Returns the block of device memory that an address points into, if this runtime gave it out.
     #[must_use]
     pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
@@ -169,7 +178,7 @@ impl Runtime {
         if let Some(sharing) = self.inner.sharing.get() {
             // The service refers to the runtime now and then.
             sharing.stop();
-            sharing.collect();
+            sharing.trim();
             let (blocks, bytes) = sharing.limbo();
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();

@@ -14,41 +14,41 @@ pub struct RuntimeOptions {
     pub lt_workspace_bytes: Option<usize>,
     /// The policy for products of threads and leases that have none of their own.
     pub numerics: Numerics,
-    /// Bytes of page-locked memory that may be cached while no buffer owns them; as many as there are by default.
+    /// Bytes of page-locked memory that may be cached while no buffer owns them; unlimited by default.
     pub host_cache_bytes: Option<u64>,
 }
 
 impl RuntimeOptions {
-    /// Everything by default.
+    /// Returns the defaults.
     #[must_use]
     pub const fn new() -> Self {
         Self { blas_workspace_bytes: None, lt_workspace_bytes: None, numerics: Numerics::new(), host_cache_bytes: None }
     }
 
-    /// The same with another BLAS workspace.
+    /// Returns the options with another BLAS workspace.
     #[must_use]
     pub const fn with_blas_workspace_bytes(mut self, bytes: usize) -> Self {
         self.blas_workspace_bytes = Some(bytes);
         self
     }
 
-    /// The same with another Lt workspace.
+    /// Returns the options with another Lt workspace.
     #[must_use]
     pub const fn with_lt_workspace_bytes(mut self, bytes: usize) -> Self {
         self.lt_workspace_bytes = Some(bytes);
         self
     }
 
-    /// The same with another policy for products: see [`numerics`](crate::numerics).
+    /// Returns the options with another policy for products: see [`numerics`](crate::numerics).
     #[must_use]
     pub const fn with_numerics(mut self, policy: Numerics) -> Self {
         self.numerics = policy;
         self
     }
 
-    /// The same with a cap on the page-locked memory that is cached and that no buffer owns. What is more is given back to
-    /// the backend, unused longest first, once no stream uses it: by whoever drops a buffer, asks for one or synchronises a
-    /// stream, who then pays for the backend's call. 0 caches nothing. A buffer is never refused for it.
+    /// Returns the options with a cap on the page-locked memory that is cached and that no buffer owns. Memory above the
+    /// cap is freed, least recently used first, once no stream uses it. The call that triggers the free pays for it: a drop or
+    /// a request of a buffer, or a wait for a stream. 0 caches nothing. No buffer is ever refused because of the cap.
     #[must_use]
     pub const fn with_host_cache_bytes(mut self, cap: u64) -> Self {
         self.host_cache_bytes = Some(cap);

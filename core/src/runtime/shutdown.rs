@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::inner::RuntimeInner;
 use crate::capture::thread::{in_capture, nothing_is_executed};
-use crate::gate::CaptureGate;
+use crate::capture_gate::CaptureGate;
 use crate::pool::blas_handles::PooledHandle;
 use crate::services::{DeviceState, twice};
 use highwater_hal::Result;
@@ -53,7 +53,7 @@ impl RuntimeInner {
         // From here on nothing is outstanding: every block can be freed and every event is passed.
         if let Some(sharing) = self.sharing.get().map(Arc::clone) {
             sharing.end_imports();
-            sharing.collect();
+            sharing.trim();
             let (blocks, bytes) = sharing.limbo();
             if blocks > 0 {
                 let holders = sharing.holders_of_limbo();

@@ -1,5 +1,7 @@
 //! [`Statistics`]: what the pools of a runtime hold and did.
 
+use std::fmt;
+
 use super::Runtime;
 use crate::capture::GraphStatistics;
 use crate::pool::{HandlePoolStatistics, HostCacheStatistics};
@@ -29,9 +31,10 @@ pub struct Statistics {
     pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
-    /// Streams, events and graphs among them that still wait to be destroyed. [`Runtime::reclaim`](crate::Runtime::reclaim), [`Runtime::trim`](crate::Runtime::trim)
-    /// and the end of the runtime retry them. An object that the backend answers for with `InvalidHandle` no longer
-    /// exists, so it is not retried.
+    /// Streams, events and graphs among them that still wait to be destroyed.
+    /// [`Runtime::trim_device_memory`](crate::Runtime::trim_device_memory), [`Runtime::trim`](crate::Runtime::trim) and
+    /// the end of the runtime retry them. An object that the backend answers for with `InvalidHandle` no longer exists,
+    /// so it is not retried.
     pub refused_destroys: u64,
     /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
     pub left_at_exit: u64,
@@ -62,5 +65,92 @@ impl Runtime {
             refused_destroys: inner.refused_destroys(),
             left_at_exit: inner.left_at_exit(),
         }
+    }
+}
+
+/// A number of bytes with its unit.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let exponent = self.0.checked_ilog2().unwrap_or(0) as usize / 10;
+        match exponent.checked_sub(1) {
+            None => write!(f, "{} B", self.0),
+            Some(unit) => write!(f, "{:.1} {}", self.0 as f64 / (1_u64 << (10 * exponent)) as f64, UNITS[unit]),
+        }
+    }
+}
+
+/// Writes a block of several lines, one for each pool.
+impl fmt::Display for Statistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "BLAS handles: {}", self.blas_handles)?;
+        writeln!(f, "Lt handles: {}", self.lt_handles)?;
+        writeln!(f, "workspaces: {} ({})", self.workspaces, Bytes(self.workspace_bytes))?;
+        writeln!(f, "events: {}, {} idle", self.events, self.idle_events)?;
+        writeln!(f, "page-locked memory: {}", self.host)?;
+        writeln!(f, "sharing: {}", self.sharing)?;
+        writeln!(f, "graphs: {}", self.graphs)?;
+        let Self { failed_releases, refused_destroys, left_at_exit, .. } = self;
+        write!(f, "releases: {failed_releases} refused, {refused_destroys} to retry, {left_at_exit} left at exit")
+    }
+}
+
+impl fmt::Display for HandlePoolStatistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { created, live, idle, leased, threads_served } = self;
+        write!(f, "{live} live ({leased} leased, {idle} idle), {created} created, {threads_served} threads served")
+    }
+}
+
+impl fmt::Display for HostCacheStatistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} blocks ({}): ", self.held_blocks, Bytes(self.held_bytes))?;
+        write!(f, "{} live ({}, ", self.live_blocks, Bytes(self.live_bytes))?;
+        write!(f, "of which {} requested), ", Bytes(self.requested_bytes))?;
+        write!(f, "{} in graphs ({}), ", self.graph_blocks, Bytes(self.graph_bytes))?;
+        write!(f, "{} free ({}), ", self.free_blocks, Bytes(self.free_bytes))?;
+        write!(f, "{} waiting ({}), ", self.waiting_blocks, Bytes(self.waiting_bytes))?;
+        write!(f, "{} unmarked ({}), ", self.unmarked_blocks, Bytes(self.unmarked_bytes))?;
+        write!(f, "{} remnants ({}); ", self.remnant_blocks, Bytes(self.remnant_bytes))?;
+        write!(f, "{} hits, {} misses, {} allocations, ", self.hits, self.misses, self.allocations)?;
+        write!(f, "{} frees ({} by the cap)", self.frees, self.cap_evictions)
+    }
+}
+
+impl fmt::Display for SharingStatistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} exported ({}), ", self.exported_blocks, Bytes(self.exported_bytes))?;
+        write!(f, "{} in limbo ({}), ", self.limbo_blocks, Bytes(self.limbo_bytes))?;
+        write!(f, "{} peers ({} lost); ", self.peers, self.lost_peers)?;
+        write!(f, "{} imported, {} mapped ({}), ", self.imports, self.mappings, Bytes(self.mapped_bytes))?;
+        write!(f, "{} opens ({} by kept mappings), ", self.opens, self.kept_opens)?;
+        write!(f, "{} exporters lost", self.lost_exporters)
+    }
+}
+
+impl fmt::Display for GraphStatistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { capturing_streams, graphs, device_blocks, pinned_blocks, workspaces } = self;
+        write!(f, "{graphs} live with {device_blocks} device blocks, {pinned_blocks} page-locked blocks ")?;
+        write!(f, "and {workspaces} workspaces; {capturing_streams} streams capturing")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::ManualBackend;
+
+    #[test]
+    fn statistics_read_as_one_block_with_units() {
+        let bytes = [0, 1023, 1024, 1536, 5 << 30, u64::MAX].map(|bytes| Bytes(bytes).to_string());
+        assert_eq!(bytes, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "16.0 EiB"]);
+        let runtime = Runtime::new(ManualBackend::new()).unwrap();
+        let _pinned = runtime.pinned::<u8>(3 << 20).unwrap();
+        let text = runtime.statistics().to_string();
+        assert_eq!(text.lines().count(), 8, "{text}");
+        assert!(text.contains("1 live (3.0 MiB, of which 3.0 MiB requested)"), "{text}");
     }
 }

@@ -23,7 +23,7 @@
 //! nobody holds raises its flag afterwards, and the exporter looks at the word after the flag. *Orderings.* `release` and
 //! `unmapped` are releases and `close` and [`Slot::is_held`] acquire, so that what the importer did to the memory happens
 //! before the exporter uses it again; flags are raised by release and drained by acquire for the same reason. *Who unmaps*
-//! is the importer's own affair: `local.rs`.
+//! is the importer's own affair: `open_count.rs`.
 
 use crate::primitive::{AtomicU64, Ordering};
 
@@ -33,7 +33,7 @@ const GENERATION: u64 = ((1 << 30) - 1) << GENERATION_SHIFT;
 const MAPPED: u64 = 1 << 62;
 const CLOSED: u64 = 1 << 63;
 
-/// The bits of an allocation's serial number that fit a word, in place.
+/// Returns the bits of an allocation's serial number that fit a word, in place.
 const fn generation_of(serial: u64) -> u64 {
     (serial << GENERATION_SHIFT) & GENERATION
 }
@@ -129,19 +129,19 @@ impl<'t> Slot<'t> {
         self.is_of_this(before) && before & MAPPED != 0
     }
 
-    /// Whether the importer still holds the allocation; with `or_maps`, a mapping alone holds it too.
+    /// Returns whether the importer still holds the allocation; with `or_maps`, a mapping alone holds it too.
     pub(crate) fn is_held(self, or_maps: bool) -> bool {
         let word = self.word.load(Ordering::Acquire);
         self.is_of_this(word) && (word & COUNT != 0 || or_maps && word & MAPPED != 0)
     }
 
-    /// Whether the exporter has freed the allocation.
+    /// Returns whether the exporter has freed the allocation.
     pub(crate) fn is_closed(self) -> bool {
         let word = self.word.load(Ordering::Acquire);
         !self.is_of_this(word) || word & CLOSED != 0
     }
 
-    /// The memory is not mapped any more. `true` where the exporter has freed it, and is told by a flag.
+    /// Notes that the memory is no longer mapped. Returns `true` if the exporter has freed it, and is told by a flag.
     pub(crate) fn unmapped(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) {
@@ -192,7 +192,7 @@ impl<'t> Flags<'t> {
     }
 }
 
-/// The places of the bits that are set.
+/// Returns the places of the bits that are set.
 fn ones(mut word: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         if word == 0 {

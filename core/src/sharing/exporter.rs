@@ -19,8 +19,8 @@ use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Process, is_readable, ring};
 use super::ticket::not_given_out;
 use crate::device_block::DeviceBlock;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::DeferredFree;
-use crate::pool::events::Mark;
 use highwater_hal::{Error, ErrorKind, Result, Transport};
 
 #[derive(Debug, Default)]
@@ -28,7 +28,7 @@ pub(crate) struct Exporter {
     state: Mutex<State>,
     /// Watches under way, so that the service need not look.
     watching: AtomicU64,
-    /// Whether somebody goes through the watches: one at a time, so that numbers are published in their order.
+    /// True if somebody goes through the watches: one at a time, so that numbers are published in their order.
     asking: AtomicBool,
 }
 
@@ -73,7 +73,7 @@ struct ReadyPart {
 struct Watch {
     key: ExportKey,
     number: u64,
-    after: Vec<Arc<Mark>>,
+    after: Vec<Arc<CompletionEvent>>,
 }
 
 /// An importer as the service talks to it.
@@ -115,7 +115,7 @@ pub(crate) struct Grant {
 }
 
 impl PeerBook {
-    /// Whether the importer holds an allocation.
+    /// Returns whether the importer holds an allocation.
     fn holds(&self, index: u32, serial: u64, or_maps: bool) -> bool {
         let (part, slot) = place_of(index);
         let part = self.parts.get(part).and_then(Option::as_ref);
@@ -124,7 +124,7 @@ impl PeerBook {
 }
 
 impl Export {
-    /// Whether a mapping alone keeps the memory: such vendors want an importer to unmap before the exporter frees.
+    /// Returns whether a mapping alone keeps the memory: such vendors want an importer to unmap before the exporter frees.
     fn freed_after_unmap(&self) -> bool {
         self.transport == Transport::Legacy
     }
@@ -149,7 +149,7 @@ impl State {
             .any(|book| book.holds(index, export.serial, or_maps))
     }
 
-    /// Whether an importer has something open or mapped. What is mapped it can open without asking.
+    /// Returns whether an importer has something open or mapped. What is mapped it can open without asking.
     fn is_used_by(&self, book: &PeerBook) -> bool {
         book.exports.iter().any(|index| {
             let export = self.exports.get(*index as usize).and_then(Option::as_ref);
@@ -231,9 +231,9 @@ impl Exporter {
         Ok(ExportKey { index, serial })
     }
 
-    /// The number of a share after device work: the ready segment reaches it when the work is done. Without any work it is
-    /// the number of the latest share.
-    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<Mark>>) -> u64 {
+    /// Returns the number of a share after device work: the ready segment reaches it when the work is done. Without any
+    /// work it is the number of the latest share.
+    pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<CompletionEvent>>) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
         let (part, slot) = place_of(key.index);
@@ -261,7 +261,7 @@ impl Exporter {
 
     /// Goes through the shares whose work was not done, oldest first. `is_passed` asks the backend, without a lock, and
     /// gives `None` where it fails. Says whether one was done.
-    pub(crate) fn watch(&self, mut is_passed: impl FnMut(&Mark) -> Option<bool>) -> bool {
+    pub(crate) fn watch(&self, mut is_passed: impl FnMut(&CompletionEvent) -> Option<bool>) -> bool {
         if self.asking.swap(true, Ordering::AcqRel) {
             return false;
         }
@@ -270,7 +270,7 @@ impl Exporter {
         let mut done = false;
         watches.retain_mut(|watch| {
             let mut failed = false;
-            watch.after.retain(|mark| match is_passed(mark) {
+            watch.after.retain(|completion| match is_passed(completion) {
                 Some(passed) => !passed,
                 None => {
                     failed = true;
@@ -302,8 +302,8 @@ impl Exporter {
         done
     }
 
-    /// The block of an allocation of this process, and where its readiness is published. `bytes` is what the ticket says of
-    /// it.
+    /// Returns the block of an allocation of this process, and where its readiness is published. `bytes` is what the
+    /// ticket says of it.
     pub(crate) fn own(&self, key: ExportKey, bytes: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
         // Before the lock, so that it is dropped after it, as in `grant`.
         let block;
@@ -321,7 +321,7 @@ impl Exporter {
         Ok((block, ready))
     }
 
-    /// The owner drops an allocation: nobody opens it from here on. Gives back what is to be freed now; nothing where
+    /// Notes that the owner drops an allocation: no importer opens it from here on. Returns what to free now; nothing if
     /// somebody holds it, which keeps it here.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         let mut to_ring = Vec::new();
@@ -394,7 +394,7 @@ impl Exporter {
         peer
     }
 
-    /// The connection to drop if more than `most` are idle, with nothing open: the oldest idle one of the process that
+    /// Returns the connection to drop if more than `most` are idle, with nothing open: the oldest idle one of the process that
     /// has the most. So a process that connects again and again loses its own connections and not those of others.
     ///
     /// Connections with an unread greeting are skipped; the service reads them next.

@@ -16,12 +16,12 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::counts::{Acquired, Slot};
-use super::local::LocalCount;
 use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTOCOL};
+use super::open_count::OpenCount;
 use super::segment::{CountSegment, Readiness, ReadySegment, SLOTS, place_of};
 use super::system::{Bell, Process, Received, invalid_message, line, os_error, receive, send};
 use super::ticket::{Ticket, not_given_out};
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
@@ -38,7 +38,7 @@ pub(crate) struct Importer {
     /// Imports that were dropped while streams may still use them.
     pending: Mutex<Vec<PendingRelease>>,
     pending_count: AtomicU64,
-    /// Whether somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
+    /// True if somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
     asking: AtomicBool,
     /// Imports to unmap as soon as nobody has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
@@ -99,7 +99,7 @@ pub(crate) struct Link {
     channel: Mutex<u32>,
     /// Where the exporter rings.
     pub(crate) line: OwnedFd,
-    /// Whether the exporter still holds the other end of the line.
+    /// True if the exporter still holds the other end of the line.
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
@@ -128,14 +128,14 @@ pub(crate) struct Import {
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
     /// Whether it may be unmapped.
-    open: LocalCount,
+    open: OpenCount,
 }
 
 #[derive(Debug)]
 struct PendingRelease {
     import: Arc<Import>,
-    after: Vec<Arc<Mark>>,
-    /// Whether nobody can tell when some stream is done: then the end of the runtime lets go of it.
+    after: Vec<Arc<CompletionEvent>>,
+    /// True if nobody can tell when some stream is done: then the end of the runtime lets go of it.
     unmarked: bool,
 }
 
@@ -145,7 +145,7 @@ pub(crate) trait Mapper {
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
-    /// Whether this process may go on waiting.
+    /// Returns whether this process may go on waiting.
     fn check(&self) -> Result<()>;
     /// Rung by exporters.
     fn bell(&self) -> &Bell;
@@ -164,7 +164,7 @@ impl Import {
         self.counts.slot(place_of(self.index()).1, self.ticket.serial)
     }
 
-    /// Whether a ticket with the serial number of this one is one of it.
+    /// Returns whether a ticket with the serial number of this one is one of it.
     fn check(&self, ticket: &Ticket) -> Result<()> {
         if ticket.index != self.index() {
             return Err(expired("the exporter has no such allocation".to_owned()));
@@ -485,7 +485,7 @@ impl Patience {
         Instant::now() >= self.until
     }
 
-    /// The error after the time is over. `who` has not answered.
+    /// Returns the error after the time is over. `who` has not answered.
     fn lost_with(self, who: &str) -> Error {
         let what = format!("{who} lives but has not answered for {} s", self.limit.as_secs());
         Error::new(ErrorKind::InvalidState, OPERATION, what)
@@ -497,7 +497,7 @@ fn expired(message: String) -> Error {
     Error::new(ErrorKind::Expired, OPERATION, message).with_hint("ask a process that runs for a new ticket")
 }
 
-/// The exporter's refusal, with what can be done about it on either side.
+/// Returns the exporter's refusal, with what can be done about it on either side.
 fn refusal(kind: ErrorKind, text: String) -> Error {
     Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
         ErrorKind::Expired => "ask for a new ticket, and keep the buffer in the exporter until it is open",
@@ -587,7 +587,7 @@ impl Importer {
         answer
     }
 
-    /// The connection to the exporter of a ticket.
+    /// Returns the connection to the exporter of a ticket.
     fn link(&self, ticket: &Ticket, mapper: &dyn Mapper) -> Result<Arc<Link>> {
         match self.find(ticket.incarnation, |state| &mut state.links) {
             Found::There(link) if link.is_lost() => Err(link.ended()),
@@ -676,7 +676,7 @@ impl Importer {
             let abandon = || link.abandon(export, mapper, Patience::new(ANSWER_WITHIN));
             let ptr = mapper.map(device, &handle).inspect_err(|_| abandon())?;
             let import =
-                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: LocalCount::open() });
+                Arc::new(Import { link, ticket: ticket.clone(), counts, ready, device, ptr, open: OpenCount::open() });
             let index = (ticket.incarnation, ticket.index);
             let mut state = self.state.lock();
             state.by_index.entry(index).or_default().push(Arc::clone(&import));
@@ -691,8 +691,14 @@ impl Importer {
         }
     }
 
-    /// Lets go of an import once its streams have passed their marks.
-    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool, bell: &Bell) {
+    /// Lets go of an import once its streams have passed their completion events.
+    pub(crate) fn release_after(
+        &self,
+        import: Arc<Import>,
+        after: Vec<Arc<CompletionEvent>>,
+        unmarked: bool,
+        bell: &Bell,
+    ) {
         if after.is_empty() && !unmarked {
             return self.release(&import, bell);
         }
@@ -715,14 +721,19 @@ impl Importer {
 
     /// Goes through the imports whose streams were not done. `is_passed` asks the backend, without a lock. At the end of
     /// the runtime everything was waited for. Says whether one was let go of.
-    pub(crate) fn release_passed(&self, mut is_passed: impl FnMut(&Mark) -> bool, at_end: bool, bell: &Bell) -> bool {
+    pub(crate) fn release_passed(
+        &self,
+        mut is_passed: impl FnMut(&CompletionEvent) -> bool,
+        at_end: bool,
+        bell: &Bell,
+    ) -> bool {
         if self.asking.swap(true, Ordering::AcqRel) && !at_end {
             return false;
         }
         let mut pending = std::mem::take(&mut *self.pending.lock());
         let before = pending.len();
         pending.retain_mut(|release| {
-            release.after.retain(|mark| !at_end && !is_passed(mark));
+            release.after.retain(|completion| !at_end && !is_passed(completion));
             let waits = !release.after.is_empty() || release.unmarked && !at_end;
             if !waits {
                 self.release(&release.import, bell);
@@ -748,7 +759,7 @@ impl Importer {
         self.leave(import, bell);
     }
 
-    /// Undoes [`LocalCount::enter`].
+    /// Undoes [`OpenCount::enter`].
     fn leave(&self, import: &Arc<Import>, bell: &Bell) {
         if import.open.leave() && (import.slot().is_closed() || import.link.is_lost()) {
             self.to_unmap.lock().push(Arc::clone(import));

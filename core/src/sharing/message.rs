@@ -45,7 +45,7 @@ pub(crate) struct Opened {
     pub(crate) device_uuid: [u8; 16],
     pub(crate) bytes: u64,
     pub(crate) payload: [u8; 64],
-    /// Whether the memory's descriptor is the first that travels along; then come the files that were asked for.
+    /// True if the memory's descriptor is the first that travels along; then come the files that were asked for.
     pub(crate) with_descriptor: bool,
 }
 

@@ -27,9 +27,9 @@
 mod counts;
 mod exporter;
 mod importer;
-mod local;
 mod message;
 mod open;
+mod open_count;
 mod origin;
 mod segment;
 mod service;
@@ -52,9 +52,9 @@ pub(crate) use origin::{Exported, Imported};
 
 use crate::device_block::DeviceBlock;
 use crate::ledger::DeviceBlockInfo;
+use crate::pool::completion_events::CompletionEvent;
 use crate::pool::deferred::{DeferredFree, DeferredFrees};
 use crate::pool::device_memory::DeviceMemory;
-use crate::pool::events::Mark;
 use crate::services::Services;
 use exporter::{Exporter, Grant};
 use highwater_hal::{DevicePtr, Error, ErrorKind, MemoryHandle, Result, Transport, fork::Generation};
@@ -280,7 +280,7 @@ impl Sharing {
         transport: Transport,
         bytes: u64,
         device_uuid: [u8; 16],
-        after: Vec<Arc<Mark>>,
+        after: Vec<Arc<CompletionEvent>>,
     ) -> Result<Ticket> {
         self.listen()?;
         let key = match export.get() {
@@ -317,7 +317,7 @@ impl Sharing {
         })
     }
 
-    /// The owner drops a shared allocation. Gives back what is to be freed now.
+    /// Notes that the owner drops a shared allocation. Returns what to free now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         self.exporter.close(key, free)
     }
@@ -341,7 +341,7 @@ impl Sharing {
     }
 
     /// Looks after everything that others may have let go of, without waiting for the service to do so.
-    pub(crate) fn collect(&self) {
+    pub(crate) fn trim(&self) {
         for peer in self.exporter.peers() {
             if peer.process.has_ended() {
                 let freed = self.exporter.peer_ended(peer.id);
@@ -359,19 +359,19 @@ impl Sharing {
         (counts.limbo_blocks, counts.limbo_bytes)
     }
 
-    /// The processes that hold them.
+    /// Returns the processes that hold memory in limbo.
     pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
         self.exporter.holders_of_limbo()
     }
 
     // ---------------------------------------------------------------- importing
 
-    /// Whether a ticket is this runtime's own.
+    /// Returns whether a ticket is this runtime's own.
     pub(crate) fn is_own(&self, ticket: &Ticket) -> bool {
         ticket.incarnation == self.incarnation
     }
 
-    /// The original of a ticket of this runtime, once the device work before the share is done.
+    /// Returns the original of a ticket of this runtime, once the device work before the share is done.
     pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
         let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
@@ -393,8 +393,8 @@ impl Sharing {
         self.importer.open(ticket, device, &self.mapper())
     }
 
-    /// Lets go of an import once its streams have passed their marks.
-    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<Mark>>, unmarked: bool) {
+    /// Lets go of an import once its streams have passed their completion events.
+    pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<CompletionEvent>>, unmarked: bool) {
         self.importer.release_after(import, after, unmarked, &self.bell);
     }
 
@@ -442,7 +442,7 @@ impl Drop for Sharing {
 
 #[cfg(test)]
 impl Sharing {
-    /// Whether a lock is held that nobody may hold over a call of the backend.
+    /// Returns whether a lock is held that nobody may hold over a call of the backend.
     pub(crate) fn is_locked(&self) -> bool {
         self.exporter.is_locked() || self.importer.is_locked() || self.binding.is_locked() || self.thread.is_locked()
     }

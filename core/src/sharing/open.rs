@@ -66,18 +66,26 @@ impl Runtime {
         Ok(DeviceBuffer::part(self.clone(), DeviceBlock::new(&inner.frees, device, ptr, origin), range))
     }
 
-    /// Looks after what other processes have let go of, and gives back what was only kept for them. This also happens by
-    /// itself, as soon as they let go or die. Returns the bytes that nobody else holds any more. In a thread that is inside a
-    /// capture it does nothing.
+    /// Frees shared memory that no other process has open any more, and unmaps what was only kept for others. The runtime
+    /// also does so as soon as they let go or die. Returns the freed bytes. A thread inside a capture frees nothing.
     ///
     /// # Errors
     /// `Forked` or `ShuttingDown`.
-    pub fn collect(&self) -> Result<u64> {
-        self.inner.check("collect")?;
+    pub fn trim_shared(&self) -> Result<u64> {
+        self.inner.check("trim_shared")?;
         let Some(sharing) = self.inner.sharing.get().filter(|_| !in_capture()) else { return Ok(0) };
         let (_, before) = sharing.limbo();
-        sharing.collect();
+        sharing.trim();
         let (_, after) = sharing.limbo();
         Ok(before.saturating_sub(after))
+    }
+
+    /// As [`Runtime::trim_shared`].
+    ///
+    /// # Errors
+    /// As [`Runtime::trim_shared`].
+    #[deprecated(note = "use `trim_shared`")]
+    pub fn collect(&self) -> Result<u64> {
+        self.trim_shared()
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::{ExportKey, Import, Ticket};
 use crate::device_block::{DeviceBlock, SharedMemory};
-use crate::pool::events::Mark;
+use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
 use highwater_hal::{Result, Transport};
 
@@ -24,14 +24,14 @@ impl Exported {
 }
 
 impl SharedMemory for Exported {
-    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket> {
+    fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         let inner = &self.runtime.inner;
         let uuid = inner.device(block.device).info.uuid;
         inner.sharing("share")?.share(block, &self.key, self.transport, self.bytes as u64, uuid, after)
     }
 
     fn release(&self, block: &mut DeviceBlock) {
-        let free = block.to_free(None);
+        let free = block.deferred_free(None);
         // Other processes may have it open: then it waits in limbo.
         let free = match (self.key.get(), self.runtime.inner.sharing.get()) {
             (Some(key), Some(sharing)) => sharing.close(*key, free),
@@ -56,9 +56,9 @@ impl Imported {
 }
 
 impl SharedMemory for Imported {
-    /// The exporter's other importers cannot know of work here, so it is waited for.
-    fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<Mark>>) -> Result<Ticket> {
-        after.iter().try_for_each(|mark| self.runtime.inner.is_passed(mark, true).map(drop))?;
+    /// Waits for the work, because the exporter's other importers cannot know of it.
+    fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
+        after.iter().try_for_each(|completion| self.runtime.inner.is_passed(completion, true).map(drop))?;
         Ok(self.import.ticket.clone())
     }
 

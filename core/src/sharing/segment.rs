@@ -136,7 +136,7 @@ impl CountSegment {
         Mapping::open(file, COUNT_WORDS, ProtFlags::READ | ProtFlags::WRITE).map(Self)
     }
 
-    /// The word of the allocation `serial`, whose index in the segment is `slot`.
+    /// Returns the word of the allocation `serial`, whose index in the segment is `slot`.
     #[inline]
     pub(crate) fn slot(&self, slot: usize, serial: u64) -> Slot<'_> {
         Slot::new(&self.0.words()[COUNTS + slot], serial)
@@ -199,7 +199,8 @@ impl ReadySegment {
         fence(Ordering::Release);
     }
 
-    /// Whether a ticket with this number can have been given out. For who has the allocation open: then the slot is its.
+    /// Returns whether a ticket with this number can have been given out. The caller must have the allocation open, so
+    /// that the slot belongs to it.
     pub(crate) fn is_issued(&self, slot: usize, number: u64) -> bool {
         fence(Ordering::Acquire);
         number <= self.0.words()[ISSUED + slot].load(Ordering::Relaxed)

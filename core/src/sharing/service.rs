@@ -316,7 +316,7 @@ impl Service {
     }
 }
 
-/// The number of idle connections to keep.
+/// Returns the number of idle connections to keep.
 fn most_idle() -> usize {
     let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let share = usize::try_from(descriptors / DESCRIPTORS_FOR_ONE_IDLE).unwrap_or(MOST_IDLE);
@@ -345,13 +345,17 @@ impl Sharing {
     /// Asks after the device work that shares and releases wait for; says whether some of it was done.
     pub(super) fn ask_after_work(&self) -> bool {
         let published = self.exporter.is_watching()
-            && self.exporter.watch(|mark| {
-                let passed = self.services().is_passed(mark, false);
+            && self.exporter.watch(|completion| {
+                let passed = self.services().is_passed(completion, false);
                 passed.inspect_err(|error| tracing::warn!("device work before a share failed: {error}")).ok()
             });
         // An error says nothing about the work: the import is kept, and let go of by the end of the process.
         let released = self.importer.is_releasing()
-            && self.importer.release_passed(|mark| self.services().is_surely_passed(mark), false, &self.bell);
+            && self.importer.release_passed(
+                |completion| self.services().is_surely_passed(completion),
+                false,
+                &self.bell,
+            );
         published || released
     }
 }

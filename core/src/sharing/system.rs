@@ -17,7 +17,7 @@ use highwater_hal::{Error, ErrorKind, Result};
 /// Most descriptors that travel with one message.
 pub(crate) const MOST_DESCRIPTORS: usize = 3;
 
-/// An error of a system call that was to provide `what`.
+/// Returns an error of a system call that was to provide `what`.
 pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Error {
     let (kind, hint) = match errno {
         Errno::MFILE => {
@@ -37,7 +37,7 @@ pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Err
         .with_hint(hint)
 }
 
-/// An error about something that a peer sent.
+/// Returns an error about something that a peer sent.
 pub(crate) fn invalid_message(operation: &'static str, what: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, format!("the other process sent {what}"))
         .with_hint("both processes have to use compatible versions of this library")
@@ -64,7 +64,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// The process that connected the socket or listens at its other end, of the same user as this one.
+    /// Returns the process that connected the socket or listens at its other end, of the same user as this one.
     ///
     /// # Errors
     /// `PermissionDenied` for another user's process; `Expired` for one that has ended.
@@ -95,8 +95,8 @@ impl Process {
         }
     }
 
-    /// Whether the process has ended: its descriptor is readable. Nothing else says so: a socket is closed while work of a
-    /// dead process still runs on the device, and is kept open by a child that it forked.
+    /// Returns whether the process has ended: its descriptor is readable. Nothing else says so: a socket is closed
+    /// while work of a dead process still runs on the device, and is kept open by a child that it forked.
     pub(crate) fn has_ended(&self) -> bool {
         is_readable(self.pidfd.as_fd())
     }
@@ -105,7 +105,7 @@ impl Process {
         self.pidfd.as_fd()
     }
 
-    /// The process id in the process's own namespace. `None` if the system does not report it.
+    /// Returns the process id in the process's own namespace. `None` if the system does not report it.
     pub(crate) fn own_number(&self) -> Option<u32> {
         self.status("NSpid:")?.split_whitespace().next_back()?.parse().ok()
     }
@@ -115,7 +115,7 @@ impl Process {
         self.status("State:").is_some_and(|state| state.trim_start().starts_with(['T', 't']))
     }
 
-    /// The state of the process in `/proc`, if `/proc` shows this process's namespace.
+    /// Returns the state of the process in `/proc`, if `/proc` shows this process's namespace.
     fn status(&self, field: &str) -> Option<String> {
         let shows = std::fs::read_link("/proc/self").ok()?;
         if shows.to_str()?.parse() != Ok(std::process::id()) {
@@ -128,7 +128,7 @@ impl Process {
     }
 }
 
-/// Whether reading from a descriptor would not wait.
+/// Returns whether reading from a descriptor would not wait.
 pub(crate) fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -274,7 +274,7 @@ pub(crate) enum Received {
     Message(usize, Vec<OwnedFd>),
     /// A message that could not be taken whole: it is too long, or this process has no room for its descriptors.
     Cut {
-        /// Whether descriptors are missing.
+        /// True if descriptors are missing.
         descriptors: bool,
     },
     /// Nothing yet.

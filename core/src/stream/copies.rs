@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Stream;
-use super::submission::TurnState;
+use super::submission::SubmissionState;
 use crate::buffer::{DeviceBuffer, DeviceSlice, Untyped};
 use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::pool::host::PinnedBlock;
@@ -26,7 +26,7 @@ pub(super) enum CopyKind {
 /// An operation that was not enqueued as a whole.
 struct NotEnqueued {
     error: Error,
-    /// Whether a part of it was.
+    /// True if a part of it was enqueued.
     in_part: bool,
 }
 
@@ -150,8 +150,8 @@ impl Stream {
         };
         let noted = device.block.note_use(&self.core)?;
         let recordable = kind != CopyKind::Awaited;
-        self.use_pinned(operation, block, to_host, recordable, |turn| {
-            let kept = turn.keep_device(operation, noted, &[device.block]);
+        self.use_pinned(operation, block, to_host, recordable, |submission| {
+            let kept = submission.keep_device(operation, noted, &[device.block]);
             kept.map_err(|error| NotEnqueued { error, in_part: false })?;
             // No vendor copies across the border between two registrations.
             block.cut(range.clone()).try_for_each(|part| {
@@ -195,8 +195,8 @@ impl Stream {
         let location = |slice: &DeviceSlice<'_, T>| Location::Device { device: slice.device(), ptr: slice.ptr() };
         let copy = MemoryCopy::new(location(&dst), location(&src), src.bytes());
         let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);
-        let mut turn = self.core.enter(OPERATION)?;
-        turn.keep_device(OPERATION, noted, &[src.block, dst.block])?;
+        let mut submission = self.core.enter(OPERATION)?;
+        submission.keep_device(OPERATION, noted, &[src.block, dst.block])?;
         // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
         // has passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot reach either.
         unsafe { backend.copy(&copy, self.core.id) }
@@ -239,8 +239,8 @@ impl Stream {
         self.check_here("fill", &dst.untyped())?;
         let noted = dst.block.note_use(&self.core)?;
         let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
-        let mut turn = self.core.enter("fill")?;
-        turn.keep_device("fill", noted, &[dst.block])?;
+        let mut submission = self.core.enter("fill")?;
+        submission.keep_device("fill", noted, &[dst.block])?;
         // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill, or after the
         // graph that keeps it. Its start is
         // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.
@@ -257,7 +257,7 @@ impl Stream {
         block: &PinnedBlock,
         writes: bool,
         recordable: bool,
-        enqueue: impl FnOnce(&mut TurnState) -> Result<(), NotEnqueued>,
+        enqueue: impl FnOnce(&mut SubmissionState) -> Result<(), NotEnqueued>,
     ) -> Result<()> {
         let (inner, stream) = (&self.runtime.inner, &self.core);
         let begun = block.uses.begin(stream.key, writes).map_err(|_| {
@@ -265,37 +265,37 @@ impl Stream {
             Error::new(ErrorKind::InvalidState, operation, "the CPU is accessing the page-locked memory")
         })?;
         // Not before: an operation that this one has waited for may have failed.
-        PinnedPool::check_marked(&block.uses)?;
+        PinnedPool::check_known(&block.uses)?;
         // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
-        let mut mark = inner.device(stream.id.device()).events.take(&*inner.backend)?;
-        let mut turn = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
-        if let Some(recording) = &mut turn.recording {
+        let mut completion = inner.device(stream.id.device()).events.take(&*inner.backend)?;
+        let mut submission = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
+        if let Some(recording) = &mut submission.recording {
             let surplus = recording.keep_pinned(block.keep(), writes);
-            let enqueued = enqueue(&mut turn);
-            drop(turn);
+            let enqueued = enqueue(&mut submission);
+            drop(submission);
             surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return enqueued.map_err(|refused| refused.error);
         }
-        for mark in &begun.racing {
-            inner.backend.stream_wait_event(stream.id, mark.event())?;
+        for completion in &begun.racing {
+            inner.backend.stream_wait_event(stream.id, completion.event())?;
         }
-        let enqueued = match enqueue(&mut turn) {
+        let enqueued = match enqueue(&mut submission) {
             Ok(()) => Ok(()),
             // The stream uses the block, as if all had been enqueued.
             Err(NotEnqueued { error, in_part: true }) => Err(error),
             Err(NotEnqueued { error, in_part: false }) => return Err(error),
         };
-        if let Err(error) = stream.record(&mut turn, &mut mark) {
-            // Without a mark, waiting is all that is left. Where that fails too, nobody can tell when the device is done
-            // with the block: it is never touched or given out again, and freed when the runtime ends.
-            let waited = stream.wait_for_all(turn).map_err(|_| {
+        if let Err(error) = stream.record(&mut submission, &mut completion) {
+            // Without a completion event, waiting is all that is left. Where that fails too, nobody can tell when the
+            // device is done with the block: it is never touched or given out again, and freed when the runtime ends.
+            let waited = stream.wait_for_all(submission).map_err(|_| {
                 block.uses.unmarked.store(true, Ordering::Relaxed);
                 error
             });
             return waited.and(enqueued);
         }
-        drop(turn);
-        if begun.settle(Arc::new(mark)) {
+        drop(submission);
+        if begun.settle(Arc::new(completion)) {
             inner.pinned.forget_passed(&block.uses);
         }
         enqueued

@@ -1,8 +1,8 @@
-//! The state that the users of a stream share.
+//! The state that all users of a stream share.
 //!
 //! The handle of the per-thread default stream names another stream in each thread, so a stream over it belongs to the
-//! thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a mark, which it cannot
-//! record. So the end of each turn records a mark.
+//! thread that made it. Calls of other threads fail. Another thread may still drop a buffer and need a completion
+//! event, which it cannot record. So the end of each submission lock records a completion event.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,18 +11,17 @@ use std::thread::{self, ThreadId};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::submission::TurnState;
+use super::submission::SubmissionState;
 use crate::capture::thread::let_go;
 use crate::pool::PoolKey;
-use crate::pool::events::{EventPool, Mark, Point};
+use crate::pool::completion_events::{CompletionEvent, EventPool, Point};
 use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
 use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
 
-/// What the users of a stream share; the last of them ends the stream. It does not keep the runtime alive.
+/// The state that all users of a stream share. The last of them ends the stream. It does not keep the runtime alive.
 ///
-/// In the order of declaration, so that what every product looks at lies together: a vendor's call leaves little of it in the
-/// cache.
+/// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
 #[repr(C)]
 pub(crate) struct StreamCore {
     pub(crate) id: StreamId,
@@ -30,10 +29,10 @@ pub(crate) struct StreamCore {
     pub(crate) key: u64,
     /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
     bound_as: AtomicU64,
-    pub(super) turn: Mutex<TurnState>,
+    pub(super) submission: Mutex<SubmissionState>,
     /// True if a call must check more before it enqueues: its thread, or a capture by other code.
     pub(super) asks: bool,
-    /// Whether other code may capture the stream, so that the backend has to be asked.
+    /// True if other code may capture the stream, so that the backend has to be asked.
     pub(super) ask_capture: bool,
     /// True if the device can capture. Other code may have the id of any stream and capture it.
     pub(super) can_capture: bool,
@@ -47,7 +46,7 @@ pub(crate) struct StreamCore {
     pub(crate) lt_key: PoolKey,
     /// For the per-thread default stream: its thread.
     pub(super) owner: Option<Owner>,
-    /// Whether the last reference destroys the stream: not for the vendor's default streams.
+    /// True if the last reference destroys the stream: not for the vendor's default streams.
     owned: bool,
     end: Arc<StreamEnd>,
     /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
@@ -61,14 +60,14 @@ pub(crate) struct StreamCore {
     pub(super) workspace_made: Condvar,
 }
 
-/// The thread that a stream belongs to, with the events for the marks that its calls record.
+/// The thread that a stream belongs to, with the events for the completion events that its calls record.
 pub(crate) struct Owner {
     thread: ThreadId,
     pub(super) events: Arc<EventPool>,
 }
 
 impl Owner {
-    /// The calling thread.
+    /// Makes an owner of the calling thread.
     pub(super) fn current(events: Arc<EventPool>) -> Self {
         Self { thread: thread::current().id(), events }
     }
@@ -89,22 +88,22 @@ pub(super) struct Origin {
     pub(super) owner: Option<Owner>,
 }
 
-/// What is left of a stream when it has ended: the mark of its last work.
+/// The rest of a stream that has ended: the completion event of its last work.
 #[derive(Debug, Default)]
 pub(crate) struct StreamEnd {
-    /// `Some` once the stream has ended; inside, `None` if its end could not be marked.
-    last: Mutex<Option<Option<Arc<Mark>>>>,
+    /// `Some` once the stream has ended; inside, `None` if its end has no completion event.
+    last: Mutex<Option<Option<Arc<CompletionEvent>>>>,
     ended: Condvar,
 }
 
 impl StreamEnd {
-    /// The last mark of a stream that has ended.
-    pub(crate) fn if_ended(&self) -> Option<Arc<Mark>> {
+    /// Returns the last completion event of a stream that has ended.
+    pub(crate) fn if_ended(&self) -> Option<Arc<CompletionEvent>> {
         self.last.lock().clone().flatten()
     }
 
-    /// Waits for the thread that ends the stream, and returns the last mark.
-    pub(crate) fn wait(&self) -> Option<Arc<Mark>> {
+    /// Waits for the thread that ends the stream, and returns the last completion event.
+    pub(crate) fn wait(&self) -> Option<Arc<CompletionEvent>> {
         let mut last = self.last.lock();
         while last.is_none() {
             self.ended.wait(&mut last);
@@ -143,7 +142,7 @@ impl StreamCore {
             lt_key: key_of(BlasKind::Lt),
             owned,
             end: Arc::default(),
-            turn: Mutex::default(),
+            submission: Mutex::default(),
             settled: Condvar::new(),
             bound_as: AtomicU64::new(key),
             asks: owner.is_some() || (foreign && capabilities.capture),
@@ -163,53 +162,53 @@ impl StreamCore {
         Arc::clone(&self.end)
     }
 
-    /// A key that no stream and no capture had before.
+    /// Returns a key that no stream and no capture had before.
     pub(crate) fn next_key() -> u64 {
         static KEYS: AtomicU64 = AtomicU64::new(1);
         // Relaxed: only that no two are equal matters.
         KEYS.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Whether this process is the one that made the stream.
+    /// Returns whether this process is the one that made the stream.
     #[inline(always)]
     pub(crate) fn is_own_process(&self) -> bool {
         self.own_process.is_current()
     }
 
-    /// A mark after everything that was enqueued on the stream so far, captures left out.
-    pub(crate) fn mark(&self) -> Result<Arc<Mark>> {
+    /// Records a completion event after all work enqueued on the stream so far, captures left out.
+    pub(crate) fn completion(&self) -> Result<Arc<CompletionEvent>> {
         if self.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
-            let latest = self.turn().latest.clone();
+            let latest = self.lock_submission().latest.clone();
             return latest.ok_or_else(|| not_the_owner("record_event"));
         }
-        let mut mark = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
-        let mut turn = self.enter("record_event")?;
-        if let Some(recording) = &turn.recording {
+        let mut completion = self.services.device(self.id.device()).events.take(&*self.services.backend)?;
+        let mut submission = self.enter("record_event")?;
+        if let Some(recording) = &submission.recording {
             return Ok(Arc::clone(&recording.before));
         }
         self.refuse_if_captured("record_event")?;
-        self.record(&mut turn, &mut mark)?;
-        drop(turn);
-        Ok(Arc::new(mark))
+        self.record(&mut submission, &mut completion)?;
+        drop(submission);
+        Ok(Arc::new(completion))
     }
 
-    /// Records a mark after all work enqueued on the stream so far. The caller must have the turn, so that the numbers
-    /// follow the order of the records.
-    pub(crate) fn record(&self, turn: &mut TurnState, mark: &mut Mark) -> Result<()> {
-        self.services.backend.record_event(mark.event(), self.id)?;
-        turn.marks += 1;
-        mark.set_point(Point { stream: self.key, number: turn.marks });
+    /// Records a completion event after all work enqueued on the stream so far. The caller must have the submission
+    /// lock, so that the numbers follow the order of the records.
+    pub(crate) fn record(&self, submission: &mut SubmissionState, completion: &mut CompletionEvent) -> Result<()> {
+        self.services.backend.record_event(completion.event(), self.id)?;
+        submission.completions += 1;
+        completion.set_point(Point { stream: self.key, number: submission.completions });
         Ok(())
     }
 
     /// Under which handles are bound to the stream now.
     #[inline]
     pub(crate) fn bound_as(&self) -> u64 {
-        // Relaxed: whoever enqueues looks again when it has the turn, under which the key changes.
+        // Relaxed: whoever enqueues looks again when it has the submission lock, under which the key changes.
         self.bound_as.load(Ordering::Relaxed)
     }
 
-    /// Binds handles under another key from here on. The caller has the turn.
+    /// Binds handles under another key from here on. The caller has the submission lock.
     pub(crate) fn bind_to(&self, key: u64) {
         self.bound_as.store(key, Ordering::Relaxed);
     }
@@ -218,7 +217,7 @@ impl StreamCore {
 /// Wakes the threads that wait for the end of a stream, also if the backend panics in it.
 struct Ending<'s> {
     end: &'s StreamEnd,
-    last: Option<Arc<Mark>>,
+    last: Option<Arc<CompletionEvent>>,
 }
 
 impl Drop for Ending<'_> {
@@ -241,7 +240,7 @@ impl Drop for StreamCore {
         let last = owner
             .as_ref()
             .filter(|_| may_release)
-            .and_then(|_| self.mark().inspect_err(|error| self.services.count_failed_release(error)).ok());
+            .and_then(|_| self.completion().inspect_err(|error| self.services.count_failed_release(error)).ok());
         ending.last.clone_from(&last);
         drop(ending);
         if !may_release {

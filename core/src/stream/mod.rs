@@ -48,18 +48,18 @@ impl Stream {
         Self::of(runtime, id, Origin { owned, ..Origin::default() })
     }
 
-    /// A stream that other code made and may capture.
+    /// Wraps a stream that other code made and may capture.
     pub(crate) fn foreign(runtime: Runtime, id: StreamId) -> Self {
         Self::of(runtime, id, Origin { owned: true, foreign: true, owner: None })
     }
 
-    /// The calling thread's default stream.
+    /// Returns the calling thread's default stream.
     pub(crate) fn per_thread_default(runtime: Runtime, device: u32) -> Result<Self> {
         let id = StreamId::per_thread_default(runtime.identity().tag, device);
         let events = Arc::clone(&runtime.inner.device(device).events);
         let owner = Owner::current(events);
         let stream = Self::of(runtime, id, Origin { owned: false, foreign: true, owner: Some(owner) });
-        // A mark exists from here on.
+        // A completion event exists from here on.
         stream.core.enter_outside("record_event")?;
         Ok(stream)
     }
@@ -69,7 +69,8 @@ impl Stream {
         Self { core: StreamCore::new(services, workspaces, id, origin), runtime }
     }
 
-    /// The legacy default stream: the one that others have, so that all share its turn and its workspace.
+    /// Returns the legacy default stream: the one that other users have, so that all share its submission lock and its
+    /// workspace.
     pub(crate) fn legacy_default(runtime: Runtime, device: u32) -> Self {
         let place = runtime.inner.legacy_streams[device as usize].lock();
         if let Some(core) = place.upgrade() {
@@ -91,7 +92,7 @@ impl Stream {
         }
     }
 
-    /// The stream's id, for calls of the backend itself.
+    /// Returns the stream's id, for calls of the backend itself.
     #[must_use]
     pub fn id(&self) -> StreamId {
         self.core.id
@@ -122,7 +123,7 @@ impl Stream {
         self.core.id.device()
     }
 
-    /// The runtime that the stream belongs to.
+    /// Returns the runtime that the stream belongs to.
     #[must_use]
     pub fn runtime(&self) -> &Runtime {
         &self.runtime
@@ -139,14 +140,14 @@ impl Stream {
 
     // ---------------------------------------------------------------- order
 
-    /// Whether everything enqueued so far has been executed; does not wait.
+    /// Returns whether everything enqueued so far has been executed. Does not wait.
     ///
     /// # Errors
     /// `Capture` where the stream takes part in a capture; else what the backend gives, and an error of earlier work may
     /// show up here.
     pub fn is_complete(&self) -> Result<bool> {
         let backend = self.backend("query_stream")?;
-        let _turn = self.core.enter_outside("query_stream")?;
+        let _submission = self.core.enter_outside("query_stream")?;
         Ok(backend.query_stream(self.core.id)?.is_complete())
     }
 

@@ -8,22 +8,22 @@ use crate::event::Event;
 use highwater_hal::{Error, ErrorKind, EventOptions, Result};
 
 impl Stream {
-    /// Marks the point that the stream has reached. In a capture, the mark is a point of the graph: it is good for
+    /// Records the point that the stream has reached. In a capture, the event is a point of the graph: it is good for
     /// [`Stream::wait`] until the capture ends.
     ///
     /// # Errors
     /// What the backend gives.
     pub fn record(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
-        let mut mark = self.runtime.inner.device(self.device()).events.take(backend)?;
-        let mut turn = self.core.enter("record_event")?;
-        self.core.record(&mut turn, &mut mark)?;
-        let capture = turn.recording.as_ref().map(|recording| Arc::clone(&recording.capture));
-        drop(turn);
-        Ok(Event::pooled(self.runtime.clone(), mark, capture))
+        let mut completion = self.runtime.inner.device(self.device()).events.take(backend)?;
+        let mut submission = self.core.enter("record_event")?;
+        self.core.record(&mut submission, &mut completion)?;
+        let capture = submission.recording.as_ref().map(|recording| Arc::clone(&recording.capture));
+        drop(submission);
+        Ok(Event::pooled(self.runtime.clone(), completion, capture))
     }
 
-    /// Marks the point that the stream has reached, with the time.
+    /// Records the point that the stream has reached, with the time.
     ///
     /// # Errors
     /// `Unsupported` where `event_timing` is false; `Capture` where the stream takes part in a capture; else what the
@@ -36,25 +36,25 @@ impl Stream {
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
         // From here on the event destroys itself, also where the record fails.
         let event = Event::timed(self.runtime.clone(), id);
-        let turn = self.core.enter_outside("record_event")?;
+        let submission = self.core.enter_outside("record_event")?;
         backend.record_event(id, self.core.id)?;
-        drop(turn);
+        drop(submission);
         Ok(event)
     }
 
-    /// Makes what is enqueued from here on wait, on the device, for a mark of any stream of the same runtime. Where the
-    /// mark was made in a capture that is open, this stream joins the capture.
+    /// Makes all work enqueued from here on wait, on the device, for an event of any stream of the same runtime. If the
+    /// event was recorded in an open capture, this stream joins the capture.
     ///
     /// # Errors
-    /// `Capture` where this stream takes part in a capture that the mark was not made in, or the mark's capture has ended;
-    /// else what the backend gives.
+    /// `Capture` where this stream takes part in a capture that the completion event was not made in, or the completion
+    /// event's capture has ended; else what the backend gives.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let backend = self.backend("stream_wait_event")?;
         if let Some(capture) = event.capture() {
             return join(self, event, capture);
         }
-        let turn = self.core.enter("stream_wait_event")?;
-        if turn.recording.is_some() {
+        let submission = self.core.enter("stream_wait_event")?;
+        if submission.recording.is_some() {
             return Err(Error::new(
                 ErrorKind::Capture,
                 "stream_wait_event",

@@ -33,7 +33,7 @@ impl Stream {
         Ok(buffer)
     }
 
-    /// The values of a device buffer, once the work enqueued before has been executed. Waits.
+    /// Returns the values of a device buffer, once the work enqueued before has been executed. Waits.
     ///
     /// # Errors
     /// As [`Stream::copy_to_host`] and [`Runtime::pinned`]; `Capture` where the stream takes part in a capture.

@@ -17,8 +17,8 @@ impl StreamCore {
         let Some(idle) = self.workspaces.take(device, bytes) else {
             return self.workspaces.allocate(device, bytes).map(Some);
         };
-        if let Some(mark) = &idle.after {
-            let wait = |_turn| self.services.backend.stream_wait_event(self.id, mark.event());
+        if let Some(completion) = &idle.after {
+            let wait = |_submission| self.services.backend.stream_wait_event(self.id, completion.event());
             if let Err(error) = self.enter_outside("stream_wait_event").and_then(wait) {
                 self.workspaces.give_back(device, idle);
                 return Err(error);
@@ -29,14 +29,16 @@ impl StreamCore {
 
     /// Gives a workspace back, for use after the work enqueued on the stream so far.
     pub(crate) fn give_back_workspace(&self, workspace: Workspace) {
-        match self.mark() {
-            Ok(mark) => self.workspaces.give_back(self.id.device(), IdleWorkspace { workspace, after: Some(mark) }),
+        match self.completion() {
+            Ok(completion) => {
+                self.workspaces.give_back(self.id.device(), IdleWorkspace { workspace, after: Some(completion) })
+            }
             // It stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
             Err(error) => self.services.count_failed_release(&error),
         }
     }
 
-    /// The workspace for the stream's calls of one kind, allocated by the first of them.
+    /// Returns the workspace for the stream's calls of one kind, allocated by the first of them.
     fn workspace(&self, kind: BlasKind) -> Result<Option<Workspace>> {
         let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
         if let Some(workspace) = self.existing_workspace(kind, bytes) {
@@ -58,7 +60,7 @@ impl StreamCore {
         Ok(*cell.get_or_init(|| workspace))
     }
 
-    /// Lt calls use the BLAS workspace where there is one: all calls of the stream take turns.
+    /// Lt calls use the BLAS workspace where there is one: all calls of the stream share its submission lock.
     fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         let blas = self.blas_workspace.get().copied();
         if kind != BlasKind::Lt {
@@ -71,19 +73,22 @@ impl StreamCore {
     /// What a handle has to be bound to for calls on this stream: the key, and the workspace.
     pub(crate) fn binding(&self, kind: BlasKind) -> Result<(u64, Option<Workspace>)> {
         let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
-        // No capture, as far as can be seen without the turn: whoever enqueues looks at the key again when it has it.
+        // No capture, as far as can be seen without the submission lock: whoever enqueues looks at the key again when
+        // it has it.
         if self.bound_as() == self.key
             && let Some(workspace) = self.existing_workspace(kind, bytes)
         {
             return Ok((self.key, workspace));
         }
         loop {
-            let mut turn = self.turn();
-            let Some(recording) = &mut turn.recording else {
-                drop(turn);
+            let mut submission = self.lock_submission();
+            let Some(recording) = &mut submission.recording else {
+                drop(submission);
                 match self.workspace(kind) {
                     // A capture began meanwhile.
-                    Err(error) if error.kind() == ErrorKind::Capture && self.turn().recording.is_some() => continue,
+                    Err(error) if error.kind() == ErrorKind::Capture && self.lock_submission().recording.is_some() => {
+                        continue;
+                    }
                     workspace => return Ok((self.key, workspace?)),
                 }
             };
@@ -92,14 +97,14 @@ impl StreamCore {
                 return Ok((key, workspace));
             }
             let reserved = recording.take_reserved(bytes);
-            drop(turn);
+            drop(submission);
             let idle = match reserved {
                 _ if bytes == 0 => None,
                 Some(idle) => Some(idle),
                 None => Some(self.workspaces.take_or_allocate(self.id.device(), bytes)?),
             };
-            let mut turn = self.turn();
-            let recording = turn.recording.as_mut().filter(|recording| recording.key == key);
+            let mut submission = self.lock_submission();
+            let recording = submission.recording.as_mut().filter(|recording| recording.key == key);
             if let Some(recording) = recording
                 && recording.existing_workspace(kind, bytes).is_none()
             {
@@ -112,7 +117,7 @@ impl StreamCore {
                 }
                 return Ok((key, workspace));
             }
-            drop(turn);
+            drop(submission);
             // Another thread was quicker, or the capture has ended meanwhile.
             if let Some(idle) = idle {
                 self.workspaces.give_back(self.id.device(), idle);
@@ -120,19 +125,21 @@ impl StreamCore {
         }
     }
 
-    /// A workspace that belongs to the capture that the stream takes part in; `None` where it takes part in none.
+    /// Returns a workspace that belongs to the capture that the stream takes part in; `None` if it takes part in none.
     pub(crate) fn captured_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
-        let Some(key) = self.turn().recording.as_ref().map(|recording| recording.key) else { return Ok(None) };
+        let Some(key) = self.lock_submission().recording.as_ref().map(|recording| recording.key) else {
+            return Ok(None);
+        };
         let idle = self.workspaces.take_or_allocate(self.id.device(), bytes)?;
-        let mut turn = self.turn();
-        match turn.recording.as_mut().filter(|recording| recording.key == key) {
+        let mut submission = self.lock_submission();
+        match submission.recording.as_mut().filter(|recording| recording.key == key) {
             Some(recording) => {
                 let workspace = idle.workspace;
                 recording.own(idle);
                 Ok(Some(workspace))
             }
             None => {
-                drop(turn);
+                drop(submission);
                 self.workspaces.give_back(self.id.device(), idle);
                 Ok(None)
             }

@@ -31,7 +31,7 @@ fn memory_whose_last_use_could_not_be_marked_was_freed_under_it_when_it_left_lim
     fail_none(&exporter, Operation::RecordEvent);
     drop(opened);
     until("it has left limbo", || exporter.runtime.statistics().sharing.limbo_blocks == 0);
-    exporter.runtime.reclaim().unwrap();
+    exporter.runtime.trim_device_memory().unwrap();
     assert_eq!(exporter.gpu.violations(), []);
     assert_eq!(exporter.runtime.statistics().failed_releases, 1);
     importer.end();
@@ -175,7 +175,7 @@ impl Pair {
             let filled = self.importer.stream.fill(&import, tag);
             self.note(filled);
         }
-        let collected = self.exporter.runtime.collect();
+        let collected = self.exporter.runtime.trim_shared();
         self.note(collected);
         if self.rounds.is_multiple_of(4) {
             let trimmed = self.importer.runtime.trim();
@@ -345,7 +345,7 @@ fn memory_whose_unmapping_is_refused_stays_mapped_and_is_unmapped_later() {
     until("the importer was told", || importer.runtime.statistics().failed_releases > refused);
     assert_eq!((sharing().mappings, mapped()), (1, 1));
     assert_eq!(importer.runtime.open_shared::<u32>(&ticket).unwrap_err().kind(), ErrorKind::Expired);
-    importer.runtime.collect().unwrap();
+    importer.runtime.trim_shared().unwrap();
     until("it is unmapped", || (sharing().mappings, mapped()) == (0, 0));
     importer.end();
     exporter.end();

@@ -50,7 +50,7 @@ fn an_importer_whose_sockets_are_cut_lives_and_keeps_its_memory() {
     drop(buffer);
     // Time for the exporter to notice the cut.
     std::thread::sleep(Duration::from_millis(50));
-    exporter.runtime.collect().unwrap();
+    exporter.runtime.trim_shared().unwrap();
     let others: Vec<_> = (0..20).map(|_| exporter.make(50_000, 6)).collect();
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
     peer.tell("fill a 77 10");

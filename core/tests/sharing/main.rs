@@ -52,7 +52,7 @@ impl Exporter {
 
     /// Bytes that are allocated and were not at the beginning.
     fn taken(&self) -> u64 {
-        self.runtime.reclaim().unwrap();
+        self.runtime.trim_device_memory().unwrap();
         self.free - self.runtime.device(0).unwrap().memory_info().unwrap().free
     }
 

@@ -73,7 +73,7 @@ fn a_buffer_that_others_hold_waits_in_limbo_and_comes_back_by_itself() {
         assert_eq!(peer.tell("read a"), "5");
         peer.tell("drop a");
     }
-    exporter.runtime.collect().unwrap();
+    exporter.runtime.trim_shared().unwrap();
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
     let error = peers[0].ask(&format!("open b {ticket}"));
     assert!(error.starts_with("error Expired"), "{error}");
@@ -305,7 +305,7 @@ fn a_collect_beside_the_service_loses_no_release() {
         importer.stream.fill(&opened, 2_u32).unwrap();
         drop(opened);
         for _ in 0..8 {
-            importer.runtime.collect().unwrap();
+            importer.runtime.trim_shared().unwrap();
         }
         // From here on nobody but the service looks after it.
         until("it is let go of", || importer.runtime.statistics().sharing.imports == 0);

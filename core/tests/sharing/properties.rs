@@ -262,7 +262,7 @@ impl Model {
                 self.allocations[at].original = None;
                 self.squat(pages);
             }
-            Operation::Collect => drop(self.exporter.runtime.collect().unwrap()),
+            Operation::Collect => drop(self.exporter.runtime.trim_shared().unwrap()),
             Operation::Trim { importer } => {
                 self.importers[importer].side.runtime.trim().unwrap();
                 let gone = self.importers[importer].mapped.clone();

@@ -87,7 +87,7 @@ fn an_importer_that_is_cut_off_while_it_keeps_a_mapping_is_not_forgotten() {
     assert_ne!(peer.tell("cut-sockets"), "0");
     // Time for the exporter to notice the cut.
     std::thread::sleep(Duration::from_millis(50));
-    exporter.runtime.collect().unwrap();
+    exporter.runtime.trim_shared().unwrap();
     // By the mapping that it kept, without a word to the exporter.
     peer.tell(&format!("open a {ticket}"));
     drop(buffer);
@@ -122,7 +122,7 @@ fn what_leaves_limbo_with_an_unmarked_use_waits_for_the_end() {
     drop(buffer);
     drop(opened);
     until("nobody else holds it", || runtime.statistics().sharing.limbo_blocks == 0);
-    runtime.reclaim().unwrap();
+    runtime.trim_device_memory().unwrap();
     assert!(free() < before, "freed while nobody knows whether the stream is done");
     gpu.set_latency(Duration::ZERO);
     drop(stream);
@@ -383,7 +383,7 @@ fn an_exporter_that_scribbles_on_the_counts_takes_no_memory_away() {
     for word in [CLOSED | MAPPED, 0, CLOSED | 5 << 32] {
         impostor.scribble(word);
         impostor.raise_closed();
-        importer.runtime.collect().unwrap();
+        importer.runtime.trim_shared().unwrap();
         importer.runtime.trim().unwrap();
         assert_eq!(importer.runtime.statistics().sharing.mappings, 1, "{word:x}");
         assert_eq!(importer.stream.download(&opened).unwrap(), vec![7; 1000]);

@@ -229,7 +229,7 @@ impl<'a> Exporter<'a> {
             0..4 if self.blocks.len() < MOST_LIVE => self.share()?,
             0..7 if !self.blocks.is_empty() => self.free()?,
             7..9 if !self.blocks.is_empty() => self.check()?,
-            _ => drop(self.runtime.collect()?),
+            _ => drop(self.runtime.trim_shared()?),
         }
         let limbo = self.runtime.statistics().sharing.limbo_bytes;
         self.report.limbo_peak_bytes = self.report.limbo_peak_bytes.max(limbo);
@@ -373,7 +373,7 @@ impl<'a> Exporter<'a> {
         (0..self.blocks.len()).try_for_each(|index| self.check_block(index))?;
         self.blocks.clear();
         let ask = || {
-            self.runtime.collect()?;
+            self.runtime.trim_shared()?;
             Ok(self.runtime.statistics().sharing)
         };
         let sharing = eventually(pulse, ask, |sharing| sharing.exported_bytes == 0 && sharing.limbo_bytes == 0)?;

@@ -1,12 +1,12 @@
-//! How much memory the system can give: to touch more than that has the kernel kill a process instead of giving an error.
+//! The memory that the system can give. A process that touches more is killed by the kernel instead of getting an error.
 //!
-//! Asked before a large block is touched. What cannot be found out counts as no limit. Between the answer and the touching,
-//! others may take memory too, so this spares the usual mistake, a size that is out of the question, and promises nothing.
+//! The pool asks before it touches a large block. A limit that cannot be read counts as no limit. Other processes may take
+//! memory between the answer and the touch. So the check catches sizes that no machine has, and promises nothing more.
 
 use std::fs;
 use std::path::Path;
 
-/// Whether so many bytes more are out of the question; then how many are available.
+/// If `bytes` more cannot be allocated, returns how many are available.
 pub(crate) fn refuses(bytes: usize) -> Option<u64> {
     let bytes = bytes as u64;
     let refuses = |available: u64| (bytes > available).then_some(available);
@@ -24,7 +24,7 @@ fn of_system(meminfo: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// The process's place in the unified hierarchy, from `/proc/self/cgroup`.
+/// Returns the process's place in the unified hierarchy, from `/proc/self/cgroup`.
 fn of_unified(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| line.strip_prefix("0::/"))
 }

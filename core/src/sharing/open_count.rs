@@ -3,10 +3,10 @@
 //!
 //! | step | by | count |
 //! | --- | --- | --- |
-//! | [`LocalCount::enter`] | who opens it | 1 up unless it is gone |
-//! | [`LocalCount::leave`] | who has let go of it | 1 down; the last then asks whether it is to be unmapped |
-//! | [`LocalCount::try_gone`] | who wants to unmap it | gone if the count was 0 |
-//! | [`LocalCount::stays`] | the same, if the backend refused to unmap | 0 again; the caller tries again later |
+//! | [`OpenCount::enter`] | who opens it | 1 up unless it is gone |
+//! | [`OpenCount::leave`] | who has let go of it | 1 down; the last then asks whether it is to be unmapped |
+//! | [`OpenCount::try_gone`] | who wants to unmap it | gone if the count was 0 |
+//! | [`OpenCount::stays`] | the same, if the backend refused to unmap | 0 again; the caller tries again later |
 //!
 //! *Why nothing is unmapped while it is open.* `enter` and `try_gone` are read-modify-writes of one word, so one comes first:
 //! either the enter finds it gone, or the other finds it open. *Why no unmapping is lost.* There are two who can do it: who
@@ -20,9 +20,9 @@ const GONE: u64 = 1 << 63;
 
 /// How often an import is open in this process.
 #[derive(Debug)]
-pub(crate) struct LocalCount(AtomicU64);
+pub(crate) struct OpenCount(AtomicU64);
 
-impl LocalCount {
+impl OpenCount {
     /// Open once.
     pub(crate) fn open() -> Self {
         Self(AtomicU64::new(1))
@@ -43,7 +43,7 @@ impl LocalCount {
         was_last
     }
 
-    /// Undoes [`LocalCount::try_gone`] for the caller that got `true`: the memory is still mapped. The caller must try
+    /// Undoes [`OpenCount::try_gone`] for the caller that got `true`: the memory is still mapped. The caller must try
     /// again later, because reasons found meanwhile had no effect.
     pub(crate) fn stays(&self) {
         self.0.store(0, Ordering::Release);

@@ -41,7 +41,7 @@ struct Registry {
     gates: Mutex<Vec<(Key, Weak<DeviceGate>)>>,
 }
 
-/// The registry of this process. A forked child makes its own, because a thread of the parent may hold the lock.
+/// Returns the registry of this process. A forked child makes its own, because a thread of the parent may hold the lock.
 fn registry() -> &'static Registry {
     static CURRENT: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
     let mut current = CURRENT.load(Ordering::Acquire);
@@ -96,7 +96,7 @@ impl Drop for Quiet {
 }
 
 impl DeviceGate {
-    /// The gate that all users of a device share.
+    /// Returns the gate that all users of a device share.
     fn of(backend: BackendTag, info: &DeviceInfo) -> Arc<Self> {
         let key = Key::of(backend, info);
         let mut gates = registry().gates.lock();
@@ -150,7 +150,7 @@ impl Drop for Capturing<'_> {
 }
 
 impl CaptureGate {
-    /// The gate of a backend's device.
+    /// Returns the gate of a backend's device.
     pub(crate) fn of(backend: BackendTag, info: &DeviceInfo) -> Self {
         Self { gate: DeviceGate::of(backend, info), own: AtomicU32::new(0) }
     }

@@ -10,8 +10,17 @@ use crate::runtime::Runtime;
 use crate::stream::Stream;
 use highwater_hal::{Element, Error, ErrorKind, HostPtr, Result};
 
+/// The access of work on a device to memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// The work only reads the memory.
+    Read,
+    /// The work writes the memory, and may read it.
+    Write,
+}
+
 impl Runtime {
-    /// The block of page-locked memory that an address points into, at its start or anywhere inside, if a
+    /// Returns the block of page-locked memory that an address points into, at its start or anywhere inside, if a
     /// [`PinnedBuffer`](crate::PinnedBuffer) of this runtime owns it.
     #[must_use]
     pub fn pinned_block_of(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
@@ -28,7 +37,7 @@ impl Runtime {
 
 impl Stream {
     /// Notes that what was enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that `ptr` points
-    /// into, at its start or anywhere inside: for copies and kernels that other code has enqueued by itself. `writes` says
+    /// into, at its start or anywhere inside: for copies and kernels that other code has enqueued by itself. `access` says
     /// whether they write the memory.
     ///
     /// From here on the buffer behaves as after a copy by this crate: the CPU's access waits for that work (for reading,
@@ -36,12 +45,12 @@ impl Stream {
     /// given to anybody else before it is done. The caller must make this call after the work is enqueued, and before the
     /// buffer is touched, copied or dropped. A call before the work covers nothing of it.
     ///
-    /// Where the stream takes part in a capture, the use is a recorded one: the capture keeps the memory, and each launch of the
-    /// graph waits for uses that it would race with and counts as a use. Plain slices of the values that were made before
-    /// must not live on to a launch.
+    /// Where the stream takes part in a capture, the use is a recorded one: the capture keeps the memory, and each
+    /// launch of the graph waits for uses that it would race with and counts as a use. Plain slices of the values that
+    /// were made before must not live on to a launch.
     ///
     /// ```
-    /// use highwater_core::Runtime;
+    /// use highwater_core::{Access, Runtime};
     /// use highwater_mock::{MockGpu, MockOptions};
     ///
     /// let runtime = Runtime::new(MockGpu::open(MockOptions::new())?)?;
@@ -49,7 +58,7 @@ impl Stream {
     /// let pinned = runtime.pinned::<f32>(1000)?;
     /// // Code that knows only an address and a stream has enqueued a copy from the middle of the buffer.
     /// let inside = pinned.ptr().offset(2000);
-    /// stream.note_host_use(inside, false)?;
+    /// stream.note_host_use(inside, Access::Read)?;
     /// assert_eq!(runtime.pinned_block_of(inside).unwrap().base, pinned.ptr());
     /// # Ok::<(), highwater_core::Error>(())
     /// ```
@@ -58,7 +67,7 @@ impl Stream {
     /// `InvalidPointer` where no buffer of the stream's runtime owns the memory: it is not page-locked, was dropped, or is
     /// another runtime's. Nothing is noted then, and the use must be waited for. `Capture` where other code captures the
     /// stream; else what marking the stream gives; then the memory is given to nobody else before the runtime ends.
-    pub fn note_host_use(&self, ptr: HostPtr, writes: bool) -> Result<()> {
+    pub fn note_host_use(&self, ptr: HostPtr, access: Access) -> Result<()> {
         const OPERATION: &str = "note_host_use";
         let runtime = self.runtime();
         let inner = &runtime.inner;
@@ -68,7 +77,7 @@ impl Stream {
                 .with_hint("note the use while the buffer is alive, on a stream of the runtime that it came from")
         };
         let kept = inner.pinned.keep_live_block(ptr).ok_or_else(unknown)?;
-        let noted = self.note_kept(OPERATION, &kept, writes);
+        let noted = self.note_kept(OPERATION, &kept, access == Access::Write);
         if noted.is_err() {
             // Nobody can tell when the work is done.
             kept.uses.unmarked.store(true, Ordering::Relaxed);
@@ -78,7 +87,7 @@ impl Stream {
     }
 
     /// Notes that work of other code on this stream uses the values of `slice`: kernels and copies that the program
-    /// enqueues itself, with [`Stream::raw`] and [`DeviceBuffer::ptr`](crate::DeviceBuffer::ptr). `writes` states
+    /// enqueues itself, with [`Stream::raw`] and [`DeviceBuffer::ptr`](crate::DeviceBuffer::ptr). `access` states
     /// whether they write the values. At present reads and writes have the same effect.
     ///
     /// Call it before you enqueue the work. One note covers all work on this stream until the buffer is dropped.
@@ -86,16 +95,16 @@ impl Stream {
     /// also orders this stream after the allocation of [stream-ordered](Stream::allocate) memory. The note does not
     /// order the work after work of other streams; see [`Stream::wait`].
     ///
-    /// On the [per-thread default stream](crate::Device::per_thread_default_stream), call it once more after the work is
-    /// enqueued. Other threads cannot mark that stream. If they drop a buffer, Highwater frees it after the last call
-    /// noted there.
+    /// On the [per-thread default stream](crate::Device::per_thread_default_stream), call it once more after the work
+    /// is enqueued. Other threads cannot record events on that stream. If they drop a buffer, Highwater frees it after
+    /// the last call noted there.
     ///
     /// If the stream takes part in a capture, the graph keeps the memory until its last launch is done. Each capture needs
     /// a note of its own.
     ///
     /// ```
     /// # use highwater_core::{Backend, DevicePtr, FillPattern, MemoryFill};
-    /// use highwater_core::Runtime;
+    /// use highwater_core::{Access, Runtime};
     /// use highwater_mock::{MockGpu, MockOptions};
     ///
     /// # let gpu = MockGpu::open(MockOptions::new())?;
@@ -110,7 +119,7 @@ impl Stream {
     /// # let runtime = Runtime::new(gpu.clone())?;
     /// let stream = runtime.device(0)?.create_stream()?;
     /// let values = runtime.device(0)?.allocate::<f32>(1000)?;
-    /// stream.note_device_use(&values, true)?;
+    /// stream.note_device_use(&values, Access::Write)?;
     /// // On CUDA the raw stream is a `cudaStream_t`, and the address a `float *`.
     /// launch_my_kernel(stream.raw()?, values.ptr(), values.len())?;
     /// assert_eq!(stream.download(&values)?, vec![1.5; 1000]);
@@ -121,10 +130,10 @@ impl Stream {
     /// # Errors
     /// `InvalidPointer` if the buffer belongs to another runtime; `Capture` if other code captures the stream; else the
     /// error of ordering the stream after the allocation. After an error the caller must not enqueue the work.
-    pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, writes: bool) -> Result<()> {
+    pub fn note_device_use<'d, T: Element>(&self, slice: impl Into<DeviceSlice<'d, T>>, access: Access) -> Result<()> {
         const OPERATION: &str = "note_device_use";
         // Reads and writes both keep the memory.
-        let _ = writes;
+        let _ = access;
         let slice = slice.into();
         self.runtime().inner.check(OPERATION)?;
         self.check_slice(OPERATION, &slice.untyped())?;
@@ -134,24 +143,24 @@ impl Stream {
 
     fn note_kept(&self, operation: &'static str, kept: &KeptBlock, writes: bool) -> Result<()> {
         let (inner, core) = (&self.runtime().inner, self.core());
-        let mark = inner.device(self.device()).events.take(&*inner.backend);
-        let mut turn = core.enter(operation)?;
-        if let Some(recording) = &mut turn.recording {
+        let completion = inner.device(self.device()).events.take(&*inner.backend);
+        let mut submission = core.enter(operation)?;
+        if let Some(recording) = &mut submission.recording {
             let surplus = recording.keep_pinned(kept.keep(), writes);
-            drop(turn);
+            drop(submission);
             surplus.into_iter().for_each(|kept| inner.pinned.let_go(kept));
             return Ok(());
         }
-        match mark.and_then(|mut mark| core.record(&mut turn, &mut mark).map(|()| mark)) {
-            Ok(mark) => {
-                drop(turn);
-                if kept.uses.note(Arc::new(mark), writes) {
+        match completion.and_then(|mut completion| core.record(&mut submission, &mut completion).map(|()| completion)) {
+            Ok(completion) => {
+                drop(submission);
+                if kept.uses.note(Arc::new(completion), writes) {
                     inner.pinned.forget_passed(&kept.uses);
                 }
                 Ok(())
             }
-            // Without a mark, waiting is all that is left.
-            Err(error) => core.wait_for_all(turn).map_err(|_| error),
+            // Without a completion event, waiting is all that is left.
+            Err(error) => core.wait_for_all(submission).map_err(|_| error),
         }
     }
 }

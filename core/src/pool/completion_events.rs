@@ -1,11 +1,13 @@
-//! Events to mark points in streams with, kept for the next mark: making one costs more than recording it, and some
-//! drivers are very slow when several threads make them at once.
+//! Completion events: points of streams that are waited for.
 //!
-//! A [`Mark`] owns its event and gives it back when it is dropped. Who has to ask a mark after leaving a lock shares it
-//! by `Arc`: an event that somebody still refers to by its id alone could be recorded anew for somebody else meanwhile.
+//! Events are kept and recorded anew, because making one costs more than recording it. Some drivers are very slow when
+//! several threads make events at once.
 //!
-//! Marks of one stream are numbered in the order of their records, which is the order in which they pass. So of two
-//! marks of a stream the one with the higher number covers the other. If one is not passed, no later one is.
+//! A [`CompletionEvent`] owns its event and returns it to the pool when it is dropped. A thread that queries one after
+//! leaving a lock shares it by `Arc`. Otherwise another thread could record the event anew meanwhile.
+//!
+//! The completion events of one stream are numbered in the order of their records, which is the order in which they pass.
+//! So of two such events the one with the higher number covers the other. If one is not passed, no later one is.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,14 +28,14 @@ pub(crate) struct EventPool {
 
 /// An event of the pool, in use.
 #[derive(Debug)]
-pub(crate) struct Mark {
+pub(crate) struct CompletionEvent {
     event: EventId,
     /// `None` once the event is not the pool's any more.
     pool: Option<Arc<EventPool>>,
     point: Point,
 }
 
-/// A point of a stream: its key, and the number of the mark. 0 and 0 before the mark is recorded.
+/// A point of a stream: its key, and the number of the completion event. 0 and 0 before the completion event is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) struct Point {
     pub(crate) stream: u64,
@@ -45,8 +47,8 @@ impl EventPool {
         Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
-    /// An event that nobody else refers to, not recorded yet.
-    pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<Mark> {
+    /// Returns an event that nobody else refers to, not recorded yet.
+    pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<CompletionEvent> {
         let idle = self.idle.lock().pop();
         let event = match idle {
             Some(event) => event,
@@ -57,7 +59,7 @@ impl EventPool {
                 event
             }
         };
-        Ok(Mark { event, pool: Some(Arc::clone(self)), point: Point::default() })
+        Ok(CompletionEvent { event, pool: Some(Arc::clone(self)), point: Point::default() })
     }
 
     /// Takes every idle event out for good, for the caller to destroy.
@@ -67,13 +69,13 @@ impl EventPool {
         idle
     }
 
-    /// The number of events that the pool made and still has, and the number of idle ones among them.
+    /// Returns the number of events that the pool made and still has, and the number of idle ones among them.
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.load(Ordering::Relaxed), self.idle.lock().len() as u64)
     }
 }
 
-impl Mark {
+impl CompletionEvent {
     pub(crate) fn event(&self) -> EventId {
         self.event
     }
@@ -97,7 +99,7 @@ impl Mark {
     }
 }
 
-impl Drop for Mark {
+impl Drop for CompletionEvent {
     fn drop(&mut self) {
         // In a forked child the lock may be held by a thread that does not exist. Who waits for the record on a device
         // keeps that wait when the event is recorded anew.
