@@ -1,4 +1,5 @@
-//! Links the plugin so that nobody can unload it: its threads, exit handlers and the vendor's driver outlive every user.
+//! Links the plugin so that it cannot be unloaded: its threads, its exit handlers and the vendor's driver outlive every
+//! user.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

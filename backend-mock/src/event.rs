@@ -28,7 +28,7 @@ pub(crate) struct Point {
     shared: Option<Record>,
     /// The place in a capture at which the record was made. Such a point is never reached.
     capture_point: Option<CapturePoint>,
-    /// What the order observer keeps with the point.
+    /// The data that the order observer keeps with the point.
     pub(crate) observed: Observed,
 }
 

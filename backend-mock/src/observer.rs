@@ -111,7 +111,7 @@ pub(crate) trait OrderObserver: fmt::Debug + Send + Sync {
 /// The data that an [`OrderObserver`] keeps with a point of a stream.
 #[derive(Debug, Default)]
 pub(crate) struct Observed {
-    /// What comes before the point.
+    /// The operations that come before the point.
     pub(crate) clock: OnceLock<Clock>,
     /// The file and the number of the record, if the event is shared between processes.
     pub(crate) shared: Option<(u64, u64)>,

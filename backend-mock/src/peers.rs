@@ -1,4 +1,4 @@
-//! Whether another process still lives.
+//! Liveness of other processes.
 //!
 //! A process has ended exactly if its process descriptor is readable. A process id and the start time together name a
 //! process, because ids are used again. Ids count in one namespace, so processes of two containers do not find each

@@ -20,7 +20,7 @@ impl Rig {
         end(&self.gpu, stream).unwrap()
     }
 
-    /// The executable graph of what `record` enqueues.
+    /// Returns the executable graph of the commands that `record` enqueues.
     fn captured(&self, stream: StreamId, record: impl FnOnce()) -> GraphExecId {
         self.begin(stream);
         record();
@@ -70,7 +70,7 @@ fn nothing_is_executed_while_it_is_recorded_and_every_launch_executes_it_once() 
         let rig = Rig::new(small());
         let (block, copy) = (rig.upload(&[1u8; 64]), rig.upload(&[1u8; 64]));
         let (pinned, work) = (rig.pinned(64), rig.stream(0));
-        // SAFETY: the block is as long, and nobody else uses it.
+        // SAFETY: the block is as long, and no other code uses it.
         unsafe { pinned.as_ptr().write_bytes(1, 64) };
         rig.gpu.begin_capture(work, mode).unwrap();
         assert!(rig.gpu.is_capturing(work).unwrap() && !rig.gpu.is_capturing(rig.stream).unwrap());
@@ -204,7 +204,7 @@ fn streams_may_be_joined_by_way_of_others_and_all_of_them_must() {
     rig.set(block, 2, 64, streams[2]).unwrap();
     hand_over(2, 0);
     rig.gpu.destroy_graph(rig.end(streams[0])).unwrap();
-    // The same, and one more command that nobody waits for.
+    // The same, and one more command that no stream waits for.
     rig.begin(streams[0]);
     hand_over(0, 1);
     hand_over(1, 2);
@@ -244,7 +244,7 @@ fn a_capture_begins_once_and_ends_where_it_began() {
     rig.assert_works(rig.stream);
 }
 
-/// What has nothing to do with the capture, from the capturing thread and from another one.
+/// Calls that have nothing to do with the capture, from the capturing thread and from another one.
 #[test]
 fn other_work_neither_fails_nor_disturbs() {
     for mode in MODES {

@@ -1,4 +1,4 @@
-//! What Lt plans do after the product, for every element type.
+//! The epilogues of Lt plans, for every element type.
 
 use half::{bf16, f16};
 use highwater_hal::{
@@ -73,7 +73,7 @@ fn every_epilogue_is_right_for_doubles() {
     check_all::<f64>();
 }
 
-/// The reference shares its formula with nobody, but a wrong formula might be in both: known values of GELU.
+/// Known values of GELU: the reference and the mock might share a wrong formula.
 #[test]
 fn gelu_has_its_known_values() {
     let rig = Rig::new(small());

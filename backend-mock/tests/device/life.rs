@@ -1,4 +1,4 @@
-//! The end of things: of handles, of the backend, of the process, and what a forked child may do.
+//! The end of handles, of the backend and of the process, and the calls that a forked child may make.
 
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -61,7 +61,7 @@ fn a_handle_and_the_host_allocator_outlive_the_backend_value() {
     unsafe { handle.gemm(&gemm).unwrap() };
     drop(handle);
     let pinned = host.allocate(64, &HostOptions::new()).unwrap();
-    // SAFETY: nobody uses the block.
+    // SAFETY: no other code uses the block.
     unsafe { host.free(pinned).unwrap() };
 }
 
@@ -82,9 +82,9 @@ fn a_destroyed_handle_is_refused_and_counts_no_more() {
     assert_eq!((rig.gpu.live_objects().handles, rig.gpu.memory_info(0).unwrap().free), (0, free));
 }
 
-/// Runs `child` in a forked child and gives what it returned.
+/// Runs `child` in a forked child and returns its result.
 fn in_child(child: impl FnOnce() -> i32) -> i32 {
-    // SAFETY: the child runs `child`, which makes no use of what other threads may have locked, and ends with `_exit`.
+    // SAFETY: the child runs `child`, which uses nothing that other threads may have locked, and ends with `_exit`.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let code = child();

@@ -221,7 +221,7 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
     assert_eq!(kind(unsafe { without.host.register(start, 8, &options) }), ErrorKind::Unsupported);
 }
 
-/// Work that nobody ordered gives one of the written bytes each, and nothing worse.
+/// Work without an order leaves one of the written values in each byte, and nothing worse.
 #[test]
 fn unordered_work_gives_values_that_somebody_wrote() {
     let rig = Rig::new(small());

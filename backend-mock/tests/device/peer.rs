@@ -27,7 +27,7 @@ pub(crate) struct Peer {
     pub(crate) channel: Channel,
 }
 
-/// The channel to the process that started this one, where a test did.
+/// The channel to the process that started this one, if a test did.
 pub(crate) fn parent() -> Option<Channel> {
     let number: OsString = std::env::var_os(SOCKET)?;
     let number = number.to_str().unwrap().parse().unwrap();
@@ -42,7 +42,7 @@ impl Peer {
     pub(crate) fn start(test: &str) -> Self {
         let (own, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        // Nobody waits for ever when a test fails.
+        // No process waits for ever if a test fails.
         let patience = Some(Duration::from_secs(60));
         for end in [&own, &theirs] {
             rustix::net::sockopt::set_socket_timeout(end, rustix::net::sockopt::Timeout::Recv, patience).unwrap();

@@ -281,7 +281,7 @@ impl Program {
     }
 }
 
-/// Compares what was found with the model.
+/// Compares the reports with the model.
 fn compare(program: &Program) -> Result<(), TestCaseError> {
     let races = program.rig.gpu.races();
     prop_assert!(races.iter().all(|race| race.kind() == RaceKind::Unordered));
@@ -331,7 +331,7 @@ proptest! {
         }
         let graph = end(&program.rig.gpu, program.streams[0]).unwrap();
         let graph = program.rig.gpu.instantiate_graph(graph).unwrap();
-        // A launch is one operation: what its branches do to each other was told before.
+        // A launch is one operation. The conflicts between its branches were reported before.
         // SAFETY: everything stays allocated, and one operation is executed at a time.
         unsafe { program.rig.gpu.launch_graph(graph, program.streams[0]).unwrap() };
         compare(&program)?;

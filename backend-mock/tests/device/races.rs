@@ -1,4 +1,4 @@
-//! The race finder where it looks closer: tiles, aliases, graphs, workspaces, other processes, and what it tells.
+//! The race finder in detail: tiles, aliases, graphs, workspaces, other processes, and its reports.
 
 use std::sync::{Barrier, Mutex};
 
@@ -223,7 +223,7 @@ fn memory_and_events_that_were_opened_here_are_those_that_were_exported() {
     fill(&rig, block, rig.stream);
     let race = the_race(&rig);
     assert_eq!((race.first().bytes().address, race.second().bytes().address), (alias.get(), block.get()));
-    // Who closes what is in use by its addresses is found; the other addresses go on.
+    // Closing memory that is in use by its addresses is found. The other addresses stay valid.
     // SAFETY: the work on the memory is device work, whose contents are not looked at.
     unsafe { ipc.close_memory(0, alias).unwrap() };
     let races = rig.gpu.races();
@@ -250,7 +250,7 @@ fn who_waits_for_another_process_that_waited_for_this_one_is_not_blamed() {
     here.gpu.stream_wait_event(other, answered_here).unwrap();
     fill(&here, block, other);
     assert_none(&here);
-    // What was never passed on is not ordered by it.
+    // A record that was never passed on orders nothing.
     fill(&here, block, here.stream);
     assert_eq!(here.gpu.race_count(), 1);
     here.gpu.synchronize_device(0).unwrap();

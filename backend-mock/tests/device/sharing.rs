@@ -39,7 +39,7 @@ fn mappings_of(inode: u64) -> usize {
     maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count()
 }
 
-/// What this process has open or mapped in `/dev/shm`; memory files have no name there or anywhere.
+/// Returns the names that this process has open or mapped in `/dev/shm`. Memory files have no name there or anywhere.
 fn in_dev_shm() -> Vec<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let mapped = maps.lines().filter(|line| line.contains("/dev/shm/")).map(str::to_owned);
@@ -69,7 +69,7 @@ fn what_one_process_writes_the_other_reads() {
     worker.channel.expect("read and written");
     let expected = [&content[..5000], &[9; 4000][..], &content[9000..]].concat();
     assert_eq!(rig.download::<u8>(block, BYTES, rig.stream), expected);
-    // What the owner writes later is seen as well.
+    // Later writes of the owner are seen as well.
     rig.fill(block, FillPattern::U8(77), BYTES, rig.stream).unwrap();
     rig.gpu.synchronize_stream(rig.stream).unwrap();
     worker.channel.say("look again");

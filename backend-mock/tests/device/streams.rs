@@ -100,7 +100,7 @@ fn a_wait_is_not_ended_by_a_later_record_that_is_reached_first() {
     assert_eq!(rig.gpu.query_stream(rig.stream).unwrap(), Completion::Complete);
 }
 
-/// Whoever sees the last record reached sees the stream complete, and the other way round.
+/// A thread that sees the last record reached sees the stream complete, and the reverse.
 #[test]
 fn event_and_stream_agree_on_how_far_the_stream_is() {
     let rig = Rig::new(small());

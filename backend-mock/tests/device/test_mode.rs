@@ -19,7 +19,7 @@ fn ipc(rig: &Rig) -> Arc<dyn IpcSharing> {
     rig.gpu.ipc_sharing().unwrap()
 }
 
-/// Holds a stream up until what is returned is dropped.
+/// Holds a stream up until the result is dropped.
 fn hold_up(rig: &Rig, stream: StreamId) -> Rig {
     let holder = Rig::new(small().with_latency(Duration::from_secs(1 << 30)));
     let event = rig.gpu.create_event(0, &EventOptions::new().with_interprocess()).unwrap();
@@ -42,7 +42,7 @@ fn alias(rig: &Rig, block: DevicePtr) -> DevicePtr {
     ipc(rig).open_memory(0, &handle).unwrap()
 }
 
-/// The violations so far, in words, of which there have to be so many.
+/// Returns the violations so far as text, and checks their number.
 fn violations(rig: &Rig, count: usize) -> Vec<String> {
     let violations: Vec<_> = rig.gpu.violations().iter().map(ToString::to_string).collect();
     assert_eq!((violations.len(), rig.gpu.violation_count()), (count, count as u64), "{violations:#?}");
@@ -68,7 +68,7 @@ fn a_block_that_is_freed_while_a_copy_is_queued_is_found() {
     let touched = format!("writes 100 bytes at {:?} of device 0", block.offset(8));
     assert_says(&found[0], &["free: ", &format!("at {block:?} of device 0 were freed"), "`copy`", &stream, &touched]);
     assert_eq!(rig.gpu.violations()[0].operation, Operation::Free);
-    // Whoever gets the block next is told as well.
+    // The next allocation of the block is reported as well.
     assert_eq!(rig.allocate(0, 1000), block);
     assert_says(&violations(&rig, 2)[1], &["allocate: 1000 bytes at", "were handed out", "`copy`"]);
     drop(holder);
