@@ -861,7 +861,7 @@ impl Pages {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the pages are initialised and this long; devices write them only between calls that settle.
+        // SAFETY: the pages are initialized and this long; devices write them only between calls that settle.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
     }
 

@@ -154,9 +154,9 @@ fn expectations_are_held_against_what_happens() {
     let filter = Options::new().with_filter("identity.is_stable");
     let passes = run(&*backend, &filter.clone().with_expected_failure("identity.is_stable", "said to be broken"));
     assert!(!passes.is_success() && passes.failed() == 1, "{passes}");
-    let misspelt = run(&*backend, &filter.clone().with_expected_failure("identity.is_stabel", "a misspelt name"));
-    assert!(!misspelt.is_success() && misspelt.failed() == 0, "{misspelt}");
-    assert_eq!(misspelt.unknown_expectations().len(), 1);
+    let misspelled = run(&*backend, &filter.clone().with_expected_failure("identity.is_stabel", "a misspelled name"));
+    assert!(!misspelled.is_success() && misspelled.failed() == 0, "{misspelled}");
+    assert_eq!(misspelled.unknown_expectations().len(), 1);
     let nothing = run(&*backend, &Options::new().with_filter("no such case"));
     assert!(!nothing.is_success(), "a run of no case proves nothing");
 }
