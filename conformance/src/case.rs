@@ -208,7 +208,7 @@ impl fmt::Display for Failure {
 impl From<Error> for Failure {
     #[track_caller]
     fn from(error: Error) -> Self {
-        Self::new(format!("a call failed that should not: {error}"))
+        Self::new(format!("a call failed that must succeed: {error}"))
     }
 }
 

@@ -737,7 +737,7 @@ impl<'b> Pinned<'b> {
     /// The backend must have promised that the work that writes the block is complete.
     pub(crate) unsafe fn read_now(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes];
-        // SAFETY: the block is that long; nobody writes it, by the contract of this function.
+        // SAFETY: the block is that long, and the caller promised that no work writes it.
         unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr(), bytes.as_mut_ptr(), self.bytes) };
         bytes
     }
@@ -861,7 +861,7 @@ impl Pages {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the pages are initialised and this long; devices write them only between calls that settle.
+        // SAFETY: the pages are initialized and this long; devices write them only between calls that settle.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
     }
 

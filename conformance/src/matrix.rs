@@ -1,10 +1,10 @@
 //! Reference products on the CPU in `f64`, with a bound on the rounding error of a device.
 //!
-//! The reference adds `k` terms in `f64`. A device adds them in another order and with its own precision `eps`. Each of the
-//! `k` multiplications and additions, the conversions of alpha and beta, and the last rounding have an error of at most `eps`
-//! of the magnitudes involved. With `s = |alpha| * sum(|a| * |b|) + |beta * c|`, the results may differ by `2 * (k + 4) * eps
-//! * s`. The factor 2 covers the rounding of the reference itself and fused operations. A result in a half type has one more
-//! rounding. This is the usual a-priori bound of an inner product; it holds for any order of the additions.
+//! The reference adds `k` terms in `f64`. A device adds them in another order and with its own precision `eps`. Each of the `k`
+//! multiplications and additions, the conversions of alpha and beta, and the last rounding have an error of at most `eps` of the
+//! magnitudes involved. With `s = |alpha| * sum(|a| * |b|) + |beta * c|`, the results may differ by at most
+//! `2 * (k + 4) * eps * s`. The factor 2 covers the rounding of the reference itself and fused operations. A result in a half
+//! type has one more rounding. This is the usual a-priori bound of an inner product. It holds for any order of the additions.
 
 use highwater_hal::{Backend, DataType, Epilogue, Gemm, GemmShape, Transpose};
 

@@ -96,9 +96,9 @@ impl Options {
             (Status::Failed(failure), Some(Expectation { reason, .. })) => {
                 Status::ExpectedFailure { reason: reason.clone(), failure }
             }
-            (Status::Passed, Some(Expectation { reason, .. })) => {
-                Status::Failed(format!("passes, though it was expected to fail ({reason}); strike it from the list"))
-            }
+            (Status::Passed, Some(Expectation { reason, .. })) => Status::Failed(format!(
+                "passes, although the list says that it fails ({reason}); remove it from the list"
+            )),
             (status, _) => status,
         }
     }

@@ -151,7 +151,7 @@ impl fmt::Display for Report {
             }
         }
         for Expectation { case, .. } in &self.unknown_expectations {
-            write!(f, "\n{case} is expected to fail, but there is no such case")?;
+            write!(f, "\n{case} is listed as a known failure, but no case has this name")?;
         }
         for (reason, cases) in self.skips() {
             let names: Vec<&str> = cases.iter().map(|case| case.name).collect();

@@ -1,4 +1,4 @@
-//! The whole suite on the mock: with all that it can do, with two devices, and with all abilities taken away.
+//! The whole suite on the mock: with all abilities, with two devices, and without any ability.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ fn open(options: MockOptions) -> Arc<MockGpu> {
     MockGpu::open(options).unwrap()
 }
 
-/// The variable by which a second process learns how many devices its mock has.
+/// The variable by which a second process learns the number of its mock's devices.
 const DEVICES: &str = "HIGHWATER_TEST_DEVICES";
 
-/// Options with a launcher that starts this test binary for [`peer`].
+/// Returns options with a launcher that starts this test binary for [`peer`].
 fn options(devices: u32) -> Options {
     let launcher = Launcher::current_executable().unwrap();
     let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
@@ -61,7 +61,7 @@ fn every_case_passes_on_a_mock_with_two_devices() {
     assert_eq!(about_two.count(), 0);
 }
 
-/// Takes every ability away.
+/// Removes every ability.
 fn denied(capabilities: &mut Capabilities) {
     let facts = *capabilities;
     *capabilities = Capabilities::none();
@@ -79,7 +79,7 @@ fn every_ability_can_be_lacking() {
         .filter(|case| case.case.group == "lacking" && matches!(case.status, Status::Skipped(_)))
         .map(|case| case.case.name)
         .collect();
-    // These ask for one thing on a device that has another.
+    // These calls need one ability on a device that has another.
     assert_eq!(skipped, BTreeSet::from(["lacking.strided_batch", "lacking.what_the_other_kind_of_handle_does"]));
 }
 
@@ -103,7 +103,7 @@ fn a_launcher_that_starts_something_else_is_told_so() {
     assert!(missing.contains("`/nowhere/at/all`") && missing.contains("cannot be started"), "{missing}");
     let other = case(Launcher::new("/bin/false"));
     assert!(other.contains("the second process ended"), "{other}");
-    // The test that serves is there, but its mock has another number of devices than it says.
+    // The serving test exists, but its mock has another number of devices than it reports.
     let failing = Launcher::current_executable().unwrap().with_arguments(["peer", "--exact", "--ignored"]);
     let failing = case(failing.with_environment(DEVICES, "0"));
     assert!(failing.contains("0 devices were asked for"), "{failing}");
@@ -154,9 +154,9 @@ fn expectations_are_held_against_what_happens() {
     let filter = Options::new().with_filter("identity.is_stable");
     let passes = run(&*backend, &filter.clone().with_expected_failure("identity.is_stable", "said to be broken"));
     assert!(!passes.is_success() && passes.failed() == 1, "{passes}");
-    let misspelt = run(&*backend, &filter.clone().with_expected_failure("identity.is_stabel", "a misspelt name"));
-    assert!(!misspelt.is_success() && misspelt.failed() == 0, "{misspelt}");
-    assert_eq!(misspelt.unknown_expectations().len(), 1);
+    let misspelled = run(&*backend, &filter.clone().with_expected_failure("identity.is_stabel", "a misspelled name"));
+    assert!(!misspelled.is_success() && misspelled.failed() == 0, "{misspelled}");
+    assert_eq!(misspelled.unknown_expectations().len(), 1);
     let nothing = run(&*backend, &Options::new().with_filter("no such case"));
     assert!(!nothing.is_success(), "a run of no case proves nothing");
 }
@@ -170,7 +170,7 @@ fn a_failure_of_the_backend_is_reported_and_leaves_nothing_behind() {
     let report = run(&*backend, &filter.clone().with_expected_failure("copies.run_in_order", "an injected fault"));
     assert!(report.is_success() && report.expected_failures() == 1, "{report}");
     assert_eq!(backend.live_objects(), before);
-    // The fault is used up, so now the expectation is out of date.
+    // The fault is used up, so the expectation is now outdated.
     let again = run(&*backend, &filter);
     assert!(again.is_success(), "{again}");
 }

@@ -21,7 +21,7 @@ fn a_sample_of_refused_calls_leaves_nothing_behind() {
     let launcher = launcher.with_arguments(["peer", "--exact", "--ignored", "--nocapture"]);
     let backend = MockGpu::open(MockOptions::new()).unwrap();
     let mut retried = 0;
-    // The groups whose objects differ. The program sweeps them all, and each call.
+    // The groups whose objects differ. The program sweeps every group and every call.
     for (group, sample) in [
         ("memory.", 61),
         ("host.", 61),

@@ -27,23 +27,23 @@ pub(crate) fn check_device(operation: &'static str, device: u32) -> Result<()> {
 /// The point of an event's latest record.
 type Event = Mutex<Option<Point>>;
 
-/// What the backend and its handles share.
+/// The state that the backend shares with its handles.
 #[derive(Debug)]
 pub(crate) struct Shared {
     identity: Identity,
     pub(crate) capabilities: Capabilities,
     streams: IdTable<StreamId, Stream>,
     events: IdTable<EventId, Event>,
-    /// Of every stream that has work left, destroyed ones among them.
+    /// The queues of all streams with outstanding work, destroyed streams included.
     queues: Mutex<Vec<Weak<Queue>>>,
     pub(crate) device: Blocks,
     host: Arc<Blocks>,
-    /// Each handle has another one of it.
+    /// Each handle holds a clone.
     handles: Arc<()>,
 }
 
 impl Shared {
-    /// The stream of an id (`backend.ids-checked`). The default streams' ids are good, and stand for what is lacking here.
+    /// Returns the stream of an id (`backend.ids-checked`). The ids of default streams are valid, but this device has none.
     pub(crate) fn stream(&self, operation: &'static str, id: StreamId) -> Result<Arc<Stream>> {
         let tag = self.identity.tag;
         if id == StreamId::legacy_default(tag, DEVICE) || id == StreamId::per_thread_default(tag, DEVICE) {
@@ -93,8 +93,8 @@ impl HostBackend {
 }
 
 // SAFETY: streams execute in order, queries and waits answer by what was executed, events move to their latest record, copies
-// write what they were told to and nothing else, and `Blocks` keeps the clauses of host memory. That the process was forked,
-// the program's end of the table finds out: a plugin is not called in a child.
+// write only the requested bytes, and `Blocks` keeps the clauses of host memory. The program's end of the table notices a fork:
+// it never calls a plugin in a child.
 unsafe impl Backend for HostBackend {
     fn identity(&self) -> &Identity {
         &self.0.identity

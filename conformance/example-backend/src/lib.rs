@@ -1,5 +1,5 @@
-//! A backend of Highwater to begin with: the CPU as the device, its memory as device memory. `docs/write-a-backend.md`
-//! explains it, beside the same in C. What it lacks it says by its capabilities, and the traits' defaults answer `Unsupported`.
+//! An example of a backend: the CPU as the device, and its memory as device memory. `docs/write-a-backend.md` explains it
+//! together with the same backend in C. For absent capabilities, the traits' defaults return `Unsupported`.
 //!
 //! - `backend`: the trait `Backend`, with the tables that issue ids and check them
 //! - `stream`: queues, and the threads that execute them
@@ -13,7 +13,7 @@ mod stream;
 
 use std::sync::Arc;
 
-/// Opens the backend: another one each time.
+/// Opens a new backend.
 fn open() -> highwater_hal::Result<Arc<backend::HostBackend>> {
     highwater_hal::exit::watch();
     Ok(Arc::new(backend::HostBackend::new()))

@@ -1,7 +1,7 @@
 //! Memory of the CPU, as device memory and as page-locked memory: blocks that are found by their addresses.
 //!
-//! Streams that nobody ordered may meet in device memory. What is there is unspecified then, and nothing worse may happen: so
-//! bytes are atomic. Work keeps the blocks that it uses.
+//! Unordered streams may meet in device memory. The bytes are then unspecified, but the program must remain sound, so bytes are
+//! atomic. Work owns the blocks that it uses.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::backend::check_device;
 
-/// What the clauses `memory.aligned` and `host.aligned` ask for, the larger of the two.
+/// The larger alignment of the clauses `memory.aligned` and `host.aligned`.
 pub(crate) const ALIGNMENT: usize = 256;
 
 /// Bytes of a block.
@@ -39,7 +39,7 @@ impl Span {
         bytes.iter().zip(element).for_each(|(byte, value)| byte.store(*value, Ordering::Relaxed));
     }
 
-    /// Writes an element again and again.
+    /// Fills the bytes with an element.
     pub(crate) fn fill(&self, element: &[u8]) {
         (0..self.range.len()).step_by(element.len()).for_each(|at| self.write(at, element));
     }
@@ -50,7 +50,7 @@ impl Span {
     }
 }
 
-/// The blocks of a kind that are alive.
+/// The living blocks of a kind.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     most_bytes: usize,
@@ -62,13 +62,13 @@ impl Blocks {
         Self { most_bytes, alive: Mutex::default() }
     }
 
-    /// How many there are, and their bytes.
+    /// Returns the number of blocks, and their bytes.
     pub(crate) fn usage(&self) -> (usize, usize) {
         let alive = self.alive.lock();
         (alive.len(), used(&alive))
     }
 
-    /// Makes a block, zeroed: the program makes slices of page-locked memory, so that has to be initialised.
+    /// Allocates a zeroed block. Page-locked memory must be initialized, because the program makes slices of it.
     pub(crate) fn add(&self, bytes: usize) -> Result<NonNull<u8>> {
         if bytes == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "allocate", "0 bytes; expected is 1 or more"));
@@ -94,7 +94,7 @@ impl Blocks {
         removed.ok_or_else(|| Error::new(ErrorKind::InvalidPointer, "free", format!("no block begins at {address:#x}")))
     }
 
-    /// The range of so many bytes at the address, which lies inside one block.
+    /// Returns the range of `bytes` bytes at the address, which lies inside one block.
     pub(crate) fn find(&self, operation: &'static str, address: usize, bytes: usize) -> Result<Span> {
         let alive = self.alive.lock();
         let inside = alive.range(..=address).next_back().and_then(|(start, block)| {
@@ -110,12 +110,12 @@ impl Blocks {
     }
 }
 
-/// The bytes of all blocks.
+/// Returns the bytes of all blocks.
 fn used(alive: &BTreeMap<usize, Span>) -> usize {
     alive.values().map(|block| block.range.len()).sum()
 }
 
-// SAFETY: a block is as large as asked for, initialised, aligned, apart from the others, and stays until `free`.
+// SAFETY: a block is as large as asked for, initialized, aligned, apart from the others, and stays until `free`.
 unsafe impl HostAllocator for Blocks {
     fn allocate(&self, bytes: usize, options: &HostOptions) -> Result<HostPtr> {
         if options.kind != HostMemoryKind::Default {

@@ -11,7 +11,7 @@ use crate::backend::{DEVICE, Shared};
 use crate::memory::Span;
 use crate::stream::Work;
 
-/// One product. What a factor of 0 hides is not there: it is not read (`gemm.alpha-zero`, `gemm.beta-zero`).
+/// One product. With alpha 0 there are no factors (`gemm.alpha-zero`); with beta 0, C is not read (`gemm.beta-zero`).
 #[derive(Debug)]
 pub(crate) struct Product {
     shape: GemmShape,
@@ -63,7 +63,7 @@ impl Product {
 pub(crate) struct Handle {
     pub(crate) shared: Arc<Shared>,
     pub(crate) stream: Option<StreamId>,
-    /// Counts for `live_objects`; gone once the handle was destroyed.
+    /// Counts for `live_objects`; `None` after the handle was destroyed.
     pub(crate) alive: Option<Arc<()>>,
 }
 

@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::memory::Span;
 use crate::product::Product;
 
-/// What a stream executes. It owns what it needs, so neither ids nor blocks have to live as long.
+/// Work of a stream. It owns its objects, so ids and blocks may end earlier.
 #[derive(Debug)]
 pub(crate) enum Work {
     Copy { to: Span, from: Span },
@@ -18,7 +18,7 @@ pub(crate) enum Work {
     Wait(Point),
 }
 
-/// A point in a stream: reached once so much was executed.
+/// A point in a stream, reached after this much work.
 #[derive(Debug, Clone)]
 pub(crate) struct Point {
     queue: Arc<Queue>,
@@ -31,7 +31,7 @@ impl Point {
         if reached { Completion::Complete } else { Completion::Pending }
     }
 
-    /// Waits until it is reached. What was executed before is visible to this thread then, by the lock.
+    /// Waits until the point is reached. The lock makes the earlier work visible to this thread.
     pub(crate) fn wait(&self) {
         let mut state = self.queue.state.lock();
         while state.executed < self.enqueued {
@@ -62,7 +62,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// The end of the queue as it is now.
+    /// Returns the current end of the queue.
     pub(crate) fn point(self: &Arc<Self>) -> Point {
         Point { queue: Arc::clone(self), enqueued: self.state.lock().enqueued }
     }
@@ -89,7 +89,7 @@ impl Queue {
     }
 }
 
-/// A stream: a queue with a thread, which ends with the work that is left when the stream is dropped.
+/// A stream: a queue with a thread. After the stream is dropped, the thread finishes the work and ends.
 #[derive(Debug)]
 pub(crate) struct Stream(pub(crate) Arc<Queue>);
 

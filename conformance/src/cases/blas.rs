@@ -63,11 +63,11 @@ fn products_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult 
     right.gemm(&product, &mut handle)?;
     stream.synchronize()?;
     right.check(&product)?;
-    until_conclusive("a product waits for the work before it", |helpings| {
+    until_conclusive("a product waits for the work before it", |load| {
         // A is wrong until the stream has worked for a while, and wrong again right after the product.
         stream.set(wrong.a.all(), 0)?;
         stream.set(wrong.c.all(), 0)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.copy(wrong.a.all(), right.a.all())?;
         wrong.gemm(&product, &mut handle)?;
         stream.set(wrong.a.all(), 0)?;
@@ -92,11 +92,11 @@ fn products_follow_the_handle_to_another_stream(backend: &dyn Backend) -> CaseRe
     let product = Product::new(GemmShape::new(DataType::F32, 40, 50, 60), 2);
     let mut handle = Handle::new(backend, BlasKind::Blas, &occupied)?;
     product.prove(backend, &mut handle, &occupied)?;
-    until_conclusive("a product waits for a stream that its handle was bound to before", |helpings| {
+    until_conclusive("a product waits for a stream that its handle was bound to before", |load| {
         let placed = product.place(backend)?;
         let copied = Block::filled(backend, placed.c.bytes(), 0)?;
         handle.set_stream(&occupied)?;
-        busy.enqueue(&occupied, helpings)?;
+        busy.enqueue(&occupied, load)?;
         handle.set_stream(&free)?;
         placed.gemm(&product, &mut handle)?;
         // Follows the product if that runs on the bound stream.

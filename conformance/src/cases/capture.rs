@@ -92,7 +92,7 @@ fn works(backend: &dyn Backend, stream: &Stream<'_>, when: &str) -> CaseResult {
     let block = Block::filled(backend, BYTES, OLD)?;
     stream.set(block.all(), NEW)?;
     stream.synchronize()?;
-    check!(stream.query()?.is_complete(), "a stream is pending after it was synchronised {when}");
+    check!(stream.query()?.is_complete(), "a stream is pending after it was synchronized {when}");
     holds(&block, NEW, &format!("a fill {when}"))
 }
 
@@ -155,10 +155,10 @@ fn records_products_instead_of_executing(backend: &dyn Backend) -> CaseResult {
 
 fn executes_what_came_before(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the stream was idle when the capture began: beginning waits", |helpings| {
+    until_conclusive("the stream was idle when the capture began: beginning waits", |load| {
         let (before, during) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(before.all(), NEW)?;
         stream.record(&event)?;
         let capture = Capture::begin(&stream, CaptureMode::Relaxed)?;
@@ -185,7 +185,7 @@ fn leaves_other_streams_alone(backend: &dyn Backend) -> CaseResult {
     check!(!backend.is_capturing(other.id())?, "a stream that has nothing to do with a capture takes part in it");
     other.set(executed.all(), NEW)?;
     other.synchronize()?;
-    check!(other.query()?.is_complete(), "a stream is pending after it was synchronised beside a capture");
+    check!(other.query()?.is_complete(), "a stream is pending after it was synchronized beside a capture");
     let executable = capture.end(&[&recorded, &executed])?.instantiate()?;
     holds(&executed, NEW, "a fill of another stream beside a capture")?;
     executed.write(0, &[OLD; BYTES])?;
@@ -286,11 +286,11 @@ fn disturb(backend: &dyn Backend, outside: &Outside<'_>) -> CaseResult {
     let event = Event::new(backend)?;
     stream.record(&event)?;
     stream.synchronize()?;
-    check!(stream.query()?.is_complete(), "a stream that takes no part is pending after it was synchronised");
+    check!(stream.query()?.is_complete(), "a stream that takes no part is pending after it was synchronized");
     event.synchronize()?;
     check!(
         event.query()?.is_complete(),
-        "an event of a stream that takes no part is pending after it was synchronised"
+        "an event of a stream that takes no part is pending after it was synchronized"
     );
     share(backend)
 }
@@ -330,13 +330,13 @@ fn undisturbed(
         check!(backend.is_capturing(stream.id())?, "a capture ({mode:?}) was ended by something that is no part of it");
         stream.copy(y.all(), x.all())?;
         let graph = capture.end(&[&x, &y]);
-        check!(graph.is_ok(), "a capture ({mode:?}) was lost by what must not disturb it: {:?}", graph.err());
+        check!(graph.is_ok(), "calls that must not disturb a capture ({mode:?}) lost it: {:?}", graph.err());
         // Destroying a handle may wait for the device, so it happens after the capture.
         drop(kept);
         holds(&y, OLD, "a disturbed capture was executed")?;
         graph?.instantiate()?.launch(&stream)?;
         stream.synchronize()?;
-        holds(&y, NEW, "what was recorded after a disturbance, launched")?;
+        holds(&y, NEW, "the bytes of a launch recorded after such calls")?;
     }
     Ok(())
 }
@@ -478,9 +478,9 @@ fn cannot_end_without_a_beginning(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a new stream");
     let before = backend.live_objects();
-    until_conclusive("the stream was idle when the end of a capture was asked for", |helpings| {
+    until_conclusive("the stream was idle when the capture was to end", |load| {
         block.write(0, &[OLD; BYTES])?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(block.all(), NEW)?;
         check_error!(crate::device::end_capture(backend, stream.id()), Capture, "end_capture of a stream with work");
         let pending = stream.is_pending()?;
@@ -616,8 +616,8 @@ fn replays_return_at_once(backend: &dyn Backend) -> CaseResult {
     // The first launch may load what later ones find loaded.
     executable.launch(&stream)?;
     stream.synchronize()?;
-    until_conclusive("a launch waits for the work before it", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("a launch waits for the work before it", |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         executable.launch(&stream)?;
         let outstanding = before.is_pending()?;
@@ -631,11 +631,11 @@ fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
     let (x, y, z) = (Block::new(backend, BYTES)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
     let stream = Stream::new(backend)?;
     let executable = recorded(&stream, &[&x, &y], || stream.copy(y.all(), x.all()))?;
-    until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
+    until_conclusive("the stream was idle when all was enqueued: some call waits", |load| {
         for block in [&x, &y, &z] {
             block.write(0, &[OLD; BYTES])?;
         }
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(x.all(), 1)?;
         executable.launch(&stream)?;
         stream.copy(z.all(), y.all())?;
@@ -644,8 +644,8 @@ fn replays_run_in_the_order_of_the_stream(backend: &dyn Backend) -> CaseResult {
         stream.set(x.all(), 3)?;
         let pending = stream.is_pending()?;
         stream.synchronize()?;
-        holds(&z, 1, "what the first of two launches made, copied before the second")?;
-        holds(&y, 2, "what the second of two launches made")?;
+        holds(&z, 1, "the bytes of the first of two launches, copied before the second")?;
+        holds(&y, 2, "the bytes of the second of two launches")?;
         Ok(Attempt::seen(pending))
     })
 }
@@ -843,7 +843,7 @@ fn one_graph_makes_several_executables(backend: &dyn Backend) -> CaseResult {
 
 fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the graph was destroyed", |load| {
         let (x, y) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let stream = Stream::new(backend)?;
         let capture = Capture::begin(&stream, CaptureMode::ThreadLocal)?;
@@ -851,7 +851,7 @@ fn pending_launches_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseR
         stream.copy(y.all(), x.all())?;
         let graph = capture.end(&[&x, &y])?;
         let executable = graph.instantiate()?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         executable.launch(&stream)?;
         graph.destroy()?;
         executable.destroy()?;
@@ -870,14 +870,14 @@ fn pending_products_finish_when_all_is_destroyed(backend: &dyn Backend) -> CaseR
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let workspace = Block::new(backend, 1 << 20)?;
     let product = Product::new(GemmShape::new(DataType::F32, 40, 30, 50), 21).with_scale(1.0, 0.0);
-    until_conclusive("the stream was idle when the graph was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the graph was destroyed", |load| {
         let placed = product.place(backend)?;
         let stream = Stream::new(backend)?;
         let mut handle = Handle::new(backend, BlasKind::Blas, &stream)?;
         handle.offer_workspace(&workspace, 0..1 << 20)?;
         let memory: [&dyn Memory; 4] = [&placed.a, &placed.b, &placed.c, &workspace];
         let executable = recorded(&stream, &memory, || placed.gemm(&product, &mut handle))?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         executable.launch(&stream)?;
         executable.destroy()?;
         let pending = stream.is_pending()?;
@@ -934,9 +934,9 @@ fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
     meanwhile?;
     executable.launch(&outer)?;
     outer.synchronize()?;
-    holds(&x, NEW, "what was captured while another thread captured")?;
+    holds(&x, NEW, "the bytes of a capture during another thread's capture")?;
     drop(executable);
-    holds(&y, OLD, "what another thread captured and nobody launched")?;
+    holds(&y, OLD, "bytes that only a capture without a launch would change")?;
     // Captures overlap with captures. A call that waits for the device runs alone.
     let waiting = RwLock::new(());
     let alone = || waiting.write().unwrap_or_else(PoisonError::into_inner);
@@ -958,7 +958,7 @@ fn threads_capture_at_once(backend: &dyn Backend) -> CaseResult {
             stream.set(y.all(), OLD)?;
             executable.launch(&stream)?;
             stream.synchronize()?;
-            holds(&y, byte, &format!("what thread {thread} captured and launched in round {round}"))?;
+            holds(&y, byte, &format!("the bytes of thread {thread}'s launch in round {round}"))?;
         }
         let _end = alone();
         drop((x, y));

@@ -172,12 +172,12 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToHost)?;
-    until_conclusive("a copy waits for the work before it", |helpings| {
+    until_conclusive("a copy waits for the work before it", |load| {
         let block = Block::filled(backend, 4096, 0)?;
         let (new, seen) = (Pinned::holding(backend, &[1; 4096])?, Pinned::holding(backend, &[9; 4096])?);
         let (earlier, later) = (Block::filled(backend, 4096, 8)?, Block::filled(backend, 4096, 8)?);
         let stream = Stream::new(backend)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.copy(seen.all(), block.all())?;
         stream.copy(earlier.all(), block.all())?;
         stream.copy(block.all(), new.all())?;

@@ -59,11 +59,11 @@ const PRODUCED: usize = 4;
 
 fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the producer was done before the consumer had its work", |helpings| {
+    until_conclusive("the producer was done before the consumer had its work", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         let idle = IdleStream::on(backend, DEVICE)?;
-        busy.enqueue(&producer, helpings * PRODUCED)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
@@ -78,12 +78,12 @@ fn waits_order_streams(backend: &dyn Backend) -> CaseResult {
 
 fn waits_order_a_chain_of_streams(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the first stream was done before the last had its work", |helpings| {
+    until_conclusive("the first stream was done before the last had its work", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let streams: Vec<Stream<'_>> = (0..4).map(|_| Stream::new(backend)).collect::<Result<_, _>>()?;
         let events: Vec<Event<'_>> = (0..3).map(|_| Event::new(backend)).collect::<Result<_, _>>()?;
         let idle = IdleStream::on(backend, DEVICE)?;
-        busy.enqueue(&streams[0], helpings * PRODUCED)?;
+        busy.enqueue(&streams[0], load * PRODUCED)?;
         streams[0].set(shared.all(), NEW)?;
         for (pair, event) in streams.windows(2).zip(&events) {
             pair[0].record(event)?;
@@ -104,12 +104,12 @@ fn waits_gather_several_streams(backend: &dyn Backend) -> CaseResult {
     // If a queue is full, the call waits while the other stream continues. Only the stream that got its work last is sure to
     // have work left. Each stream is last once and then has more work, so waiting for the other is not enough.
     for right_is_last in [true, false] {
-        until_conclusive("the producer that got its work last was done before the consumer had its own", |helpings| {
+        until_conclusive("the producer that got its work last was done before the consumer had its own", |load| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
             let (left, right, consumer) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
             let (left_done, right_done) = (Event::new(backend)?, Event::new(backend)?);
             let idle = IdleStream::on(backend, DEVICE)?;
-            let work = helpings * PRODUCED;
+            let work = load * PRODUCED;
             if right_is_last {
                 up.enqueue(&left, work)?;
                 down.enqueue(&right, 2 * work)?;
@@ -152,7 +152,7 @@ fn waits_order_rounds_of_two_streams(backend: &dyn Backend) -> CaseResult {
     }
     pong.synchronize()?;
     for (round, got) in (0..ROUNDS).zip(copied.read()?.chunks_exact(BYTES)) {
-        check!(got.iter().all(|&byte| byte == round + 1), "round {round} of {ROUNDS} read what another round wrote");
+        check!(got.iter().all(|&byte| byte == round + 1), "round {round} of {ROUNDS} read the bytes of another round");
     }
     Ok(())
 }
@@ -160,14 +160,14 @@ fn waits_order_rounds_of_two_streams(backend: &dyn Backend) -> CaseResult {
 fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
     for (from, to) in [(0, 1), (1, 0)] {
         let busy = StreamLoad::new(backend, from, Direction::ToDevice)?;
-        until_conclusive("the producer was done before the consumer had its work", |helpings| {
+        until_conclusive("the producer was done before the consumer had its work", |load| {
             let source = Block::filled_on(backend, from, BYTES, NEW)?;
             // The bytes travel through the host, so that the case needs no copy between devices.
             let between = Pinned::holding(backend, &[OLD; BYTES])?;
             let (producer, consumer) = (Stream::on(backend, from)?, Stream::on(backend, to)?);
             let (copied, event) = (Block::filled_on(backend, to, BYTES, OLD)?, Event::on(backend, from)?);
             let idle = IdleStream::on(backend, to)?;
-            busy.enqueue(&producer, helpings * PRODUCED)?;
+            busy.enqueue(&producer, load * PRODUCED)?;
             producer.copy(between.all(), source.all())?;
             producer.record(&event)?;
             consumer.wait(&event)?;
@@ -184,12 +184,12 @@ fn waits_order_devices(backend: &dyn Backend) -> CaseResult {
 
 fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("a wait is for more than the work before the record", |helpings| {
+    until_conclusive("a wait is for more than the work before the record", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
-        busy.enqueue(&producer, helpings)?;
+        busy.enqueue(&producer, load)?;
         consumer.wait(&event)?;
         consumer.copy(copied.all(), shared.all())?;
         consumer.synchronize()?;
@@ -201,12 +201,12 @@ fn waits_ignore_work_after_the_record(backend: &dyn Backend) -> CaseResult {
 
 fn waits_ignore_later_records(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("a wait is for a record that was made after it", |helpings| {
+    until_conclusive("a wait is for a record that was made after it", |load| {
         let (occupied, waiting, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         occupied.record(&event)?;
         occupied.synchronize()?;
         waiting.wait(&event)?;
-        busy.enqueue(&occupied, helpings)?;
+        busy.enqueue(&occupied, load)?;
         occupied.record(&event)?;
         waiting.synchronize()?;
         Ok(Attempt::seen(occupied.is_pending()?))
@@ -219,7 +219,7 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
     // The load after the middle gives the stream time to continue. If it does not fit into the device's queue, the calls last
     // until the middle is complete. So the load is as small as possible.
     let mut rest = 1;
-    let attempt = |helpings: usize| {
+    let attempt = |load: usize| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (occupied, waiting) = (Stream::new(backend)?, Stream::new(backend)?);
         let (event, middle) = (Event::new(backend)?, Event::new(backend)?);
@@ -229,7 +229,7 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
         // and before that record is reached. The work of one stream alone decides this, whatever the speed of copies in
         // either direction.
         let begun = Instant::now();
-        busy.enqueue(&occupied, helpings * 2)?;
+        busy.enqueue(&occupied, load * 2)?;
         occupied.record(&middle)?;
         waiting.wait(&middle)?;
         waiting.wait(&event)?;
@@ -244,16 +244,16 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
         occupied.synchronize()?;
         let over = begun.elapsed();
         let ahead = copied.read()?.iter().all(|&byte| byte == OLD);
-        let before = helpings * 2;
+        let before = load * 2;
         if not_there_yet {
             told.push(format!(
-                "with {before} and {rest} helpings the stream was not at its wait when the later record was made, after \
+                "with {before} and {rest} load the stream was not at its wait when the later record was made, after \
                  {recorded:?}, and went on when that was reached, after {went_on:?} of {over:?}"
             ));
             rest *= 2;
         } else {
             told.push(format!(
-                "with {before} and {rest} helpings the stream was at its wait before the later record was made, which \
+                "with {before} and {rest} load the stream was at its wait before the later record was made, which \
                  took until {recorded:?} of {over:?}"
             ));
             rest = (rest / 2).max(1);
@@ -266,12 +266,12 @@ fn waits_ignore_later_records_of_pending_streams(backend: &dyn Backend) -> CaseR
 
 fn waits_keep_the_record_they_met(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the producer was done before the consumer had its work", |helpings| {
+    until_conclusive("the producer was done before the consumer had its work", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer, other) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let event = Event::new(backend)?;
         let idle = IdleStream::on(backend, DEVICE)?;
-        busy.enqueue(&producer, helpings * PRODUCED)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
@@ -298,8 +298,8 @@ fn waits_for_nothing_are_none(backend: &dyn Backend) -> CaseResult {
 fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    until_conclusive("an event is never seen pending", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("an event is never seen pending", |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&event)?;
         let pending = event.is_pending()?;
         while event.is_pending()? {
@@ -314,9 +314,9 @@ fn query_follows_the_record(backend: &dyn Backend) -> CaseResult {
 fn query_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    until_conclusive("an event is pending for work after its record", |helpings| {
+    until_conclusive("an event is pending for work after its record", |load| {
         stream.record(&event)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         while event.is_pending()? {
             std::thread::yield_now();
         }
@@ -336,15 +336,15 @@ fn query_of_a_fresh_event_is_complete(backend: &dyn Backend) -> CaseResult {
 fn records_move_to_a_later_point(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    until_conclusive("an event that was recorded again is not pending", |helpings| {
+    until_conclusive("an event that was recorded again is not pending", |load| {
         stream.record(&event)?;
         stream.synchronize()?;
-        check!(event.query()?.is_complete(), "an event is pending after its stream was synchronised");
-        busy.enqueue(&stream, helpings)?;
+        check!(event.query()?.is_complete(), "an event is pending after its stream was synchronized");
+        busy.enqueue(&stream, load)?;
         stream.record(&event)?;
         let pending = event.is_pending()?;
         event.synchronize()?;
-        check!(event.query()?.is_complete(), "an event is pending after it was synchronised");
+        check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
         Ok(Attempt::seen(pending))
     })
 }
@@ -352,8 +352,8 @@ fn records_move_to_a_later_point(backend: &dyn Backend) -> CaseResult {
 fn records_move_to_another_stream(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle, event) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
-    until_conclusive("an event is pending for an earlier record on another stream", |helpings| {
-        busy.enqueue(&occupied, helpings)?;
+    until_conclusive("an event is pending for an earlier record on another stream", |load| {
+        busy.enqueue(&occupied, load)?;
         occupied.record(&event)?;
         idle.record(&event)?;
         idle.synchronize()?;
@@ -377,18 +377,18 @@ fn records_on_another_device_are_refused(backend: &dyn Backend) -> CaseResult {
 
 fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the copy was done before it was waited for", |helpings| {
+    until_conclusive("the copy was done before it was waited for", |load| {
         let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[OLD; BYTES])?);
         let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(block.all(), NEW)?;
         stream.copy(pinned.all(), block.all())?;
         stream.record(&event)?;
         let pending = event.is_pending()?;
         event.synchronize()?;
-        // SAFETY: the event was synchronised; that this means what it says is what the case shows.
+        // SAFETY: the event was synchronized; that this means what it says is what the case shows.
         let got = unsafe { pinned.read_now() };
-        check!(got == [NEW; BYTES], "the CPU does not see what was done before an event that was synchronised");
+        check!(got == [NEW; BYTES], "the CPU does not see work before an event after it waited for the event");
         Ok(Attempt::seen(pending))
     })
 }
@@ -396,9 +396,9 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (stream, event) = (Stream::new(backend)?, Event::new(backend)?);
-    until_conclusive("synchronising an event waits for work after its record", |helpings| {
+    until_conclusive("synchronising an event waits for work after its record", |load| {
         stream.record(&event)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         event.synchronize()?;
         let outstanding = stream.is_pending()?;
         stream.synchronize()?;
@@ -408,12 +408,12 @@ fn synchronize_ignores_work_after_the_record(backend: &dyn Backend) -> CaseResul
 
 fn destroyed_events_keep_their_waits(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the producer was done before the consumer had its work", |helpings| {
+    until_conclusive("the producer was done before the consumer had its work", |load| {
         let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
         let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
         let event = Event::new(backend)?;
         let idle = IdleStream::on(backend, DEVICE)?;
-        busy.enqueue(&producer, helpings * PRODUCED)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         consumer.wait(&event)?;
@@ -452,14 +452,14 @@ fn elapsed_time_covers_the_work(backend: &dyn Backend) -> CaseResult {
     // A device may take the time of a record earlier than it reports the record, and more so on a loaded machine. One time
     // that seems too short proves nothing, but one in each attempt does.
     let mut short = None;
-    let outcome = until_conclusive("the work between two records was over before it could be timed", |helpings| {
+    let outcome = until_conclusive("the work between two records was over before it could be timed", |load| {
         let called = Instant::now();
         stream.record(&start)?;
         start.synchronize()?;
         // The device was past the first record at `begun` and not yet past the second at `running`. It spent at least the
         // time between them.
         let begun = Instant::now();
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.record(&end)?;
         let mut running = begun;
         loop {
@@ -517,9 +517,9 @@ fn elapsed_time_needs_reached_records(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
     let (start, end) = (timed(backend)?, timed(backend)?);
-    until_conclusive("the second record was reached before it was asked for", |helpings| {
+    until_conclusive("the second record was reached before its query", |load| {
         stream.record(&start)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.record(&end)?;
         let asked = backend.event_elapsed_ns(start.id(), end.id());
         let outstanding = end.is_pending()?;
@@ -546,11 +546,11 @@ fn wrapped_events_are_one_with_their_owner(backend: &dyn Backend) -> CaseResult 
     let owner = Event::new(backend)?;
     let wrapper = wrapped(backend, &owner)?;
     for (recorded, waited) in [(&owner, &wrapper), (&wrapper, &owner)] {
-        until_conclusive("the producer was done before the consumer had its work", |helpings| {
+        until_conclusive("the producer was done before the consumer had its work", |load| {
             let (shared, copied) = (Block::filled(backend, BYTES, OLD)?, Block::filled(backend, BYTES, OLD)?);
             let (producer, consumer) = (Stream::new(backend)?, Stream::new(backend)?);
             let idle = IdleStream::on(backend, DEVICE)?;
-            busy.enqueue(&producer, helpings * PRODUCED)?;
+            busy.enqueue(&producer, load * PRODUCED)?;
             producer.set(shared.all(), NEW)?;
             producer.record(recorded)?;
             consumer.wait(waited)?;

@@ -84,17 +84,17 @@ fn run_in_order(backend: &dyn Backend) -> CaseResult {
     stream.set(block.span(0..64), 201)?;
     stream.synchronize()?;
     let got = block.read()?;
-    check!(got[..64] == [201; 64], "the last fill is not what stands at the beginning");
-    check!(got[64..].iter().all(|&byte| byte == 200), "the last but one fill is not what stands after it");
+    check!(got[..64] == [201; 64], "the beginning does not hold the bytes of the last fill");
+    check!(got[64..].iter().all(|&byte| byte == 200), "the rest does not hold the bytes of the fill before the last");
     Ok(())
 }
 
 fn run_after_pending_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("a fill waits for the work before it", |helpings| {
+    until_conclusive("a fill waits for the work before it", |load| {
         let (source, copied) = (Block::filled(backend, 4096, 1)?, Block::filled(backend, 4096, 0)?);
         let stream = Stream::new(backend)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.copy(copied.all(), source.all())?;
         stream.set(source.all(), 2)?;
         let pending = stream.is_pending()?;

@@ -420,13 +420,13 @@ fn returns_at_once(backend: &dyn Backend) -> CaseResult {
     // The first product may load kernels, which this case does not measure.
     placed.gemm(&product, &mut handle)?;
     stream.synchronize()?;
-    until_conclusive("a product waits for the work before it", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("a product waits for the work before it", |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         placed.gemm(&product, &mut handle)?;
         let outstanding = before.is_pending()?;
         stream.synchronize()?;
-        check!(stream.query()?.is_complete(), "the stream is pending after it was synchronised");
+        check!(stream.query()?.is_complete(), "the stream is pending after it was synchronized");
         placed.check(&product)?;
         Ok(Attempt::seen(outstanding))
     })

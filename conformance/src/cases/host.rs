@@ -31,7 +31,7 @@ fn memory_is_usable_by_the_cpu(backend: &dyn Backend) -> CaseResult {
         blocks.push((Pinned::holding(backend, &content)?, content));
     }
     for (pinned, content) in &blocks {
-        check!(pinned.read()? == *content, "{} page-locked bytes are not what was written", content.len());
+        check!(pinned.read()? == *content, "{} page-locked bytes differ from the written ones", content.len());
     }
     Ok(())
 }
@@ -118,7 +118,7 @@ fn write_combined_memory_is_usable(backend: &dyn Backend) -> CaseResult {
     check!(pinned.ptr().address().is_multiple_of(64), "write-combined memory is not aligned");
     pinned.write(&content)?;
     travels(backend, pinned.all(), &content)?;
-    check!(pinned.read()? == content, "the CPU does not read what it wrote to write-combined memory");
+    check!(pinned.read()? == content, "the CPU does not read back its own bytes from write-combined memory");
     Ok(())
 }
 
@@ -190,9 +190,9 @@ fn registered_memory_does_not_overlap(backend: &dyn Backend) -> CaseResult {
             allocator.register(middle, bytes / 2, &options),
         )
     };
-    check_error!(whole, InvalidArgument, "register of what is registered");
-    check_error!(head, InvalidArgument, "register of the first half of what is registered");
-    check_error!(tail, InvalidArgument, "register of the second half of what is registered");
+    check_error!(whole, InvalidArgument, "register of registered memory");
+    check_error!(head, InvalidArgument, "register of the first half of registered memory");
+    check_error!(tail, InvalidArgument, "register of the second half of registered memory");
     check_eq!(backend.live_objects(), before, "live objects after refused calls");
     travels(backend, registered.all(), &content)
 }

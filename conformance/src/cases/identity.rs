@@ -136,7 +136,7 @@ fn unknown_devices_are_refused(backend: &dyn Backend) -> CaseResult {
 fn host_allocator_is_one(backend: &dyn Backend) -> CaseResult {
     let (first, second) = (backend.host_allocator(), backend.host_allocator());
     let ptr = first.allocate(64, &highwater_hal::HostOptions::new())?;
-    // SAFETY: allocated just now, by an allocator that must be the same one, and used by nobody.
+    // SAFETY: allocated just now, by an allocator that must be the same one, and unused.
     unsafe { second.free(ptr)? };
     Ok(())
 }

@@ -42,7 +42,7 @@ cases! {
 fn changing_nothing(backend: &dyn Backend, ask: impl FnOnce() -> CaseResult) -> CaseResult {
     let before = backend.live_objects();
     ask()?;
-    check_eq!(backend.live_objects(), before, "live objects after asking for what the device lacks");
+    check_eq!(backend.live_objects(), before, "living objects after a call that needs an absent ability");
     Ok(())
 }
 

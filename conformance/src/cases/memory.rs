@@ -177,7 +177,7 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
     const BYTES: usize = 1 << 16;
     const OTHERS: usize = 8;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the work before a stream-ordered free was over before others had their memory", |helpings| {
+    until_conclusive("the work before a stream-ordered free was over before others had their memory", |load| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, other, there) = (Stream::new(backend)?, Stream::new(backend)?, Event::new(backend)?);
         let ordered = || Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()));
@@ -185,7 +185,7 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
         let (_before, block, _after) = (ordered()?, ordered()?, ordered()?);
         stream.set(block.all(), 1)?;
         stream.synchronize()?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.record(&there)?;
         stream.copy(result.all(), block.all())?;
         block.free_in_order()?;
@@ -215,14 +215,14 @@ fn stream_ordered_bytes_are_given_to_nobody_too_early(backend: &dyn Backend) -> 
 fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
+    until_conclusive("stream-ordered allocation or free waits for the stream", |load| {
         let (stream, other, third) = (Stream::new(backend)?, Stream::new(backend)?, Stream::new(backend)?);
         let (before, allocated) = (Event::new(backend)?, Event::new(backend)?);
         let ordered = |stream: &Stream<'_>| {
             Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))
         };
         let earlier = [ordered(&stream)?, ordered(&stream)?, ordered(&stream)?];
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         for block in earlier {
             stream.set(block.all(), 1)?;
@@ -258,10 +258,10 @@ fn stream_ordered_bytes_are_there_in_order(backend: &dyn Backend) -> CaseResult 
 fn stream_ordered_free_keeps_work_before_it(backend: &dyn Backend) -> CaseResult {
     const BYTES: usize = 1 << 16;
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("stream-ordered allocation or free waits for the stream", |helpings| {
+    until_conclusive("stream-ordered allocation or free waits for the stream", |load| {
         let result = Block::filled(backend, BYTES, 0)?;
         let (stream, before) = (Stream::new(backend)?, Event::new(backend)?);
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         let first = Block::with_kind(backend, DEVICE, BYTES, DeviceMemoryKind::StreamOrdered(stream.id()))?;
         stream.set(first.all(), 1)?;

@@ -455,10 +455,10 @@ fn finish_when_destroyed(backend: &dyn Backend) -> CaseResult {
     let stream = Stream::new(backend)?;
     let mut handle = Handle::new(backend, BlasKind::Lt, &stream)?;
     let product = Product::new(GemmShape::new(DataType::F32, 48, 48, 48), 7);
-    until_conclusive("the stream was idle when the plan was destroyed", |helpings| {
+    until_conclusive("the stream was idle when the plan was destroyed", |load| {
         let plan = handle.raw_mut().create_plan(&PlanOptions::new(product.shape, Epilogue::None, 0))?;
         let placed = product.place(backend)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
         handle.raw_mut().destroy_plan(plan)?;
         let pending = stream.is_pending()?;
@@ -477,8 +477,8 @@ fn return_at_once(backend: &dyn Backend) -> CaseResult {
     let placed = product.place(backend)?;
     handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
     stream.synchronize()?;
-    until_conclusive("a plan waits for the work before it", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("a plan waits for the work before it", |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         handle.run_plan(plan, &product.shape, (1.0, 0.0), placed.operands(), None, None)?;
         let outstanding = before.is_pending()?;

@@ -117,13 +117,19 @@ fn importers_see_what_the_exporter_writes(backend: &dyn Backend, launcher: &Laun
         let before = Random::new(1).bytes(BYTES);
         block.write(0, &before)?;
         let opened = peer.open(&block.export(transport)?)??;
-        check!(peer.read(opened, BYTES)?? == before, "the importer does not see what was written before it opened");
+        check!(
+            peer.read(opened, BYTES)?? == before,
+            "the importer does not see bytes from before it opened the memory"
+        );
         // A copy made by `open_memory` would show here.
         for seed in 2..5 {
             let after = Random::new(seed).bytes(BYTES);
             block.write(0, &after)?;
             let got = peer.read(opened, BYTES)??;
-            check!(got == after, "the importer does not see what the exporter wrote after it opened: it has a copy");
+            check!(
+                got == after,
+                "the importer does not see bytes that the exporter wrote after the open: it has a copy"
+            );
         }
         Ok(peer.close(opened)??)
     })
@@ -137,7 +143,7 @@ fn exporters_see_what_the_importer_writes(backend: &dyn Backend, launcher: &Laun
         for seed in 11..14 {
             let content = Random::new(seed).bytes(BYTES);
             peer.write(opened, &content)??;
-            check!(block.read()? == content, "the exporter does not see what the importer wrote: it has a copy");
+            check!(block.read()? == content, "the exporter does not see the importer's bytes: the importer has a copy");
         }
         peer.close(opened)??;
         check!(block.read()? == Random::new(13).bytes(BYTES), "closing a mapping changed the memory");
@@ -152,10 +158,10 @@ fn mappings_of_memory_made_elsewhere_are_shared(backend: &dyn Backend, launcher:
         for seed in 21..24 {
             let content = Random::new(seed).bytes(BYTES);
             peer.write(there, &content)??;
-            check!(mapping.read()? == content, "an importer does not see what the exporter wrote after it opened");
+            check!(mapping.read()? == content, "an importer does not see bytes that the exporter wrote after the open");
             let content = Random::new(seed + 10).bytes(BYTES);
             mapping.write(0, &content)?;
-            check!(peer.read(there, BYTES)?? == content, "an exporter does not see what the importer wrote");
+            check!(peer.read(there, BYTES)?? == content, "an exporter does not see the importer's bytes");
         }
         mapping.close()?;
         Ok(peer.free(there)??)
@@ -235,10 +241,10 @@ fn several_importers_share_one_block(backend: &dyn Backend, launcher: &Launcher)
                 let got = peer.read(*opened, BYTES)??;
                 check!(
                     got == content,
-                    "importer {reader} does not see what importer {writer} of the same handle wrote"
+                    "importer {reader} does not see the bytes of importer {writer} of the same handle"
                 );
             }
-            check!(block.read()? == content, "the exporter does not see what importer {writer} wrote");
+            check!(block.read()? == content, "the exporter does not see the bytes of importer {writer}");
         }
         for (mut peer, opened) in importers {
             peer.close(opened)??;
@@ -413,7 +419,7 @@ fn addresses_that_are_not_open_are_not_closed(backend: &dyn Backend, launcher: &
         peer.write(own, &[NEW; BYTES])??;
         check!(block.read()? == [NEW; BYTES], "a refused close ended a mapping");
         peer.close(opened)??;
-        check_error!(peer.close(opened)?, InvalidPointer, "close_memory of what was closed");
+        check_error!(peer.close(opened)?, InvalidPointer, "close_memory of closed memory");
         Ok(peer.free(own)??)
     })
 }
@@ -426,7 +432,7 @@ const ALTERATIONS: [Alteration; 6] = [
     ("a payload of ones", |handle| handle.payload = [0xff; 64]),
     ("an inverted payload", |handle| handle.payload = handle.payload.map(|byte| !byte)),
     ("a payload of random bytes", |handle| {
-        handle.payload = Random::new(51).bytes(64).try_into().expect("as many bytes as were asked for");
+        handle.payload = Random::new(51).bytes(64).try_into().expect("64 bytes were drawn");
     }),
     ("more bytes than the block has", |handle| handle.bytes += 1 << 30),
     ("no bytes", |handle| handle.bytes = 0),
@@ -641,10 +647,10 @@ fn opened_events_order_the_importer(backend: &dyn Backend, launcher: &Launcher) 
     let mut peer = start(launcher, backend)?;
     let (opened, opened_event) = (peer.open(&shared.export(transport)?)??, peer.open_event(&event.export()?)??);
     let copied = peer.allocate(BYTES, transport)??;
-    until_conclusive(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |load| {
         shared.write(0, &[OLD; BYTES])?;
         peer.write(copied, &[OLD; BYTES])??;
-        busy.enqueue(&producer, helpings * PRODUCED)?;
+        busy.enqueue(&producer, load * PRODUCED)?;
         producer.set(shared.all(), NEW)?;
         producer.record(&event)?;
         peer.wait_for(opened_event)??;
@@ -693,10 +699,10 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
     let (shared, copied) = (shareable(backend, BYTES, transport)?, Block::new(backend, BYTES)?);
     let opened = peer.open(&shared.export(transport)?)??;
     let (here, there) = event_of_both(backend, &mut peer, maker)?;
-    until_conclusive(TOO_EARLY, |helpings| {
+    until_conclusive(TOO_EARLY, |load| {
         shared.write(0, &[OLD; BYTES])?;
         copied.write(0, &[OLD; BYTES])?;
-        peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
+        peer.busy(Direction::ToDevice, load * PRODUCED)??;
         peer.fill(opened, BYTES, NEW)??;
         peer.record(there)??;
         consumer.wait(&here)?;
@@ -704,7 +710,7 @@ fn recorded_elsewhere(backend: &dyn Backend, launcher: &Launcher, maker: Maker) 
         idle.let_others_begin()?;
         let outstanding = !peer.query_stream()??.is_complete();
         consumer.synchronize()?;
-        check_new(&copied.read()?, "a stream that waits for what another process recorded")?;
+        check_new(&copied.read()?, "a stream that waits for another process's record")?;
         peer.synchronize_stream()??;
         Ok(Attempt::seen(outstanding))
     })?;
@@ -756,24 +762,24 @@ fn opened_events_are_pending_as_the_original(backend: &dyn Backend, launcher: &L
     let mut peer = start(launcher, backend)?;
     let there = peer.create_event(true)??;
     let here = Event::open(backend, DEVICE, &peer.export_event(there)??)?;
-    until_conclusive("the event of another process is never seen pending", |helpings| {
-        peer.busy(Direction::ToDevice, helpings * PRODUCED)??;
+    until_conclusive("the event of another process is never seen pending", |load| {
+        peer.busy(Direction::ToDevice, load * PRODUCED)??;
         peer.record(there)??;
         let pending = here.is_pending()?;
         let outstanding = !peer.query_event(there)??.is_complete();
         check!(pending || !outstanding, "an opened event is complete while the other process has it pending");
         here.synchronize()?;
-        check!(here.query()?.is_complete(), "an opened event is pending after it was synchronised");
+        check!(here.query()?.is_complete(), "an opened event is pending after it was synchronized");
         check!(
             peer.query_event(there)??.is_complete(),
-            "an event is pending though another process has synchronised it"
+            "an event is pending though another process has synchronized it"
         );
         Ok(Attempt::seen(pending))
     })?;
     // The same in the other direction.
     peer.record(there)??;
     peer.synchronize_event(there)??;
-    check!(here.query()?.is_complete(), "an opened event is pending though its owner has synchronised it");
+    check!(here.query()?.is_complete(), "an opened event is pending though its owner has synchronized it");
     drop(here);
     peer.end()
 }
@@ -809,12 +815,12 @@ fn comes_true(mut condition: impl FnMut() -> highwater_hal::Result<bool>) -> Res
 /// Makes a stream wait for a record of a second process after its work, and kills that process meanwhile.
 fn waits_end(backend: &dyn Backend, launcher: &Launcher, prepare: impl Fn(&mut Peer) -> CaseResult) -> CaseResult {
     for maker in [Maker::Other, Maker::This] {
-        until_conclusive("the other process was done before it could be killed", |helpings| {
+        until_conclusive("the other process was done before it could be killed", |load| {
             let mut peer = start(launcher, backend)?;
             prepare(&mut peer)?;
             let (here, there) = event_of_both(backend, &mut peer, maker)?;
             let (block, stream) = (Block::filled(backend, BYTES, OLD)?, Stream::new(backend)?);
-            peer.busy(Direction::ToDevice, helpings * PRODUCED * 4)??;
+            peer.busy(Direction::ToDevice, load * PRODUCED * 4)??;
             peer.record(there)??;
             stream.wait(&here)?;
             stream.set(block.all(), NEW)?;

@@ -41,10 +41,10 @@ const BYTES: usize = 1 << 16;
 /// Checks that operations of several kinds run in the order of the calls, after pending work.
 fn in_order(backend: &dyn Backend, stream: &Stream<'_>) -> CaseResult {
     let busy = StreamLoad::new(backend, stream.id().device(), Direction::ToDevice)?;
-    until_conclusive("the stream was idle when all was enqueued: some call waits", |helpings| {
+    until_conclusive("the stream was idle when all was enqueued: some call waits", |load| {
         let (x, y, z) = (Block::filled(backend, BYTES, 0)?, Block::new(backend, BYTES)?, Block::new(backend, BYTES)?);
         let (first, second) = (Pinned::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
-        busy.enqueue(stream, helpings)?;
+        busy.enqueue(stream, load)?;
         stream.set(x.all(), 1)?;
         stream.copy(y.all(), x.all())?;
         stream.set(x.all(), 2)?;
@@ -60,7 +60,7 @@ fn in_order(backend: &dyn Backend, stream: &Stream<'_>) -> CaseResult {
             ("the copy to the host after the second fill", first.read()?, 2),
             ("the copy on the device after the third fill", z.read()?, 3),
             ("the copy to the host of the first copy", second.read()?, 1),
-            ("the last copy over what was filled", x.read()?, 1),
+            ("the last copy over filled bytes", x.read()?, 1),
         ] {
             check!(got == vec![expected; BYTES], "{what} holds {}, expected {expected}", got[0]);
         }
@@ -100,8 +100,8 @@ fn returns_at_once(
     // A first call may load what later ones find loaded.
     enqueue(&stream)?;
     stream.synchronize()?;
-    until_conclusive(&format!("{what} waits for the work before it"), |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive(&format!("{what} waits for the work before it"), |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&before)?;
         enqueue(&stream)?;
         let outstanding = before.is_pending()?;
@@ -132,8 +132,8 @@ fn records_and_waits_return_at_once(backend: &dyn Backend) -> CaseResult {
     // The waiting stream has no other work, so only the call itself could wait.
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    until_conclusive("a wait for the event of a busy stream waits in the call", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("a wait for the event of a busy stream waits in the call", |load| {
+        busy.enqueue(&stream, load)?;
         stream.record(&event)?;
         idle.wait(&event)?;
         let outstanding = event.is_pending()?;
@@ -146,8 +146,8 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, free) = (Stream::new(backend)?, Stream::new(backend)?);
     let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::new(backend, BYTES)?);
-    until_conclusive("a stream waits for another that it has nothing to do with", |helpings| {
-        busy.enqueue(&occupied, helpings)?;
+    until_conclusive("a stream waits for another that it has nothing to do with", |load| {
+        busy.enqueue(&occupied, load)?;
         free.set(block.all(), 4)?;
         free.copy(pinned.all(), block.all())?;
         free.synchronize()?;
@@ -161,8 +161,8 @@ fn do_not_wait_for_each_other(backend: &dyn Backend) -> CaseResult {
 fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    until_conclusive("a stream is never seen pending", |helpings| {
-        busy.enqueue(&stream, helpings)?;
+    until_conclusive("a stream is never seen pending", |load| {
+        busy.enqueue(&stream, load)?;
         let pending = stream.is_pending()?;
         // A complete stream stays complete until more is enqueued.
         while stream.is_pending()? {
@@ -170,7 +170,7 @@ fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
         }
         check!(stream.query()?.is_complete(), "a stream went from complete to pending with nothing enqueued");
         stream.synchronize()?;
-        check!(stream.query()?.is_complete(), "a stream is pending after it was synchronised");
+        check!(stream.query()?.is_complete(), "a stream is pending after it was synchronized");
         Ok(Attempt::seen(pending))
     })
 }
@@ -178,8 +178,8 @@ fn query_follows_the_work(backend: &dyn Backend) -> CaseResult {
 fn query_ignores_other_streams(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
-    until_conclusive("a stream without work is pending while another has some", |helpings| {
-        busy.enqueue(&occupied, helpings)?;
+    until_conclusive("a stream without work is pending while another has some", |load| {
+        busy.enqueue(&occupied, load)?;
         let complete = idle.query()?.is_complete();
         let outstanding = occupied.is_pending()?;
         occupied.synchronize()?;
@@ -200,16 +200,16 @@ fn fresh_streams_are_complete(backend: &dyn Backend) -> CaseResult {
 fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let stream = Stream::new(backend)?;
-    until_conclusive("the copy was done before it was waited for", |helpings| {
+    until_conclusive("the copy was done before it was waited for", |load| {
         let (block, pinned) = (Block::new(backend, BYTES)?, Pinned::holding(backend, &[0; BYTES])?);
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(block.all(), 5)?;
         stream.copy(pinned.all(), block.all())?;
         let pending = stream.is_pending()?;
         stream.synchronize()?;
-        // SAFETY: the stream was synchronised; that this means what it says is what the case shows.
+        // SAFETY: the stream was synchronized; that this means what it says is what the case shows.
         let got = unsafe { pinned.read_now() };
-        check!(got == [5; BYTES], "the CPU does not see what a stream did that was synchronised");
+        check!(got == [5; BYTES], "the CPU does not see a stream's work after it waited for the stream");
         Ok(Attempt::seen(pending))
     })
 }
@@ -217,8 +217,8 @@ fn synchronize_shows_the_effects(backend: &dyn Backend) -> CaseResult {
 fn synchronize_waits_for_its_own_stream(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let (occupied, idle) = (Stream::new(backend)?, Stream::new(backend)?);
-    until_conclusive("synchronising an idle stream waits for another", |helpings| {
-        busy.enqueue(&occupied, helpings)?;
+    until_conclusive("synchronising an idle stream waits for another", |load| {
+        busy.enqueue(&occupied, load)?;
         idle.synchronize()?;
         let outstanding = occupied.is_pending()?;
         occupied.synchronize()?;
@@ -236,19 +236,19 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
         let block = Block::on(backend, device, BYTES)?;
         // Each stream has more work than the other once, so waiting for one of them is not enough.
         for (of_first, of_second) in [(2, 1), (1, 2)] {
-            until_conclusive("no stream was pending before the device was synchronised", |helpings| {
+            until_conclusive("no stream was pending before the device was synchronized", |load| {
                 let pinned = Pinned::holding(backend, &[0; BYTES])?;
-                up.enqueue(&first, helpings * of_first)?;
-                down.enqueue(&second, helpings * of_second)?;
+                up.enqueue(&first, load * of_first)?;
+                down.enqueue(&second, load * of_second)?;
                 first.set(block.all(), 6)?;
                 first.copy(pinned.all(), block.all())?;
                 let pending = first.is_pending()? && second.is_pending()?;
                 backend.synchronize_device(device)?;
-                // SAFETY: the device was synchronised; that this means what it says is what the case shows.
+                // SAFETY: the device was synchronized; that this means what it says is what the case shows.
                 let got = unsafe { pinned.read_now() };
-                check!(got == [6; BYTES], "the CPU does not see what a device did that was synchronised");
-                check!(first.query()?.is_complete(), "a stream is pending after its device was synchronised");
-                check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronised");
+                check!(got == [6; BYTES], "the CPU does not see a device's work after it waited for the device");
+                check!(first.query()?.is_complete(), "a stream is pending after its device was synchronized");
+                check!(second.query()?.is_complete(), "a second stream is pending after its device was synchronized");
                 Ok(Attempt::seen(pending))
             })?;
         }
@@ -258,16 +258,16 @@ fn synchronizing_the_device_waits_for_every_stream(backend: &dyn Backend) -> Cas
 
 fn destroyed_streams_finish_their_work(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
-    until_conclusive("the stream was idle when it was destroyed", |helpings| {
+    until_conclusive("the stream was idle when it was destroyed", |load| {
         let (block, event) = (Block::filled(backend, BYTES, 0)?, Event::new(backend)?);
         let stream = Stream::new(backend)?;
-        busy.enqueue(&stream, helpings)?;
+        busy.enqueue(&stream, load)?;
         stream.set(block.all(), 7)?;
         stream.record(&event)?;
         let pending = stream.is_pending()?;
         stream.destroy()?;
         event.synchronize()?;
-        check!(event.query()?.is_complete(), "an event is pending after it was synchronised");
+        check!(event.query()?.is_complete(), "an event is pending after it was synchronized");
         check!(block.read()? == [7; BYTES], "work of a stream was lost when it was destroyed");
         Ok(Attempt::seen(pending))
     })
@@ -302,10 +302,10 @@ fn the_per_thread_default_stream_runs_in_order(backend: &dyn Backend) -> CaseRes
 fn the_per_thread_default_stream_is_another_in_each_thread(backend: &dyn Backend) -> CaseResult {
     let busy = StreamLoad::new(backend, DEVICE, Direction::ToDevice)?;
     let here = Stream::borrowed(backend, StreamId::per_thread_default(backend.identity().tag, DEVICE));
-    until_conclusive("one thread's default stream waits for another thread's", |helpings| {
+    until_conclusive("one thread's default stream waits for another thread's", |load| {
         // Freed after both threads are done, because freeing memory waits for the device.
         let block = Block::new(backend, BYTES)?;
-        busy.enqueue(&here, helpings)?;
+        busy.enqueue(&here, load)?;
         let there = std::thread::scope(|scope| {
             let other = scope.spawn(|| -> CaseResult {
                 let there = Stream::borrowed(backend, here.id());

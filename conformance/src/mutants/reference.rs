@@ -114,7 +114,7 @@ impl Reference {
         let done = self
             .on_own_stream(device, |stream| self.copy(&MemoryCopy::new(here, there, bytes), stream))
             .and_then(|()| {
-                // SAFETY: the block is that long, the copy into it is done, and nobody else knows it.
+                // SAFETY: the block is that long, the copy into it is complete, and no other code knows it.
                 change(unsafe { std::slice::from_raw_parts_mut(pinned.as_ptr(), bytes) });
                 self.on_own_stream(device, |stream| self.copy(&MemoryCopy::new(there, here, bytes), stream))
             });

@@ -238,10 +238,10 @@ impl fmt::Display for Score {
         for Verdict { mutant, outcome, .. } in &self.verdicts {
             let Mutant { name, clause, what, survives, .. } = mutant;
             match (outcome, survives) {
-                (Outcome::Survived, Some(reason)) => write!(f, "\n{name} [{clause}] survives as it may: {reason}")?,
-                (Outcome::Survived, None) => write!(f, "\n{name} [{clause}] survives, and no case notices: {what}")?,
+                (Outcome::Survived, Some(reason)) => write!(f, "\n{name} [{clause}] survives, as expected: {reason}")?,
+                (Outcome::Survived, None) => write!(f, "\n{name} [{clause}] survives: {what}")?,
                 (Outcome::Caught { case, .. }, Some(_)) => {
-                    write!(f, "\n{name} [{clause}] is caught by {}: strike the reason why it survives", case.name)?;
+                    write!(f, "\n{name} [{clause}] is caught by {}, so remove its reason to survive", case.name)?;
                 }
                 (Outcome::Caught { case, by_its_clause: false, .. }, None) => {
                     write!(f, "\n{name} [{clause}] is caught by {}, which proves other clauses", case.name)?;
@@ -254,7 +254,7 @@ impl fmt::Display for Score {
 }
 
 /// The reason for keeping mutants from real devices.
-const REAL_DEVICE: &str = "a real device does not check every range that a mutant may hand to it; use a simulated one";
+const REAL_DEVICE: &str = "a real device does not check every range that a mutant may pass; use a simulated device";
 
 /// Gives the mutants that `options` selects to the suite, one after the other. `open` makes a backend for each, and
 /// `observer` sees the progress.
@@ -359,7 +359,7 @@ impl<'o> Trial<'o> {
             Err(RecvTimeoutError::Timeout) => {
                 // Relaxed: the thread may notice with any later call.
                 self.stopped.store(true, Ordering::Relaxed);
-                Status::Failed(format!("the case was not over after {limit:?}"))
+                Status::Failed(format!("the case exceeded its limit of {limit:?}"))
             }
             Err(RecvTimeoutError::Disconnected) => Status::Failed("the case panicked outside of itself".to_owned()),
         }

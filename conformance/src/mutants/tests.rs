@@ -177,7 +177,7 @@ fn a_case_that_does_not_end_is_left_alone_and_its_thread_ends() {
     let trial = Trial::new(&ENDLESS, Arc::clone(&backend), &options);
     let case = cases().find(|case| case.name == "events.query_follows_the_record").unwrap();
     let Status::Failed(failure) = trial.run_case(case) else { panic!("the case should not end") };
-    assert!(failure.contains("was not over after 300ms"), "{failure}");
+    assert!(failure.contains("exceeded its limit of 300ms"), "{failure}");
     drop(trial);
     // Its next call fails, and it gives its objects back. This function is then the only owner of the mock.
     let deadline = std::time::Instant::now() + Duration::from_secs(20);

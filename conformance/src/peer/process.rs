@@ -251,9 +251,9 @@ impl Peer {
 
     /// Enqueues a [`crate::stream_load::StreamLoad`].
     #[track_caller]
-    pub(crate) fn busy(&mut self, direction: Direction, helpings: usize) -> Answer<()> {
+    pub(crate) fn busy(&mut self, direction: Direction, load: usize) -> Answer<()> {
         let direction = u64::from(direction == Direction::ToHost);
-        self.done(Command::StreamLoad, |m| m.with_numbers([direction, helpings as u64]))
+        self.done(Command::StreamLoad, |m| m.with_numbers([direction, load as u64]))
     }
 
     /// Waits longer than another stream of the process needs to begin.

@@ -143,12 +143,8 @@ impl Gate {
         match &self.fault {
             Some(fault) if fault.thread == thread && fault.operation == operation && fault.index == *count => {
                 *injected = true;
-                Err(Error::new(
-                    ErrorKind::Vendor,
-                    operation,
-                    format!("{fault} was kept from the backend by the fault sweep"),
-                )
-                .with_code(CODE))
+                Err(Error::new(ErrorKind::Vendor, operation, format!("the fault sweep refused {fault}"))
+                    .with_code(CODE))
             }
             _ => Ok(()),
         }

@@ -1,4 +1,4 @@
-//! What the layer says of a backend that accepts everything.
+//! The layer's findings about a backend that accepts everything.
 
 use std::collections::VecDeque;
 use std::mem::forget;
@@ -14,7 +14,7 @@ use super::*;
 use crate::device::{Block, Stream};
 use crate::sweep::{Fault, is_injected};
 
-/// Two devices whose every call succeeds; blocks lie at these addresses, the last of which is used again and again.
+/// A backend with two devices whose every call succeeds. Blocks lie at these addresses; the last one is used repeatedly.
 fn credulous(addresses: &[u64]) -> MockBackend {
     let tag = BackendTag::next();
     let mut backend = MockBackend::new();
@@ -42,7 +42,7 @@ fn credulous(addresses: &[u64]) -> MockBackend {
     backend
 }
 
-/// Runs a case on a backend, and gives the one thing that the layer found.
+/// Runs a case on a backend, and returns the only finding.
 #[track_caller]
 fn finding(backend: &MockBackend, case: impl FnOnce(&Validated<'_>)) -> String {
     let found = findings(backend, case);
@@ -229,7 +229,7 @@ fn what_is_left_over_is_named_with_its_place() {
     assert_says(&said, &["leak: block of device memory", &format!("tests.rs:{line}"), "100 bytes"]);
 }
 
-/// The leak; that a backend which counts nothing does not count it either is another finding.
+/// Returns the leak. The backend counts nothing, which is another finding.
 fn finding_of_leak(backend: &MockBackend, case: impl FnOnce(&Validated<'_>)) -> String {
     let found = findings(backend, case);
     assert_eq!(found.len(), 2, "{found:?}");
@@ -257,7 +257,7 @@ fn counts_that_do_not_agree() {
     assert_says(&found[1], &["`live_objects().descriptors` was 1 and is 2"]);
 }
 
-/// A credulous backend with sharing.
+/// Returns a credulous backend with sharing.
 fn sharing(addresses: &[u64]) -> MockBackend {
     let mut backend = credulous(addresses);
     backend.expect_ipc_sharing().returning(|| {
@@ -352,7 +352,7 @@ fn a_release_that_a_fault_refused_is_made_again_by_its_guard() {
         let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
         {
             let (stream, block) = (Stream::new(&validated).unwrap(), Block::new(&validated, 64).unwrap());
-            // Noted as a user of the block, which waits for it.
+            // The copy makes the stream's device a user of the block, which then waits for it.
             let used = stream.copy(block.span(0..8), block.span(8..16));
             assert!(used.is_ok());
         }
@@ -360,14 +360,14 @@ fn a_release_that_a_fault_refused_is_made_again_by_its_guard() {
         assert_eq!(validated.findings(), Vec::<String>::new(), "{operation}");
         assert_eq!(validated.retried(), u64::from(matches!(operation, "destroy_stream" | "free")), "{operation}");
     }
-    // What the case gives back by a call of its own is given back by the layer.
+    // The layer repeats a release that the case made by a direct call.
     let fault = Fault { thread: 0, operation: "destroy_event".into(), index: 1 };
     let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
     let event = validated.create_event(0, &EventOptions::new()).unwrap();
     assert!(is_injected(&validated.destroy_event(event).unwrap_err()));
     validated.release_refused();
     assert_eq!((validated.findings(), validated.retried()), (Vec::new(), 1));
-    // What the case never gave back is not.
+    // It repeats no release that the case never made.
     let fault = Fault { thread: 0, operation: "free".into(), index: 1 };
     let validated = Validated::new(&backend, Some(Gate::new(Some(fault))));
     let (_, x) =

@@ -81,6 +81,11 @@ fn conformance_lists_cases_and_clauses_and_runs_none() {
     let all = highwater(&["conformance", "--list", "--json"]).object();
     assert!(all["cases"].as_array().unwrap().len() > 300 && all["clauses"].as_array().unwrap().len() > 90);
     assert_eq!(highwater(&["conformance", "--list", "--races"]).code, Some(2));
+    // With `--saboteurs`, it names the mutants.
+    let mutants = highwater(&["conformance", "--saboteurs", "--list", "--filter", "memory.zero"]);
+    assert!(mutants.stdout.starts_with("nothing-allocated [memory.zero] "), "{}", mutants.stdout);
+    let mutants = highwater(&["conformance", "--saboteurs", "--list", "--json"]).object();
+    assert!(mutants["saboteurs"].as_array().unwrap().len() > 300, "{mutants}");
 }
 
 #[test]

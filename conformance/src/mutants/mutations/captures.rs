@@ -38,7 +38,7 @@ mutants! {
             reference.on_own_stream(graph.device(), |own| reference.launch_graph(executable, own))?;
             Ok(executable)
         });
-    "every-stream-captures": "Says of every stream that it takes part while a capture is open." => |h| {
+    "every-stream-captures": "Reports during a capture that every stream takes part." => |h| {
         let open = captures(h);
         h.backend.is_capturing(move |reference, stream| {
             Ok(reference.is_capturing(stream)? || open.with(|open| !open.is_empty()))
@@ -70,14 +70,14 @@ mutants! {
             if !first && is(&result, ErrorKind::Capture) { Ok(()) } else { result }
         });
     };
-    "begun-again-as-state": "Calls a second beginning an invalid state." => |h| {
+    "begun-again-as-state": "Reports a second begin of a capture as an invalid state." => |h| {
         h.backend.begin_capture(|reference, stream, mode| {
             renamed(ErrorKind::Capture, ErrorKind::InvalidState, "begin_capture", reference.begin_capture(stream, mode))
         });
     };
 
     in "capture.joins":
-    "nobody-joins": "Lets a stream that waits for an event of a capture go on outside." => |h| {
+    "nobody-joins": "Lets a stream that waits for an event of a capture stay outside." => |h| {
         let recorded = marks(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
             let mark = recorded.with(|recorded| recorded.contains(&event));
@@ -88,7 +88,7 @@ mutants! {
             }
         });
     };
-    "joined-in-secret": "Says of a stream that joined a capture that it takes part in none." => |h| {
+    "joined-in-secret": "Reports that a stream which joined a capture takes part in none." => |h| {
         let open = captures(h);
         h.backend.is_capturing(move |reference, stream| {
             Ok(reference.is_capturing(stream)? && open.with(|open| open.contains(&stream)))
@@ -136,9 +136,9 @@ mutants! {
             reference.create_event(device, options)
         });
     };
-    "disturbed-by-questions": "Loses captures when an event is asked for that was recorded outside." =>
+    "disturbed-by-questions": "Loses captures when an event that was recorded outside is queried." =>
         |h| disturbed_by(h, "query_event");
-    "disturbed-by-waits": "Loses captures when an event is waited for that was recorded outside." =>
+    "disturbed-by-waits": "Loses captures when a thread waits for an event that was recorded outside." =>
         |h| disturbed_by(h, "synchronize_event");
     "disturbed-by-other-streams": "Refuses to wait for streams that take no part while a capture is open." => |h| {
         let open = captures(h);
@@ -153,27 +153,27 @@ mutants! {
         |h| disturbed_by(h, "open_memory");
 
     in "capture.no-answer":
-    "capturing-streams-complete": "Says of streams that take part in a capture that all is done." =>
+    "capturing-streams-complete": "Reports streams that take part in a capture as complete." =>
         |h| h.backend.query_stream(|reference, stream| match reference.is_recording(stream) {
             true => Ok(Completion::Complete),
             false => reference.query_stream(stream),
         });
-    "capturing-streams-waited-for": "Has waited for streams that take part in a capture." =>
+    "capturing-streams-waited-for": "Returns success from a wait for a stream that takes part in a capture." =>
         |h| h.backend.synchronize_stream(|reference, stream| match reference.is_recording(stream) {
             true => Ok(()),
             false => reference.synchronize_stream(stream),
         });
-    "captured-events-complete": "Says of events recorded in a capture that they are reached." =>
+    "captured-events-complete": "Reports events that were recorded in a capture as reached." =>
         |h| h.backend.query_event(|reference, event| {
             forgiven(ErrorKind::Capture, reference.query_event(event), Completion::Complete)
         });
-    "captured-events-waited-for": "Has waited for events recorded in a capture." =>
+    "captured-events-waited-for": "Returns success from a wait for an event that was recorded in a capture." =>
         |h| h.backend.synchronize_event(|reference, event| {
             forgiven(ErrorKind::Capture, reference.synchronize_event(event), ())
         });
 
     in "capture.lost":
-    "broken-by-a-loss": "Takes no fills on a stream whose capture was lost." => |h| {
+    "broken-by-a-loss": "Refuses fills on a stream whose capture was lost." => |h| {
         let broken = Shared::<HashSet<StreamId>>::default();
         let lost = broken.clone();
         h.backend.end_capture(move |reference, stream| {
@@ -188,7 +188,7 @@ mutants! {
             false => reference.fill(fill, stream),
         });
     };
-    "loss-as-state": "Calls the loss of a capture an invalid state." =>
+    "loss-as-state": "Reports the loss of a capture as an invalid state." =>
         |h| h.backend.end_capture(|reference, stream| match reference.is_recording(stream) {
             true => renamed(ErrorKind::Capture, ErrorKind::InvalidState, "end_capture", reference.end_capture(stream)),
             false => reference.end_capture(stream),
@@ -205,7 +205,7 @@ mutants! {
     };
 
     in "capture.unjoined":
-    "unjoined-forgotten": "Gives a graph of nothing where a stream was not waited for." =>
+    "unjoined-forgotten": "Returns an empty graph although the capture did not wait for a joined stream." =>
         |h| h.backend.end_capture(|reference, stream| {
             let recorded = reference.is_recording(stream);
             let ended = reference.end_capture(stream);
@@ -213,7 +213,7 @@ mutants! {
         });
 
     in "capture.end-without":
-    "ended-without": "Gives a graph of nothing for a stream without a capture." =>
+    "ended-without": "Returns an empty graph for a stream without a capture." =>
         |h| h.backend.end_capture(|reference, stream| {
             let recorded = reference.is_capturing(stream)?;
             let ended = reference.end_capture(stream);
@@ -224,7 +224,7 @@ mutants! {
             reference.wait_for(stream)?;
             reference.end_capture(stream)
         });
-    "ended-without-as-state": "Calls the end of no capture an invalid state." =>
+    "ended-without-as-state": "Reports the end of no capture as an invalid state." =>
         |h| h.backend.end_capture(|reference, stream| match reference.is_recording(stream) {
             true => reference.end_capture(stream),
             false => renamed(ErrorKind::Capture, ErrorKind::InvalidState, "end_capture", reference.end_capture(stream)),

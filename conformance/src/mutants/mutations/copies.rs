@@ -41,9 +41,9 @@ mutants! {
     "copies-cut": "Copies 4 MiB, and no more." => |h| altered(h, |copy| copy.bytes = copy.bytes.min(4 << 20));
 
     in "copy.ordered":
-    "copies-to-the-device-overtake": "Copies to the device before what the stream has to do already." =>
+    "copies-to-the-device-overtake": "Copies to the device ahead of the stream's earlier work." =>
         |h| overtake(h, Way::ToDevice);
-    "copies-on-the-device-overtake": "Copies within a device before what the stream has to do already." =>
+    "copies-on-the-device-overtake": "Copies within a device ahead of the stream's earlier work." =>
         |h| overtake(h, Way::OnDevice);
 
     in "copy.zero":
@@ -51,7 +51,7 @@ mutants! {
         0 => Err(wrong(ErrorKind::InvalidArgument, "copy")),
         _ => reference.copy(copy, stream),
     });
-    "copies-of-nothing-done": "Copies a byte where it should copy none." => |h| h.backend.copy(|reference, copy, stream| {
+    "copies-of-nothing-done": "Copies a byte instead of none." => |h| h.backend.copy(|reference, copy, stream| {
         let one = MemoryCopy::new(copy.dst, copy.src, copy.bytes.max(1));
         // At the end of a block there is no byte.
         reference.copy(&one, stream).or_else(|_| reference.copy(copy, stream))
@@ -68,17 +68,17 @@ mutants! {
             fill.pattern = FillPattern::U32((value & 0xff) * 0x0101_0101);
         }
     });
-    "fills-count-bytes": "Takes the count of a fill for bytes." =>
+    "fills-count-bytes": "Takes the count of a fill as bytes." =>
         |h| filled(h, |fill| fill.count = fill.count.div_ceil(fill.pattern.bytes()));
     "fills-short": "Leaves out the last element of a fill." => |h| filled(h, |fill| fill.count -= usize::from(fill.count > 1));
-    "fills-long": "Fills one element more than asked for." => |h| h.backend.fill(|reference, fill, stream| {
+    "fills-long": "Fills one element too many." => |h| h.backend.fill(|reference, fill, stream| {
         let more = MemoryFill::new(fill.device, fill.dst, fill.pattern, fill.count + usize::from(fill.count > 0));
         // At the end of a block there is none.
         reference.fill(&more, stream).or_else(|_| reference.fill(fill, stream))
     });
 
     in "fill.ordered":
-    "fills-overtake": "Fills before what the stream has to do already." =>
+    "fills-overtake": "Fills ahead of the stream's earlier work." =>
         |h| h.backend.fill(|reference, fill, stream| match reference.is_pending(stream) {
             true => reference.on_own_stream(stream.device(), |own| reference.fill(fill, own)),
             false => reference.fill(fill, stream),
@@ -90,7 +90,7 @@ mutants! {
             0 => Err(wrong(ErrorKind::InvalidArgument, "fill")),
             _ => reference.fill(fill, stream),
         });
-    "fills-of-nothing-done": "Fills an element where it should fill none." => |h| h.backend.fill(|reference, fill, stream| {
+    "fills-of-nothing-done": "Fills an element instead of none." => |h| h.backend.fill(|reference, fill, stream| {
         let one = MemoryFill::new(fill.device, fill.dst, fill.pattern, fill.count.max(1));
         reference.fill(&one, stream).or_else(|_| reference.fill(fill, stream))
     });

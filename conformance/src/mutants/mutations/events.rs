@@ -12,7 +12,7 @@ use super::super::state::{Deferred, Shared};
 
 mutants! {
     in "event.wait-orders":
-    "waits-forgotten": "Takes a wait for an event and forgets it." =>
+    "waits-forgotten": "Accepts a wait for an event and forgets it." =>
         |h| h.backend.stream_wait_event(|reference, stream, event| match reference.is_recording(stream) {
             true => reference.stream_wait_event(stream, event),
             false => looked_at(reference, stream, event),
@@ -82,7 +82,7 @@ mutants! {
     };
 
     in "event.query-never-recorded":
-    "fresh-events-pending": "Says that an event is pending before it is recorded." => |h| {
+    "fresh-events-pending": "Reports an event as pending before its first record." => |h| {
         let recorded = recorded_events(h);
         h.backend.query_event(move |reference, event| {
             let completion = reference.query_event(event)?;
@@ -92,9 +92,9 @@ mutants! {
     };
 
     in "event.query":
-    "events-always-complete": "Says that an event is complete without looking." =>
+    "events-always-complete": "Reports an event as complete without a check." =>
         |h| h.backend.query_event(|reference, event| reference.query_event(event).map(|_| Completion::Complete));
-    "events-pending-anew": "Says that an event is pending every second time, once it is reached." => |h| {
+    "events-pending-anew": "Reports a reached event as pending every second time." => |h| {
         let recorded = recorded_events(h);
         let asked = Shared::<HashSet<EventId>>::default();
         h.backend.query_event(move |reference, event| {
@@ -106,7 +106,7 @@ mutants! {
             Ok(if again { Completion::Complete } else { Completion::Pending })
         });
     };
-    "events-of-whole-streams": "Says that an event is pending while its stream is." => |h| {
+    "events-of-whole-streams": "Reports an event as pending while its stream is." => |h| {
         let recorded = recorded_events(h);
         h.backend.query_event(move |reference, event| {
             let completion = reference.query_event(event)?;
@@ -137,7 +137,7 @@ mutants! {
         });
 
     in "event.record-device":
-    "records-on-other-devices": "Takes the record of an event on a stream of another device, and makes none." =>
+    "records-on-other-devices": "Accepts a record on a stream of another device than the event's, and makes none." =>
         |h| h.backend.record_event(|reference, event, stream| {
             forgiven(ErrorKind::WrongDevice, reference.record_event(event, stream), ())
         });
@@ -171,7 +171,7 @@ mutants! {
     };
 
     in "event.synchronize":
-    "events-not-waited-for": "Returns at once where an event is to be waited for." => |h| {
+    "events-not-waited-for": "Returns at once from a wait for an event." => |h| {
         h.settles = true;
         h.backend.synchronize_event(|reference, event| reference.query_event(event).map(drop));
     };
@@ -193,7 +193,7 @@ mutants! {
             _ => held.release(reference, stream),
         });
     };
-    "whole-streams-waited-for": "Waits for the whole stream where an event on it is to be waited for." => |h| {
+    "whole-streams-waited-for": "Waits for the whole stream instead of an event on it." => |h| {
         let recorded = recorded_events(h);
         h.backend.synchronize_event(move |reference, event| {
             reference.synchronize_event(event)?;
@@ -229,7 +229,7 @@ mutants! {
             if without && is(&elapsed, ErrorKind::InvalidArgument) { Ok(0) } else { elapsed }
         });
     };
-    "unrecorded-events-timed": "Says of events that were never recorded that they are not reached yet." => |h| {
+    "unrecorded-events-timed": "Reports events that were never recorded as not reached." => |h| {
         let recorded = recorded_events(h);
         h.backend.event_elapsed_ns(move |reference, start, end| {
             let elapsed = reference.event_elapsed_ns(start, end);
@@ -242,7 +242,7 @@ mutants! {
             }
         });
     };
-    "times-before-the-end": "Tells no time, as 0, where the second event is not reached yet." =>
+    "times-before-the-end": "Returns the time 0 while the second event is pending." =>
         |h| h.backend.event_elapsed_ns(|reference, start, end| {
             forgiven(ErrorKind::InvalidState, reference.event_elapsed_ns(start, end), 0)
         });

@@ -21,7 +21,7 @@ mutants! {
         reference.launch_graph(graph, stream)?;
         reference.launch_graph(graph, stream)
     });
-    "launches-overtake": "Executes a graph before what the stream has to do already." =>
+    "launches-overtake": "Executes a graph ahead of the stream's earlier work." =>
         |h| h.backend.launch_graph(|reference, graph, stream| match reference.is_pending(stream) {
             true => reference.on_own_stream(stream.device(), |own| reference.launch_graph(graph, own)),
             false => reference.launch_graph(graph, stream),
@@ -90,7 +90,7 @@ mutants! {
             Ok(executable)
         });
     };
-    "launched-where-recorded": "Launches a graph on the stream that recorded it." => |h| {
+    "launched-where-recorded": "Launches a graph on its recording stream." => |h| {
         let (graphs, executables) =
             (Shared::<HashMap<GraphId, StreamId>>::default(), Shared::<HashMap<GraphExecId, StreamId>>::default());
         let (ended, made) = (graphs.clone(), executables.clone());

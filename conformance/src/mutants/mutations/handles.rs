@@ -25,7 +25,7 @@ mutants! {
     };
 
     in "blas.kind":
-    "products-of-plan-handles": "Takes products for a handle of kind Lt, and does nothing." =>
+    "products-of-plan-handles": "Accepts products on a handle of kind Lt, and does nothing." =>
         |h| h.handle.gemm(|handle, gemm| {
             let done = handle.gemm(gemm);
             if handle.kind() == BlasKind::Lt && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
@@ -36,7 +36,7 @@ mutants! {
             let other = handle.kind() == BlasKind::Blas && is(&made, ErrorKind::Unsupported);
             if other { Ok(PlanId::new(1)) } else { made }
         });
-    "one-kind-of-handle": "Says of every handle that it was made as Blas." => |h| h.kind = Some(|_| BlasKind::Blas);
+    "one-kind-of-handle": "Reports the kind Blas for every handle." => |h| h.kind = Some(|_| BlasKind::Blas);
 
     in "blas.stream-bound":
     "bound-for-good": "Keeps a handle on the stream that was bound first." =>
@@ -47,7 +47,7 @@ mutants! {
                 handle.set_stream(bound)
             }
         });
-    "products-overtake": "Multiplies before what the bound stream has to do already." =>
+    "products-overtake": "Multiplies ahead of the earlier work of the bound stream." =>
         |h| h.handle.gemm(|handle, gemm| match handle.stream {
             Some(stream) if handle.kind() == BlasKind::Blas && handle.backend.is_pending(stream) => {
                 handle.gemm_on_own_stream(gemm)
@@ -67,7 +67,7 @@ mutants! {
         });
 
     in "blas.stream-device":
-    "streams-of-other-devices": "Stays with its stream where the new one is of another device." =>
+    "streams-of-other-devices": "Accepts a stream of another device, and keeps the old one." =>
         |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::WrongDevice, handle.set_stream(stream), ()));
 
     in "blas.stream-resets-workspace":
@@ -101,7 +101,7 @@ mutants! {
             Some(_) if workspace.is_some() => Ok(()),
             _ => handle.set_workspace(workspace),
         });
-    "workspace-not-given-up": "Stays with the workspace where its own is to be bound." =>
+    "workspace-not-given-up": "Keeps the workspace when its own is to be bound." =>
         |h| h.handle.set_workspace(|handle, workspace| match workspace {
             None => Ok(()),
             workspace => handle.set_workspace(workspace),
@@ -130,7 +130,7 @@ mutants! {
     };
 
     in "blas.workspace-alignment":
-    "misaligned-workspaces": "Takes a workspace that is not aligned, from the next address that is." =>
+    "misaligned-workspaces": "Accepts a misaligned workspace, from its first aligned address." =>
         |h| h.handle.set_workspace(|handle, workspace| {
             let bound = handle.set_workspace(workspace);
             match workspace {
@@ -149,7 +149,7 @@ mutants! {
         AtomicsMode::Allowed => handle.set_atomics_mode(mode),
         _ => Ok(()),
     });
-    "atomics-always": "Adds with atomics whatever is asked for." =>
+    "atomics-always": "Allows atomics in every mode." =>
         |h| h.handle.set_atomics_mode(|handle, _| handle.set_atomics_mode(AtomicsMode::Allowed));
     "plans-with-atomics": "Makes plans that add with atomics." =>
         |h| h.handle.create_plan(|handle, options| handle.create_plan(&options.with_atomics_mode(AtomicsMode::Allowed)));
@@ -167,7 +167,7 @@ mutants! {
         |h| h.forgets_dropped_handles = true;
     "handles-destroyed-twice": "Destroys handles as often as asked." =>
         |h| h.handle.destroy(|handle| forgiven(ErrorKind::InvalidHandle, handle.destroy(), ()));
-    "destroyed-handles-bound": "Takes a stream for a handle that was destroyed." => |h| h.handle.set_stream(|handle, stream| {
+    "destroyed-handles-bound": "Accepts a stream for a destroyed handle." => |h| h.handle.set_stream(|handle, stream| {
         let bound = handle.set_stream(stream);
         let stale = handle.backend.query_stream(stream).is_err();
         if is(&bound, ErrorKind::InvalidHandle) && !stale { Ok(()) } else { bound }

@@ -11,7 +11,7 @@ use super::super::state::Shared;
 
 mutants! {
     in "host.usable":
-    "host-blocks-short": "Page-locks one byte less than it was asked for." => |h| h.host.allocate(|host, bytes, options| {
+    "host-blocks-short": "Page-locks one byte less than requested." => |h| h.host.allocate(|host, bytes, options| {
         // On the same pages, so that the byte is there for the CPU.
         host.allocate(if bytes % 4096 > 1 { bytes - 1 } else { bytes }, options)
     });
@@ -31,7 +31,7 @@ mutants! {
         |h| h.host.allocate(|host, bytes, options| host.allocate(bytes.max(1), options));
 
     in "host.exhausted":
-    "host-exhausted-as-invalid": "Calls more page-locked bytes than there are an invalid argument." =>
+    "host-exhausted-as-invalid": "Reports too many page-locked bytes as an invalid argument." =>
         |h| h.host.allocate(|host, bytes, options| {
             renamed(ErrorKind::OutOfMemory, ErrorKind::InvalidArgument, "allocate", host.allocate(bytes, options))
         });
@@ -56,7 +56,7 @@ mutants! {
         |h| h.host.register(|host, ptr, bytes, options| host.register(ptr, bytes - usize::from(bytes > 1), options));
 
     in "host.register-overlap":
-    "registered-twice": "Takes what is registered already." => |h| {
+    "registered-twice": "Accepts memory that is already registered." => |h| {
         let starts = Shared::<HashSet<HostPtr>>::default();
         h.host.register(move |host, ptr, bytes, options| {
             let registered = host.register(ptr, bytes, options);
@@ -64,7 +64,7 @@ mutants! {
             if again && is(&registered, ErrorKind::InvalidArgument) { Ok(()) } else { registered }
         });
     };
-    "registered-inside": "Takes a range that begins inside one that is registered." => |h| {
+    "registered-inside": "Accepts a range that begins inside a registered one." => |h| {
         let starts = Shared::<HashSet<HostPtr>>::default();
         h.host.register(move |host, ptr, bytes, options| {
             let registered = host.register(ptr, bytes, options);
@@ -74,9 +74,9 @@ mutants! {
     };
 
     in "host.unregister-unknown":
-    "anything-unregistered": "Unregisters what was never registered." =>
+    "anything-unregistered": "Unregisters memory that was never registered." =>
         |h| h.host.unregister(|host, ptr| forgiven(ErrorKind::InvalidPointer, host.unregister(ptr), ()));
-    "unregistered-as-invalid": "Calls what was never registered an invalid argument." =>
+    "unregistered-as-invalid": "Reports memory that was never registered as an invalid argument." =>
         |h| h.host.unregister(|host, ptr| {
             renamed(ErrorKind::InvalidPointer, ErrorKind::InvalidArgument, "unregister", host.unregister(ptr))
         });

@@ -126,21 +126,21 @@ mutants! {
         |h| h.claim(|capabilities| capabilities.ipc_transports = Transports::NONE);
 
     in "backend.device-checked":
-    "streams-on-unknown-devices": "Makes streams for devices that are not there, on the first." =>
+    "streams-on-unknown-devices": "Creates streams of unknown devices on the first one." =>
         |h| h.backend.create_stream(|reference, device, options| {
             reference.create_stream(if device < reference.device_count() { device } else { 0 }, options)
         });
-    "waits-for-unknown-devices": "Has waited for devices that are not there." =>
+    "waits-for-unknown-devices": "Returns success from a wait for an unknown device." =>
         |h| h.backend.synchronize_device(|reference, device| {
             forgiven(ErrorKind::InvalidArgument, reference.synchronize_device(device), ())
         });
-    "memory-of-unknown-devices": "Refuses to describe the memory of devices that are not there, but as an unknown handle." =>
+    "memory-of-unknown-devices": "Reports an unknown device as an invalid handle in `memory_info`." =>
         |h| h.backend.memory_info(|reference, device| {
             renamed(ErrorKind::InvalidArgument, ErrorKind::InvalidHandle, "memory_info", reference.memory_info(device))
         });
-    "addresses-on-unknown-devices": "Knows the addresses of page-locked memory on devices that are not there." =>
+    "addresses-on-unknown-devices": "Returns addresses of page-locked memory on unknown devices." =>
         |h| h.host.device_address(|host, ptr, _| host.device_address(ptr, 0));
-    "handles-of-unknown-devices": "Makes handles for devices that are not there, on the first." =>
+    "handles-of-unknown-devices": "Creates handles of unknown devices on the first one." =>
         |h| h.backend.create_blas_handle(|reference, device, options| {
             reference.create_blas_handle(if device < reference.device_count() { device } else { 0 }, options)
         });
@@ -167,7 +167,8 @@ mutants! {
         });
         h.count(move |live| live.host_allocations -= alive.get());
     };
-    "mappings-not-counted" [by_two_processes]: "Leaves opened memory out of its counts." => |h| h.count(|live| live.mappings = 0);
+    "mappings-not-counted" [by_two_processes]: "Leaves opened memory out of its counts." =>
+        |h| h.count(|live| live.mappings = 0);
     "mappings-leaked" [by_two_processes]: "Keeps memory mapped that was closed." => |h| {
         let opened = Shared::<HashMap<DevicePtr, u64>>::default();
         let known = opened.clone();

@@ -11,7 +11,7 @@ use crate::cases::forge;
 
 mutants! {
     in "backend.ids-checked":
-    "generations-of-streams-ignored": "Takes the id of a destroyed stream for the one that has its slot now." => |h| {
+    "generations-of-streams-ignored": "Accepts the id of a destroyed stream as that of the stream in its slot." => |h| {
         let newest = Shared::<HashMap<u32, StreamId>>::default();
         let slots = newest.clone();
         h.backend.create_stream(move |reference, device, options| {
@@ -24,14 +24,14 @@ mutants! {
             known.filter(|known| known.tag() == stream.tag()).unwrap_or(stream)
         });
     };
-    "tags-of-streams-ignored": "Takes ids of streams that another backend issued." => |h| {
+    "tags-of-streams-ignored": "Accepts ids of streams that another backend issued." => |h| {
         let streams = living_streams(h);
         h.stream_in(move |stream| {
             let own = streams.with(|streams| streams.first().copied());
             own.map_or(stream, |own| forge(IdParts { tag: own.tag(), ..stream.parts() }))
         });
     };
-    "devices-of-events-ignored": "Takes ids of events that name no device." => |h| {
+    "devices-of-events-ignored": "Accepts ids of events that name no device." => |h| {
         let devices = Shared::<HashMap<u32, u32>>::default();
         let made = devices.clone();
         h.backend.create_event(move |reference, device, options| {
@@ -44,13 +44,13 @@ mutants! {
             forge(IdParts { device: device.unwrap_or(event.device()), ..event.parts() })
         });
     };
-    "is-capturing-of-anything": "Says of streams that are not there that they record nothing." =>
+    "is-capturing-of-anything": "Reports that unknown streams take part in no capture." =>
         |h| h.backend.is_capturing(|reference, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.is_capturing(stream), false)
         });
-    "raw-of-anything": "Has a vendor's handle for streams that are not there." =>
+    "raw-of-anything": "Returns a vendor's handle for unknown streams." =>
         |h| h.backend.raw_stream(|reference, stream| forgiven(ErrorKind::InvalidHandle, reference.raw_stream(stream), 0));
-    "memory-on-stale-streams": "Allocates plain memory where the stream to be ordered on is not there." =>
+    "memory-on-stale-streams": "Allocates plain memory when the stream of stream-ordered memory is stale." =>
         |h| h.backend.allocate(|reference, device, options| match reference.allocate(device, options) {
             Err(error) if error.kind() == ErrorKind::InvalidHandle => {
                 reference.allocate(device, &AllocateOptions::new(options.bytes).with_kind(DeviceMemoryKind::Plain))
@@ -73,9 +73,9 @@ mutants! {
             }
             done
         });
-    "handles-take-any-stream": "Lets a handle stay with its stream where the new one is not there." =>
+    "handles-take-any-stream": "Accepts an unknown stream for a handle, and keeps the old one." =>
         |h| h.handle.set_stream(|handle, stream| forgiven(ErrorKind::InvalidHandle, handle.set_stream(stream), ()));
-    "launches-of-nothing": "Launches executable graphs that are not there as graphs of nothing." =>
+    "launches-of-nothing": "Launches unknown executable graphs as empty graphs." =>
         |h| h.backend.launch_graph(|reference, graph, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.launch_graph(graph, stream), ())
         });
@@ -87,7 +87,7 @@ mutants! {
         |h| h.backend.destroy_stream(|reference, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.destroy_stream(stream), ())
         });
-    "destroyed-streams-complete": "Says of destroyed streams that all is done." =>
+    "destroyed-streams-complete": "Reports destroyed streams as complete." =>
         |h| h.backend.query_stream(|reference, stream| {
             forgiven(ErrorKind::InvalidHandle, reference.query_stream(stream), Completion::Complete)
         });
@@ -95,14 +95,14 @@ mutants! {
     in "event.destroy-stale":
     "events-destroyed-twice": "Destroys events as often as asked." =>
         |h| h.backend.destroy_event(|reference, event| forgiven(ErrorKind::InvalidHandle, reference.destroy_event(event), ()));
-    "waits-for-destroyed-events": "Takes waits for destroyed events, and makes none." =>
+    "waits-for-destroyed-events": "Accepts waits for destroyed events, and makes none." =>
         |h| h.backend.stream_wait_event(|reference, stream, event| {
             reference.is_capturing(stream)?;
             forgiven(ErrorKind::InvalidHandle, reference.stream_wait_event(stream, event), ())
         });
 
     in "backend.forked":
-    "child-is-complete": "Says in a forked child that a stream is done." =>
+    "child-is-complete": "Reports a stream as complete in a forked child." =>
         |h| h.backend.query_stream(|reference, stream| {
             forgiven(ErrorKind::Forked, reference.query_stream(stream), Completion::Complete)
         });

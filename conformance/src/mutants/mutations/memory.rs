@@ -28,7 +28,7 @@ mutants! {
     };
 
     in "memory.disjoint":
-    "one-block-for-two": "Gives one block to all who ask for so many bytes." => |h| {
+    "one-block-for-two": "Returns one block for all requests of the same size." => |h| {
         let shared = Shared::<HashMap<(u32, usize), (DevicePtr, u64)>>::default();
         let (given, freed) = (shared.clone(), shared.clone());
         h.backend.allocate(move |reference, device, options| {
@@ -85,11 +85,11 @@ mutants! {
     });
 
     in "memory.exhausted":
-    "exhausted-as-invalid": "Calls more bytes than there are an invalid argument." =>
+    "exhausted-as-invalid": "Reports too many bytes as an invalid argument." =>
         |h| h.backend.allocate(|reference, device, options| {
             renamed(ErrorKind::OutOfMemory, ErrorKind::InvalidArgument, "allocate", reference.allocate(device, options))
         });
-    "less-than-asked-for": "Gives what there is where more is asked for." =>
+    "less-than-asked-for": "Returns a smaller block when memory is exhausted." =>
         |h| h.backend.allocate(|reference, device, options| match reference.allocate(device, options) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                 reference.allocate(device, &AllocateOptions::new(1 << 20).with_kind(options.kind))

@@ -13,9 +13,9 @@ mutants! {
     "plans-ignore-beta": "Runs plans with beta 0." => |h| {
         run(h, |arguments| arguments.beta = 0.0)
     };
-    "plans-write-to-c": "Writes the result of a plan to C where D is another matrix." =>
+    "plans-write-to-c": "Writes the result of a plan to C instead of a separate D." =>
         |h| run(h, |arguments| arguments.d = arguments.c);
-    "plans-read-d": "Adds the old D where C is another matrix." => |h| run(h, |arguments| arguments.c = arguments.d);
+    "plans-read-d": "Adds the old D instead of a separate C." => |h| run(h, |arguments| arguments.c = arguments.d);
     "first-alpha-stays": "Runs a plan with the alpha of its first run." => |h| {
         let first = Shared::<HashMap<(u64, PlanId), f64>>::default();
         h.handle.run_plan(move |handle, plan, arguments| {
@@ -25,7 +25,7 @@ mutants! {
             handle.run_plan(plan, &arguments)
         });
     };
-    "newest-plan-runs": "Runs the plan that was made last, whichever is named." => |h| {
+    "newest-plan-runs": "Runs the newest plan instead of the named one." => |h| {
         let newest = Shared::<Option<PlanId>>::default();
         let made = newest.clone();
         h.handle.create_plan(move |handle, options| {
@@ -39,7 +39,7 @@ mutants! {
             handle.run_plan(other, arguments).or_else(|_| handle.run_plan(plan, arguments))
         });
     };
-    "plans-in-tf32": "Makes plans in TF32 where the device has it." => |h| h.handle.create_plan(|handle, options| {
+    "plans-in-tf32": "Makes plans in TF32 if the device has it." => |h| h.handle.create_plan(|handle, options| {
         let rounded = options.with_math_mode(highwater_hal::MathMode::Tf32);
         handle.create_plan(&rounded).or_else(|_| handle.create_plan(options))
     });
@@ -50,7 +50,7 @@ mutants! {
     });
 
     in "plan.epilogue":
-    "bias-left-out": "Adds no bias where nothing follows it." => |h| {
+    "bias-left-out": "Adds no bias unless an activation follows it." => |h| {
         planned(h, |options| {
             options.epilogue = if options.epilogue == Epilogue::Bias { Epilogue::None } else { options.epilogue }
         });
@@ -63,10 +63,10 @@ mutants! {
     "bias-not-clamped": "Adds a bias and clamps nothing." => |h| {
         exchange(h, Epilogue::BiasRelu, Epilogue::Bias)
     };
-    "clamp-left-out": "Clamps nothing where there is no bias." => |h| {
+    "clamp-left-out": "Clamps nothing without a bias." => |h| {
         exchange(h, Epilogue::Relu, Epilogue::None)
     };
-    "gelu-as-clamp": "Clamps where GELU is asked for." => |h| {
+    "gelu-as-clamp": "Clamps instead of applying GELU." => |h| {
         exchange(h, Epilogue::Gelu, Epilogue::Relu)
     };
     "gelu-of-a-bias-left-out": "Adds a bias and applies no GELU." => |h| {
@@ -113,7 +113,7 @@ mutants! {
     in "plan.mixed":
     "plans-ignore-the-output": "Makes plans for results of the factors' type." =>
         |h| planned(h, |options| options.shape.output = options.shape.data_type);
-    "plans-between-elements": "Writes D where the next element begins, if it is between two." => |h| run(h, |arguments| {
+    "plans-between-elements": "Writes a D that lies between two elements at the next element." => |h| run(h, |arguments| {
         arguments.d = DevicePtr::new(arguments.d.get().next_multiple_of(4));
         arguments.c = DevicePtr::new(arguments.c.get().next_multiple_of(4));
     });
@@ -138,9 +138,9 @@ mutants! {
         |h| h.handle.destroy_plan(|handle, plan| forgiven(ErrorKind::InvalidHandle, handle.destroy_plan(plan), ()));
 
     in "plan.alignment":
-    "any-alignment": "Takes operands that are aligned to their elements and to no more." =>
+    "any-alignment": "Accepts operands with the alignment of their elements only." =>
         |h| planned(h, |options| options.alignment = options.shape.data_type.bytes());
-    "misaligned-as-unknown": "Calls operands that are not aligned an unknown plan." =>
+    "misaligned-as-unknown": "Reports misaligned operands as an unknown plan." =>
         |h| h.handle.run_plan(|handle, plan, arguments| {
             renamed(ErrorKind::InvalidArgument, ErrorKind::InvalidHandle, "run_plan", handle.run_plan(plan, arguments))
         });

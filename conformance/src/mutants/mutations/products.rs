@@ -33,12 +33,12 @@ mutants! {
         });
 
     in "gemm.transpose":
-    "square-a-as-it-is": "Does not transpose A where it is square." => |h| altered(h, |gemm| {
+    "square-a-as-it-is": "Does not transpose a square A." => |h| altered(h, |gemm| {
         if gemm.shape.m == gemm.shape.k {
             gemm.shape.transpose_a = Transpose::No;
         }
     });
-    "square-b-as-it-is": "Does not transpose B where it is square and A is transposed too." => |h| altered(h, |gemm| {
+    "square-b-as-it-is": "Does not transpose a square B if A is transposed too." => |h| altered(h, |gemm| {
         if gemm.shape.n == gemm.shape.k && gemm.shape.transpose_a == Transpose::Yes {
             gemm.shape.transpose_b = Transpose::No;
         }
@@ -82,7 +82,7 @@ mutants! {
             gemm.alpha = f64::MIN_POSITIVE;
         }
     });
-    "nothing-without-k": "Leaves C as it is where k is 0." =>
+    "nothing-without-k": "Leaves C unchanged if k is 0." =>
         |h| h.handle.gemm(|handle, gemm| if gemm.shape.k == 0 { Ok(()) } else { handle.gemm(gemm) });
 
     in "gemm.empty":
@@ -91,13 +91,13 @@ mutants! {
             0 => Err(wrong(ErrorKind::InvalidArgument, "gemm")),
             _ => handle.gemm(gemm),
         });
-    "empty-products-write": "Writes an element of C where m is 0." => |h| h.handle.gemm(|handle, gemm| {
+    "empty-products-write": "Writes an element of C if m is 0." => |h| h.handle.gemm(|handle, gemm| {
         if let (0, Some(stream)) = (gemm.shape.m, handle.stream) {
             handle.backend.overwrite(handle.device(), gemm.c, gemm.shape.output.bytes(), stream);
         }
         handle.gemm(gemm)
     });
-    "empty-batches-of-one": "Takes a batch of no product for one of one." => |h| altered(h, |gemm| {
+    "empty-batches-of-one": "Treats an empty batch as a batch of one product." => |h| altered(h, |gemm| {
         if let Some(batch) = &mut gemm.shape.batch {
             batch.count = batch.count.max(1);
         }
@@ -124,16 +124,16 @@ mutants! {
     });
 
     in "gemm.mixed":
-    "output-ignored": "Writes results of the factors' type whatever is asked for." =>
+    "output-ignored": "Writes results of the factors' type in every case." =>
         |h| altered(h, |gemm| gemm.shape.output = gemm.shape.data_type);
 
     in "gemm.mixed-pairs":
-    "other-pairs-taken": "Takes products of pairs of types that nobody has, and does nothing." =>
+    "other-pairs-taken": "Accepts unsupported pairs of types, and does nothing." =>
         |h| h.handle.gemm(|handle, gemm| {
             let done = handle.gemm(gemm);
             if gemm.shape.is_mixed() && is(&done, ErrorKind::Unsupported) { Ok(()) } else { done }
         });
-    "other-pairs-written": "Refuses products of pairs of types that nobody has, and writes to C." =>
+    "other-pairs-written": "Refuses unsupported pairs of types, and writes to C." =>
         |h| h.handle.gemm(|handle, gemm| {
             let done = handle.gemm(gemm);
             if let (true, Some(stream)) =

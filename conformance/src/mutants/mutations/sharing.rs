@@ -34,7 +34,7 @@ mutants! {
             handle.bytes = handle.bytes.next_multiple_of(4096);
             Ok(handle)
         });
-    "first-export-for-all" [by_two_processes]: "Exports the block that was exported first, whichever is asked for." => |h| {
+    "first-export-for-all" [by_two_processes]: "Exports the block of the first export every time." => |h| {
         let first = Shared::<Option<MemoryHandle>>::default();
         let kept = first.clone();
         h.count(move |live| live.descriptors -= kept.with(|kept| u64::from(kept.is_some())));
@@ -58,7 +58,7 @@ mutants! {
         });
 
     in "ipc.export-transport":
-    "other-transports-invalid" [by_two_processes]: "Calls a transport that it lacks an invalid argument." =>
+    "other-transports-invalid" [by_two_processes]: "Reports an absent transport as an invalid argument." =>
         |h| h.sharing.export_memory(|sharing, device, ptr, transport| {
             let exported = sharing.export_memory(device, ptr, transport);
             renamed(ErrorKind::Unsupported, ErrorKind::InvalidArgument, "export_memory", exported)
@@ -127,7 +127,7 @@ mutants! {
             handle.device_uuid = sharing.backend.device_info(device)?.uuid;
             sharing.open_memory(device, &handle)
         });
-    "handles-of-nothing-opened" [by_two_processes]: "Opens handles that nobody made, as memory of its own." => |h| {
+    "handles-of-nothing-opened" [by_two_processes]: "Opens handles that no exporter made, as its own memory." => |h| {
         let made = Shared::<HashSet<DevicePtr>>::default();
         let opened = made.clone();
         h.sharing.open_memory(move |sharing, device, handle| {
@@ -141,7 +141,7 @@ mutants! {
         });
         close_own(h, opened);
     };
-    "no-descriptor-as-unsupported" [by_two_processes]: "Calls a handle without its descriptor unsupported." =>
+    "no-descriptor-as-unsupported" [by_two_processes]: "Reports a handle without its descriptor as unsupported." =>
         |h| h.sharing.open_memory(|sharing, device, handle| match sharing.open_memory(device, handle) {
             Err(error) if handle.descriptor.is_none() && error.kind() == ErrorKind::InvalidArgument => {
                 Err(wrong(ErrorKind::Unsupported, "open_memory"))
@@ -184,7 +184,7 @@ mutants! {
         });
 
     in "ipc.event-orders":
-    "opened-events-order-nothing" [by_two_processes]: "Takes waits for events of other processes and forgets them." => |h| {
+    "opened-events-order-nothing" [by_two_processes]: "Accepts waits for events of other processes and forgets them." => |h| {
         let opened = opened_events(h);
         h.backend.stream_wait_event(move |reference, stream, event| {
             if !opened.with(|opened| opened.contains(&event)) {
@@ -194,7 +194,7 @@ mutants! {
             reference.query_event(event).map(drop)
         });
     };
-    "opened-events-complete" [by_two_processes]: "Says of events of other processes that they are reached." => |h| {
+    "opened-events-complete" [by_two_processes]: "Reports events of other processes as reached." => |h| {
         let opened = opened_events(h);
         h.backend.query_event(move |reference, event| {
             let completion = reference.query_event(event)?;
@@ -254,6 +254,6 @@ fn opened_events(h: &mut Hooks) -> Shared<HashSet<EventId>> {
 fn has_children() -> bool {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return true };
     let children = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children"));
-    // Where the system does not say, nobody has ended.
+    // If the system does not report children, assume that none has ended.
     tasks.flatten().any(|task| children(task).map_or(true, |children| !children.trim().is_empty()))
 }

@@ -68,7 +68,7 @@ mutants! {
     "waits-wait": "Waits for the event in the call that tells a stream to." =>
         |h| h.backend.stream_wait_event(|reference, stream, event| {
             reference.stream_wait_event(stream, event)?;
-            // An event of a capture is waited for by nobody.
+            // The CPU cannot wait for an event of a capture.
             if !reference.is_recording(stream) { reference.synchronize_event(event) } else { Ok(()) }
         });
     "launches-wait": "Returns from a launch when the graph was executed." =>
@@ -100,12 +100,12 @@ mutants! {
             reference.fill(fill, stream)
         });
     };
-    "waits-for-the-whole-device": "Waits for every stream of the device where one is to be waited for." =>
+    "waits-for-the-whole-device": "Waits for every stream of the device instead of one." =>
         |h| h.backend.synchronize_stream(|reference, stream| {
             reference.synchronize_stream(stream)?;
             reference.synchronize_device(stream.device())
         });
-    "one-default-stream": "Has one default stream for all threads where each has its own." =>
+    "one-default-stream": "Has one default stream for all threads instead of one for each." =>
         |h| h.stream_in(|stream| match stream.is_per_thread_default() {
             true => StreamId::legacy_default(stream.tag(), stream.device()),
             false => stream,
@@ -146,9 +146,9 @@ mutants! {
     };
 
     in "stream.query":
-    "always-complete": "Says that a stream is complete without looking." =>
+    "always-complete": "Reports a stream as complete without a check." =>
         |h| h.backend.query_stream(|reference, stream| reference.query_stream(stream).map(|_| Completion::Complete));
-    "fresh-streams-pending": "Says that a stream is pending before it was ever used." => |h| {
+    "fresh-streams-pending": "Reports a stream as pending before its first use." => |h| {
         let used = Shared::<HashSet<StreamId>>::default();
         let seen = used.clone();
         h.before(move |_, method, stream| {
@@ -162,7 +162,7 @@ mutants! {
             Ok(if seen.with(|seen| seen.contains(&stream)) { completion } else { Completion::Pending })
         });
     };
-    "pending-for-others": "Says that a stream is pending while any other is." => |h| {
+    "pending-for-others": "Reports a stream as pending while any other one is." => |h| {
         let streams = living_streams(h);
         h.backend.query_stream(move |reference, stream| {
             let completion = reference.query_stream(stream)?;
@@ -173,7 +173,7 @@ mutants! {
     };
 
     in "stream.synchronize":
-    "short-copies-not-waited-for": "Returns at once where the last that a stream was given is a copy to the host of less than a mebibyte." =>
+    "short-copies-not-waited-for": "Does not wait if the stream's last work is a copy to the host of less than 1 MiB." =>
     |h| {
         h.settles = true;
         let short = Shared::<HashSet<StreamId>>::default();
@@ -210,7 +210,7 @@ mutants! {
     };
 
     in "devices.synchronize":
-    "devices-not-waited-for": "Returns at once where a device is to be waited for." => |h| {
+    "devices-not-waited-for": "Returns at once from a wait for a device." => |h| {
         h.settles = true;
         h.backend.synchronize_device(|reference, device| reference.device_info(device).map(drop));
     };
@@ -223,7 +223,7 @@ mutants! {
             oldest.map_or(Ok(()), |stream| reference.wait_for(stream))
         });
     };
-    "the-other-device": "Waits for the first device whichever is meant." => |h| {
+    "the-other-device": "Waits for the first device instead of the requested one." => |h| {
         h.settles = true;
         h.backend.synchronize_device(|reference, device| {
             reference.device_info(device)?;

@@ -10,7 +10,7 @@ use super::super::state::Shared;
 
 mutants! {
     in "backend.concurrent":
-    "patterns-in-one-place": "Keeps the pattern of a fill where every thread keeps its own." => |h| {
+    "patterns-in-one-place": "Keeps the pattern of a fill in one place for all threads." => |h| {
         let place = Shared::new(FillPattern::U8(0));
         h.backend.fill(move |reference, fill, stream| {
             let mut fill = *fill;
@@ -37,7 +37,7 @@ mutants! {
             foreign.map_or_else(|| reference.fill(fill, stream), |(_, error)| Err(error))
         });
     };
-    "streams-of-one-thread": "Takes copies of the thread alone that made the stream." => |h| {
+    "streams-of-one-thread": "Accepts copies only from the thread that created the stream." => |h| {
         let owners = Shared::<HashMap<StreamId, ThreadId>>::default();
         let made = owners.clone();
         h.backend.create_stream(move |reference, device, options| {
