@@ -264,8 +264,8 @@ static LOADED: Mutex<Option<HashMap<FileKey, Loaded>>> = Mutex::new(None);
 /// the file, the versions, sizes and slots of the table, and every answer.
 ///
 /// # Errors
-/// The fault of the file, the library, its entry point, its versions or its table. If the entry point does not return within the
-/// limit, its thread keeps running.
+/// The fault of the file, the library, its entry point, its versions or its table. If the entry point exceeds the limit, its
+/// thread keeps running.
 pub fn load(file: &Path, options: &LoadOptions) -> Result<Arc<Plugin>, Refusal> {
     let (file, key) = look_at(file)?;
     if let Some(outcome) = known(key) {

@@ -162,7 +162,7 @@ pub(super) unsafe fn read_sized<T: Sized64>(pointer: *const T, spare: &mut Maybe
     let bytes = unsafe { pointer.cast::<u64>().read() };
     if bytes == size_of::<T>() as u64 {
         // Read in place: wide loads of bytes that were just stored in pieces would wait for those stores.
-        // SAFETY: that many bytes are readable, any bytes are a value (`Sized64`), and nothing writes them (the caller ensures it).
+        // SAFETY: that many bytes are readable, any bytes are a value (`Sized64`), and the caller ensures that nothing writes them.
         return Ok(unsafe { &*pointer });
     }
     // SAFETY: as above, and `bytes` is the size that it states.

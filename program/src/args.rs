@@ -9,34 +9,34 @@ use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use super::control::DieAt;
 
-/// Far more than pays, and few enough that their buffers fit.
+/// The limit on threads. Fewer are faster, and the buffers of so many still fit.
 const MOST_THREADS: usize = 1024;
 
-/// Far more than pays, and few enough that their sockets fit.
+/// The limit on workers. Fewer are faster, and the sockets of so many still fit.
 const MOST_WORKERS: usize = 64;
 
 const AFTER_HELP: &str = r#"Environment:
   HIGHWATER_BACKEND
-                  the backend to use where none is named: a name, or the path of a plugin
+                  the backend to use if --backend names none: a name, or the path of a plugin
   HIGHWATER_PLUGIN_PATH
-                  folders with plugins, with colons between, searched before those of the user and the system
+                  folders with plugins, separated by colons, searched before those of the user and the system
   HIGHWATER_ALLOW_INSECURE_PLUGINS
-                  1: load plugins that other users could change, too
-  HIGHWATER_MOCK  describes the mock device, as key=value pairs with commas between: memory=64MiB for its size,
-                  latency=1ms, devices=2, fail=run_plan:5 to let the fifth such call fail, and more
+                  1: load plugins that other users can change
+  HIGHWATER_MOCK  describes the mock device as key=value pairs, separated by commas: memory=64MiB, latency=1ms,
+                  devices=2, fail=run_plan:5 (the fifth call of run_plan fails), and more
 
-With --json, standard output holds one JSON object and nothing else; all other lines go to standard error. Where the
-command could not do its work, the object is {"error": {"message": ..., "hint": ..., "kind": ...}}; a wrong command
-line leaves standard output empty.
+With --json, standard output holds one JSON object and nothing else; all other lines go to standard error. If the
+command cannot do its work, the object is {"error": {"message": ..., "hint": ..., "kind": ...}}. A wrong command line
+leaves standard output empty. A reader may close standard output early; the exit code is then that of the work.
 
-Exit codes: 0 all went well; 1 the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2 the
-command line is wrong or the command could not do its work; 3 a worker died"#;
+Exit codes: 0 the result is good; 1 the result is bad (wrong predictions, leaks, failed cases, no usable backend);
+2 the command line is wrong or the command could not do its work; 3 a worker died"#;
 
-/// Classifies handwritten digits on a GPU, or on a mock of one, and says what the resource pools did.
+/// Classifies handwritten digits on a GPU or on a mock, and reports the statistics of the resource pools.
 ///
-/// This process loads the weights of a small network once into the memory of each device that is used and shares them with
-/// its child processes, the workers, which are spread over the devices in turns. Their threads each take a pooled handle,
-/// stage images through pinned memory, run the layers on the device, and copy the results back.
+/// This process loads the weights of a small network once into the memory of each device that is used. It shares them with
+/// its child processes, the workers, which use the devices in turn. Each thread of a worker leases a pooled handle, copies
+/// images through pinned memory, and runs the layers on the device.
 #[derive(Debug, Parser)]
 #[command(name = "highwater", version, after_help = AFTER_HELP)]
 pub(super) struct Arguments {
@@ -50,7 +50,7 @@ pub(super) struct Arguments {
     #[arg(long, global = true)]
     pub(super) json: bool,
 
-    /// Load plugins that other users could change, too
+    /// Load plugins that other users can change
     #[arg(long, global = true)]
     pub(super) allow_insecure_plugins: bool,
 
@@ -61,37 +61,37 @@ pub(super) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Say which backends can be used here, and of each other one why not
+    /// Report which backends work on this machine, and why the others do not
     Doctor,
     /// Run the conformance suite against a backend
     Conformance(ConformanceArguments),
-    /// Run for long under random faults, and check that nothing is lost
+    /// Run under random faults, and check that nothing is lost
     Soak(SoakArguments),
-    /// The process that `conformance` runs its cases in, started by it
+    /// The process of the cases of `conformance`, which starts it
     #[command(hide = true)]
     ConformanceWorker(ConformanceWorkerArguments),
-    /// Load a plugin, and say as JSON how that went; started by whoever is going to load it
+    /// Load a plugin and report the result as JSON; the library starts it before it loads a plugin
     #[command(hide = true)]
     Probe(ProbeArguments),
-    /// A worker of the main job, started by it
+    /// A worker of the main job, which starts it
     #[command(hide = true)]
     Worker(ChildArguments),
-    /// A consumer of `soak ipc`, started by it
+    /// A consumer of `soak ipc`, which starts it
     #[command(hide = true)]
     SoakConsumer(ConsumerArguments),
-    /// What a consumer of `soak ipc` leaves behind, started by it
+    /// A child of a consumer of `soak ipc`, which starts it
     #[command(hide = true)]
     SoakHeir,
 }
 
 #[derive(Debug, Default, Args)]
 pub(super) struct DigitsArguments {
-    /// Backend to use, built in or a plugin, and no other in its place [default: a usable real device, else the mock]
+    /// Backend to use, built in or a plugin, and no other [default: a real device that works, else the mock]
     #[arg(long, value_name = "NAME")]
     pub(super) backend: Option<String>,
 
-    /// Child processes that classify, with the weights that this process owns, on all devices in turns; 0: this process
-    /// does it alone, on device 0
+    /// Child processes that classify, with the weights of this process, on all devices in turn; 0: this process alone, on
+    /// device 0
     #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = workers)]
     pub(super) workers: usize,
 
@@ -99,7 +99,7 @@ pub(super) struct DigitsArguments {
     #[arg(long, value_name = "N", default_value = "2", allow_negative_numbers = true, value_parser = threads)]
     pub(super) threads: usize,
 
-    /// Classify the test set so many times, in the same threads [default: 1, with --scale 100]
+    /// Number of times to classify the test set, in the same threads [default: 1, with --scale 100]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = repeat)]
     pub(super) repeat: Option<usize>,
 
@@ -107,7 +107,7 @@ pub(super) struct DigitsArguments {
     #[arg(long, conflicts_with_all = ["workers", "die_at"])]
     pub(super) scale: bool,
 
-    /// Let a worker kill itself, when it is told to open the weights (`ticket`) or before it finishes image N; for tests
+    /// Make a worker kill itself before it opens the weights (`ticket`) or before it finishes image N; for tests
     #[arg(long, value_name = "N", hide = true, value_parser = die_at)]
     pub(super) die_at: Option<DieAt>,
 
@@ -116,14 +116,14 @@ pub(super) struct DigitsArguments {
     pub(super) data: Option<PathBuf>,
 }
 
-/// Which backend a command is about. Its processes are started with the same.
+/// The backend of a command, and of all processes that it starts.
 #[derive(Debug, Args)]
 pub(super) struct BackendArguments {
     /// Backend to test
     #[arg(long, value_name = "NAME", default_value = "mock")]
     pub(super) backend: String,
 
-    /// Plugin to test, by its file, instead of a backend that is built in
+    /// File of the plugin to test, instead of a built-in backend
     #[arg(long, value_name = "FILE", conflicts_with = "backend")]
     pub(super) plugin: Option<PathBuf>,
 }
@@ -141,44 +141,44 @@ pub(super) struct ConformanceArguments {
     #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep", "races"])]
     pub(super) list: bool,
 
-    /// Run the cases so many times, one round after the other
+    /// Number of rounds of the cases
     #[arg(long, value_name = "N", default_value = "1", allow_negative_numbers = true, value_parser = rounds)]
     pub(super) repeat: u32,
 
-    /// Run the cases in another order each round, which the seed decides [default seed: another one each time]
+    /// Run the cases in a random order in each round, which the seed decides [default seed: random]
     #[arg(long, value_name = "SEED", num_args = 0..=1)]
     pub(super) shuffle: Option<Option<u64>>,
 
-    /// Seconds that a case may take; one that takes longer fails, and its process is killed
+    /// Seconds that a case may take; a case that takes longer fails, and its process is killed
     #[arg(long, value_name = "SECONDS", default_value = "60", allow_negative_numbers = true, value_parser = seconds)]
     pub(super) limit: u64,
 
-    /// Write a certificate of a full run: backend, devices, versions, and how each clause was proved
+    /// Write a certificate of a full run: backend, devices, versions, and the proof of each clause
     #[arg(long, value_name = "FILE", conflicts_with = "fault_sweep")]
     pub(super) certificate: Option<PathBuf>,
 
-    /// Run each case again for every fallible call that it makes, with that one call refused, and check that nothing is left
+    /// Run each case once more for each fallible call, with that call refused, and check that nothing leaks
     #[arg(long, conflicts_with_all = ["repeat", "shuffle"], group = "sampled")]
     pub(super) fault_sweep: bool,
 
-    /// Give the suite backends that break one promise each, and say which it catches
+    /// Run the suite against mutants that break one promise each, and report the ones that it catches
     #[arg(long, conflicts_with_all = ["repeat", "shuffle", "certificate", "fault_sweep"], group = "sampled")]
     pub(super) saboteurs: bool,
 
-    /// Look with the mock's race finder for mistakes that were made on purpose, and in their corrections
+    /// Run the mock's race finder on known mistakes and on their corrections
     #[arg(long, conflicts_with_all = ["backend", "plugin", "filter", "repeat", "shuffle", "certificate", "fault_sweep", "saboteurs"])]
     pub(super) races: bool,
 
-    /// Every N-th refused call of --fault-sweep, or every N-th of --saboteurs, only
+    /// Take only every N-th refused call of --fault-sweep, or every N-th mutant of --saboteurs
     #[arg(long, value_name = "N", default_value = "1", requires = "sampled", allow_negative_numbers = true, value_parser = sample)]
     pub(super) sample: u32,
 
-    /// Processes that sweep at the same time [default: one on a real device, else one for each processor]
+    /// Processes of --fault-sweep [default: one on a real device, else one for each processor]
     #[arg(long, value_name = "N", requires = "fault_sweep", allow_negative_numbers = true, value_parser = jobs)]
     pub(super) jobs: Option<usize>,
 }
 
-/// Of a process that runs cases.
+/// Arguments of a process of the cases.
 #[derive(Debug, Args)]
 pub(super) struct ConformanceWorkerArguments {
     #[command(flatten)]
@@ -197,7 +197,7 @@ pub(super) struct SoakArguments {
 #[derive(Debug, Subcommand)]
 pub(super) enum Soak {
     /// Share memory of the mock device with processes that are killed at random moments, and check that nothing is lost
-    /// and nothing is freed early
+    /// or freed early
     Ipc(SoakIpcArguments),
 }
 
@@ -207,7 +207,7 @@ pub(super) struct SoakIpcArguments {
     #[arg(long, value_name = "N", default_value = "1000", allow_negative_numbers = true, value_parser = kills)]
     pub(super) kills: u64,
 
-    /// Where the random choices start from [default: another one each time]
+    /// Seed of the random choices [default: random]
     #[arg(long, value_name = "S")]
     pub(super) seed: Option<u64>,
 
@@ -216,7 +216,7 @@ pub(super) struct SoakIpcArguments {
     pub(super) consumers: usize,
 }
 
-/// Of every process that this program starts.
+/// Arguments of every process that this program starts.
 #[derive(Debug, Args)]
 pub(super) struct ChildArguments {
     /// Process that started this one
@@ -233,7 +233,7 @@ pub(super) struct ProbeArguments {
     #[arg(long)]
     pub(super) open: bool,
 
-    /// Process that started this one, with which it ends
+    /// Process that started this one; this one ends with it
     #[arg(long)]
     pub(super) parent: Option<u32>,
 }
@@ -243,7 +243,7 @@ pub(super) struct ConsumerArguments {
     #[command(flatten)]
     pub(super) child: ChildArguments,
 
-    /// Where its random choices start from
+    /// Seed of its random choices
     #[arg(long)]
     pub(super) seed: u64,
 }
@@ -262,7 +262,7 @@ fn threads(text: &str) -> Result<usize, String> {
 }
 
 fn repeat(text: &str) -> Result<usize, String> {
-    // A total of images that fits a u32 times the size of any test set.
+    // The total number of images then fits a u64.
     number(text, "passes", 1..=u32::MAX as usize)
 }
 
@@ -297,7 +297,7 @@ fn die_at(text: &str) -> Result<DieAt, String> {
     }
 }
 
-/// The arguments of this process.
+/// Parses the arguments of this process.
 pub(super) fn parse() -> Result<Arguments, clap::Error> {
     parse_from(std::env::args_os())
 }

@@ -1,4 +1,4 @@
-//! Opening a backend for a command: built in, or a plugin that is found and, at first sight, probed by this program.
+//! Opening of a backend for a command: a built-in one, or a plugin, which this program probes first.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,21 +8,21 @@ use std::time::Duration;
 use highwater::hal::Backend;
 use highwater::{Fallback, OpenError, OpenOptions, Opened};
 
-// The options of the command line that all processes of this program get.
+// The options of the command line that all processes of this program share.
 const LIMIT: &str = "--load-limit";
 const ALLOW_INSECURE: &str = "--allow-insecure-plugins";
 
 static INSECURE: AtomicBool = AtomicBool::new(false);
-/// In seconds; 0: the usual one.
+/// In seconds; 0 for the default.
 static LOAD_LIMIT: AtomicU64 = AtomicU64::new(0);
 
-/// Notes what the command line says. Once, before anything is opened.
+/// Stores the options of the command line. Called once, before anything is opened.
 pub(super) fn configure(allow_insecure: bool, load_limit: Option<u64>) {
     INSECURE.store(allow_insecure, Ordering::Relaxed);
     LOAD_LIMIT.store(load_limit.unwrap_or(0), Ordering::Relaxed);
 }
 
-/// The options by which a process that this one starts finds and loads the same plugins.
+/// Returns the options with which a child process finds and loads the same plugins.
 pub(super) fn arguments_of_children() -> Vec<String> {
     let mut arguments = Vec::new();
     if INSECURE.load(Ordering::Relaxed) {
@@ -34,7 +34,7 @@ pub(super) fn arguments_of_children() -> Vec<String> {
     arguments
 }
 
-/// How long a plugin may take to open, where the command line says so.
+/// Returns the time limit for opening a plugin, if the command line sets one.
 pub(super) fn load_limit() -> Option<Duration> {
     match LOAD_LIMIT.load(Ordering::Relaxed) {
         0 => None,
@@ -42,14 +42,14 @@ pub(super) fn load_limit() -> Option<Duration> {
     }
 }
 
-/// Who tries a plugin that this process has not met yet, before it is loaded here.
+/// The prober of new plugins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Prober {
     ThisProgram,
     Nobody,
 }
 
-/// As the command line allows.
+/// Returns the opening options of the command line.
 pub(super) fn options(prober: Prober) -> OpenOptions {
     let mut options = OpenOptions::new();
     if INSECURE.load(Ordering::Relaxed) {
@@ -59,13 +59,13 @@ pub(super) fn options(prober: Prober) -> OpenOptions {
         options = options.with_load_limit(limit);
     }
     match prober {
-        // Not `current_exe`: this is the same program for certain, also where the file has been replaced since.
+        // Unlike `current_exe`, this is the same program even if the file was replaced.
         Prober::ThisProgram => options.with_prober("/proc/self/exe"),
         Prober::Nobody => options,
     }
 }
 
-/// Opens the backend `name`, and no other in its place.
+/// Opens the backend `name` and no other.
 pub(super) fn open_by(name: &str, prober: Prober) -> Result<Opened, OpenError> {
     options(prober).with_name(name).open()
 }
@@ -80,13 +80,13 @@ pub(super) fn open_best() -> Result<Opened, OpenError> {
     options(Prober::ThisProgram).with_fallback(Fallback::Mock).open()
 }
 
-/// By which [`reopen`] opens in another process what was opened in this one: its name or, for a plugin, its path.
+/// Returns the address for [`reopen`] in another process: the name or, for a plugin, the path.
 pub(super) fn address(opened: &Opened) -> String {
     let library = opened.report.taken().and_then(|taken| taken.origin.library());
     library.and_then(|library| library.to_str()).map_or_else(|| opened.backend.identity().name.clone(), str::to_owned)
 }
 
-/// Opens in a process of its own what another one has opened, and probed, before.
+/// Opens a backend that another process has opened, and probed, before.
 pub(super) fn reopen(address: &str) -> highwater::Result<Arc<dyn Backend>> {
     let is_path = address.contains('/');
     let opened = if is_path { open_file(address.as_ref(), Prober::Nobody) } else { open_by(address, Prober::Nobody) };

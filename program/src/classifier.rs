@@ -1,13 +1,13 @@
-//! Threads of one process that classify batches of images on the device whose memory the weights are in.
+//! The threads of one process that classify batches of images on the device of the weights.
 //!
-//! The weights are there once and used by all threads. Each thread has a stream and buffers of its own and leases an Lt
-//! handle from the pool for every batch. It keeps two batches in flight: while the device works on one, the CPU stages the
-//! next. Where the batches come from and the answers go to is [`Work`].
+//! All threads use one copy of the weights. Each thread has its own stream and buffers, and leases an Lt
+//! handle from the pool for each batch. It keeps two batches in flight: while the device works on one, the CPU stages the
+//! next. [`Work`] provides the batches and takes the answers.
 //!
-//! A device without Lt plans multiplies with BLAS handles: the bias is a product too, and the CPU rectifies in between.
+//! A device without Lt plans multiplies with BLAS handles. The bias is then a product too, and the CPU applies ReLU.
 //!
-//! *Failure.* The first error stops all threads and is the one that is reported. No thread waits for another that may be
-//! gone: the start waits for each to be ready *or* ended.
+//! *Failure.* The first error stops all threads and is reported. No thread waits for one that may have ended: the start
+//! waits for each to be ready *or* ended.
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -27,44 +27,44 @@ use super::weights::{DeviceLayer, Weights};
 /// Batches that a thread has in flight.
 pub(super) const LANES: usize = 2;
 
-/// Some images, at most [`BATCH`].
+/// A batch of at most [`BATCH`] images.
 #[derive(Debug)]
 pub(super) struct Batch<'a> {
     pub(super) number: u64,
     /// Its first image, counted over all passes.
     pub(super) first_image: u64,
-    /// `PIXELS` of each image, one after the other.
+    /// The images, one after the other, of `PIXELS` each.
     pub(super) pixels: Cow<'a, [u8]>,
 }
 
-/// What there is to do.
+/// The answer to a request for work.
 #[derive(Debug)]
 pub(super) enum Next<'a> {
     Batch(Batch<'a>),
-    /// Nothing at the moment.
+    /// No batch at the moment.
     Later,
-    /// Nothing any more.
+    /// No more batches.
     End,
 }
 
-/// Where batches come from, and their answers go to.
+/// The source of batches and the receiver of answers.
 pub(super) trait Work: Sync {
-    /// All threads are ready. They get no batch before this has returned.
+    /// Called when all threads are ready. They get no batch before it returns.
     fn ready(&self) -> Result<()>;
 
-    /// The next batch. Where none is there it is waited for, or with `idle` false the answer is `Later`: a thread must not
-    /// wait while it has answers that it has not delivered.
+    /// Returns the next batch. If there is none, waits, or returns `Later` if `idle` is false: a thread must not
+    /// wait while it has undelivered answers.
     fn next(&self, idle: bool) -> Next<'_>;
 
-    /// Takes the answer to a batch: one digit for each of its images.
+    /// Receives the answer to a batch, which has one digit for each image.
     fn answer(&self, batch: Batch<'_>, digits: &[u8]) -> Result<()>;
 
-    /// Ends the work early: whoever waits in `next`, or asks later, gets `End`.
+    /// Ends the work early. All calls of `next` return `End`, including those that wait.
     fn stop(&self);
 }
 
-/// Works in so many threads until there is no more to do, and says what the pools held while all threads had what they took:
-/// this is what the job needs at once.
+/// Classifies in this many threads until there is no more work. Returns the statistics of the pools while all threads still
+/// held their resources, which is the need of the job.
 pub(super) fn run(runtime: &Runtime, weights: &Weights, threads: usize, work: &dyn Work) -> Result<Statistics> {
     let shared = Shared {
         runtime,
@@ -83,7 +83,7 @@ pub(super) fn run(runtime: &Runtime, weights: &Weights, threads: usize, work: &d
     Ok(statistics)
 }
 
-/// What the threads share.
+/// The state that the threads share.
 struct Shared<'a> {
     runtime: &'a Runtime,
     weights: &'a Weights,
@@ -95,9 +95,9 @@ struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    /// Runs the threads and gives what they still hold.
+    /// Runs the threads and returns the resources that they still hold.
     fn run_threads(&self, count: usize) -> Vec<Thread<'a>> {
-        // Nothing is ever sent: a thread drops its end when it is ready, or when it ends for any reason.
+        // No message is sent. A thread drops its end when it is ready, or when it ends for any reason.
         let (ready, all_ready) = mpsc::channel::<Infallible>();
         thread::scope(|scope| {
             let mut threads = Vec::new();
@@ -121,7 +121,7 @@ impl<'a> Shared<'a> {
                 self.fail(error);
             }
             self.started.get_or_init(|| ());
-            // A panic is a bug, and goes on in this thread once all have ended.
+            // A panic is a bug. It continues in this thread once all have ended.
             let joined: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
             joined.into_iter().filter_map(|joined| joined.unwrap_or_else(|panic| resume_unwind(panic))).collect()
         })
@@ -130,12 +130,12 @@ impl<'a> Shared<'a> {
     /// Keeps the first error and stops the threads.
     fn fail(&self, error: anyhow::Error) {
         let _ = self.failure.set(error);
-        // Relaxed: it only keeps `ready` from being told, and the threads are stopped by what follows.
+        // Relaxed: it only prevents the call of `ready`. The next line stops the threads.
         self.failed.store(true, Ordering::Relaxed);
         self.work.stop();
     }
 
-    /// What a thread does. Its belongings are its result, so that they live until all threads have ended.
+    /// Runs one thread. Returns its resources, so that they live until all threads have ended.
     fn serve(&self, ready: mpsc::Sender<Infallible>) -> Option<Thread<'a>> {
         // A thread that panics stops the others as well.
         let alarm = Alarm(self.work);
@@ -148,7 +148,7 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// Stops the work when a thread panics, so that no other waits for it for ever.
+/// Stops the work when a thread panics, so that no other thread waits forever.
 struct Alarm<'a>(&'a dyn Work);
 
 impl Drop for Alarm<'_> {
@@ -159,25 +159,25 @@ impl Drop for Alarm<'_> {
     }
 }
 
-/// What a thread holds.
+/// The resources of a thread.
 struct Thread<'a> {
     stream: Stream,
-    /// The images, then what each layer makes of them. One set is enough: batches follow each other in the stream.
+    /// The images, then the output of each layer. One set is enough, because batches follow each other in the stream.
     activations: Vec<DeviceBuffer<f32>>,
     lanes: [Lane<'a>; LANES],
-    /// What takes the place of Lt plans, where the device has none.
+    /// The replacement of Lt plans, if the device has none.
     without_plans: Option<WithoutPlans>,
 }
 
-/// What a thread needs besides where a layer is no plan.
+/// The resources of a thread without Lt plans.
 struct WithoutPlans {
-    /// One for each image: a bias times these is the bias for every image.
+    /// A one for each image. The product of a bias with these is the bias of every image.
     ones: DeviceBuffer<f32>,
-    /// What a layer makes of the images, to be rectified.
+    /// The output of a layer, for ReLU.
     values: PinnedBuffer<f32>,
 }
 
-/// Page-locked memory of one batch, and which batch is in flight in it.
+/// The page-locked memory of one batch, and the batch in flight in it.
 struct Lane<'a> {
     images: PinnedBuffer<f32>,
     logits: PinnedBuffer<f32>,
@@ -185,8 +185,8 @@ struct Lane<'a> {
 }
 
 impl<'a> Thread<'a> {
-    /// Takes what the thread needs, and sends black images through the layers: so the handle is taken and its plans are
-    /// made before the clock starts.
+    /// Allocates the resources, and sends black images through the layers, so that the handle and its plans are
+    /// created before the measurement starts.
     fn new(shared: &Shared<'a>) -> highwater::Result<Self> {
         let device = shared.runtime.device(shared.weights.device())?;
         let stream = device.create_stream()?;
@@ -212,11 +212,11 @@ impl<'a> Thread<'a> {
         Ok(thread)
     }
 
-    /// Classifies batches until there are none left, two in flight at a time.
+    /// Classifies batches until none are left, two in flight at a time.
     fn work(&mut self, shared: &Shared<'a>) -> Result<()> {
         let mut lane = 0;
         loop {
-            // The lane that is next holds the older batch of the two.
+            // The next lane holds the older of the two batches.
             let idle = self.lanes.iter().all(|lane| lane.in_flight.is_none());
             match shared.work.next(idle) {
                 Next::Batch(batch) => {
@@ -264,7 +264,7 @@ impl<'a> Thread<'a> {
 }
 
 impl WithoutPlans {
-    /// What [`LtLease::matmul`](highwater::LtLease::matmul) does with a layer's epilogue.
+    /// Computes a layer without Lt plans, as [`LtLease::matmul`](highwater::LtLease::matmul) does.
     fn apply(
         &mut self,
         stream: &Stream,

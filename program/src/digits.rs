@@ -1,7 +1,7 @@
-//! The main job: threads that classify handwritten digits and share one copy of the weights on each device that is used.
+//! The main job: threads classify handwritten digits and share one copy of the weights on each device that is used.
 //!
-//! With workers, this process is the owner of the weights (`owner`) and its children do the work (`worker`); without, or
-//! where no device's memory can be shared, it does everything itself, on device 0. The work itself is the same (`classifier`).
+//! With workers, this process is the owner of the weights (`owner`) and its children do the work (`worker`). Without workers,
+//! or if no device can share memory, it does all work itself, on device 0. The work is the same (`classifier`).
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,7 +24,7 @@ use super::task::{Tally, Task};
 use super::weights::{self, Weights};
 use super::{Verdict, output};
 
-/// Runs the job and prints what came out.
+/// Runs the job and prints the result.
 pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict> {
     let passes = arguments.repeat.unwrap_or(if arguments.scale { scale::PASSES } else { 1 });
     let task = Task::load(arguments.data.as_deref(), passes)?;
@@ -71,14 +71,14 @@ pub(super) fn command(arguments: &DigitsArguments, json: bool) -> Result<Verdict
     finish(printed, faults)
 }
 
-/// Prints the fault of a result, after the result itself could be printed.
+/// Prints a fault of a result, after the result.
 fn finish(printed: Result<(), Failure>, faults: Vec<String>) -> Result<Verdict> {
     printed?;
     faults.iter().for_each(|fault| output::line(format_args!("error: {fault}")));
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// Opens the backend of that name, or the best, and says why that one.
+/// Opens the backend of that name, or the best one, and returns the reason for the choice.
 fn open(name: Option<&str>) -> Result<(Opened, String)> {
     let by_name = |name| backends::open_by(name, Prober::ThisProgram);
     let opened = name.map_or_else(backends::open_best, by_name).map_err(highwater::Error::from)?;
@@ -106,7 +106,7 @@ fn cannot_share(place: &Place) -> Failure {
     Failure::new(ErrorKind::Unsupported, what, "use another `--backend`, or one process (`--workers 0`)")
 }
 
-/// A worker that is to die at an image that does not exist would not die.
+/// Rejects an image that does not exist, at which no worker would die.
 fn check_die_at(arguments: &DigitsArguments, task: &Task) -> Result<()> {
     match arguments.die_at {
         Some(super::control::DieAt::Image(image)) if image >= task.images() => {
@@ -117,7 +117,7 @@ fn check_die_at(arguments: &DigitsArguments, task: &Task) -> Result<()> {
     }
 }
 
-/// Classifies, then closes the runtime, whatever became of it.
+/// Classifies, then closes the runtime in every case.
 fn run(runtime: Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -> Result<Outcome> {
     let classified = match spread.workers {
         0 => classify_here(&runtime, task, spread.threads, progress),
@@ -126,7 +126,7 @@ fn run(runtime: Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -
     .map_err(with_advice);
     let backend = Arc::clone(runtime.backend());
     let refused = runtime.close().err();
-    // The backend counts, also where giving everything back was refused half-way.
+    // The backend's own count, which is also right if a release failed.
     let leaks = backend.live_objects().total();
     let mut outcome = classified.inspect_err(|_| {
         if leaks > 0 {
@@ -138,7 +138,7 @@ fn run(runtime: Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -
     Ok(outcome)
 }
 
-/// Adds what the user of this program can do to what the library says.
+/// Adds a hint for the user of this program to an error of the library.
 pub(super) fn with_advice(error: anyhow::Error) -> anyhow::Error {
     let error = match error.downcast::<highwater::Error>() {
         Ok(error) => error,
@@ -154,13 +154,13 @@ pub(super) fn with_advice(error: anyhow::Error) -> anyhow::Error {
             "use fewer `--threads`, or allow more (the mock's limit is `HIGHWATER_MOCK=host-memory=1GiB`)",
         ),
         (ErrorKind::Unsupported, _) => ("the device cannot run this job", "use another device or `--backend`"),
-        // Threads, for one, run out too: the library says of what there was not enough.
+        // Other resources, such as threads, run out too. The library's message names the resource.
         _ => ("the job was not finished", ""),
     };
     Failure::new(error.kind(), what, hint).because_of(error).into()
 }
 
-/// On device 0. Everything that this makes there is dropped when it returns.
+/// Classifies on device 0. Everything that this makes there is dropped when it returns.
 fn classify_here(runtime: &Runtime, task: &Task, threads: usize, progress: &Progress) -> Result<Outcome> {
     let device = runtime.device(0)?;
     let stream = device.create_stream()?;
@@ -180,11 +180,11 @@ fn classify_here(runtime: &Runtime, task: &Task, threads: usize, progress: &Prog
     Ok(Outcome { tally, elapsed, holdings: statistics.into(), devices: vec![used], ..Outcome::default() })
 }
 
-/// The task as the threads of this process take it.
+/// The task, for the threads of this process.
 struct Here<'a> {
     task: &'a Task,
     progress: &'a Progress,
-    /// When the threads were ready.
+    /// The time at which the threads were ready.
     started: OnceLock<Instant>,
     next_batch: AtomicU64,
     stopped: AtomicBool,
@@ -198,7 +198,7 @@ impl Work for Here<'_> {
     }
 
     fn next(&self, _: bool) -> Next<'_> {
-        // Relaxed: threads that see it later do some batches more.
+        // Relaxed: a thread that sees it late classifies a few more batches.
         if self.stopped.load(Ordering::Relaxed) {
             return Next::End;
         }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     fn quiet(task: &Task) -> Progress {
-        // A total that is never reached, so that no line is printed.
+        // This total is never reached, so no line is printed.
         Progress::new("images", task.images() * 100, true)
     }
 
@@ -260,8 +260,8 @@ mod tests {
         assert_eq!(often.holdings.pinned_requested_bytes, once.holdings.pinned_requested_bytes);
     }
 
-    /// Whichever call fails, and whenever: one error that names it, or a run that was not hurt. No thread hangs, and
-    /// nothing is left, apart from what the backend itself refuses to release; and that is reported.
+    /// For a failure of any call: one error names it, or the run is unharmed. No thread hangs, and nothing leaks except objects
+    /// that the backend refuses to release, which are reported.
     #[test]
     fn a_fault_anywhere_ends_the_job_cleanly() {
         let (network, test) = model::load(None).unwrap();

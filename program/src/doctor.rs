@@ -1,4 +1,4 @@
-//! `highwater doctor`: which backends can be used here, and of each other one exactly why not.
+//! `highwater doctor`: the backends that work on this machine, and the reason why each other one does not.
 
 use std::path::Path;
 
@@ -32,10 +32,10 @@ pub(super) fn command(json: bool) -> Result<Verdict> {
     Ok(Verdict::Good)
 }
 
-/// A backend, with its devices where it opens.
+/// A backend, with its devices if it opens.
 struct Finding {
     candidate: Candidate,
-    /// Who it is and what it drives, or why it cannot be asked.
+    /// Its identity and devices, or the error of reading them; `None` if it does not open.
     details: Option<Result<Details, highwater::Error>>,
 }
 
@@ -50,7 +50,7 @@ impl Finding {
         Self { candidate, details }
     }
 
-    /// Opens, and answers about all of its devices.
+    /// Returns true if it opens and describes all of its devices.
     fn is_usable(&self) -> bool {
         matches!(self.details, Some(Ok(_)))
     }
@@ -62,7 +62,7 @@ impl Finding {
         }
     }
 
-    /// Why, and what to do about it.
+    /// Returns the reason and the hint.
     fn reason(&self) -> (&str, &str) {
         match &self.details {
             Some(Err(error)) => (error.message(), error.hint()),
@@ -119,7 +119,7 @@ impl Details {
     }
 }
 
-/// What a device is, as `doctor` prints it.
+/// Returns the description of a device that `doctor` prints.
 pub(super) fn device_to_json(device: &highwater::DeviceInfo) -> Value {
     let uuid: String = device.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     json!({
@@ -156,7 +156,7 @@ fn print(findings: &[Finding], report: &LoadReport) -> Result<()> {
     }
     output::result(table)?;
     for Finding { candidate, .. } in findings {
-        // The reason usually contains all of it.
+        // The reason usually contains all of them.
         let untold: Vec<_> =
             candidate.tried.iter().filter(|tried| !candidate.reason.contains(&tried.to_string())).collect();
         if untold.is_empty() {

@@ -1,4 +1,4 @@
-//! Errors of the program: what, why, and what to do; on two lines for people, as an object for programs.
+//! Errors of the program: a message and a hint, as two lines for people and as an object for programs.
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -11,15 +11,15 @@ use serde_json::{Value, json};
 use super::frame::fields;
 use super::output;
 
-/// Exit code of a command that could not do its work.
+/// The exit code of a command that could not do its work.
 pub(super) const CANNOT: u8 = 2;
-/// Exit code of a job that lost a worker.
+/// The exit code of a job that lost a worker.
 const LOST_WORKER: u8 = 3;
 
-/// What a person can do about an error, kept apart from what went wrong.
+/// An error with a hint for the user.
 #[derive(Debug)]
 pub(super) struct Failure {
-    /// What a program can act on: a kind of error of the library, or `worker`.
+    /// The kind for programs: an error kind of the library, or `worker`.
     kind: Cow<'static, str>,
     exit_code: u8,
     message: String,
@@ -28,7 +28,7 @@ pub(super) struct Failure {
 }
 
 impl Failure {
-    /// `kind` is what a program can act on; where an error of the library is behind it, give that one's.
+    /// Returns an error. `kind` is for programs; pass that of the library's error, if one is the cause.
     pub(super) fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { kind: kind.as_str().into(), exit_code: CANNOT, message: message.into(), hint: hint.into(), cause: None }
     }
@@ -41,7 +41,7 @@ impl Failure {
         Self { kind, exit_code: CANNOT, message, hint, cause: None }
     }
 
-    /// A worker has died.
+    /// Returns the error of a worker that died.
     pub(super) fn lost_worker(message: String, hint: &str) -> Self {
         Self { kind: "worker".into(), exit_code: LOST_WORKER, message, hint: hint.into(), cause: None }
     }
@@ -51,7 +51,7 @@ impl Failure {
         &self.hint
     }
 
-    /// The same with the error behind it.
+    /// Adds the cause.
     pub(super) fn because_of(mut self, cause: impl Error + Send + Sync + 'static) -> Self {
         self.cause = Some(Box::new(cause));
         self
@@ -70,20 +70,19 @@ impl Error for Failure {
     }
 }
 
-/// With which code the program exits because of an error.
+/// Returns the exit code of an error.
 pub(super) fn exit_code(error: &anyhow::Error) -> u8 {
     error.chain().find_map(|cause| cause.downcast_ref::<Failure>()).map_or(CANNOT, |failure| failure.exit_code)
 }
 
-/// An error as it is told.
+/// The text of an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Explanation {
     /// One line, the outermost cause first.
     pub(super) message: String,
-    /// The outermost hint: the program's own, which speaks to its user, before the library's, which speaks to
-    /// programmers.
+    /// The outermost hint. The program's own hint, for its user, comes before the library's, for programmers.
     pub(super) hint: String,
-    /// The outermost kind; none where neither the program nor the library made the error.
+    /// The outermost kind; `None` if neither the program nor the library made the error.
     pub(super) kind: Option<String>,
 }
 
@@ -127,7 +126,7 @@ pub(super) fn print(error: &anyhow::Error, json: bool) {
         output::line(format_args!("hint: {}", explanation.hint));
     }
     if json {
-        // Where it cannot be written, the lines above and the exit code still tell.
+        // If it cannot be written, the lines above and the exit code still report the error.
         let _ = output::object(&explanation.to_json());
     }
 }

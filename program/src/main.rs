@@ -1,19 +1,17 @@
 //! The `highwater` program, command by command.
 //!
-//! - `digits`: the main job; `model`, `task`: weights and images, and what is to be done with them; `weights`: the weights
-//!   in device memory, and in that of other processes; `classifier`: the threads that do the work; `report`, `scale`: what
-//!   is printed
-//! - `owner`, `worker`: the main job in several processes, over `control` (what they say to each other), `frame` (how) and
-//!   `child` (a process that is started, watched and stopped)
+//! - `digits`: the main job. `model` and `task` are its weights, images and batches. `weights` has the weights in device
+//!   memory. `classifier` has the threads that do the work. `report` and `scale` print the results.
+//! - `owner`, `worker`: the two sides of the main job in several processes, with the messages of `control`
+//! - `child`, `frame`: the supervisor of child processes and the framing of messages, for all commands
+//! - `doctor`: the report on all backends
+//! - `conformance`: the suite against one backend, in a process of its own
 //! - `soak`: sharing under random kills
-//! - `doctor`: which backends can be used here; `conformance`: the suite against one of them, in a
-//!   process of its own; `backends`: how all open one; `probe`: a plugin, tried in a process of its own
-//! - `args`: the command line; `output`: the two output streams; `table`: tables that fit; `progress`: a bar or plain lines; `failure`: errors with
-//!   a hint; `warnings`: what the library warns about
+//! - `probe`: the trial of a plugin in a process of its own
+//! - `args`: the command line; `backends`: opening a backend; `output`: the two output streams; `table`: tables that fit the
+//!   terminal; `progress`: a bar or plain lines; `failure`: errors with a hint; `warnings`: the library's warnings
 //!
-//! Results go to standard output, everything else to standard error. Exit code 0: all went well; 1: the command did its
-//! work and the answer is bad (wrong predictions, leaks, failed cases, no usable backend); 2: it could not do its work; 3:
-//! a worker died.
+//! `docs/program.md` describes the commands, the output and the exit codes.
 
 #![deny(unsafe_code)]
 
@@ -45,7 +43,7 @@ use std::process::ExitCode;
 
 use self::args::{Command, Soak};
 
-/// How a command that did its work ended.
+/// The result of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     Good,
@@ -55,7 +53,7 @@ enum Verdict {
 fn main() -> ExitCode {
     let arguments = match args::parse() {
         Ok(arguments) => arguments,
-        // Help, the version, or a usage error: clap knows where it goes and with which code.
+        // Help, the version, or a usage error. clap knows its stream and its exit code.
         Err(refusal) => {
             return match output::of_parser(&refusal) {
                 Ok(()) => ExitCode::from(u8::try_from(refusal.exit_code()).unwrap_or(failure::CANNOT)),

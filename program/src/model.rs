@@ -1,4 +1,4 @@
-//! The network and the images that it is tested with: read from safetensors, checked, and evaluated on the CPU.
+//! The network and the test images: reading from safetensors, checks, and evaluation on the CPU.
 
 use std::fs;
 use std::io::{self, Read as _};
@@ -14,11 +14,11 @@ use super::failure::Failure;
 
 /// Pixels of an image.
 pub(super) const PIXELS: usize = 64;
-/// Classes that an image can belong to.
+/// Classes of images.
 pub(super) const CLASSES: usize = 10;
-/// The brightest pixel.
+/// Value of the brightest pixel.
 const WHITE: u8 = 16;
-/// Bytes of a file that is still read: far more than any such network has, and no danger to the machine's memory.
+/// The most bytes that are read of a file: far more than such a network has, and small for the machine's memory.
 const LARGEST_FILE: u64 = 16 << 20;
 /// Inputs and outputs of each layer.
 pub(super) const LAYERS: [(usize, usize); 3] = [(PIXELS, 128), (128, 64), (64, CLASSES)];
@@ -35,7 +35,7 @@ static TEST: &[u8] = include_bytes!("../digits/test.safetensors");
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) outputs: usize,
-    /// Row-major, inputs x outputs; which is column-major, outputs x inputs.
+    /// Row-major, inputs x outputs, which is the same as column-major, outputs x inputs.
     pub(super) weight: Vec<f32>,
     pub(super) bias: Vec<f32>,
 }
@@ -45,15 +45,15 @@ pub(super) struct Network {
     pub(super) layers: Vec<Layer>,
 }
 
-/// Images with the digits that they show.
+/// Images and their digits.
 #[derive(Debug)]
 pub(super) struct TestSet {
-    /// `PIXELS` each, one image after the other.
+    /// The images, one after the other, of `PIXELS` each.
     pixels: Vec<u8>,
     pub(super) labels: Vec<u8>,
 }
 
-/// The network and the test set, from `folder` or built in.
+/// Loads the network and the test set from `folder`, or the built-in ones.
 pub(super) fn load(folder: Option<&Path>) -> Result<(Network, TestSet)> {
     let Some(folder) = folder else {
         return Ok((Network::parse(WEIGHTS, WEIGHTS_FILE)?, TestSet::parse(TEST, TEST_FILE)?));
@@ -74,14 +74,14 @@ pub(super) fn load(folder: Option<&Path>) -> Result<(Network, TestSet)> {
     Ok((Network::parse(&weights, &weights_name)?, TestSet::parse(&test, &test_name)?))
 }
 
-/// Reads a regular file of bounded size: not a device that never ends, nor a pipe that nobody writes to.
+/// Reads a regular file of bounded size. Rejects an endless device, and a pipe without a writer.
 fn read_file(path: &Path) -> io::Result<Vec<u8>> {
-    // Asked before it is opened, because opening a pipe waits for its other end.
+    // Checked before it is opened, because opening a pipe waits for its other end.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("it is no regular file"));
     }
     let mut bytes = Vec::new();
-    // One byte more tells a file that is too large, however large it says it is.
+    // One byte more proves that a file is too large, whatever size it reports.
     fs::File::open(path)?.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > LARGEST_FILE {
         return Err(io::Error::other(format!("it is larger than {LARGEST_FILE} bytes, the most that is read")));
@@ -111,7 +111,7 @@ impl<'a> File<'a> {
         Ok(Self { name, tensors })
     }
 
-    /// The bytes of a tensor, once its type and shape are as expected; `None` in a shape is any extent but 0.
+    /// Returns the bytes of a tensor after checking its type and shape. `None` in a shape is any extent but 0.
     fn tensor(&self, tensor: &str, dtype: Dtype, shape: &[Option<usize>]) -> Result<&'a [u8]> {
         let wanted = || {
             let extents: Vec<_> = shape.iter().map(|n| n.map_or_else(|| "N".to_owned(), |n| n.to_string())).collect();
@@ -181,7 +181,7 @@ impl Network {
         Ok(Self { layers: LAYERS.iter().enumerate().map(layer).collect::<Result<_>>()? })
     }
 
-    /// The class of one image, by plain loops on the CPU: what the device's answer is compared with.
+    /// Classifies one image with plain loops on the CPU. The device's answer is compared with the result.
     pub(super) fn classify(&self, image: &[f32]) -> usize {
         let mut values = image.to_vec();
         for (index, layer) in self.layers.iter().enumerate() {
@@ -209,34 +209,34 @@ impl TestSet {
         Ok(Self { pixels, labels })
     }
 
-    /// The first so many images, for tests that need few.
+    /// Returns the first images, for tests that need few.
     #[cfg(test)]
     pub(super) fn first(&self, images: usize) -> Self {
         Self { pixels: self.pixels[..images * PIXELS].to_vec(), labels: self.labels[..images].to_vec() }
     }
 
-    /// How many images.
+    /// Returns the number of images.
     pub(super) fn len(&self) -> usize {
         self.labels.len()
     }
 
-    /// The pixels of some images, as they stand in the file.
+    /// Returns the pixels of some images, as in the file.
     pub(super) fn pixels(&self, images: Range<usize>) -> &[u8] {
         &self.pixels[images.start * PIXELS..images.end * PIXELS]
     }
 
-    /// One image as the network takes it: pixels from 0 to 1.
+    /// Returns one image for the network, with pixels from 0 to 1.
     pub(super) fn image(&self, index: usize) -> impl Iterator<Item = f32> {
         self.pixels(index..index + 1).iter().copied().map(brightness)
     }
 }
 
-/// A pixel as the network takes it: from 0 to 1.
+/// Converts a pixel for the network, to 0 to 1.
 pub(super) fn brightness(pixel: u8) -> f32 {
     f32::from(pixel) / f32::from(WHITE)
 }
 
-/// Index of the largest value; the first of several.
+/// Returns the index of the largest value, the first of several.
 pub(super) fn largest(values: &[f32]) -> usize {
     let mut best = 0;
     for (index, value) in values.iter().enumerate() {

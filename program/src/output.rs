@@ -24,7 +24,7 @@ pub(super) fn result(text: impl Display) -> Result<(), Failure> {
     print(harmless(format!("{text}\n")))
 }
 
-/// Prints an object on standard output, as JSON without characters that a terminal obeys.
+/// Prints an object on standard output as JSON. Escapes the characters that a terminal obeys.
 pub(super) fn object(value: &Value) -> Result<(), Failure> {
     print(to_json(value) + "\n")
 }
@@ -36,22 +36,22 @@ fn to_json(value: &Value) -> String {
         if c.is_ascii() && !c.is_ascii_control() || harmless(c.to_string()).len() == c.len_utf8() {
             escaped.push(c);
         } else {
-            // Such a character occurs only inside a string, where JSON allows its code.
+            // Such a character occurs only inside a string, where JSON allows an escape.
             c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}"));
         }
     }
     escaped
 }
 
-/// Prints a message of the command line's parser: help and version on standard output, else on standard error.
+/// Prints a message of the command line's parser: help and version on standard output, errors on standard error.
 pub(super) fn of_parser(said: &clap::Error) -> Result<(), Failure> {
     let text = said.render();
     if said.use_stderr() {
-        // It repeats arguments, which a shell may have expanded from file names.
+        // It contains arguments, which a shell may have expanded from file names.
         text.to_string().trim_end().lines().for_each(|text| line(display_foreign(text)));
         return Ok(());
     }
-    // Its text is the program's own.
+    // The text is the program's own.
     print(if io::stdout().is_terminal() { text.ansi().to_string() } else { text.to_string() })
 }
 
@@ -97,15 +97,15 @@ mod at_start {
     }
 }
 
-/// Writes to the descriptor itself: `Stdout` takes a descriptor that is not open for writing for success.
+/// Writes to the descriptor itself, because `Stdout` ignores a descriptor that is not open for writing.
 fn write(text: &str) -> io::Result<()> {
     let stdout = io::stdout().lock();
     File::from(stdout.as_fd().try_clone_to_owned()?).write_all(text.as_bytes())
 }
 
-/// Prints a line that is no result on standard error.
+/// Prints a line on standard error.
 pub(super) fn line(text: impl Display) {
-    // Nobody is left to tell that it cannot be written.
+    // A failure of standard error cannot be reported.
     let _ = writeln!(io::stderr().lock(), "{}", harmless(text.to_string()));
 }
 

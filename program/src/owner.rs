@@ -1,17 +1,17 @@
-//! The owner of the weights: loads them once for each device that is used, starts the workers, deals the batches out and
-//! gathers the answers.
+//! The owner of the weights. It loads them once for each device that is used, starts the workers, sends them batches, and
+//! collects the answers.
 //!
-//! *Devices.* The workers are spread over the devices in turns. All workers of a device share one copy of the weights in its
+//! *Devices.* The workers use the devices in turn. All workers of a device share one copy of the weights in its
 //! memory. The ticket names the device by its UUID, so ordinals may differ between the processes.
 //!
-//! The owner waits in one place for everything that its workers say or do ([`Crew::next`]): a message, or a death. The
+//! The owner waits in one place ([`Crew::next`]) for the messages and the deaths of its workers. The
 //! time of the work itself is unlimited. The owner reports a worker that owes something but sends nothing, with its
-//! state, and goes on waiting. A dead worker loses its images and ends the job. The owner stops the others, and the
+//! state, and continues to wait. A dead worker loses its images and ends the job. The owner stops the others, and the
 //! error names the worker and the images.
 //!
-//! *Dealing.* Each worker is sent as many batches as its threads have lanes, and one more for each thread, so that the next
-//! is there when a lane is free; then one for each answer. So the quicker worker gets more, and what waits unread in a socket
-//! has a bound.
+//! *Dealing.* At first, each worker gets one batch for each lane of its threads and one more for each thread, so that a free
+//! lane never waits. Then it gets one batch for each answer. So the faster worker gets more, and the unread bytes of a
+//! socket are bounded.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
@@ -37,24 +37,24 @@ use super::weights::{self, Weights};
 /// The silence after which the owner reports a worker; it doubles each time.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How long a worker may live on after it has closed its end of the socket.
+/// The time in which a worker must end after it has closed its end of the socket.
 const DYING: Duration = Duration::from_secs(10);
 
-/// Ranges of images that an error lists.
+/// The most ranges of images that an error lists.
 const MOST_RANGES: usize = 8;
 
-/// How the job is spread over processes.
+/// The distribution of the job over processes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Spread<'a> {
-    /// By which a worker opens the same backend.
+    /// The address with which a worker opens the same backend.
     pub(super) backend: &'a str,
     pub(super) workers: usize,
-    /// Of each worker.
+    /// Threads of each worker.
     pub(super) threads: usize,
     pub(super) die_at: Option<DieAt>,
 }
 
-/// Everything that this makes on the device is dropped when it returns, and every process that it starts is gone.
+/// Classifies in workers. On return, everything that it made on the device is dropped, and every worker has ended.
 pub(super) fn classify(runtime: &Runtime, task: &Task, spread: Spread<'_>, progress: &Progress) -> Result<Outcome> {
     let ordinals = weights::devices_for_workers(runtime)?;
     if ordinals.is_empty() {
@@ -76,7 +76,7 @@ struct Place {
     ordinal: u32,
     name: String,
     ticket: Ticket,
-    /// What the ticket is for.
+    /// The memory of the ticket.
     _weights: Weights,
 }
 
@@ -89,11 +89,11 @@ impl Place {
     }
 }
 
-/// The job as the owner sees it.
+/// The owner's state of the job.
 struct Job<'a> {
     task: &'a Task,
     crew: Crew<'a>,
-    /// The batch that is dealt out next.
+    /// The next batch to send.
     next_batch: u64,
     answered: u64,
     outcome: Outcome,
@@ -145,10 +145,10 @@ impl<'a> Job<'a> {
         Ok(job)
     }
 
-    /// Has every batch classified once.
+    /// Sends every batch once, and collects the answers.
     fn deal_and_gather(&mut self) -> Result<()> {
         let started = Instant::now();
-        // Round by round, so that a short job is not all with the first worker.
+        // Round by round, so that the first worker does not get all of a short job.
         for _ in 0..self.crew.threads * (LANES + 1) {
             (0..self.crew.members.len()).for_each(|member| self.deal(member));
         }
@@ -197,7 +197,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Lets the workers give everything back and waits until they have ended.
+    /// Makes the workers free everything, and waits until they have ended.
     fn finish(mut self) -> Result<Outcome> {
         let progress = self.crew.progress;
         self.crew.members.iter_mut().for_each(|member| member.tell(&Order::Finish, progress));
@@ -222,7 +222,7 @@ impl<'a> Job<'a> {
         Ok(self.outcome)
     }
 
-    /// The error for an event that ends the job.
+    /// Returns the error for an event that ends the job.
     fn unexpected(&self, member: usize, event: Event) -> anyhow::Error {
         let named = &self.crew.members[member];
         match event {
@@ -237,7 +237,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Which images nobody has classified, and which of them were with this worker.
+    /// Returns the unfinished images, and those of them that this worker had.
     fn unfinished(&self, member: usize) -> String {
         let images = |batches: &mut dyn Iterator<Item = u64>| ranges(batches.map(|batch| self.task.images_of(batch)));
         let with_it = images(&mut self.crew.members[member].in_flight.iter().copied());
@@ -263,7 +263,7 @@ fn count(ranges: &[Range<u64>]) -> u64 {
     ranges.iter().map(|range| range.end - range.start).sum()
 }
 
-/// Ranges with their last image, in brackets.
+/// Returns the ranges with their last image, in parentheses.
 fn list(ranges: &[Range<u64>]) -> String {
     if ranges.is_empty() {
         return String::new();
@@ -276,7 +276,7 @@ fn list(ranges: &[Range<u64>]) -> String {
     format!(" ({})", texts.join(", "))
 }
 
-/// Ranges in order, those that touch joined.
+/// Joins adjacent ranges of a sorted sequence.
 fn ranges(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     for range in ranges {
@@ -288,19 +288,19 @@ fn ranges(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     joined
 }
 
-/// The workers. Those that are left when it is dropped are stopped.
+/// The workers. Dropping it stops those that still run.
 struct Crew<'a> {
     progress: &'a Progress,
     members: Vec<Member>,
-    /// What came in and was not taken yet.
+    /// The events that are not handled yet.
     events: VecDeque<(usize, Event)>,
     threads: usize,
 }
 
-/// A worker as the owner knows it.
+/// The owner's state of a worker.
 struct Member {
     child: Child,
-    /// Which of the devices that are used it works on.
+    /// Index of its device among those that are used.
     place: usize,
     in_flight: BTreeSet<u64>,
     report: Option<WorkerReport>,
@@ -313,7 +313,7 @@ struct Member {
     told_after: Duration,
 }
 
-/// What a worker does.
+/// An event of a worker.
 #[derive(Debug)]
 enum Event {
     Said(Notice),
@@ -344,7 +344,7 @@ impl Member {
         self.report.is_some() && !self.child.is_cut()
     }
 
-    /// Sends an order. A worker that does not hear it has died or is about to, which is noticed by its pidfd.
+    /// Sends an order. A failure means that the worker has died or is about to, which its pidfd reports.
     fn tell(&mut self, order: &Order, progress: &Progress) {
         if !self.owes {
             self.is_heard();
@@ -354,7 +354,7 @@ impl Member {
         let _ = order.send_patiently(child.socket(), || tell_of_silence(child, *silent_since, told_after, progress));
     }
 
-    /// Its silence starts now, if it stays silent.
+    /// Restarts the measurement of its silence.
     fn is_heard(&mut self) {
         self.silent_since = Instant::now();
         self.told_after = SILENCE;
@@ -389,7 +389,7 @@ fn tell_of_silence(child: &Child, since: Instant, told_after: &mut Duration, pro
 }
 
 impl Crew<'_> {
-    /// What happens next; waits for it.
+    /// Waits for the next event.
     fn next(&mut self) -> Result<(usize, Event)> {
         loop {
             if let Some(event) = self.events.pop_front() {
@@ -399,7 +399,7 @@ impl Crew<'_> {
         }
     }
 
-    /// Waits until something happens and takes it in. What a worker said comes before its end.
+    /// Waits for events and stores them. The messages of a worker come before its end.
     fn wait(&mut self) -> Result<()> {
         let waiting: Vec<usize> = (0..self.members.len()).filter(|&index| !self.members[index].ended).collect();
         let children = || waiting.iter().map(|&index| &self.members[index].child);

@@ -1,4 +1,4 @@
-//! How far a command is: a bar on a terminal, a few plain lines elsewhere; always on standard error.
+//! The progress of a command on standard error: a bar on a terminal, a few plain lines elsewhere.
 
 use std::io::{IsTerminal as _, stderr};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,24 +7,24 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output;
 
-/// Plain lines that one command prints at most.
+/// The number of plain lines of a command.
 const LINES: u64 = 4;
 
 /// Shared by the threads that do the work.
 #[derive(Debug)]
 pub(super) struct Progress {
     bar: Option<ProgressBar>,
-    /// What is counted: `images`.
+    /// The counted items: `images`.
     unit: &'static str,
     total: u64,
     done: AtomicU64,
 }
 
 impl Progress {
-    /// `total` of `unit` are to be done. With `json` there is no bar.
+    /// Starts to count up to `total`. With `json` there is no bar.
     pub(super) fn new(unit: &'static str, total: u64, json: bool) -> Self {
         let bar = (!json && stderr().is_terminal()).then(|| {
-            // The template is fixed; where it did not parse, the default bar would do.
+            // The template is fixed and parses.
             let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {msg} {elapsed}")
                 .unwrap_or_else(|_| ProgressStyle::default_bar());
             ProgressBar::new(total).with_style(style).with_message(unit)
@@ -32,14 +32,14 @@ impl Progress {
         Self { bar, unit, total, done: AtomicU64::new(0) }
     }
 
-    /// What is being done now; a bar shows it, so that one sees what hangs.
+    /// Shows the current item in the bar, so that a user sees which one hangs.
     pub(super) fn now(&self, what: &'static str) {
         if let Some(bar) = &self.bar {
             bar.set_message(what);
         }
     }
 
-    /// So many more are done.
+    /// Adds to the count.
     pub(super) fn advance(&self, count: u64) {
         // Relaxed: a counter that orders nothing.
         let before = self.done.fetch_add(count, Ordering::Relaxed);
@@ -50,12 +50,12 @@ impl Progress {
         }
     }
 
-    /// Which of the plain lines is due with so many done.
+    /// Returns the number of plain lines that are due at this count.
     fn line_of(&self, done: u64) -> u128 {
         u128::from(done) * u128::from(LINES) / u128::from(self.total.max(1))
     }
 
-    /// A line that is not about how far it is; a bar stays below it.
+    /// Prints another line, above the bar.
     pub(super) fn say(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::line(text)),

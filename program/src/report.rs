@@ -1,4 +1,4 @@
-//! What the main job came to: as a table for people, as an object for programs.
+//! The result of the main job, as a table for people and as an object for programs.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,10 +13,10 @@ use super::frame::{Field, Frame, Payload};
 use super::table::Table;
 use super::task::Tally;
 
-/// The least part of the test digits that a sound run classifies rightly.
+/// The lowest accuracy of a good run.
 const LEAST_ACCURACY: f64 = 0.96;
 
-/// What the pools of a process hold and did; added up over processes.
+/// Statistics of the pools, summed over processes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Holdings {
     pub(super) handles_created: u64,
@@ -25,7 +25,7 @@ pub(super) struct Holdings {
     pub(super) workspace_bytes: u64,
     pub(super) pinned_requested_bytes: u64,
     pub(super) pinned_held_bytes: u64,
-    /// Memory of another process that is mapped.
+    /// Mapped memory of another process.
     pub(super) mapped_bytes: u64,
 }
 
@@ -79,15 +79,15 @@ impl AddAssign for Holdings {
     }
 }
 
-/// A device that was used, and for how much.
+/// The use of one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DeviceUse {
-    /// In the process that owns the weights.
+    /// Ordinal in the process that owns the weights.
     pub(super) ordinal: u32,
     pub(super) name: String,
-    /// 0 where the owner of the weights did all by itself.
+    /// 0 if the owner of the weights did all work itself.
     pub(super) workers: usize,
-    /// That were classified on it.
+    /// Images that were classified on it.
     pub(super) images: u64,
 }
 
@@ -108,20 +108,20 @@ impl DeviceUse {
     }
 }
 
-/// What a run of the job came to, over all of its processes.
+/// The result of a run, over all of its processes.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) tally: Tally,
     pub(super) devices: Vec<DeviceUse>,
-    /// How the weights travelled to the workers; empty where there were none. Devices of one kind have the same.
+    /// The transports of the weights; empty without workers. Devices of one kind have the same.
     pub(super) transports: BTreeSet<&'static str>,
-    /// From the moment that all threads are ready to the last answer.
+    /// The time from the moment that all threads are ready to the last answer.
     pub(super) elapsed: Duration,
-    /// What the pools held while every thread still had its buffers.
+    /// The statistics of the pools while every thread still had its buffers.
     pub(super) holdings: Holdings,
-    /// What the backends count as alive after everything was given back.
+    /// The objects that the backends count as alive after everything was freed.
     pub(super) leaks: u64,
-    /// Why something was not given back.
+    /// The errors of releases that failed.
     pub(super) refused: Vec<String>,
 }
 
@@ -138,12 +138,12 @@ impl Outcome {
         self.devices.iter().map(DeviceUse::to_json).collect()
     }
 
-    /// How the weights travelled, as text.
+    /// Returns the names of the transports.
     fn transport(&self) -> Option<String> {
         (!self.transports.is_empty()).then(|| self.transports.iter().copied().collect::<Vec<_>>().join(", "))
     }
 
-    /// What is wrong with the run, if anything.
+    /// Returns the faults of the run.
     pub(super) fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         if self.accuracy() < LEAST_ACCURACY {
@@ -161,22 +161,22 @@ impl Outcome {
     }
 }
 
-/// Where a run took place.
+/// The backend and the device of a run.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) backend: String,
-    /// Why that backend.
+    /// The reason for the choice of the backend.
     pub(super) reason: String,
-    /// The first of the devices.
+    /// Name of the first device.
     pub(super) device: String,
 }
 
 #[derive(Debug)]
 pub(super) struct Report<'a> {
     pub(super) place: &'a Place,
-    /// 0 where the owner of the weights did all by itself.
+    /// 0 if the owner of the weights did all work itself.
     pub(super) workers: usize,
-    /// Of each process that classifies.
+    /// Threads of each process that classifies.
     pub(super) threads: usize,
     pub(super) repeat: usize,
     pub(super) outcome: Outcome,
@@ -191,7 +191,7 @@ impl Report<'_> {
             "device": self.place.device,
             "devices": self.outcome.devices_as_json(),
             "processes": 1 + self.workers,
-            // As every count, the sum over all processes.
+            // The sum over all processes, as for every count.
             "threads": self.threads * self.workers.max(1),
             "repeat": self.repeat,
             "images": tally.images,
@@ -261,7 +261,7 @@ impl Report<'_> {
     }
 }
 
-/// A number with its noun.
+/// Returns a number with its noun.
 pub(super) fn counted(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }

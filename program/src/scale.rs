@@ -1,17 +1,17 @@
-//! `highwater --scale`: how the speed of the main job grows with its workers.
+//! `highwater --scale`: the speed of the main job with 1, 2 and 4 workers.
 
 use serde_json::{Value, json};
 
 use super::report::{Outcome, Place};
 use super::table::Table;
 
-/// How many workers are measured, one after the other. The first is what the others are compared with.
+/// The measured numbers of workers. The others are compared with the first.
 pub(super) const WORKERS: [usize; 3] = [1, 2, 4];
 
-/// Passes over the test set: one is over too soon to be measured.
+/// Passes over the test set. One pass is too short to measure.
 pub(super) const PASSES: usize = 100;
 
-/// What each number of workers came to.
+/// The result of each number of workers.
 #[derive(Debug)]
 pub(super) struct Scale<'a> {
     pub(super) place: &'a Place,
@@ -21,7 +21,7 @@ pub(super) struct Scale<'a> {
 }
 
 impl Scale<'_> {
-    /// Speed of a run in terms of the first.
+    /// Returns the speed of a run as a ratio to the first.
     fn ratio(&self, run: &Outcome) -> f64 {
         run.images_per_second() / self.runs[0].1.images_per_second()
     }

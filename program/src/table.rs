@@ -1,11 +1,11 @@
-//! Tables that fit the terminal. Below 80 columns they have no lines. Without a terminal their width is unlimited.
+//! Tables that fit the terminal. Below 80 columns they have no lines. Without a terminal, their width is unlimited.
 
 use std::fmt;
 use std::io::{IsTerminal as _, stdout};
 
 use comfy_table::{CellAlignment, ContentArrangement, presets};
 
-/// Below this width the cells of a row are stacked one below the other.
+/// The width below which the cells of a row are stacked.
 const LEAST_WIDTH: usize = 80;
 
 #[derive(Debug, Default)]
@@ -17,12 +17,12 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// A table with a header, and lines between its rows.
+    /// Returns a table with a header, and lines between its rows.
     pub(super) fn with_header<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
         Self { header: header.into(), ..Self::default() }
     }
 
-    /// The same with numbers, without lines between the rows.
+    /// Returns a table of numbers with a header, without lines between its rows.
     pub(super) fn of_numbers<const COLUMNS: usize>(header: [&'static str; COLUMNS]) -> Self {
         Self { numbers: true, ..Self::with_header(header) }
     }
@@ -31,7 +31,7 @@ impl Table {
         self.rows.push(row.into_iter().map(Into::into).collect());
     }
 
-    /// Formats the table for a number of columns; without a limit, as wide as its text.
+    /// Formats the table for a terminal of this width. `None` means unlimited.
     pub(super) fn to_text(&self, width: Option<usize>) -> String {
         match width {
             Some(width) if width < LEAST_WIDTH => self.stacked(width),
@@ -118,7 +118,7 @@ pub(super) fn wrapped(text: &str) -> String {
     lines.join("\n")
 }
 
-/// The columns of the terminal on standard output, else of `COLUMNS`; `None` means unlimited.
+/// Returns the width of the terminal on standard output, else the value of `COLUMNS`. `None` means unlimited.
 fn width() -> Option<usize> {
     let of_terminal = || {
         let size = rustix::termios::tcgetwinsize(stdout()).ok()?;

@@ -1,4 +1,4 @@
-//! What the main job has to do: the test images, batch by batch, and what is counted of the answers.
+//! The task of the main job: the test images in batches, and the count of the answers.
 
 use std::ops::Range;
 use std::path::Path;
@@ -7,21 +7,21 @@ use anyhow::Result;
 
 use super::model::{self, Network, TestSet};
 
-/// Images that go through the layers at once. The last batch of a pass is filled up with black images.
+/// Images of a batch. The last batch of a pass is padded with black images.
 pub(super) const BATCH: usize = 32;
 
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) network: Network,
     pub(super) test: TestSet,
-    /// The CPU's predictions, which the device's are compared with.
+    /// The predictions of the CPU, for comparison with those of the device.
     expected: Vec<u8>,
-    /// How often the test set is gone through.
+    /// Number of passes over the test set.
     pub(super) repeat: usize,
 }
 
 impl Task {
-    /// With the files of `folder`, or the built-in ones.
+    /// Loads the task from the files of `folder`, or from the built-in ones.
     pub(super) fn load(folder: Option<&Path>, repeat: usize) -> Result<Self> {
         let (network, test) = model::load(folder)?;
         Ok(Self::new(network, test, repeat))
@@ -33,7 +33,7 @@ impl Task {
         Self { network, test, expected, repeat }
     }
 
-    /// Images of all passes.
+    /// Returns the number of images of all passes.
     pub(super) fn images(&self) -> u64 {
         self.test.len() as u64 * self.repeat as u64
     }
@@ -42,30 +42,30 @@ impl Task {
         self.test.len().div_ceil(BATCH) as u64
     }
 
-    /// Batches of all passes.
+    /// Returns the number of batches of all passes.
     pub(super) fn batches(&self) -> u64 {
         self.batches_per_pass() * self.repeat as u64
     }
 
-    /// Where the images of a batch stand in the test set; batches count on from pass to pass.
+    /// Returns the positions of a batch in the test set. Batches are numbered through all passes.
     fn place(&self, batch: u64) -> Range<usize> {
         let start = (batch % self.batches_per_pass()) as usize * BATCH;
         start..(start + BATCH).min(self.test.len())
     }
 
-    /// The images of a batch, which count on from pass to pass.
+    /// Returns the images of a batch, which are numbered through all passes.
     pub(super) fn images_of(&self, batch: u64) -> Range<u64> {
         let before = batch / self.batches_per_pass() * self.test.len() as u64;
         let place = self.place(batch);
         before + place.start as u64..before + place.end as u64
     }
 
-    /// The pixels of a batch.
+    /// Returns the pixels of a batch.
     pub(super) fn pixels(&self, batch: u64) -> &[u8] {
         self.test.pixels(self.place(batch))
     }
 
-    /// Counts the answer to a batch: one digit for each of its images.
+    /// Counts the answer to a batch, which has one digit for each image.
     pub(super) fn count(&self, batch: u64, digits: &[u8]) -> Tally {
         let mut tally = Tally::default();
         for (image, &digit) in self.place(batch).zip(digits) {
@@ -77,7 +77,7 @@ impl Task {
     }
 }
 
-/// Predictions, counted.
+/// Counts of predictions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub(super) images: u64,

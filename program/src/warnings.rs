@@ -1,4 +1,4 @@
-//! Shows what the library warns about: an environment variable that it cannot read, a release that was refused.
+//! The library's warnings on standard error, such as an environment variable that it cannot read.
 
 use std::fmt::{self, Write as _};
 
@@ -10,7 +10,7 @@ use super::output;
 
 /// Prints warnings and errors from here on.
 pub(super) fn show() {
-    // Fails only where one is set already, which then shows them.
+    // Fails only if a subscriber is set already, which then shows them.
     let _ = tracing::subscriber::set_global_default(Warnings);
 }
 
@@ -25,7 +25,7 @@ impl Subscriber for Warnings {
         event.record(&mut text);
         output::line(format_args!("warning: {}", text.0));
     }
-    // Spans are never enabled, so nothing below is called with anything to keep.
+    // Spans are never enabled, so the methods below have nothing to keep.
     fn new_span(&self, _: &Attributes<'_>) -> Id {
         Id::from_u64(1)
     }
@@ -39,7 +39,7 @@ struct Text(String);
 
 impl Visit for Text {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        // Writing to a string does not fail.
+        // Writing to a `String` does not fail.
         let _ = match field.name() {
             "message" => write!(self.0, "{value:?}"),
             name => write!(self.0, " {name}={value:?}"),

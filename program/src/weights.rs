@@ -1,6 +1,6 @@
-//! The weights of the network in device memory: uploaded by one process, and opened by others.
+//! The weights of the network in device memory. One process uploads them, and others open them.
 //!
-//! All layers lie in one block, so that one ticket shares them all.
+//! All layers are in one block, so one ticket shares them all.
 //!
 //! *Layout.* BLAS matrices are column-major, safetensors row-major. A row-major weight, inputs x outputs, is a
 //! column-major matrix, outputs x inputs, and a batch of images is a matrix with one image in each column. So a layer is
@@ -16,7 +16,7 @@ use highwater::{
 use super::model::{LAYERS, Network};
 use super::task::BATCH;
 
-/// Every matrix and every bias begins at a multiple of so many values: 256 bytes, as blocks of memory do.
+/// The alignment of each matrix and bias in values: 256 bytes, as for a block of memory.
 const ALIGNMENT: usize = 64;
 
 /// The weights on one device.
@@ -26,7 +26,7 @@ pub(super) struct Weights {
     pub(super) layers: Vec<DeviceLayer>,
 }
 
-/// A layer, and where in the block it is.
+/// A layer, and its position in the block.
 #[derive(Debug)]
 pub(super) struct DeviceLayer {
     pub(super) shape: GemmShape,
@@ -35,7 +35,7 @@ pub(super) struct DeviceLayer {
     bias: Range<usize>,
 }
 
-/// The layers, and how many values the block has.
+/// Returns the layers, and the number of values of the block.
 fn layout() -> (Vec<DeviceLayer>, usize) {
     let mut end: usize = 0;
     let mut take = |values: usize| {
@@ -53,13 +53,13 @@ fn layout() -> (Vec<DeviceLayer>, usize) {
     (layers, end)
 }
 
-/// Whether other processes can open memory of this device.
+/// Returns true if other processes can open memory of this device.
 pub(super) fn can_be_shared(device: &Device) -> bool {
     let capabilities = device.capabilities();
     capabilities.shareable_memory && !capabilities.ipc_transports.is_empty()
 }
 
-/// The devices that workers can work on, by ordinal: other processes can open their memory, and they run the layers.
+/// Returns the ordinals of the devices for workers: other processes can open their memory, and they run the layers.
 pub(super) fn devices_for_workers(runtime: &Runtime) -> Result<Vec<u32>> {
     let mut devices = Vec::new();
     for ordinal in 0..runtime.device_count() {
@@ -71,7 +71,7 @@ pub(super) fn devices_for_workers(runtime: &Runtime) -> Result<Vec<u32>> {
     Ok(devices)
 }
 
-/// A transport as it stands in reports.
+/// Returns the name of a transport for reports.
 pub(super) fn transport_name(transport: Transport) -> &'static str {
     match transport {
         Transport::Legacy => "legacy",
@@ -82,8 +82,7 @@ pub(super) fn transport_name(transport: Transport) -> &'static str {
 }
 
 impl Weights {
-    /// Loads the weights into memory of the stream's device, `shared` where other processes are to open it. They are there
-    /// when this returns.
+    /// Uploads the weights to the stream's device, and waits for that. With `shared`, other processes can open the memory.
     pub(super) fn upload(stream: &Stream, network: &Network, shared: bool) -> Result<Self> {
         let (layers, len) = layout();
         let mut values = vec![0.0; len];
@@ -98,12 +97,12 @@ impl Weights {
         Ok(Self { values: block, layers })
     }
 
-    /// What another process needs in order to open the weights.
+    /// Returns the ticket with which another process opens the weights.
     pub(super) fn share(&self) -> Result<Ticket> {
         self.values.share()
     }
 
-    /// Ordinal, in this process, of the device whose memory they are in.
+    /// Returns the ordinal of their device in this process.
     pub(super) fn device(&self) -> u32 {
         self.values.device()
     }
@@ -120,7 +119,7 @@ impl Weights {
         Ok(Self { values, layers })
     }
 
-    /// Weight and bias of a layer.
+    /// Returns the weight and the bias of a layer.
     pub(super) fn of(&self, layer: &DeviceLayer) -> Result<(DeviceSlice<'_, f32>, DeviceSlice<'_, f32>)> {
         Ok((self.values.slice(layer.weight.clone())?, self.values.slice(layer.bias.clone())?))
     }
@@ -137,7 +136,7 @@ mod tests {
         assert!(parts.iter().all(|part| part.start % ALIGNMENT == 0));
         assert!(parts.windows(2).all(|pair| pair[0].end <= pair[1].start), "{parts:?}");
         assert_eq!(parts[parts.len() - 1].end, len);
-        // With these layers nothing is lost between the parts.
+        // With these layers, no value is lost between the parts.
         assert_eq!(len, LAYERS.iter().map(|(inputs, outputs)| inputs * outputs + outputs).sum::<usize>());
     }
 }

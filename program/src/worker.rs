@@ -1,7 +1,7 @@
-//! A worker of the main job: opens the weights of its owner and classifies the batches that it is sent.
+//! A worker of the main job. It opens the weights of its owner and classifies the batches that it receives.
 //!
-//! It is started by the owner and talks to it over its standard input (`control`). One thread does nothing but listen, so
-//! that the end of the owner is noticed whatever the others wait for; then the process ends at once.
+//! The owner starts it and sends messages over its standard input (`control`). One thread only listens, so that the end of
+//! the owner ends the process at once, whatever the other threads wait for.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -22,7 +22,7 @@ use super::model::PIXELS;
 use super::weights::Weights;
 use super::{Verdict, backends, child};
 
-/// Runs until the owner says that there is no more to do. What goes wrong is told to the owner, who prints it.
+/// Runs until the owner sends `Finish`. Sends errors to the owner, which prints them.
 pub(super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
     let (socket, inbox) = child::serve(arguments.parent, c"hw-worker", "highwater")?;
     let outcome = work(&socket, inbox);
@@ -36,9 +36,9 @@ pub(super) fn command(arguments: &ChildArguments) -> Result<Verdict> {
     Ok(if outcome.is_ok() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// What the owner asks for at first.
+/// The contents of the first order.
 struct Setup {
-    /// What the owner uses, as `backends::address` gives it.
+    /// The owner's backend, by its `backends::address`.
     backend: String,
     threads: usize,
     die_at: Option<DieAt>,
@@ -69,7 +69,7 @@ fn work(socket: &UnixStream, inbox: Inbox) -> Result<WorkerReport> {
     Ok(WorkerReport { holdings, leaks: backend.live_objects().total(), refused })
 }
 
-/// A batch as the owner sent it.
+/// A batch of the owner.
 struct Ordered {
     number: u64,
     first_image: u64,
@@ -86,13 +86,13 @@ struct Queue {
 #[derive(Default)]
 struct QueueState {
     batches: VecDeque<Ordered>,
-    /// Nothing more will come.
+    /// No more batches follow.
     finished: bool,
 }
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, QueueState> {
-        // The state is sound at any point where a thread can panic.
+        // The state is consistent wherever a thread can panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -102,7 +102,7 @@ impl Queue {
     }
 }
 
-/// Hears what the owner says, until it is gone.
+/// Receives the owner's orders until it ends.
 struct Listener {
     socket: UnixStream,
     inbox: Inbox,
@@ -112,7 +112,7 @@ struct Listener {
 
 impl Listener {
     fn listen(mut self) -> ! {
-        // An owner that sends something unreadable cannot be worked for.
+        // An order that cannot be read ends the process, as the end of the owner does.
         while let Ok(Some(order)) = self.inbox.wait(&self.socket) {
             match order {
                 Order::Setup { backend, threads, die_at, ticket } => {
@@ -130,7 +130,7 @@ impl Listener {
     }
 }
 
-/// The owner's batches as the threads take them.
+/// The owner's batches, for the threads.
 struct Orders<'s> {
     socket: Mutex<&'s UnixStream>,
     queue: Arc<Queue>,
@@ -139,7 +139,7 @@ struct Orders<'s> {
 
 impl Orders<'_> {
     fn send(&self, notice: &Notice) -> Result<()> {
-        // One at a time, so that messages are not mixed.
+        // Under a lock, so that messages do not mix.
         notice.send(&self.socket.lock().unwrap_or_else(PoisonError::into_inner)).map_err(|error| {
             let hint = "the worker ends with its owner";
             Failure::new(ErrorKind::PeerLost, "the owner cannot be told", hint).because_of(error).into()

@@ -1,4 +1,4 @@
-//! The certificate of a full run: a file that says which backend was tested on what, and how each clause was proved.
+//! The certificate of a full run: a file with the backend, its devices, and the proof of each clause.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -14,10 +14,10 @@ use super::destination::Destination;
 use super::protocol::About;
 use super::report::Run;
 
-/// What a certificate is, and the version of its form.
+/// The name and the version of the format.
 const FORMAT: &str = "highwater-conformance-certificate/1";
 
-/// A certificate that is to be written when the run has ended.
+/// A certificate that is written when the run has ended.
 #[derive(Debug)]
 pub(super) struct Certificate {
     path: PathBuf,
@@ -25,7 +25,7 @@ pub(super) struct Certificate {
 }
 
 impl Certificate {
-    /// Looks whether the run can have one, and whether it can be written.
+    /// Checks that the run qualifies for a certificate, and that the file can be written.
     ///
     /// # Errors
     /// If the run covers only a part of the suite, or if the file can be neither made nor replaced nor written into.
@@ -39,10 +39,10 @@ impl Certificate {
         Ok(Self { path: path.to_owned(), destination })
     }
 
-    /// Writes it.
+    /// Writes the certificate.
     ///
     /// # Errors
-    /// Where it cannot be written.
+    /// If it cannot be written.
     pub(super) fn finish(self, run: &Run<'_>, about: &About) -> Result<()> {
         let text = format!("{:#}\n", to_json(run, about, SystemTime::now()));
         self.destination.write(&text).map_err(|error| not_written(&self.path, error))
@@ -84,7 +84,7 @@ fn to_json(run: &Run<'_>, about: &About, now: SystemTime) -> Value {
     })
 }
 
-/// A clause with its cases and how they ended, in every round.
+/// A clause with its cases and their results, in every round.
 fn clause_to_json(clause: &Clause, reports: &[CaseReport]) -> Value {
     let of_clause = || reports.iter().filter(|report| report.case.clauses.contains(&clause.id));
     let cases = of_clause().map(|report| {

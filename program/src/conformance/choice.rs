@@ -1,5 +1,5 @@
-//! Which backend is tested. The program starts itself again, for the cases and for their second processes; each of its
-//! processes opens the backend by the same choice.
+//! The choice of the tested backend. The program starts itself again for the cases, and for their second processes. Each
+//! process opens the backend by the same choice.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use super::super::failure::Failure;
 #[derive(Debug, Clone)]
 pub(super) enum Choice {
     Named(String),
-    /// A plugin, by its file.
+    /// The file of a plugin.
     Plugin(PathBuf),
 }
 
@@ -30,7 +30,7 @@ impl Choice {
         }
     }
 
-    /// The name under which its known failures are listed. Of a file nothing is known.
+    /// Returns the name in the list of known failures; `None` for a file.
     pub(super) fn name(&self) -> Option<&str> {
         match self {
             Self::Named(name) => Some(name),
@@ -46,7 +46,7 @@ impl Choice {
         Ok(opened?.backend)
     }
 
-    /// The arguments that make the same choice.
+    /// Returns the arguments that make the same choice.
     pub(super) fn arguments(&self) -> Vec<OsString> {
         let choice = match self {
             Self::Named(name) => ["--backend".into(), name.into()],
@@ -55,7 +55,7 @@ impl Choice {
         choice.into_iter().chain(backends::arguments_of_children().into_iter().map(OsString::from)).collect()
     }
 
-    /// Starts this program again as the second process of a case.
+    /// Returns the launcher that starts this program again as the second process of a case.
     pub(super) fn launcher(&self) -> Result<Launcher> {
         let executable = Launcher::current_executable().map_err(|error| {
             let hint = "check that `/proc` is mounted";

@@ -1,5 +1,5 @@
-//! Cases that are known to fail, for each backend, with the reason. They are data: `expected.json` beside this file, by the
-//! name of the backend and then of the case. One that passes fails the run, so that the list does not grow old.
+//! The cases that are known to fail, with the reason. The list is data: `expected.json` beside this file, by the
+//! name of the backend and then of the case. A listed case that passes fails the run, so the list stays up to date.
 
 use anyhow::Result;
 use highwater::ErrorKind;
@@ -10,7 +10,7 @@ use super::super::failure::Failure;
 
 const KNOWN: &str = include_str!("expected.json");
 
-/// The same options with what is known of a backend.
+/// Adds the known failures of a backend to the options.
 pub(super) fn with_expected_failures(options: Options, backend: &str) -> Result<Options> {
     let known: Map<String, Value> = serde_json::from_str(KNOWN).map_err(|error| {
         let hint = "this program was built from a list of known failures that is no JSON; build it again";

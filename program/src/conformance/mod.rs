@@ -1,12 +1,12 @@
-//! `highwater conformance`: the suite of promises against one backend.
+//! `highwater conformance`: the conformance suite against one backend.
 //!
-//! - `workers`: the process that cases run in, and its replacement; `worker`: that process; `protocol`: what they say
-//! - `choice`: which backend, for each process; `expected`: what is known to fail
+//! - `workers`: the supervision of the process of the cases; `worker`: that process; `protocol`: their messages
+//! - `choice`: the tested backend; `expected`: the known failures
 //! - `report`: the printed report of a run; `certificate`: the file about a full run; `destination`: its target
-//! - `sweep`: the fault sweep; `saboteurs`: backends that the suite has to catch; `races`: mistakes that the mock has to find
+//! - `sweep`: the fault sweep; `saboteurs`: mutants that the suite must catch; `races`: mistakes that the mock must find
 //!
-//! Cases about two processes start the program once more, with the same command line as the user's and a variable that
-//! tells it so.
+//! Cases about two processes start the program once more, with the user's command line and a variable that
+//! selects the second role.
 
 mod certificate;
 mod choice;
@@ -38,7 +38,7 @@ use super::{Verdict, output, soak};
 
 pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Verdict> {
     let choice = Choice::of(&arguments.backend);
-    // Of two processes the other one has probed a plugin.
+    // The first of the two processes has probed a plugin.
     if let Some(served) = serve_peer(|| choice.open(Prober::Nobody)) {
         served?;
         return Ok(Verdict::Good);
@@ -57,7 +57,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     if arguments.fault_sweep {
         return sweep::command(arguments, &choice, &options, json);
     }
-    // Before the run, which takes a while.
+    // Checked before the run, which is long.
     let certificate = arguments.certificate.as_deref().map(|path| Certificate::begin(path, &options)).transpose()?;
     let mut workers = Workers::start(&choice, Duration::from_secs(arguments.limit))?;
     let about = workers.about().clone();
@@ -69,7 +69,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     let end = workers.finish().err();
     let run = Run { report: &report, options: &options, seconds: started.elapsed().as_secs_f64(), end: end.as_deref() };
     let certified = certificate.map_or(Ok(()), |certificate| certificate.finish(&run, &about));
-    // The result of the run is printed all the same, unless the error is the one object.
+    // The result of the run is printed in any case, unless the error is the only object.
     if json {
         certified?;
         output::object(&run.to_json())?;
@@ -83,7 +83,7 @@ pub(super) fn command(arguments: &ConformanceArguments, json: bool) -> Result<Ve
     Ok(if run.is_success() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// What the arguments ask for, as the library has it.
+/// Converts the arguments to the options of the library.
 fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Options> {
     let mut options = Options::new().with_rounds(arguments.repeat);
     if let Some(backend) = backend {
@@ -103,7 +103,7 @@ fn options(arguments: &ConformanceArguments, backend: Option<&str>) -> Result<Op
     Ok(options)
 }
 
-/// Runs the cases, and shows how far it is.
+/// Runs the cases, and shows the progress.
 fn run(workers: &mut Workers, options: &Options, json: bool) -> Report {
     let mut progress = None;
     run_on(workers, options, &mut |step| match step {

@@ -1,4 +1,4 @@
-//! `highwater conformance --races`: the mock's race finder on mistakes that were made on purpose, and on their corrections.
+//! `highwater conformance --races`: the mock's race finder on known mistakes and on their corrections.
 
 use anyhow::Result;
 use highwater::mock::races::{Detail, Measured, measure};
@@ -9,7 +9,7 @@ use super::super::{Verdict, output, soak};
 
 pub(super) fn command(json: bool) -> Result<Verdict> {
     let seed = soak::any_seed();
-    // What the mocks report of the mistakes is expected, and not to be warned of.
+    // The reports of the mocks are expected, and no warnings.
     let measured = with_default(NoSubscriber::new(), || measure(seed))?;
     if json {
         output::object(&to_json(&measured, seed))?;

@@ -1,4 +1,4 @@
-//! What is printed of a run.
+//! The printed report of a run.
 
 use anyhow::Result;
 use highwater_conformance::{Case, CaseReport, Clause, Options, Report, Status, clauses, clauses_without_case};
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use super::super::output;
 use super::super::table::Table;
 
-/// A run that has ended.
+/// A finished run.
 pub(super) struct Run<'r> {
     pub(super) report: &'r Report,
     pub(super) options: &'r Options,
     pub(super) seconds: f64,
-    /// What went wrong when the last process gave everything back.
+    /// The error of the last process when it freed everything.
     pub(super) end: Option<&'r str>,
 }
 
@@ -21,7 +21,7 @@ impl Run<'_> {
         self.report.is_success() && self.end.is_none()
     }
 
-    /// Every case whose status gives a text.
+    /// Returns every case whose status has a text.
     fn listed(&self, text: impl Fn(&Status) -> Option<&str>) -> Vec<(&CaseReport, &str)> {
         self.report.cases().iter().filter_map(|case| Some((case, text(&case.status)?))).collect()
     }
@@ -119,7 +119,7 @@ pub(super) fn list(options: &Options, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The clauses of a case, each with its promise.
+/// Returns the clauses of a case, each with its promise.
 pub(super) fn promised(case: &Case) -> String {
     let promise = |id: &&str| match clauses().iter().find(|clause| clause.id == *id) {
         Some(clause) => format!("{id}: {}", clause.promise),

@@ -23,9 +23,9 @@ pub(super) fn command(arguments: &ConformanceArguments, choice: &Choice, json: b
         list(arguments.filter.as_deref(), json)?;
         return Ok(Verdict::Good);
     }
-    // So that a plugin is probed, and a backend that does not open is told, once.
+    // Opened once, so that a plugin is probed, and a backend that does not open is reported.
     drop(choice.open(Prober::ThisProgram)?);
-    // Some mutants do nothing wrong where there is one device. The mock has two where nobody has described it.
+    // Some mutants need two devices to do wrong. Without a description, the mock has two.
     let two_devices = matches!(choice, Choice::Named(name) if name == "mock") && std::env::var_os(MOCK).is_none();
     let open = || -> highwater::Result<Arc<dyn Backend>> {
         if two_devices { Ok(MockGpu::open(MockOptions::new().with_devices(2))?) } else { choice.open(Prober::Nobody) }

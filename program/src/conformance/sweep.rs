@@ -1,4 +1,4 @@
-//! `highwater conformance --fault-sweep`: each fallible call of each case refused once.
+//! `highwater conformance --fault-sweep`: each fallible call of each case is refused once.
 
 use std::num::NonZero;
 use std::thread::available_parallelism;
@@ -15,7 +15,7 @@ use super::super::{Verdict, output};
 use super::choice::Choice;
 use super::workers::Workers;
 
-/// Each job has a process with the backend, and now and then a second one.
+/// The limit on jobs. Each has one process with the backend, and sometimes a second one.
 const MOST_JOBS: usize = 16;
 
 pub(super) fn command(
@@ -27,7 +27,7 @@ pub(super) fn command(
     let limit = Duration::from_secs(arguments.limit);
     let jobs = match arguments.jobs {
         Some(jobs) => jobs,
-        // Cases that use up a device's memory would take it from each other.
+        // Cases that exhaust a device's memory would disturb each other.
         None if Workers::start(choice, limit)?.about().real_device => 1,
         None => available_parallelism().map_or(1, NonZero::get).min(MOST_JOBS),
     };

@@ -1,6 +1,6 @@
-//! The process that cases run in: opens the backend, and runs case after case as the runner says.
+//! The process of the cases. It opens the backend and runs the cases that the runner names.
 //!
-//! A case can bring it down, or hang; the runner replaces it then and goes on with the next case.
+//! If a case crashes or hangs, the runner replaces the process and continues with the next case.
 
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -1,6 +1,6 @@
-//! Runs cases in a process of their own, which is replaced when a case has brought it down or did not end in time.
+//! Runs cases in a process of their own. The process is replaced if a case crashed it or did not end in time.
 //!
-//! Nothing is tried again: the case that was in flight has failed.
+//! Nothing is retried: the case in flight has failed.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use super::super::{backends, output};
 use super::choice::Choice;
 use super::protocol::{About, Notice, Order};
 
-/// How long a backend may take to open, at least: a driver initialises every device.
+/// The least time limit for opening a backend, because a driver initializes every device.
 const OPENING: Duration = Duration::from_secs(120);
-/// How long a worker may take to give everything back when there is no more to do.
+/// The time limit for a worker to free everything at the end.
 const ENDING: Duration = Duration::from_secs(30);
 
 /// One worker at a time.
@@ -28,15 +28,15 @@ pub(super) struct Workers {
     limit: Duration,
     about: About,
     identity: Identity,
-    /// None where the last one was lost.
+    /// `None` if the last one was lost.
     worker: Option<Worker>,
 }
 
 impl Workers {
-    /// Starts the first worker. Each of its cases may take so long.
+    /// Starts the first worker. `limit` is the time limit of a case.
     ///
     /// # Errors
-    /// Where the backend does not open, or no process can be started.
+    /// If the backend does not open, or no process can be started.
     pub(super) fn start(choice: &Choice, limit: Duration) -> Result<Self> {
         let (worker, about) = Worker::start(choice, limit)?;
         let mut identity = Identity::new(&about.name, &about.description, BackendTag::next());
@@ -49,7 +49,7 @@ impl Workers {
         &self.about
     }
 
-    /// Asks the worker, or a new one; a text where it is lost.
+    /// Sends an order to the worker, or to a new one. Returns a text if the worker is lost.
     fn ask(&mut self, order: &Order) -> Result<Notice, String> {
         let mut worker = match self.worker.take() {
             Some(worker) => worker,
@@ -63,7 +63,7 @@ impl Workers {
         Ok(notice)
     }
 
-    /// Lets the last worker give everything back; a text where that goes wrong.
+    /// Makes the last worker free everything. Returns a text if that fails.
     pub(super) fn finish(&mut self) -> Result<(), String> {
         self.worker.take().map_or(Ok(()), Worker::finish)
     }
@@ -150,7 +150,7 @@ impl Worker {
             return Err(format!("its process had ended before it began, after {last}: {status}"));
         }
         if order.send(self.child.socket()).is_err() {
-            // It is dead, and its pidfd says how.
+            // It is dead, and its exit status gives the reason.
             return self.hear(Duration::ZERO);
         }
         match self.hear(limit)? {
@@ -159,7 +159,7 @@ impl Worker {
         }
     }
 
-    /// Waits for a message; a text where none comes, and then the process is gone.
+    /// Waits for a message. Returns a text if none arrives. The process has ended then.
     fn hear(&mut self, limit: Duration) -> Result<Notice, String> {
         let heard = self.child.wait_for(limit).map_err(|error| format!("its process cannot be understood: {error}"));
         match heard {
@@ -170,7 +170,7 @@ impl Worker {
                 return Err(text);
             }
         }
-        // Looked at before it is killed.
+        // Read before it is killed.
         let by_itself = self.child.ended().ok().flatten();
         if let Some(status) = by_itself {
             return Err(format!("its process ended: {status}"));
@@ -185,7 +185,7 @@ impl Worker {
         }
     }
 
-    /// Closes the socket, and waits for the process to end well.
+    /// Closes the socket, and waits for the process to end successfully.
     fn finish(mut self) -> Result<(), String> {
         match self.child.finish(ENDING) {
             Ok(Some(status)) if status.success() => Ok(()),

@@ -1,7 +1,7 @@
-//! A consumer of `highwater soak ipc`: opens what is offered, uses it, and dies.
+//! A consumer of `highwater soak ipc`: opens the offered buffers, uses them, and dies.
 //!
-//! Every consumer is killed. Either it does so itself, a random time after a random step has begun, so that the kill hits
-//! in the middle of whatever the step does; or its exporter does, at any time, also before this has opened anything.
+//! Every consumer is killed. It kills itself a random time after the start of a random step, so that the kill hits the
+//! middle of the step. Or its exporter kills it at any time, even before it has opened anything.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -24,12 +24,12 @@ use super::message::{Deed, Order};
 use super::pattern::Pattern;
 use super::random::Random;
 
-/// Offers that a consumer remembers: enough that some have expired.
+/// Offers that a consumer remembers: so many that some have expired.
 const MOST_OFFERS: usize = 12;
 /// Buffers that it holds at once.
 const MOST_HELD: usize = 6;
 
-/// Those that kill themselves do so before this step.
+/// The step before which a consumer kills itself, at the latest.
 const STEPS: u64 = 150;
 
 /// Runs until it is killed.
@@ -40,12 +40,12 @@ pub(in super::super) fn command(arguments: &ConsumerArguments) -> Result<Verdict
         Ok(never) => match never {},
         Err(error) => error,
     };
-    // Where nobody hears it, the exporter is gone.
+    // If nobody reads it, the exporter is gone.
     let _ = Deed::Failed(format!("{error:#}")).send(&socket);
     Ok(Verdict::Bad)
 }
 
-/// A buffer of the exporter, opened.
+/// An open buffer of the exporter.
 struct Held {
     pattern: Pattern,
     ticket: Ticket,
@@ -58,7 +58,7 @@ struct Consumer<'s> {
     socket: &'s UnixStream,
     inbox: Inbox,
     gpu: Arc<MockGpu>,
-    /// Broken rules of use that were told.
+    /// The violations that were reported.
     violations: u64,
     runtime: Runtime,
     stream: Stream,
@@ -70,7 +70,7 @@ struct Consumer<'s> {
     /// Work may be outstanding.
     queued: bool,
     bequeathed: bool,
-    /// To its exporter it looks dead.
+    /// Its sockets are cut, so it looks dead to its exporter.
     cut_off: bool,
 }
 
@@ -125,7 +125,7 @@ impl<'s> Consumer<'s> {
         Ok(deed.send(self.socket)?)
     }
 
-    /// Tells what the mock has found since.
+    /// Reports the new violations that the mock has found.
     fn tell_violations(&mut self) -> Result<()> {
         let count = self.gpu.violation_count();
         if std::mem::replace(&mut self.violations, count) < count
@@ -136,7 +136,7 @@ impl<'s> Consumer<'s> {
         Ok(())
     }
 
-    /// Takes in what is offered. Without an exporter there is nothing to live for.
+    /// Receives the offers. Dies if the exporter is gone.
     fn hear(&mut self) -> Result<()> {
         if self.offers.is_empty() {
             wait_readable(self.socket.as_fd(), Duration::from_millis(5))?;
@@ -156,7 +156,7 @@ impl<'s> Consumer<'s> {
 
     fn step(&mut self, random: &mut Random) -> Result<()> {
         if self.cut_off {
-            // It holds on to what it has, and would see another's contents where the exporter has freed it.
+            // It keeps its buffers, and would see foreign contents if the exporter had freed one.
             return if random.percent(50) { self.use_queued(random) } else { self.check(random) };
         }
         match random.within(0..1000) {
@@ -189,7 +189,7 @@ impl<'s> Consumer<'s> {
         }
     }
 
-    /// Opens a buffer that is held: it cannot have expired, wherever its exporter has dropped it.
+    /// Opens a held buffer again. Its memory is alive, even if the exporter has dropped the buffer.
     fn open_again(&mut self, random: &mut Random) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());
@@ -202,7 +202,7 @@ impl<'s> Consumer<'s> {
                 self.tell(Deed::Opened)?;
                 if before.is_some() { self.tell(Deed::Released) } else { Ok(()) }
             }
-            // The exporter may refuse a ticket of what it has dropped, though it keeps the memory.
+            // The exporter may refuse a ticket of a dropped buffer, though it keeps the memory.
             Err(error) if error.kind() == ErrorKind::Expired => self.tell(Deed::Expired),
             Err(error) => Err(error.into()),
         }
@@ -238,7 +238,7 @@ impl<'s> Consumer<'s> {
         Ok(())
     }
 
-    /// Looks whether a buffer still has its own contents.
+    /// Checks that a buffer still has its own contents.
     fn check(&self, random: &mut Random) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());
@@ -248,7 +248,7 @@ impl<'s> Consumer<'s> {
         self.tell(pattern.check(&words).map_or_else(Deed::Stolen, |_| Deed::Checked))
     }
 
-    /// Drops a buffer, also one that queued work uses.
+    /// Drops a buffer, possibly one that queued work uses.
     fn release(&mut self, random: &mut Random) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());
@@ -259,7 +259,7 @@ impl<'s> Consumer<'s> {
         (0..opens).try_for_each(|_| self.tell(Deed::Released))
     }
 
-    /// Cuts its connections to the exporter's library, and lives on.
+    /// Cuts its connections to the exporter's library, and continues.
     fn cut(&mut self) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());
@@ -268,7 +268,7 @@ impl<'s> Consumer<'s> {
         self.tell(Deed::Cut(cut_sockets(self.socket)?))
     }
 
-    /// Leaves a child behind and dies soon after.
+    /// Starts a child that outlives it, and dies soon after.
     fn bequeath(&mut self, random: &mut Random) -> Result<()> {
         if self.bequeathed || self.held.is_empty() {
             return Ok(());
@@ -281,7 +281,7 @@ impl<'s> Consumer<'s> {
     }
 }
 
-/// Kills this process a little later, whatever it does then.
+/// Kills this process after a delay.
 fn die_soon(delay: Duration) {
     thread::spawn(move || {
         thread::sleep(delay);

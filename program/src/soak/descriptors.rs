@@ -1,4 +1,4 @@
-//! The descriptors of a consumer: copied for its heir, or cut where they are sockets.
+//! The descriptors of a consumer: copies for its heir, and the cutting of its sockets.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,14 +7,14 @@ use rustix::fs::{FileType, fstat};
 use rustix::net::{Shutdown, shutdown};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 
-/// A copy of every descriptor of this process but the standard ones. A copy stands for the same open file or socket.
+/// Returns a copy of every descriptor of this process but the standard ones. A copy refers to the same open file or socket.
 pub(super) fn copies() -> io::Result<Vec<OwnedFd>> {
     let own = pidfd_open(getpid(), PidfdFlags::empty())?;
     let mut copies = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd")? {
         let Some(number) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         if number > 2
-            // Closed by another thread meanwhile, or refused by a sandbox.
+            // Another thread may have closed it, or a sandbox may refuse.
             && let Ok(copy) = pidfd_getfd(&own, number, PidfdGetfdFlags::empty())
         {
             copies.push(copy);
@@ -23,7 +23,7 @@ pub(super) fn copies() -> io::Result<Vec<OwnedFd>> {
     Ok(copies)
 }
 
-/// Cuts every socket of this process but one, as its end would; says how many. To their other ends it looks dead.
+/// Cuts every socket of this process but one, as its end would, and returns their number. It looks dead to the other ends.
 pub(super) fn cut_sockets(kept: impl AsFd) -> io::Result<u64> {
     let identity = |descriptor: &dyn AsFd| -> io::Result<_> {
         let status = fstat(descriptor.as_fd())?;

@@ -1,7 +1,7 @@
-//! The exporter of `highwater soak ipc`: shares, frees and checks, and kills its consumers.
+//! The exporter of `highwater soak ipc`: shares, frees and checks buffers, and kills its consumers.
 //!
-//! One thread does everything, step by step, and between the steps takes in what consumers say and how they end. No wait is
-//! without an end.
+//! One thread does everything, step by step. Between the steps, it receives the messages and the deaths of consumers. Every
+//! wait has a limit.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -30,30 +30,30 @@ use super::pattern::Pattern;
 use super::random::Random;
 use super::report::Report;
 
-/// Buffers that the exporter has at once.
+/// The most buffers that the exporter has at once.
 const MOST_LIVE: usize = 12;
-/// Between two steps, where nothing else happens.
+/// The pause between two steps.
 const PAUSE: Duration = Duration::from_micros(200);
-/// The exporter's own operations take so long on the device.
+/// The duration of the exporter's own operations on the device.
 const LATENCY: Duration = Duration::from_micros(20);
-/// Consumers live at most so long.
+/// The longest life of a consumer.
 const LIFE: Duration = Duration::from_millis(400);
-/// Children of dead consumers that are let live.
+/// The most living children of dead consumers.
 const MOST_HEIRS: usize = 16;
-/// What is over in milliseconds may take so long on a busy machine.
+/// The time limit of operations that take milliseconds, for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What is to be done.
+/// The task of a run.
 #[derive(Debug)]
 pub(super) struct Soak {
     pub(super) kills: u64,
-    /// At the same time.
+    /// Consumers at the same time.
     pub(super) consumers: usize,
     pub(super) seed: u64,
 }
 
 pub(super) fn run(soak: &Soak, progress: &Progress, pulse: &AtomicU64) -> Result<Report> {
-    // Children of killed consumers become children of this process, so that none is lost sight of.
+    // Children of killed consumers become children of this process, so that it can wait for them.
     set_child_subreaper(Some(getpid()))?;
     let started = Instant::now();
     let shared_files_before = shared_files();
@@ -79,7 +79,7 @@ pub(super) fn run(soak: &Soak, progress: &Progress, pulse: &AtomicU64) -> Result
     Ok(report)
 }
 
-/// Asks again and again until the answer is right, and gives the last one.
+/// Repeats a question until the answer is right or the time is over. Returns the last answer.
 fn eventually<T>(pulse: &AtomicU64, mut ask: impl FnMut() -> Result<T>, right: impl Fn(&T) -> bool) -> Result<T> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -92,7 +92,7 @@ fn eventually<T>(pulse: &AtomicU64, mut ask: impl FnMut() -> Result<T>, right: i
     }
 }
 
-/// Whether there are children that have not ended; waits for those that have.
+/// Reaps the children that have ended. Returns true if others still run.
 fn children_are_left() -> io::Result<bool> {
     loop {
         match wait(WaitOptions::NOHANG) {
@@ -104,12 +104,12 @@ fn children_are_left() -> io::Result<bool> {
     }
 }
 
-/// Open descriptors of this process.
+/// Returns the number of open descriptors of this process.
 fn descriptors() -> Result<usize> {
     Ok(fs::read_dir("/proc/self/fd")?.count())
 }
 
-/// Shared files of this project.
+/// Returns the number of shared files of this project.
 fn shared_files() -> u64 {
     let Ok(entries) = fs::read_dir("/dev/shm") else { return 0 };
     let is_ours = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().contains("highwater");
@@ -125,7 +125,7 @@ struct Block {
 
 struct Consumer {
     child: Child,
-    /// When it is killed, where it does not do so itself.
+    /// The time at which it is killed, unless it kills itself before.
     until: Instant,
     bequeathed: bool,
     cut_off: bool,
@@ -142,7 +142,7 @@ struct Exporter<'a> {
     next_tag: u64,
     blocks: Vec<Block>,
     consumers: Vec<Consumer>,
-    /// Sockets of dead consumers that have left a child behind, which lives as long as its socket is open here.
+    /// Sockets of dead consumers that left a child. The child lives as long as its socket is open here.
     heirs: VecDeque<UnixStream>,
     started: u64,
     report: Report,
@@ -165,14 +165,14 @@ impl<'a> Exporter<'a> {
             started: 0,
             report: Report { seed: soak.seed, ..Report::default() },
         };
-        // Once without consumers, so that what is made at the first use is there before descriptors are counted.
+        // Once without consumers, so that all objects of the first use exist before descriptors are counted.
         exporter.share()?;
         exporter.check()?;
         exporter.free()?;
         Ok(exporter)
     }
 
-    /// Until every consumer that was to be killed has been.
+    /// Runs until the given number of consumers was killed.
     fn work(&mut self, pulse: &AtomicU64) -> Result<()> {
         while self.report.kills < self.soak.kills {
             pulse.fetch_add(1, Ordering::Relaxed);
@@ -184,7 +184,7 @@ impl<'a> Exporter<'a> {
             self.kill_who_is_due()?;
             self.reap()?;
             if self.report.unexpected.count() > 100 {
-                // It will not get better.
+                // More failures give no more insight.
                 break;
             }
         }
@@ -199,7 +199,7 @@ impl<'a> Exporter<'a> {
                 "use fewer `--consumers`, or raise the limits on processes (ulimit -u) and descriptors (ulimit -n)";
             Failure::new(ErrorKind::OperatingSystem, "a consumer could not be started", hint).because_of(error)
         })?;
-        // A consumer that does not listen for so long is stuck.
+        // A consumer that does not read for this long is stuck.
         child.socket().set_write_timeout(Some(PATIENCE))?;
         // Some die before they have opened anything.
         let life = if self.random.percent(15) { LIFE / 10 } else { LIFE };
@@ -214,7 +214,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Offers a buffer to a consumer; one that is dead does not hear it.
+    /// Offers a buffer to a consumer. A dead consumer ignores it.
     fn offer(&mut self, consumer: usize, block: usize) {
         let consumer = &self.consumers[consumer];
         if let Err(error) = self.blocks[block].offer.send(consumer.child.socket())
@@ -236,7 +236,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Allocates a buffer and offers it to everybody. Its contents may still be on their way: a ticket stands for them.
+    /// Allocates a buffer and offers it to all consumers. A consumer that opens the ticket waits for the contents.
     fn share(&mut self) -> Result<()> {
         let side = Pattern::SIDES[self.random.index(Pattern::SIDES.len())];
         let pattern = Pattern::new(self.next_tag, side);
@@ -253,10 +253,10 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Frees a buffer, whoever has it open.
+    /// Frees a buffer, which consumers may have open.
     fn free(&mut self) -> Result<()> {
         let index = self.random.index(self.blocks.len());
-        // Now and then it is checked before.
+        // Sometimes it is checked before.
         if self.random.percent(30) {
             self.check_block(index)?;
         }
@@ -282,7 +282,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Takes in what consumers say; waits for it a little.
+    /// Receives the messages of consumers. Waits up to `limit`.
     fn hear(&mut self, limit: Duration) -> Result<()> {
         child::ready(self.consumers.iter().map(|consumer| &consumer.child), limit)?;
         (0..self.consumers.len()).try_for_each(|index| self.hear_consumer(index))
@@ -319,7 +319,7 @@ impl<'a> Exporter<'a> {
         for consumer in &mut self.consumers {
             if consumer.until <= now {
                 consumer.child.kill()?;
-                // Far longer than a kill takes: by then it is a defect.
+                // A kill takes far less time, so this is a defect.
                 if now.duration_since(consumer.until) > PATIENCE {
                     let what = format!("consumer {} does not die", consumer.child.pid());
                     return Err(
@@ -331,7 +331,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Takes leave of every process that has ended, consumers and their children.
+    /// Reaps every process that has ended: consumers and their children.
     fn reap(&mut self) -> Result<()> {
         loop {
             match wait(WaitOptions::NOHANG) {
@@ -344,10 +344,10 @@ impl<'a> Exporter<'a> {
     }
 
     fn note_end(&mut self, pid: Pid, status: ExitStatus) -> Result<()> {
-        // Else it was the child of a consumer.
+        // Otherwise it was the child of a consumer.
         if let Some(index) = self.consumers.iter().position(|consumer| consumer.child.pid() == pid) {
             self.consumers[index].child.note_end(status);
-            // Its last words.
+            // Its last messages.
             self.hear_consumer(index)?;
             let consumer = self.consumers.swap_remove(index);
             if status.signal() != Some(Signal::KILL.as_raw()) {
@@ -368,7 +368,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// With all consumers dead, everything comes back, though some of their children live and hold their descriptors.
+    /// Checks that all memory is freed once all consumers are dead, though children still hold their descriptors.
     fn free_everything(&mut self, pulse: &AtomicU64) -> Result<()> {
         (0..self.blocks.len()).try_for_each(|index| self.check_block(index))?;
         self.blocks.clear();
@@ -385,7 +385,7 @@ impl<'a> Exporter<'a> {
         Ok(())
     }
 
-    /// Lets go of the runtime.
+    /// Drops everything, and returns the report.
     fn end(self) -> Report {
         self.report
     }

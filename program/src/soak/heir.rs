@@ -1,7 +1,7 @@
-//! What a consumer leaves behind: a process that holds the consumer's descriptors and outlives it.
+//! The heir of a consumer: a process that holds the consumer's descriptors and outlives it.
 //!
-//! It stands for a child that a consumer forked. Whether a consumer is dead must not be told from its sockets or its locks:
-//! the heir keeps them, until the exporter lets go of its end of the consumer's socket.
+//! It simulates a child that a consumer forked. Sockets and locks do not prove that a consumer is alive:
+//! the heir keeps them until the exporter closes its end of the consumer's socket.
 
 use std::io;
 use std::os::fd::AsFd as _;
@@ -14,11 +14,11 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use super::super::Verdict;
 use super::descriptors::copies;
 
-/// Starts an heir that holds every descriptor of this process; says how many.
+/// Starts an heir that holds every descriptor of this process. Returns their number.
 ///
-/// Nobody waits for it: when this process dies, it becomes a child of the exporter.
+/// This process does not wait for it. When this process dies, the heir becomes a child of the exporter.
 pub(super) fn leave() -> io::Result<u64> {
-    // The copies are all gone from this process when this returns, and nobody else starts a process here meanwhile.
+    // This process closes the copies on return, and no other thread starts a process meanwhile.
     let copies = copies()?;
     copies.iter().try_for_each(|copy| fcntl_setfd(copy, FdFlags::empty()))?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
@@ -31,9 +31,9 @@ pub(super) fn leave() -> io::Result<u64> {
     Ok(copies.len() as u64 + 1)
 }
 
-/// The heir: does nothing, until the exporter has no more use for it or is gone.
+/// Runs the heir, which waits until the exporter closes its socket or ends.
 pub(in super::super) fn command() -> Result<Verdict> {
-    // What the consumer was still to hear.
+    // Discards the messages for the consumer.
     io::copy(&mut io::stdin().lock(), &mut io::sink())?;
     Ok(Verdict::Good)
 }

@@ -1,10 +1,10 @@
 //! `highwater soak ipc`: shares memory of the mock device with processes that are killed at random moments.
 //!
-//! This process is the exporter (`exporter`): it allocates buffers, shares them, frees them while others still use them, and
-//! allocates again. Its children are the consumers (`consumer`): they open tickets, once or often, use the memory on a
-//! stream, drop it, leave a child behind that holds their descriptors (`heir`) or cut their sockets and go on writing, and are
-//! killed, by the exporter or by themselves, at a random step after a random delay. What is in a buffer tells whose it is (`pattern`), so that memory
-//! that is freed too early, or written by somebody who has lost it, shows. At the end everything has to be back.
+//! This process is the exporter (`exporter`). It allocates buffers, shares them, frees them while others still use them, and
+//! allocates again. Its children are the consumers (`consumer`). They open tickets, once or more often, and use the memory on
+//! a stream. They drop it, start a child that holds their descriptors (`heir`), or cut their sockets and continue to write. The
+//! exporter or they themselves kill them, at a random step after a random delay. The contents of a buffer name its owner
+//! (`pattern`), so early frees and stray writes are found. At the end, everything must be freed.
 
 pub(super) mod consumer;
 mod descriptors;
@@ -29,7 +29,7 @@ use super::failure::{self, Failure};
 use super::progress::Progress;
 use super::{Verdict, output};
 
-/// Longer than any step can take. A step that takes longer hangs, and is a defect.
+/// The time limit of a step. A step that takes longer hangs, which is a defect.
 const STUCK: Duration = Duration::from_secs(60);
 
 pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdict> {
@@ -51,21 +51,21 @@ pub(super) fn command(arguments: &SoakIpcArguments, json: bool) -> Result<Verdic
     Ok(if faults.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// The mock as the environment describes it, with an extra time for each operation of a stream. It poisons what is freed,
-/// and finds what is freed while work of its own process uses it.
+/// Opens the mock of the environment, with a latency for each operation of a stream. It poisons freed memory, and finds
+/// memory that is freed while work of its own process uses it.
 fn open_mock(latency: Duration) -> highwater::Result<Arc<MockGpu>> {
     MockGpu::open(MockOptions::from_environment()?.with_latency(latency).with_checks())
 }
 
-/// Another seed each time.
+/// Returns a random seed.
 pub(super) fn any_seed() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    // Short enough to be typed.
+    // Short enough to type.
     (now.as_nanos() as u64 ^ u64::from(std::process::id())) % 1_000_000_000
 }
 
-/// Counts the exporter's steps. Where none is made for long, a watchdog ends this process with an error; the consumers end
-/// with it.
+/// Returns the counter of the exporter's steps. If it stands still, a watchdog ends this process with an error, and the
+/// consumers end with it.
 fn watch(json: bool, seed: u64) -> Arc<AtomicU64> {
     let pulse = Arc::new(AtomicU64::new(0));
     let watched = Arc::clone(&pulse);

@@ -1,28 +1,28 @@
-//! What is in a shared buffer, so that its contents tell whose it is.
+//! The contents of a shared buffer, which name its owner.
 //!
-//! Each buffer has a tag that no other has, and four areas of `side * side` words: the mark, which only its exporter
+//! Each buffer has its own tag, and four areas of `side * side` words: the mark, which only its exporter
 //! writes; scratch, which consumers fill and copy into; and two matrices of floats, of which consumers compute the second
-//! from the first. In whatever order that happens, every word of a buffer that was not freed and not written by
-//! anybody else shows its tag.
+//! from the first. In any order of these steps, every word shows the tag, unless the buffer was freed or
+//! another process wrote to it.
 
 use std::ops::Range;
 
 use highwater::{DeviceBuffer, DeviceSlice, GemmShape, Result, Stream};
 
-/// Tags stand in 24 bits of a word, and are whole numbers as floats.
+/// A tag has 24 bits, so it is also exact as a float.
 const TAG_BITS: u32 = 24;
 
-/// Which words of a buffer are for what.
+/// The use of the words of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pattern {
     tag: u32,
     side: usize,
 }
 
-/// What a check found where all was well.
+/// The result of a successful check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Seen {
-    /// Words that somebody has changed, as is allowed.
+    /// Words that were changed as permitted.
     pub(super) changed: u64,
 }
 
@@ -30,7 +30,7 @@ impl Pattern {
     /// Sides that a buffer may have.
     pub(super) const SIDES: [usize; 4] = [8, 16, 32, 64];
 
-    /// The pattern of a tag. Tags begin anew after 2^24, when the buffers of the first are long gone.
+    /// Returns the pattern of a tag. Tags wrap after 2^24, when the first buffers are long freed.
     pub(super) fn new(tag: u64, side: usize) -> Self {
         Self { tag: (tag % (1 << TAG_BITS)) as u32, side }
     }
@@ -43,7 +43,7 @@ impl Pattern {
         self.side
     }
 
-    /// Words of the whole buffer.
+    /// Returns the number of words of the whole buffer.
     pub(super) fn len(self) -> usize {
         4 * self.area()
     }
@@ -76,13 +76,13 @@ impl Pattern {
         (self.tag as f32).to_bits()
     }
 
-    /// Enqueues what a new buffer has in it.
+    /// Enqueues the contents of a new buffer.
     pub(super) fn write(self, stream: &Stream, buffer: &DeviceBuffer<u32>) -> Result<()> {
         stream.fill(buffer.slice(0..2 * self.area())?, self.word(0))?;
         stream.fill(buffer.slice(2 * self.area()..self.len())?, self.float())
     }
 
-    /// Enqueues a fill of scratch, as a consumer may.
+    /// Enqueues a fill of scratch, which a consumer may do.
     pub(super) fn fill(self, stream: &Stream, buffer: &DeviceBuffer<u32>, part: Range<usize>, low: u8) -> Result<()> {
         stream.fill(buffer.slice(part)?, self.word(low))
     }
@@ -92,7 +92,7 @@ impl Pattern {
         stream.copy(buffer.slice(self.mark())?, buffer.slice(self.scratch())?)
     }
 
-    /// Enqueues the product of the first matrix with the identity, which lies in `identity`.
+    /// Enqueues the product of the first matrix with `identity`.
     pub(super) fn multiply(
         self,
         stream: &Stream,
@@ -104,7 +104,7 @@ impl Pattern {
         stream.blas()?.gemm(&shape, 1.0, factor, identity, 0.0, product)
     }
 
-    /// Whether all words are as this pattern allows; else what is wrong.
+    /// Checks all words against this pattern. Returns the fault if one is wrong.
     pub(super) fn check(self, words: &[u32]) -> Result<Seen, String> {
         let wrong = |index: usize| {
             let (word, tag) = (words[index], self.tag);

@@ -1,4 +1,4 @@
-//! Random choices that can be repeated.
+//! Repeatable random choices.
 
 use std::ops::Range;
 
@@ -16,17 +16,17 @@ impl Random {
         self.0.draw()
     }
 
-    /// A number of a range that is not empty.
+    /// Returns a number of a range, which must not be empty.
     pub(super) fn within(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
 
-    /// An index into so many, at least one.
+    /// Returns an index below `length`, which is at least 1.
     pub(super) fn index(&mut self, length: usize) -> usize {
         self.within(0..length as u64) as usize
     }
 
-    /// True in so many of 100 cases.
+    /// Returns true with a probability of `percent` in 100.
     pub(super) fn percent(&mut self, percent: u64) -> bool {
         self.within(0..100) < percent
     }

@@ -1,4 +1,4 @@
-//! What `highwater soak ipc` came to.
+//! The result of `highwater soak ipc`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::super::table::Table;
 
-/// Reasons of one kind that are listed; more are counted.
+/// The most reasons of one kind that are listed. More are only counted.
 const MOST_REASONS: usize = 20;
 
 #[derive(Debug, Default)]
@@ -16,31 +16,31 @@ pub(super) struct Report {
     pub(super) kills: u64,
     pub(super) opens: u64,
     pub(super) releases: u64,
-    /// Tickets that were refused because their buffer is gone.
+    /// Tickets that were refused because their buffer was freed.
     pub(super) expired_tickets: u64,
     /// Buffers that the exporter allocated and shared.
     pub(super) shared: u64,
-    /// Looks at the contents of a buffer, by all processes.
+    /// Checks of the contents of a buffer, by all processes.
     pub(super) checks: u64,
-    /// Words that the exporter saw changed by others.
+    /// Words that other processes changed, as the exporter saw.
     pub(super) words_changed: u64,
-    /// Consumers killed that had left a child behind, and the descriptors that those children held.
+    /// Killed consumers that left a child, and the descriptors of those children.
     pub(super) killed_after_fork: u64,
     pub(super) inherited_descriptors: u64,
-    /// Of those children, how many still lived when all memory had come back.
+    /// Those of the children that still lived when all memory was freed.
     pub(super) heirs_at_the_end: u64,
-    /// Consumers killed that had cut their sockets and gone on writing, and how many sockets those were.
+    /// Killed consumers that had cut their sockets and continued to write, and the number of those sockets.
     pub(super) killed_after_cut: u64,
     pub(super) cut_sockets: u64,
-    /// Consumers killed with work queued.
+    /// Killed consumers with queued work.
     pub(super) killed_with_work: u64,
     pub(super) limbo_peak_bytes: u64,
     pub(super) leaked_bytes: u64,
-    /// What the backend counts as alive at the end.
+    /// Objects that the backend counts as alive at the end.
     pub(super) leaked_objects: u64,
-    /// Contents that were not the buffer's own, each with what was seen.
+    /// Contents that were not the buffer's own.
     pub(super) early_frees: Reasons,
-    /// What must not have failed and did.
+    /// Failures of calls that must not fail.
     pub(super) unexpected: Reasons,
     pub(super) processes_left: u64,
     pub(super) descriptors_left: u64,
@@ -48,7 +48,7 @@ pub(super) struct Report {
     pub(super) elapsed: Duration,
 }
 
-/// What was wrong, counted, and the first of it in words.
+/// A count of faults, and the texts of the first ones.
 #[derive(Debug, Default)]
 pub(super) struct Reasons {
     count: u64,
@@ -69,7 +69,7 @@ impl Reasons {
 }
 
 impl Report {
-    /// What is wrong, if anything.
+    /// Returns the faults of the run.
     pub(super) fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         let counts = [
