@@ -47,7 +47,7 @@ impl EventPool {
         Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
-    /// Returns an event that nobody else refers to, not recorded yet.
+    /// Returns an event that no other code refers to, not recorded yet.
     pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<CompletionEvent> {
         let idle = self.idle.lock().pop();
         let event = match idle {
