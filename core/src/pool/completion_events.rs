@@ -84,7 +84,7 @@ impl CompletionEvent {
         self.point
     }
 
-    /// Sets the point at which the event is recorded. Only [`StreamCore::record`](crate::stream::StreamCore::record)
+    /// Sets the point at which the event is recorded. Only [`StreamCore::record`](crate::stream::core::StreamCore::record)
     /// knows it.
     pub(crate) fn set_point(&mut self, point: Point) {
         self.point = point;
