@@ -16,7 +16,7 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error
 ///
 /// Dropping a buffer never waits: its memory is freed once every stream that used it has passed that use. Device work of
 /// different streams on one buffer is not ordered by itself; unordered access gives unspecified values and nothing worse.
-/// A stream that uses data of another stream must wait for it, see [`Stream::wait`]. An automatic wait for the last
+/// A stream that uses data of another stream must wait for it, see [`Stream::wait`](crate::Stream::wait). An automatic wait for the last
 /// writer of a whole buffer would serialize streams that write disjoint parts of it. It would also wait for later work
 /// of the writer's stream.
 ///
@@ -155,11 +155,11 @@ impl<T: Element> DeviceBuffer<T> {
 
     /// Returns the address of the first value, for kernels and copies that the program enqueues itself. Highwater does
     /// not see such work. The caller must:
-    /// - call [`Stream::note_device_use`] on the stream that executes the work, before enqueuing it. Without the
+    /// - call [`Stream::note_device_use`](crate::Stream::note_device_use) on the stream that executes the work, before enqueuing it. Without the
     ///   note, Highwater frees and reuses the memory while the work is queued;
     /// - keep the buffer until the work is enqueued;
     /// - touch no bytes beside the values of the buffer, and order the work after that of other streams on the same values
-    ///   (see [`Stream::wait`]);
+    ///   (see [`Stream::wait`](crate::Stream::wait));
     /// - never free the address.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {

@@ -66,7 +66,7 @@ impl Stream {
     /// # Errors
     /// `InvalidPointer` where no buffer of the stream's runtime owns the memory: it is not page-locked, was dropped, or is
     /// another runtime's. Nothing is noted then, and the use must be waited for. `Capture` where other code captures the
-    /// stream; else what marking the stream gives; then the memory is given to nobody else before the runtime ends.
+    /// stream; else the error of recording the event; then the memory is not used again before the runtime ends.
     pub fn note_host_use(&self, ptr: HostPtr, access: Access) -> Result<()> {
         const OPERATION: &str = "note_host_use";
         let runtime = self.runtime();

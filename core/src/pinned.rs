@@ -218,7 +218,7 @@ pub struct PinnedSlice<'b, T: Element> {
     range: Range<usize>,
 }
 
-/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that nobody reads meanwhile.
+/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that no code reads meanwhile.
 #[derive(Debug)]
 pub struct PinnedSliceMut<'b, T: Element>(pub(crate) PinnedSlice<'b, T>);
 

@@ -106,7 +106,7 @@ pub(super) struct Recorded {
     workspaces: Vec<OwnedWorkspace>,
     /// Stream and completion event of the last launch.
     last: Option<(u64, Arc<CompletionEvent>)>,
-    /// A launch may be running and nobody can tell for how long.
+    /// True if a launch may be running for an unknown time.
     unmarked: bool,
     is_graph: bool,
 }
@@ -248,7 +248,7 @@ impl Drop for Recorded {
             self.count(1_u64.wrapping_neg());
         }
         for OwnedWorkspace { device, mut idle } in self.workspaces.drain(..) {
-            // Without a completion event it stays in the list of all workspaces, is used by nobody, and is freed when
+            // Without a completion event it stays in the list of all workspaces, is used by no stream, and is freed when
             // the runtime ends.
             if !self.unmarked {
                 if let Some((_, completion)) = &self.last {
@@ -294,7 +294,7 @@ impl Parts {
             Err(error) => {
                 inner.count_failed_release(&error);
                 self.pinned.values().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
-                // They stay in the list of all workspaces, are used by nobody, and are freed when the runtime ends.
+                // They stay in the list of all workspaces, are used by no stream, and are freed when the runtime ends.
                 self.workspaces.clear();
             }
         }

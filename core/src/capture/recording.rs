@@ -28,7 +28,7 @@ pub(super) struct CaptureState {
     pub(super) streams: Vec<Arc<StreamCore>>,
     /// Events recorded in the capture that were dropped, and whether their ids were given away.
     events: Vec<(CompletionEvent, bool)>,
-    /// True if the backend has ended the capture, so that its events are nobody's.
+    /// True if the backend has ended the capture, so that its events belong to no capture.
     ended: bool,
 }
 

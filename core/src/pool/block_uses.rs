@@ -61,7 +61,7 @@ pub(crate) struct BlockUses {
     live: AtomicBool,
     /// How many captures, graphs and notes keep the block. Relaxed: see above.
     keepers: AtomicU32,
-    /// A stream may use the block and nobody can tell for how long. Set by who owns or keeps the block, so before it lets go.
+    /// True if a stream may use the block for an unknown time. Set by an owner or keeper of the block, so before it lets go.
     pub(crate) unmarked: AtomicBool,
     /// Operations that read the block in captures that are open and graphs that are alive, and operations that write it.
     recorded_reads: AtomicU32,
@@ -134,7 +134,7 @@ impl BlockUses {
         self.live.store(live, Ordering::Relaxed);
     }
 
-    /// Returns whether somebody keeps the block. The caller holds the lock of its bin.
+    /// Returns whether a capture, a graph or a note keeps the block. The caller must hold the lock of its bin.
     #[inline]
     pub(crate) fn is_kept(&self) -> bool {
         self.keepers.load(Ordering::Relaxed) > 0

@@ -47,7 +47,7 @@ impl EventPool {
         Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
-    /// Returns an event that nobody else refers to, not recorded yet.
+    /// Returns an event that no other code refers to, not recorded yet.
     pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<CompletionEvent> {
         let idle = self.idle.lock().pop();
         let event = match idle {
@@ -84,7 +84,7 @@ impl CompletionEvent {
         self.point
     }
 
-    /// Sets the point at which the event is recorded. Only [`StreamCore::record`](crate::stream::StreamCore::record)
+    /// Sets the point at which the event is recorded. Only [`StreamCore::record`](crate::stream::core::StreamCore::record)
     /// knows it.
     pub(crate) fn set_point(&mut self, point: Point) {
         self.point = point;

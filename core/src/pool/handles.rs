@@ -372,7 +372,7 @@ impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
 impl<H: Send + 'static> Drop for HandleLease<'_, H> {
     #[inline]
     fn drop(&mut self) {
-        // The thread cache that claimed the slot is this thread's. Once it is gone, nobody would give the slot back. In
+        // The thread cache that claimed the slot is this thread's. Once it is gone, no code would give the slot back. In
         // a forked child the store goes to the child's own copy, and `give_back` looks before it locks.
         match THREAD_CACHE.try_with(|_| ()) {
             Ok(()) => self.slot.release_to_thread_cache(),

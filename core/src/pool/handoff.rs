@@ -2,7 +2,7 @@
 //!
 //! | state | user of the handle | leaves by |
 //! | --- | --- | --- |
-//! | `CLAIMED` | none; it is reserved for one thread's cache | that thread leases it; its end gives it back; the pool retires it |
+//! | `CLAIMED` | none; it is reserved for one thread's cache | that thread leases it or ends; the pool retires it |
 //! | `LEASED` | the thread with the lease | the lease ends; the pool, once no lease can exist |
 //! | `IDLE` | none; it is in the stack, or about to be | any thread pops and leases it; the pool retires it |
 //! | `RETIRED` | the thread that retired it | never |
@@ -51,7 +51,7 @@ impl<H> Slot<H> {
     /// Ends a lease; the slot stays in the thread cache of the calling thread.
     #[inline]
     pub(crate) fn release_to_thread_cache(&self) {
-        // A store is enough: while a slot is leased nobody else changes its state (`retire` takes only claimed and idle
+        // A store is enough: while a slot is leased no other thread changes its state (`retire` takes only claimed and idle
         // ones).
         self.state.store(CLAIMED, Ordering::Release);
     }
@@ -76,7 +76,7 @@ impl<H> Slot<H> {
         let mut state = self.state.load(Ordering::Relaxed);
         while state == CLAIMED || state == IDLE {
             match self.state.compare_exchange_weak(state, RETIRED, Ordering::Acquire, Ordering::Relaxed) {
-                // SAFETY: this thread has moved the state to `RETIRED`, so nobody else reaches the handle now or later.
+                // SAFETY: this thread has moved the state to `RETIRED`, so no other thread reaches the handle now or later.
                 Ok(_) => return self.handle.with_mut(|handle| unsafe { (*handle).take() }),
                 Err(now) => state = now,
             }

@@ -157,7 +157,7 @@ struct Bin {
 }
 
 impl Bin {
-    /// Changes the count of cached bytes; the caller holds the lock, so nobody else does.
+    /// Changes the count of cached bytes; the caller holds the lock, so no other thread does.
     #[inline]
     fn count_cached(&self, more: usize, less: usize) {
         let bytes = self.cached_bytes.load(Ordering::Relaxed);
@@ -563,12 +563,12 @@ pub struct HostCacheStatistics {
     pub waiting_blocks: u64,
     /// Bytes of those.
     pub waiting_bytes: u64,
-    /// Blocks of which nobody can tell when their streams are done; freed when the runtime ends.
+    /// Blocks with an unknown end of their streams' use; freed when the runtime ends.
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
     /// Blocks that the backend took back in part only: it refused to unregister the rest of their pieces. They are not held,
-    /// nobody uses them, and they are tried again by [`Runtime::trim`](crate::Runtime::trim) and by the end of the runtime.
+    /// no code uses them, and they are tried again by [`Runtime::trim`](crate::Runtime::trim) and by the end of the runtime.
     pub remnant_blocks: u64,
     /// Bytes of those.
     pub remnant_bytes: u64,

@@ -112,7 +112,7 @@ impl HostMemory {
         }
         let mut mapped = Mapped { ptr: map(bytes)?, bytes, piece_bytes, registered: 0 };
         if let Err(error) = mapped.touch_and_register(&*self.allocator) {
-            // SAFETY: nobody was told of the memory.
+            // SAFETY: no other code knows of the memory.
             if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
                 refused(&error);
                 self.remnants.lock().push(mapped);
@@ -149,7 +149,7 @@ impl HostMemory {
         let remnants = std::mem::take(&mut *self.remnants.lock());
         let mut result = Ok(());
         for mut mapped in remnants {
-            // SAFETY: a remnant is in nobody's hands, and no device work used it when it became one.
+            // SAFETY: no code has a remnant, and no device work used it when it became one.
             if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
                 refused(&error);
                 self.remnants.lock().push(mapped);
@@ -339,16 +339,16 @@ fn map(bytes: usize) -> Result<HostPtr> {
     let start = mapped.map_err(|error| failed("mapped", error))?.cast::<u8>();
     let head = start.addr().next_multiple_of(HUGE_PAGE) - start.addr();
     let ptr = start.wrapping_add(head);
-    // What is mapped still, as offsets. Nothing is unmapped twice: it may be somebody else's meanwhile.
+    // What is mapped still, as offsets. Nothing is unmapped twice: it may have another owner meanwhile.
     let mut left = 0..mapped_bytes;
     let mut prepare = || {
         if head < HUGE_PAGE {
-            // SAFETY: the end of the mapping just made, behind the block; nobody uses it.
+            // SAFETY: the end of the mapping just made, behind the block; no code uses it.
             unsafe { rustix::mm::munmap(ptr.wrapping_add(bytes).cast(), HUGE_PAGE - head) }?;
             left.end = head + bytes;
         }
         if head > 0 {
-            // SAFETY: the beginning of the mapping just made, before the block; nobody uses it.
+            // SAFETY: the beginning of the mapping just made, before the block; no code uses it.
             unsafe { rustix::mm::munmap(start.cast(), head) }?;
             left.start = head;
         }
@@ -356,7 +356,7 @@ fn map(bytes: usize) -> Result<HostPtr> {
         unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxDontFork) }
     };
     if let Err(error) = prepare() {
-        // SAFETY: what is left of the mapping just made; nobody uses it.
+        // SAFETY: what is left of the mapping just made; no code uses it.
         if let Err(error) = unsafe { rustix::mm::munmap(start.wrapping_add(left.start).cast(), left.len()) } {
             tracing::warn!("{} bytes of address space stay mapped: {error}", left.len());
         }
@@ -370,7 +370,7 @@ fn map(bytes: usize) -> Result<HostPtr> {
 }
 
 /// # Safety
-/// The range is a mapping of [`map`] that nobody uses.
+/// The range must be a mapping of [`map`] that no code uses.
 unsafe fn unmap(start: *mut u8, bytes: usize) -> Result<()> {
     // SAFETY: as promised by the caller.
     unsafe { rustix::mm::munmap(start.cast(), bytes) }.map_err(|error| {

@@ -93,7 +93,7 @@ impl PinnedPool {
         let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
-                // A release that is refused is counted, and keeps nobody from trying with what the others gave.
+                // A release that is refused is counted, and the allocation tries with the memory that the others freed.
                 if let Err(error) = self.trim() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
@@ -133,12 +133,12 @@ impl PinnedPool {
         }
         self.cache.keep_to_cap(
             |completion| self.services.is_surely_passed(completion),
-            // SAFETY: the block is in nobody's hands and no stream uses it any more.
+            // SAFETY: no code has the block, and no stream uses it any more.
             |block| unsafe { self.free(block) }.0,
         );
     }
 
-    /// Refuses a block of which nobody can tell whether a device still uses it.
+    /// Refuses a block that a device may still use, with no way to tell.
     pub(crate) fn check_known(uses: &BlockUses) -> Result<()> {
         if uses.unmarked.load(Ordering::Relaxed) {
             return Err(Error::new(
@@ -199,14 +199,14 @@ impl PinnedPool {
         }
     }
 
-    /// Frees the page-locked blocks that nobody uses.
+    /// Frees the page-locked blocks that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
         // First: what becomes a remnant below was tried a moment ago.
         let mut result = self.memory.release_remnants(|error| self.services.count_failed_release(error));
         self.cache.trim(
             |completion| self.services.is_surely_passed(completion),
             |block| {
-                // SAFETY: the block is in nobody's hands and no stream uses it any more.
+                // SAFETY: no code has the block, and no stream uses it any more.
                 let (taken, freed) = unsafe { self.free(block) };
                 result = std::mem::replace(&mut result, Ok(())).and(freed);
                 taken
@@ -224,7 +224,7 @@ impl PinnedPool {
             Ok(known) => known,
             Err(error) => return (false, self.services.note(Err(error))),
         };
-        // SAFETY: the block came from there (the ledger knows it); nobody uses it (the caller's promise).
+        // SAFETY: the block came from there (the ledger knows it); no code uses it (the caller's promise).
         let refused = match unsafe { self.memory.free(block.ptr, block.bytes, block.piece_bytes) } {
             Freed::Whole => Ok(()),
             Freed::InPart(error) => Err(error),

@@ -79,7 +79,7 @@ impl RuntimeInner {
 impl Drop for RuntimeInner {
     fn drop(&mut self) {
         if self.may_release() {
-            // Refusals were counted and logged; a destructor has nobody to tell.
+            // Refusals were counted and logged; a destructor cannot report them.
             let _ = self.give_everything_back();
         } else if self.generation.is_current() {
             if let Some(sharing) = self.sharing.get() {

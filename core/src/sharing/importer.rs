@@ -135,7 +135,7 @@ pub(crate) struct Import {
 struct PendingRelease {
     import: Arc<Import>,
     after: Vec<Arc<CompletionEvent>>,
-    /// True if nobody can tell when some stream is done: then the end of the runtime lets go of it.
+    /// True if the end of some stream's use is unknown. Then the end of the runtime releases the import.
     unmarked: bool,
 }
 
@@ -822,7 +822,7 @@ impl Importer {
         self.to_unmap.lock().extend(refused.into_iter().filter(has_reason));
     }
 
-    /// Unmaps everything that nobody has open.
+    /// Unmaps everything that no buffer has open.
     pub(crate) fn unmap_idle(&self, mapper: &dyn Mapper) {
         let imports: Vec<_> = self.state.lock().imports.values().flatten().cloned().collect();
         for import in imports {

@@ -131,7 +131,7 @@ impl Mapper for DeviceMapper<'_> {
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), |_| Ok(()))?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
-            // SAFETY: just opened, and nobody was told of it.
+            // SAFETY: just opened, and no other code knows of it.
             let closed = unsafe { ipc.close_memory(device, ptr) };
             let _ = services.note(closed);
         })?;
@@ -239,7 +239,7 @@ impl Sharing {
         }
     }
 
-    /// Closes the connections of importers and lets nobody in any more, at the end of the runtime.
+    /// Closes the connections of importers and accepts no more, at the end of the runtime.
     pub(crate) fn hang_up(&self) {
         if let Some(listener) = self.listener.get() {
             // A forked child may keep it open.
@@ -398,7 +398,7 @@ impl Sharing {
         self.importer.release_after(import, after, unmarked, &self.bell);
     }
 
-    /// Unmaps what nobody has open.
+    /// Unmaps the memory that no buffer has open.
     pub(crate) fn unmap_idle(&self) {
         self.importer.unmap_idle(&self.mapper());
     }

@@ -60,7 +60,7 @@ pub(crate) struct StreamCore {
     pub(super) workspace_made: Condvar,
 }
 
-/// The thread that a stream belongs to, with the events for the completion events that its calls record.
+/// The thread that a stream belongs to, with the pool of the completion events that its calls record.
 pub(crate) struct Owner {
     thread: ThreadId,
     pub(super) events: Arc<EventPool>,
@@ -204,7 +204,7 @@ impl StreamCore {
     /// Under which handles are bound to the stream now.
     #[inline]
     pub(crate) fn bound_as(&self) -> u64 {
-        // Relaxed: whoever enqueues looks again when it has the submission lock, under which the key changes.
+        // Relaxed: a call that enqueues looks again when it has the submission lock, under which the key changes.
         self.bound_as.load(Ordering::Relaxed)
     }
 

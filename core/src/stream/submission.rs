@@ -118,7 +118,7 @@ impl SubmissionState {
 }
 
 impl StreamCore {
-    /// Takes the submission lock, for a call that enqueues, where nobody has it and the backend need not be asked about
+    /// Takes the submission lock, for a call that enqueues, if it is free and the backend need not be asked about
     /// captures.
     #[inline(always)]
     pub(crate) fn try_lock_submission(&self) -> Option<SubmissionGuard<'_>> {

@@ -13,7 +13,7 @@ impl Stream {
     /// soon as the call returns.
     ///
     /// # Errors
-    /// As [`Stream::copy_to_device`] and [`Runtime::pinned`].
+    /// As [`Stream::copy_to_device`] and [`Runtime::pinned`](crate::Runtime::pinned).
     pub fn write<'d, T: Element>(&self, values: &[T], dst: impl Into<DeviceSlice<'d, T>>) -> Result<()> {
         let dst = dst.into();
         Self::check_len("write", values.len(), dst.len())?;
@@ -36,7 +36,7 @@ impl Stream {
     /// Returns the values of a device buffer, once the work enqueued before has been executed. Waits.
     ///
     /// # Errors
-    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`]; `Capture` where the stream takes part in a capture.
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`](crate::Runtime::pinned); `Capture` where the stream takes part in a capture.
     pub fn download<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>) -> Result<Vec<T>> {
         let src = src.into();
         self.refuse_where_recorded("download")?;
@@ -162,7 +162,7 @@ impl<'env> Scope<'_, 'env> {
     /// Enqueues a copy of device memory, which is delivered to `dst` at the end of the scope.
     ///
     /// # Errors
-    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`].
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`](crate::Runtime::pinned).
     pub fn copy_to_host<'d, T: Element>(
         &mut self,
         src: impl Into<DeviceSlice<'d, T>>,

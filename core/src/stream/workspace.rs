@@ -33,7 +33,7 @@ impl StreamCore {
             Ok(completion) => {
                 self.workspaces.give_back(self.id.device(), IdleWorkspace { workspace, after: Some(completion) })
             }
-            // It stays in the list of all workspaces, is used by nobody, and is freed when the runtime ends.
+            // It stays in the list of all workspaces, is used by no stream, and is freed when the runtime ends.
             Err(error) => self.services.count_failed_release(&error),
         }
     }
@@ -44,7 +44,7 @@ impl StreamCore {
         if let Some(workspace) = self.existing_workspace(kind, bytes) {
             return Ok(workspace);
         }
-        // One thread allocates, outside the lock; the others wait for it instead of allocating workspaces that nobody needs.
+        // One thread allocates, outside the lock; the others wait for it instead of allocating superfluous workspaces.
         let mut making = self.making_workspace.lock();
         while *making {
             self.workspace_made.wait(&mut making);
@@ -73,7 +73,7 @@ impl StreamCore {
     /// What a handle has to be bound to for calls on this stream: the key, and the workspace.
     pub(crate) fn binding(&self, kind: BlasKind) -> Result<(u64, Option<Workspace>)> {
         let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
-        // No capture, as far as can be seen without the submission lock: whoever enqueues looks at the key again when
+        // No capture, as far as can be seen without the submission lock: a call that enqueues looks at the key again when
         // it has it.
         if self.bound_as() == self.key
             && let Some(workspace) = self.existing_workspace(kind, bytes)
