@@ -13,7 +13,9 @@ use std::sync::{Arc, OnceLock};
 use super::codes::{Coded, PANICKED};
 use super::logging;
 use super::marshalling::{Answer, Argument, HandlePtr, Tags, Wrong};
-use super::raw::{RawBackend, RawError, RawHandle, RawHost, RawOpen, RawPlugin, Text, read_sized, write_sized};
+use super::raw::{
+    RawBackend, RawError, RawHandle, RawHost, RawOpen, RawPlugin, RawTable, Text, read_sized, write_sized,
+};
 use super::table::{TABLE_VERSIONS, Table, receiver_type, slots};
 use highwater_hal::{
     AllocateOptions, AtomicsMode, Backend, BackendTag, BlasHandle, BlasOptions, Capabilities, CaptureMode, Completion,
@@ -277,8 +279,8 @@ pub unsafe fn enter(host: *const RawHost, export: &'static Export) -> *const Raw
     catch_unwind(AssertUnwindSafe(inside)).unwrap_or(std::ptr::null())
 }
 
-unsafe extern "C" fn table(version: u32) -> *const Table {
-    if TABLE_VERSIONS.contains(&version) { &raw const TABLE } else { std::ptr::null() }
+unsafe extern "C" fn table(version: u32) -> *const RawTable {
+    if TABLE_VERSIONS.contains(&version) { (&raw const TABLE).cast() } else { std::ptr::null() }
 }
 
 /// # Safety

@@ -437,7 +437,8 @@ fn check(file: PathBuf, raw: RawPlugin) -> Result<Plugin, Refusal> {
     // SAFETY: the plugin exports the function for this.
     let table = unsafe { table(highest) };
     // SAFETY: the function returns null or a table that begins with its size (the contract of the header).
-    let table = unsafe { read_table(table) }.map_err(|what| bad(format!("its table of version {highest} {what}")))?;
+    let table =
+        unsafe { read_table(table.cast()) }.map_err(|what| bad(format!("its table of version {highest} {what}")))?;
     for group in Group::ALL {
         match table.group(group) {
             Ok(false) if group == Group::Required => {

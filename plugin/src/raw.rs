@@ -303,8 +303,14 @@ pub type LogCall = unsafe extern "C" fn(level: u32, text: *const c_char, bytes: 
 /// Opens the backend.
 pub type OpenCall =
     unsafe extern "C" fn(request: *const RawOpen, backend: *mut *mut RawBackend, error: *mut RawError) -> i32;
+/// A table, as the entry point returns it.
+#[repr(C)]
+pub struct RawTable {
+    private: [u8; 0],
+}
+
 /// Returns the table of a version, which is one of the plugin's versions.
-pub type TableCall = unsafe extern "C" fn(version: u32) -> *const super::table::Table;
+pub type TableCall = unsafe extern "C" fn(version: u32) -> *const RawTable;
 
 raw_structs! {
     /// The id of a stream, an event, a graph or an executable graph. The backend issues it, and checks it in every call. A

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use highwater_hal::OpenFailure;
 use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 
+use super::Fallback;
 use super::built_in::{KNOWN, backends};
+use super::report::OPERATION;
 use super::report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
-use super::{Fallback, OPERATION};
 
 /// The most names that a message lists.
 const MOST_NAMES: usize = 32;

@@ -32,9 +32,6 @@ pub use options::{Fallback, OpenOptions};
 pub use plugins::serve_probe;
 pub use report::{Candidate, LoadReport, OpenError, Opened, Origin, Outcome, Place, PlaceKind};
 
-/// The operation that errors of this module name.
-const OPERATION: &str = "open";
-
 /// Opens the backend `name` and no other: the built-in one, else the first plugin of that name.
 ///
 /// # Errors
@@ -83,6 +80,7 @@ mod tests {
     use highwater_hal::{Backend, BackendTag, Error, ErrorKind, Identity, MockBackend};
 
     use super::built_in::{KNOWN, Known};
+    use super::report::OPERATION;
     use super::search::Search;
     use super::*;
 

@@ -3,9 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::report::{LoadReport, OpenError, Opened};
-use super::search::Search;
-
 /// The backend that is opened if no real device works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Fallback {
@@ -96,20 +93,6 @@ impl OpenOptions {
     pub fn without_plugins(mut self) -> Self {
         self.plugins = false;
         self
-    }
-
-    /// Opens a backend.
-    ///
-    /// # Errors
-    /// The errors of [`open`](crate::open) and [`open_best`](crate::open_best). For a path, those of a plugin.
-    pub fn open(&self) -> Result<Opened, OpenError> {
-        Search::of_process(self).open()
-    }
-
-    /// Tries every backend, including a given path, and keeps none.
-    #[must_use]
-    pub fn survey(&self) -> LoadReport {
-        Search::of_process(self).survey()
     }
 }
 

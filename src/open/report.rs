@@ -7,6 +7,9 @@ use std::sync::Arc;
 use highwater_hal::OpenFailure;
 use highwater_hal::{Backend, Error, ErrorKind, display_foreign};
 
+/// The operation that errors of this folder name.
+pub(super) const OPERATION: &str = "open";
+
 /// The outcome for a backend, or for a place that is searched for plugins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

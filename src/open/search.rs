@@ -9,8 +9,9 @@ use super::built_in::{KNOWN, Known};
 use super::environment::{BACKEND, Environment};
 #[cfg(feature = "plugins")]
 use super::plugins::{Finder, Means, Probing};
+use super::report::OPERATION;
 use super::report::{LoadReport, OpenError, Opened, Outcome, Place, PlaceKind};
-use super::{OPERATION, OpenOptions, choice};
+use super::{OpenOptions, choice};
 use choice::Contender;
 
 const BY_VARIABLE: &str = " by HIGHWATER_BACKEND";
@@ -230,5 +231,21 @@ mod tests {
         assert_eq!(report.candidates[0].outcome, Outcome::LibraryMissing, "{report}");
         assert!(report.candidates[1..].iter().all(|other| other.outcome == Outcome::NotTried), "{report}");
         assert_eq!(options.survey().candidates[0].outcome, Outcome::LibraryMissing);
+    }
+}
+
+impl OpenOptions {
+    /// Opens a backend.
+    ///
+    /// # Errors
+    /// The errors of [`open`](crate::open) and [`open_best`](crate::open_best). For a path, those of a plugin.
+    pub fn open(&self) -> Result<Opened, OpenError> {
+        Search::of_process(self).open()
+    }
+
+    /// Tries every backend, including a given path, and keeps none.
+    #[must_use]
+    pub fn survey(&self) -> LoadReport {
+        Search::of_process(self).survey()
     }
 }

@@ -28,10 +28,11 @@ use self::plugin::{Loaded, failure};
 use self::probe::Probed;
 pub(super) use self::probe::Probing;
 pub use self::probe::serve_probe;
+use super::OpenOptions;
 use super::choice::{Contender, Failure, Opening, State};
 use super::environment::Environment;
+use super::report::OPERATION;
 use super::report::{Origin, Outcome, Place, PlaceKind};
-use super::{OPERATION, OpenOptions};
 
 /// Loads the plugin of a file, within a limit, and opens it.
 type Load = dyn Fn(&Path, Duration) -> Result<Loaded, Failure>;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use highwater_hal::{Backend, Error, ErrorKind};
 use highwater_plugin::{LoadOptions, Refusal, Stage, TABLE_VERSIONS};
 
-use super::super::OPERATION;
 use super::super::choice::Failure;
+use super::super::report::OPERATION;
 use super::super::report::Outcome;
 use super::manifest::platform;
 
