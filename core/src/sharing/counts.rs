@@ -1,29 +1,30 @@
 //! Counts in shared memory: one word for each allocation that one importer has opened.
 //!
-//! Exporter and importer are the only two who map a word. They agree by single atomic operations on it, so neither can
-//! die in the middle of one, and no lock exists that a dead process could hold.
+//! Only the exporter and the importer map a word. They agree by single atomic operations on it, so neither can die in the
+//! middle of one. No lock exists that a dead process could hold.
 //!
 //! | bits | meaning |
 //! | --- | --- |
-//! | 0 to 31 | how often the importer has the allocation open |
-//! | 32 to 61 | generation: which of the allocations that use this slot one after another |
+//! | 0 to 31 | number of times that the importer has the allocation open |
+//! | 32 to 61 | generation: tells apart the allocations that use this slot in succession |
 //! | 62 | `MAPPED`: the importer may still map the memory |
-//! | 63 | `CLOSED`: the exporter has freed the allocation; nobody opens it any more |
+//! | 63 | `CLOSED`: the exporter has freed the allocation, which can no longer be opened |
 //!
-//! | step | by | word |
+//! | step | process | effect on the word |
 //! | --- | --- | --- |
-//! | [`Slot::grant`] | exporter, answering an open | sets generation and `MAPPED`, counts 1 up |
-//! | [`Slot::acquire`] | importer, mapping kept | counts 1 up unless `CLOSED`, not `MAPPED` or another generation |
-//! | [`Slot::release`] | importer, its device work done | counts 1 down |
-//! | [`Slot::close`] | exporter, when it frees | sets `CLOSED`; nobody holds it if the count was 0 |
-//! | [`Slot::unmapped`] | importer, its mapping taken down | takes `MAPPED` off |
+//! | --- | --- | --- |
+//! | [`Slot::grant`] | exporter, answering an open | sets the generation and `MAPPED`, adds 1 to the count |
+//! | [`Slot::acquire`] | importer, mapping kept | adds 1 to the count unless `CLOSED`, not `MAPPED` or another generation |
+//! | [`Slot::release`] | importer, its device work done | subtracts 1 from the count |
+//! | [`Slot::close`] | exporter, when it frees | sets `CLOSED`; the allocation is free if the count was 0 |
+//! | [`Slot::unmapped`] | importer, mapping removed | clears `MAPPED` |
 //!
-//! *Why nothing is freed early.* `close` and `acquire` are read-modify-writes of one word, so one comes first: either the
-//! acquire sees `CLOSED`, or the close sees the count. *Why nothing is lost.* Whoever brings a closed word to a state that
-//! nobody holds raises its flag afterwards, and the exporter looks at the word after the flag. *Orderings.* `release` and
-//! `unmapped` are releases and `close` and [`Slot::is_held`] acquire, so that what the importer did to the memory happens
-//! before the exporter uses it again; flags are raised by release and drained by acquire for the same reason. *Who unmaps*
-//! is the importer's own affair: `open_count.rs`.
+//! *No early free.* `close` and `acquire` are read-modify-writes of one word, so one comes first. Either the acquire sees
+//! `CLOSED`, or the close sees the count. *No lost free.* The step that leaves a closed word without a holder raises the flag
+//! of the word afterwards. The exporter reads the word after the flag. *Orderings.* `release` and `unmapped` are release
+//! operations; `close` and [`Slot::is_held`] acquire. So everything that the importer did to the memory happens before the
+//! exporter uses it again. Flags are raised with release and drained with acquire for the same reason. `open_count.rs` decides
+//! which thread of the importer unmaps.
 
 use crate::primitive::{AtomicU64, Ordering};
 
@@ -33,26 +34,26 @@ const GENERATION: u64 = ((1 << 30) - 1) << GENERATION_SHIFT;
 const MAPPED: u64 = 1 << 62;
 const CLOSED: u64 = 1 << 63;
 
-/// Returns the bits of an allocation's serial number that fit a word, in place.
+/// Returns the low bits of an allocation's serial number, shifted into place.
 const fn generation_of(serial: u64) -> u64 {
     (serial << GENERATION_SHIFT) & GENERATION
 }
 
-/// One allocation as one importer has it.
+/// An allocation as seen by one importer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slot<'t> {
     word: &'t AtomicU64,
     generation: u64,
 }
 
-/// What came of an attempt to open an allocation that is mapped.
+/// The result of an attempt to open an allocation that is already mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Acquired {
     /// Counted.
     Yes,
     /// The exporter has freed the allocation.
     Closed,
-    /// The word says that there is no mapping, or counts as many opens as it can.
+    /// The word records no mapping, or its count is at the maximum.
     NotMapped,
 }
 
@@ -65,7 +66,7 @@ impl<'t> Slot<'t> {
         word & GENERATION == self.generation
     }
 
-    /// Counts the importer in, on its behalf. `false` where it counts 2^32 - 1 already.
+    /// Counts one open on behalf of the importer. Returns `false` if the count is already 2^32 - 1.
     pub(crate) fn grant(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         loop {
@@ -81,7 +82,7 @@ impl<'t> Slot<'t> {
         }
     }
 
-    /// Counts one more open where the mapping stands.
+    /// Counts one more open if the memory is mapped.
     #[inline]
     pub(crate) fn acquire(self) -> Acquired {
         let mut word = self.word.load(Ordering::Acquire);
@@ -99,16 +100,15 @@ impl<'t> Slot<'t> {
         }
     }
 
-    /// Counts one open down. `true` where that was the last of an allocation that the exporter has freed: then the
-    /// exporter is told by a flag.
+    /// Releases one open. Returns `true` if it was the last of an allocation that the exporter has freed. The caller must then
+    /// raise the flag for the exporter.
     #[inline]
     pub(crate) fn release(self) -> bool {
         let before = self.word.fetch_sub(1, Ordering::AcqRel);
         before & CLOSED != 0 && before & COUNT == 1
     }
 
-    /// Takes back a [`Slot::grant`] that did not reach the importer: counts down, and where that was the last, the
-    /// importer has no mapping either.
+    /// Undoes a [`Slot::grant`] that did not reach the importer. If it was the last open, the importer has no mapping either.
     pub(crate) fn take_back(self) {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) && word & COUNT != 0 {
@@ -123,7 +123,7 @@ impl<'t> Slot<'t> {
         }
     }
 
-    /// Closes the allocation for this importer, and says whether it has a mapping that it should take down.
+    /// Closes the allocation for this importer. Returns whether the importer has a mapping to remove.
     pub(crate) fn close(self) -> bool {
         let before = self.word.fetch_or(CLOSED, Ordering::AcqRel);
         self.is_of_this(before) && before & MAPPED != 0
@@ -141,7 +141,8 @@ impl<'t> Slot<'t> {
         !self.is_of_this(word) || word & CLOSED != 0
     }
 
-    /// Notes that the memory is no longer mapped. Returns `true` if the exporter has freed it, and is told by a flag.
+    /// Records that the memory is no longer mapped. Returns `true` if the exporter has freed it; the caller must then raise the
+    /// flag.
     pub(crate) fn unmapped(self) -> bool {
         let mut word = self.word.load(Ordering::Acquire);
         while self.is_of_this(word) {
@@ -154,8 +155,8 @@ impl<'t> Slot<'t> {
     }
 }
 
-/// A set of slots by number, raised by one process and drained by the other. A summary word tells which words of the set
-/// are worth a look, so draining costs what was raised and not what there is.
+/// A set of slots, raised by one process and drained by the other. A summary word marks the words of the set that are not zero,
+/// so the cost of a drain depends on the raised slots and not on the size of the set.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Flags<'t> {
     bits: &'t [AtomicU64],
@@ -172,11 +173,11 @@ impl<'t> Flags<'t> {
     pub(crate) fn raise(self, slot: usize) {
         let word = slot / 64;
         self.bits[word].fetch_or(1 << (slot % 64), Ordering::AcqRel);
-        // After the bit: who drains the summary finds it.
+        // After the bit, so that a drain that sees the summary finds the bit.
         self.summary[word / 64].fetch_or(1 << (word % 64), Ordering::AcqRel);
     }
 
-    /// Takes every raised slot down and names it.
+    /// Clears every raised slot and passes its number to `raised`.
     pub(crate) fn drain(self, mut raised: impl FnMut(usize)) {
         for (place, summary) in self.summary.iter().enumerate() {
             if summary.load(Ordering::Acquire) == 0 {
@@ -192,7 +193,7 @@ impl<'t> Flags<'t> {
     }
 }
 
-/// Returns the places of the bits that are set.
+/// Returns the positions of the bits that are set.
 fn ones(mut word: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         if word == 0 {

@@ -1,10 +1,10 @@
-//! The exporting side: which allocations are shared, who has them open, and what waits in limbo.
+//! The exporting side: the shared allocations, the importers that have them open, and the memory in limbo.
 //!
-//! An allocation is an entry here from its first share until it is freed. When its owner drops it, every importer's word
-//! is closed; where somebody still holds it, the entry keeps what is to be freed (*limbo*) until the last of them has let
-//! go or has died. An importer's table is thrown away when its process has ended, and only then.
+//! An allocation is an entry here from its first share until it is freed. When its owner drops it, the word of every importer
+//! is closed. If an importer still holds it, the entry keeps the pending free (*limbo*) until the last importer has released it
+//! or has died. The table of an importer is discarded only after its process has ended.
 //!
-//! Nothing here calls the backend, and no lock is held while a bell is rung.
+//! No function here calls the backend, and no lock is held while a bell rings.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,16 +26,16 @@ use highwater_hal::{Error, ErrorKind, Result, Transport};
 #[derive(Debug, Default)]
 pub(crate) struct Exporter {
     state: Mutex<State>,
-    /// Watches under way, so that the service need not look.
+    /// Number of watches in progress. The service skips the watches if it is zero.
     watching: AtomicU64,
-    /// True if somebody goes through the watches: one at a time, so that numbers are published in their order.
+    /// True while a thread processes the watches. One thread at a time publishes the numbers, so they appear in order.
     asking: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct State {
     exports: Vec<Option<Export>>,
-    /// Indices that can be used again.
+    /// Indices that are free for reuse.
     free: Vec<u32>,
     last_serial: u64,
     peers: HashMap<u64, PeerBook>,
@@ -54,11 +54,11 @@ struct Export {
     bytes: u64,
     transport: Transport,
     block: Weak<DeviceBlock>,
-    /// Number of the latest share.
+    /// Number of the most recent share.
     number: u64,
-    /// Importers that were granted an open.
+    /// Importers that have opened the allocation.
     peers: Vec<u64>,
-    /// Set when the owner has dropped the block while others hold it.
+    /// Set when the owner has dropped the block while importers hold it.
     limbo: Option<DeferredFree>,
 }
 
@@ -68,7 +68,7 @@ struct ReadyPart {
     file: Arc<OwnedFd>,
 }
 
-/// A share whose device work was not done yet when it was made.
+/// A share made before its device work was done.
 #[derive(Debug)]
 struct Watch {
     key: ExportKey,
@@ -76,24 +76,24 @@ struct Watch {
     after: Vec<Arc<CompletionEvent>>,
 }
 
-/// An importer as the service talks to it.
+/// An importer, as the service communicates with it.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) id: u64,
     pub(crate) process: Process,
     pub(crate) socket: OwnedFd,
-    /// The line to ring the importer on; set by its `Hello`.
+    /// The line that wakes the importer. Its `Hello` carries it.
     pub(crate) line: OnceLock<OwnedFd>,
     pub(crate) connected: AtomicBool,
     pub(crate) since: Instant,
 }
 
-/// An importer as it stands in the books.
+/// An importer and what it holds.
 #[derive(Debug)]
 struct PeerBook {
     peer: Arc<Peer>,
     parts: Vec<Option<CountPart>>,
-    /// Indices of the allocations that it was granted.
+    /// Indices of the allocations that it has opened.
     exports: HashSet<u32>,
 }
 
@@ -103,10 +103,10 @@ struct CountPart {
     file: Arc<OwnedFd>,
 }
 
-/// An open that was granted, on its way to the importer.
+/// An open that was granted but not yet answered.
 #[derive(Debug)]
 pub(crate) struct Grant {
-    /// Keeps the memory while the backend exports it.
+    /// Keeps the memory allocated while the backend exports it.
     pub(crate) block: Arc<DeviceBlock>,
     pub(crate) transport: Transport,
     pub(crate) bytes: u64,
@@ -124,7 +124,7 @@ impl PeerBook {
 }
 
 impl Export {
-    /// Returns whether a mapping alone keeps the memory: such vendors want an importer to unmap before the exporter frees.
+    /// Returns whether a mapping alone keeps the memory. Such vendors require importers to unmap before the exporter frees.
     fn freed_after_unmap(&self) -> bool {
         self.transport == Transport::Legacy
     }
@@ -149,7 +149,7 @@ impl State {
             .any(|book| book.holds(index, export.serial, or_maps))
     }
 
-    /// Returns whether an importer has something open or mapped. What is mapped it can open without asking.
+    /// Returns whether an importer has an allocation open or mapped. It can open a mapped allocation without a request.
     fn is_used_by(&self, book: &PeerBook) -> bool {
         book.exports.iter().any(|index| {
             let export = self.exports.get(*index as usize).and_then(Option::as_ref);
@@ -157,7 +157,7 @@ impl State {
         })
     }
 
-    /// Strikes out an allocation.
+    /// Removes an allocation.
     fn remove(&mut self, index: u32) -> Option<Export> {
         let export = self.exports.get_mut(index as usize)?.take()?;
         for peer in &export.peers {
@@ -171,7 +171,7 @@ impl State {
         Some(export)
     }
 
-    /// Gives up what is in limbo and held by nobody any more.
+    /// Takes an allocation out of limbo if no importer holds it.
     fn leave_limbo(&mut self, index: u32) -> Option<DeferredFree> {
         let export = self.exports.get(index as usize)?.as_ref()?;
         if export.limbo.is_none() || self.is_held(index) {
@@ -184,7 +184,7 @@ impl State {
     }
 }
 
-/// What the exporting side holds.
+/// Totals of the exporting side.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ExporterCounts {
     pub(crate) blocks: u64,
@@ -196,7 +196,7 @@ pub(crate) struct ExporterCounts {
 }
 
 impl Exporter {
-    /// Takes in an allocation at its first share.
+    /// Registers an allocation at its first share.
     pub(crate) fn register(&self, block: &Arc<DeviceBlock>, bytes: u64, transport: Transport) -> Result<ExportKey> {
         let mut state = self.state.lock();
         let index = match state.free.last() {
@@ -231,8 +231,8 @@ impl Exporter {
         Ok(ExportKey { index, serial })
     }
 
-    /// Returns the number of a share after device work: the ready segment reaches it when the work is done. Without any
-    /// work it is the number of the latest share.
+    /// Returns the number of a share after device work. The ready segment reaches the number when the work is done. Without
+    /// pending work, returns the number of the most recent share.
     pub(crate) fn number(&self, key: ExportKey, after: Vec<Arc<CompletionEvent>>) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -242,7 +242,7 @@ impl Exporter {
         let Some(export) = export.filter(|export| export.serial == key.serial) else { return 0 };
         if after.is_empty() {
             if ready.readiness(slot, export.number) == Readiness::Failed {
-                // Asking after earlier work has failed, and by now it is known to be done.
+                // The query for earlier work failed. That work is now known to be done.
                 ready.publish(slot, export.number);
             }
             return export.number;
@@ -259,8 +259,8 @@ impl Exporter {
         self.watching.load(Ordering::Relaxed) > 0
     }
 
-    /// Goes through the shares whose work was not done, oldest first. `is_passed` asks the backend, without a lock, and
-    /// gives `None` where it fails. Says whether one was done.
+    /// Checks the shares whose work was not done, oldest first. `is_passed` queries the backend without a lock, and returns
+    /// `None` if the query fails. Returns whether the work of a share was done.
     pub(crate) fn watch(&self, mut is_passed: impl FnMut(&CompletionEvent) -> Option<bool>) -> bool {
         if self.asking.swap(true, Ordering::AcqRel) {
             return false;
@@ -277,7 +277,7 @@ impl Exporter {
                     true
                 }
             });
-            // In the order of their numbers: a number that is ready says that all before it are.
+            // In the order of their numbers: a ready number implies that all numbers before it are ready.
             if !failed && (!watch.after.is_empty() || waiting.contains(&watch.key)) {
                 waiting.insert(watch.key);
                 return true;
@@ -292,7 +292,7 @@ impl Exporter {
             false
         });
         let mut state = self.state.lock();
-        // Shares made meanwhile are younger.
+        // Shares made in the meantime are newer.
         watches.append(&mut state.watches);
         watches.retain(|watch| state.export(watch.key).is_some());
         self.watching.store(watches.len() as u64, Ordering::Relaxed);
@@ -302,10 +302,10 @@ impl Exporter {
         done
     }
 
-    /// Returns the block of an allocation of this process, and where its readiness is published. `bytes` is what the
-    /// ticket says of it.
+    /// Returns the block of an allocation of this process, and the segment that publishes its readiness. `bytes` is the size in
+    /// the ticket.
     pub(crate) fn own(&self, key: ExportKey, bytes: u64) -> Result<(Arc<DeviceBlock>, Arc<ReadySegment>)> {
-        // Before the lock, so that it is dropped after it, as in `grant`.
+        // Declared before the lock so that it drops after the lock, as in `grant`.
         let block;
         let state = self.state.lock();
         let expired = || {
@@ -321,8 +321,8 @@ impl Exporter {
         Ok((block, ready))
     }
 
-    /// Notes that the owner drops an allocation: no importer opens it from here on. Returns what to free now; nothing if
-    /// somebody holds it, which keeps it here.
+    /// Closes an allocation that its owner drops, so that no importer opens it again. Returns the free to run now, or `None` if
+    /// an importer holds the allocation, which then stays here.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         let mut to_ring = Vec::new();
         let freed = {
@@ -333,7 +333,7 @@ impl Exporter {
             for book in export.peers.iter().filter_map(|peer| state.peers.get(peer)) {
                 let Some(part) = book.parts.get(part).and_then(Option::as_ref) else { continue };
                 if part.segment.slot(slot, key.serial).close() {
-                    // It maps memory that nobody owns any more: let it unmap.
+                    // The importer maps memory without an owner. The flag makes it unmap.
                     part.segment.closed().raise(slot);
                     to_ring.push(Arc::clone(&book.peer));
                 }
@@ -358,7 +358,8 @@ impl Exporter {
         freed
     }
 
-    /// What importers have let go of since the last call. Costs what was let go of, not what is shared.
+    /// Returns the frees that importers have enabled since the last call. The cost depends on the released allocations, not on
+    /// all shared ones.
     pub(crate) fn released(&self) -> Vec<DeferredFree> {
         let mut state = self.state.lock();
         let mut raised = Vec::new();
@@ -377,7 +378,7 @@ impl Exporter {
 
     // ---------------------------------------------------------------- importers
 
-    /// Takes in an importer that has connected.
+    /// Registers an importer that has connected.
     pub(crate) fn add_peer(&self, process: Process, socket: OwnedFd) -> Arc<Peer> {
         let mut state = self.state.lock();
         state.last_peer += 1;
@@ -394,8 +395,9 @@ impl Exporter {
         peer
     }
 
-    /// Returns the connection to drop if more than `most` are idle, with nothing open: the oldest idle one of the process that
-    /// has the most. So a process that connects again and again loses its own connections and not those of others.
+    /// Returns a connection to drop if more than `most` connections are idle, with nothing open. It is the oldest idle
+    /// connection of the process that has the most. So a process that connects repeatedly loses its own connections and not
+    /// those of others.
     ///
     /// Connections with an unread greeting are skipped; the service reads them next.
     pub(crate) fn crowding(&self, most: usize) -> Option<Arc<Peer>> {
@@ -417,9 +419,9 @@ impl Exporter {
         self.state.lock().peers.values().map(|book| Arc::clone(&book.peer)).collect()
     }
 
-    /// Counts an importer in for an allocation.
+    /// Counts an open of an allocation by an importer.
     pub(crate) fn grant(&self, peer: u64, key: ExportKey) -> Result<Grant> {
-        // Before the lock, so that it is dropped after it: the last reference to a block closes its export.
+        // Declared before the lock so that it drops after the lock: the last reference to a block closes its export.
         let block;
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -447,7 +449,7 @@ impl Exporter {
             }
         };
         if !counts.segment.slot(slot, key.serial).grant() {
-            return Err(Error::new(ErrorKind::OutOfMemory, "open_shared", "it is open 2^32 times in one process"));
+            return Err(Error::new(ErrorKind::OutOfMemory, "open_shared", "one process has the allocation open 2^32 times"));
         }
         book.exports.insert(key.index);
         if let Some(export) = state.export_mut(key)
@@ -458,7 +460,7 @@ impl Exporter {
         Ok(Grant { block, transport, bytes, counts: counts.file, ready })
     }
 
-    /// Takes a grant back that the importer could not use.
+    /// Undoes a grant that the importer could not use.
     pub(crate) fn take_back(&self, peer: u64, key: ExportKey) -> Option<DeferredFree> {
         let mut state = self.state.lock();
         let (part, slot) = place_of(key.index);
@@ -468,7 +470,7 @@ impl Exporter {
         state.leave_limbo(key.index)
     }
 
-    /// Strikes out an importer whose process has ended, with everything that it held.
+    /// Removes an importer whose process has ended, with everything that it held.
     pub(crate) fn peer_ended(&self, peer: u64) -> Vec<DeferredFree> {
         let mut state = self.state.lock();
         let was_open = state.peers.get(&peer).is_some_and(|book| state.is_used_by(book));
@@ -487,8 +489,8 @@ impl Exporter {
         Some(book.exports.into_iter().filter_map(leave).collect())
     }
 
-    /// Strikes out an importer that has closed its connection, where it holds nothing. One that holds something, or maps
-    /// memory, stays in the books until its process has ended.
+    /// Removes an importer that has closed its connection, if it holds nothing. An importer that holds or maps memory stays
+    /// until its process has ended.
     pub(crate) fn peer_disconnected(&self, peer: u64) -> Vec<DeferredFree> {
         let mut state = self.state.lock();
         let Some(book) = state.peers.get(&peer) else { return Vec::new() };
@@ -498,10 +500,10 @@ impl Exporter {
         Self::remove_peer(&mut state, peer).unwrap_or_default()
     }
 
-    /// Closes the connections, at the end of the runtime.
+    /// Closes the connections at the end of the runtime.
     pub(crate) fn disconnect(&self) {
         for peer in self.peers() {
-            // A forked child may keep the sockets open.
+            // A forked child may keep the sockets open, so shut them down.
             let _ = rustix::net::shutdown(&peer.socket, rustix::net::Shutdown::Both);
             if let Some(line) = peer.line.get() {
                 let _ = rustix::net::shutdown(line, rustix::net::Shutdown::Both);
@@ -521,7 +523,7 @@ impl Exporter {
         }
     }
 
-    /// Process ids of those who hold what is in limbo.
+    /// Returns the ids of the processes that hold allocations in limbo.
     pub(crate) fn holders_of_limbo(&self) -> Vec<i32> {
         let state = self.state.lock();
         let in_limbo = |index: &u32| {

@@ -8,21 +8,21 @@ use crate::runtime::Runtime;
 use highwater_hal::{Element, Error, ErrorKind, Result};
 
 impl Runtime {
-    /// Opens a buffer that another process shares, or the original where it is this runtime's own. Returns when the device
-    /// work that was enqueued before the share is done.
+    /// Opens a buffer that another process shares. For a ticket of this runtime, returns the original buffer. Waits until the
+    /// device work that was enqueued before the share is done.
     ///
-    /// The first open of an allocation asks its exporter and maps the memory; the mapping is kept for further opens. The
-    /// buffer is used like any other and keeps the memory in the exporter; dropping it does not wait.
+    /// The first open of an allocation sends a request to its exporter and maps the memory. Later opens reuse the mapping. The
+    /// buffer behaves like any other and keeps the memory allocated in the exporter. Dropping it does not wait.
     ///
     /// # Errors
-    /// - `Expired`: the exporter has ended or freed the buffer, or the ticket is of another boot or machine.
-    /// - `InvalidArgument`: the range is no whole number of values of `T`, or starts between two.
-    /// - `DeviceMissing`: this process does not see the ticket's device.
+    /// - `Expired`: the exporter has ended or has freed the buffer, or the ticket is from another boot or machine.
+    /// - `InvalidArgument`: the length or the offset of the range is not a multiple of the size of `T`.
+    /// - `DeviceMissing`: the ticket's device is not visible to this process.
     /// - `PermissionDenied`: the exporter belongs to another user.
-    /// - `Unsupported`: the device here does not have the ticket's transport.
-    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The wait is 2 seconds for an
-    ///   exporter that did not answer the last time.
-    /// - `OperatingSystem`: no descriptor, thread or address is left, here or in the exporter.
+    /// - `Unsupported`: the device does not support the ticket's transport.
+    /// - `InvalidState`: the exporter is stopped, or has not answered for 10 seconds. The limit is 2 seconds for an exporter
+    ///   that did not answer the last request.
+    /// - `OperatingSystem`: this process or the exporter has run out of descriptors, threads or addresses.
     /// - `Capture`: this thread is inside a capture.
     pub fn open_shared<T: Element>(&self, ticket: &Ticket) -> Result<DeviceBuffer<T>> {
         const OPERATION: &str = "open_shared";
@@ -34,7 +34,7 @@ impl Runtime {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{} bytes at offset {} are no values of {} bytes each", ticket.length, ticket.offset, size),
+                format!("{} bytes at offset {} are not a whole number of {}-byte values", ticket.length, ticket.offset, size),
             )
             .with_hint("open the ticket with the type that was shared"));
         }
@@ -66,8 +66,9 @@ impl Runtime {
         Ok(DeviceBuffer::part(self.clone(), DeviceBlock::new(&inner.frees, device, ptr, origin), range))
     }
 
-    /// Frees shared memory that no other process has open any more, and unmaps what was only kept for others. The runtime
-    /// also does so as soon as they let go or die. Returns the freed bytes. A thread inside a capture frees nothing.
+    /// Frees shared memory that no other process has open, and unmaps idle memory of other processes. Shared memory is also
+    /// freed automatically when other processes release it or end. Returns the freed bytes. Inside a capture, frees nothing and
+    /// returns 0.
     ///
     /// # Errors
     /// `Forked` or `ShuttingDown`.

@@ -8,12 +8,12 @@ use crate::pool::completion_events::CompletionEvent;
 use crate::runtime::Runtime;
 use highwater_hal::{Result, Transport};
 
-/// Memory of this process that others can open.
+/// Memory of this process that other processes can open.
 pub(crate) struct Exported {
     runtime: Runtime,
     transport: Transport,
     bytes: usize,
-    /// The allocation in the exporter's books, once it was shared.
+    /// The key of the allocation in the exporter, set by the first share.
     key: OnceLock<ExportKey>,
 }
 
@@ -32,7 +32,7 @@ impl SharedMemory for Exported {
 
     fn release(&self, block: &mut DeviceBlock) {
         let free = block.deferred_free(None);
-        // Other processes may have it open: then it waits in limbo.
+        // Other processes may have the memory open. Then the free waits in limbo.
         let free = match (self.key.get(), self.runtime.inner.sharing.get()) {
             (Some(key), Some(sharing)) => sharing.close(*key, free),
             _ => Some(free),
@@ -43,7 +43,7 @@ impl SharedMemory for Exported {
     }
 }
 
-/// Memory of another process, counted there.
+/// Memory of another process, which counts the opens.
 pub(crate) struct Imported {
     runtime: Runtime,
     import: Arc<Import>,
@@ -56,7 +56,7 @@ impl Imported {
 }
 
 impl SharedMemory for Imported {
-    /// Waits for the work, because the exporter's other importers cannot know of it.
+    /// Waits for the work, because the exporter cannot tell its other importers about it.
     fn share(&self, _: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket> {
         after.iter().try_for_each(|completion| self.runtime.inner.is_passed(completion, true).map(drop))?;
         Ok(self.import.ticket.clone())
