@@ -449,7 +449,11 @@ impl Exporter {
             }
         };
         if !counts.segment.slot(slot, key.serial).grant() {
-            return Err(Error::new(ErrorKind::OutOfMemory, "open_shared", "one process has the allocation open 2^32 times"));
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                "open_shared",
+                "one process has the allocation open 2^32 times",
+            ));
         }
         book.exports.insert(key.index);
         if let Some(export) = state.export_mut(key)

@@ -1,8 +1,8 @@
-//! The importing side: connections to exporters, what is mapped, and what is to be let go of.
+//! The importing side: connections to exporters, mappings, and pending releases.
 //!
-//! A mapping is kept when nobody has it open any more, so that opening the same allocation again is one atomic operation
-//! on its word. It is taken down when the exporter frees the allocation or ends, when the runtime is trimmed, and at the
-//! end of the runtime.
+//! A mapping is kept after its last buffer is dropped, so that another open of the allocation is one atomic operation on its
+//! word. It is removed when the exporter frees the allocation or ends, when the runtime is trimmed, and at the end of the
+//! runtime.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,24 +25,25 @@ use crate::pool::completion_events::CompletionEvent;
 use highwater_hal::{Descriptor, DevicePtr, Error, ErrorKind, MemoryHandle, Result};
 
 const OPERATION: &str = "open_shared";
-/// How long an exporter that lives may take to answer.
+/// Time limit for an answer of a live exporter.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// The same for an exporter that did not answer the last time.
+/// Time limit for an exporter that did not answer the last request.
 const ANSWER_AGAIN_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Default)]
 pub(crate) struct Importer {
     state: Mutex<State>,
-    /// Signalled when a connection or a mapping is made or gone.
+    /// Signaled when a connection or a mapping is added or removed.
     changed: Condvar,
     /// Imports that were dropped while streams may still use them.
     pending: Mutex<Vec<PendingRelease>>,
     pending_count: AtomicU64,
-    /// True if somebody goes through them: one at a time, so that nobody finds none while another has them in hand.
+    /// True while a thread processes `pending`. One thread at a time, so that no thread finds the list empty while another
+    /// holds its entries.
     asking: AtomicBool,
-    /// Imports to unmap as soon as nobody has them open.
+    /// Imports to unmap as soon as no buffer has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
-    /// Imports that the backend has refused to unmap. The service does not ask again and again.
+    /// Imports that the backend has refused to unmap. The service does not retry them on its own.
     refused: Mutex<Vec<Arc<Import>>>,
     pub(crate) opens: AtomicU64,
     pub(crate) kept_opens: AtomicU64,
@@ -51,15 +52,15 @@ pub(crate) struct Importer {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By incarnation of the exporter; `None` while one thread connects.
+    /// By incarnation of the exporter. `None` while a thread connects.
     links: HashMap<[u8; 16], Option<Arc<Link>>>,
-    /// Connections that were cut while something that was opened by them is mapped.
+    /// Connections that were cut while allocations that they opened are still mapped.
     former: Vec<Arc<Link>>,
-    /// `None` while one thread opens the allocation.
+    /// `None` while a thread opens the allocation.
     imports: HashMap<ImportKey, Option<Arc<Import>>>,
-    /// The same by incarnation and index, as exporters name them: one for each device that opened it.
+    /// The imports by incarnation and index, as exporters name them: one for each device that opened the allocation.
     by_index: HashMap<([u8; 16], u32), Vec<Arc<Import>>>,
-    /// Exporters that did not answer the last time.
+    /// Exporters that did not answer the last request.
     silent: HashSet<[u8; 16]>,
     lost_links: u64,
 }
@@ -69,7 +70,7 @@ impl State {
         self.links.get(&link.incarnation).and_then(Option::as_ref).is_some_and(|current| Arc::ptr_eq(current, link))
     }
 
-    /// Opens nothing by a connection any more. One by which nothing is mapped is forgotten.
+    /// Stops opening allocations by a connection. Removes the connection unless allocations that it opened are still mapped.
     fn retire(&mut self, link: &Arc<Link>) {
         if self.is_current(link) {
             self.links.remove(&link.incarnation);
@@ -95,22 +96,22 @@ pub(crate) struct Link {
     incarnation: [u8; 16],
     pub(crate) process: Process,
     socket: OwnedFd,
-    /// Number of the last question; locked from a question to its answer.
+    /// Number of the last request. The lock is held from a request to its answer.
     channel: Mutex<u32>,
-    /// Where the exporter rings.
+    /// The line on which the exporter rings.
     pub(crate) line: OwnedFd,
     /// True if the exporter still holds the other end of the line.
     pub(crate) has_line: AtomicBool,
     /// Set when the exporter's process has ended.
     lost: AtomicBool,
-    /// Set when the connection was found to be cut.
+    /// Set when the connection is found to be cut.
     cut: AtomicBool,
-    /// What is mapped by it; written under the lock of the tables.
+    /// Number of mappings that it opened; written under the lock of the tables.
     imports: AtomicU64,
     parts: Mutex<Vec<Part>>,
 }
 
-/// The counts and the readiness of so many allocations.
+/// The counts and the readiness of one group of allocations.
 #[derive(Debug, Clone, Default)]
 struct Part {
     counts: Option<Arc<CountSegment>>,
@@ -121,13 +122,13 @@ struct Part {
 #[derive(Debug)]
 pub(crate) struct Import {
     pub(crate) link: Arc<Link>,
-    /// The ticket that it was opened with, for sharing it on. The exporter has confirmed the allocation that it names.
+    /// The ticket that opened it, used to share it again. The exporter has confirmed the allocation that it names.
     pub(crate) ticket: Ticket,
     counts: Arc<CountSegment>,
     ready: Arc<ReadySegment>,
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    /// Whether it may be unmapped.
+    /// Decides whether the import may be unmapped.
     open: OpenCount,
 }
 
@@ -135,19 +136,19 @@ pub(crate) struct Import {
 struct PendingRelease {
     import: Arc<Import>,
     after: Vec<Arc<CompletionEvent>>,
-    /// True if the end of some stream's use is unknown. Then the end of the runtime releases the import.
+    /// True if the end of a stream's use is unknown. Then the end of the runtime releases the import.
     unmarked: bool,
 }
 
-/// What mapping takes, done by the runtime.
+/// The operations for mapping, provided by the runtime.
 pub(crate) trait Mapper {
     /// Maps memory of another process.
     fn map(&self, device: u32, handle: &MemoryHandle) -> Result<DevicePtr>;
     /// Unmaps it. Returns `false` if the backend refuses. The caller must no longer use the mapping.
     fn unmap(&self, device: u32, ptr: DevicePtr) -> bool;
-    /// Returns whether this process may go on waiting.
+    /// Fails if this process must stop waiting.
     fn check(&self) -> Result<()>;
-    /// Rung by exporters.
+    /// The bell that exporters ring.
     fn bell(&self) -> &Bell;
 }
 
@@ -164,7 +165,7 @@ impl Import {
         self.counts.slot(place_of(self.index()).1, self.ticket.serial)
     }
 
-    /// Returns whether a ticket with the serial number of this one is one of it.
+    /// Checks that a ticket with the same serial number names this import.
     fn check(&self, ticket: &Ticket) -> Result<()> {
         if ticket.index != self.index() {
             return Err(expired("the exporter has no such allocation".to_owned()));
@@ -184,17 +185,17 @@ impl Import {
     }
 }
 
-/// Waits until the device work before a share is done; asks `check` now and then whether to go on. The allocation is open,
-/// so that its slot stays its.
+/// Waits until the device work before a share is done, and calls `check` regularly to learn whether to continue. The allocation
+/// must be open, so that its slot is not reused.
 ///
 /// # Errors
-/// `InvalidArgument` for a number that no ticket was given; `DeviceLost` where the work failed.
+/// `InvalidArgument` if no ticket has this number; `DeviceLost` if the work failed.
 pub(crate) fn wait_ready(ready: &ReadySegment, index: u32, number: u64, check: impl Fn() -> Result<()>) -> Result<()> {
     let slot = place_of(index).1;
     if ready.readiness(slot, number) == Readiness::Ready {
         return Ok(());
     }
-    // Its work would never be done.
+    // The wait would never end.
     if !ready.is_issued(slot, number) {
         return Err(not_given_out("it names a share that was not made"));
     }
@@ -228,7 +229,7 @@ impl Link {
     }
 
     fn ring(&self) {
-        // Where it is lost, the exporter is gone or has other messages to read, and looks at the flags after them.
+        // A failed send is harmless: the exporter is gone, or has other messages to read and checks the flags after them.
         let _ = send(self.socket.as_fd(), &Message::Ring.encode(), &[]);
     }
 
@@ -247,23 +248,23 @@ impl Link {
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => break,
                 Err(Errno::INTR) => {}
-                // More are waiting to be let in than the exporter's queue holds.
+                // The exporter's queue of connections is full.
                 Err(Errno::AGAIN) if !patience.is_over() => std::thread::sleep(Duration::from_millis(2)),
                 Err(Errno::AGAIN) => return Err(patience.lost_with(&format!("the exporter (process {})", ticket.pid))),
                 Err(Errno::CONNREFUSED | Errno::NOENT) => {
                     return Err(expired(format!(
-                        "the exporter (process {}) has ended, or its runtime has",
+                        "the exporter (process {}) or its runtime has ended",
                         ticket.pid
                     ))
                     .with_hint(
-                        "ask for a new ticket; between containers, share the network namespace, where the exporter listens",
+                        "request a new ticket; between containers, share the network namespace, in which the exporter listens",
                     ));
                 }
                 Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
             }
         }
         let process = Process::of_peer(OPERATION, socket.as_fd())?;
-        // Any process of this user can take the name of an exporter that has ended.
+        // After the exporter has ended, any process of this user can take its name.
         if process.own_number().is_some_and(|number| number != ticket.pid) {
             return Err(expired(format!(
                 "the exporter (process {}) has ended, and process {} has taken its name",
@@ -286,7 +287,7 @@ impl Link {
         };
         let said = link.say(&hello, &[theirs.as_fd()], mapper, patience);
         drop(theirs);
-        // An exporter that lets nobody in says why before it hangs up.
+        // An exporter that refuses the connection gives the reason before it hangs up.
         let heard = link.hear(mapper, patience);
         let (answer, _) = match (said, heard) {
             (Err(said), Err(heard)) if heard.kind() == ErrorKind::Expired => return Err(said),
@@ -299,17 +300,17 @@ impl Link {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 OPERATION,
-                format!("the exporter speaks protocol {version} (from {oldest}), this library {PROTOCOL}"),
+                format!("the exporter speaks protocols {oldest} to {version}, this library protocol {PROTOCOL}"),
             )
             .with_hint("use the same version of the library in both processes"));
         }
         if incarnation != ticket.incarnation {
-            return Err(invalid_message(OPERATION, "a welcome of another exporter"));
+            return Err(invalid_message(OPERATION, "a welcome from another exporter"));
         }
         Ok(link)
     }
 
-    /// Asks for an allocation: its handle, and the segments with its counts.
+    /// Requests an allocation: its handle, and the segments with its counts.
     fn open(
         &self,
         key: ExportKey,
@@ -325,7 +326,7 @@ impl Link {
         self.say(&Message::Open { question, key, wants_counts, wants_ready }, &[], mapper, patience)?;
         let mut belated = 0;
         let (opened, descriptors) = loop {
-            // It may be counted over there, and a later answer would be for nobody.
+            // The exporter may have counted the open, and no request would match a later answer.
             let (answer, descriptors) =
                 self.hear(mapper, patience).inspect_err(|_| self.abandon(key, mapper, patience))?;
             match answer {
@@ -333,7 +334,7 @@ impl Link {
                 Message::Refused { question: to, kind, text } if to == question => {
                     return Err(refusal(kind, text));
                 }
-                // The answer to a question that was given up, and abandoned. There are not more than questions.
+                // The answer to a request that was given up and abandoned. There are at most as many as requests.
                 Message::Opened { .. } | Message::Refused { .. } if belated < question => belated += 1,
                 other => {
                     self.cut.store(true, Ordering::Relaxed);
@@ -376,11 +377,11 @@ impl Link {
     }
 
     fn abandon(&self, key: ExportKey, mapper: &dyn Mapper, patience: Patience) {
-        // Where this fails the exporter has ended, or cannot be reached: the count goes with this process.
+        // If this fails, the exporter has ended or cannot be reached. The count goes away with this process.
         self.say(&Message::Abandon { key }, &[], mapper, patience).unwrap_or_default();
     }
 
-    /// Says something, once the exporter has read enough of what was said before.
+    /// Sends a message, once the exporter's queue has space for it.
     fn say(
         &self,
         message: &Message,
@@ -395,11 +396,11 @@ impl Link {
                 Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
                     self.cut.store(true, Ordering::Relaxed);
                     return Err(expired(format!(
-                        "the exporter (process {}) has ended, or its runtime has",
+                        "the exporter (process {}) or its runtime has ended",
                         self.process.pid
                     )));
                 }
-                Err(errno) => return Err(os_error(OPERATION, "way to the exporter", errno)),
+                Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
             }
         }
     }
@@ -413,7 +414,7 @@ impl Link {
                 Ok(Received::Message(bytes, descriptors)) => {
                     let message = Message::decode(&buffer[..bytes]).ok_or_else(|| {
                         self.cut.store(true, Ordering::Relaxed);
-                        invalid_message(OPERATION, "something that is no message")
+                        invalid_message(OPERATION, "bytes that are not a message")
                     })?;
                     if let Message::Refused { question: 0, kind, text } = message {
                         self.cut.store(true, Ordering::Relaxed);
@@ -422,7 +423,7 @@ impl Link {
                     return Ok((message, descriptors));
                 }
                 Ok(Received::Cut { descriptors: true }) => {
-                    return Err(os_error(OPERATION, "room for the exporter's descriptors", Errno::MFILE));
+                    return Err(os_error(OPERATION, "free descriptors for the exporter's answer", Errno::MFILE));
                 }
                 Ok(Received::Cut { descriptors: false }) => {
                     return Err(invalid_message(OPERATION, "a message that is too long"));
@@ -432,13 +433,13 @@ impl Link {
                     return Err(expired(format!("the exporter (process {}) has closed the connection", process.pid)));
                 }
                 Ok(Received::Nothing) => {}
-                Err(errno) => return Err(os_error(OPERATION, "answer of the exporter", errno)),
+                Err(errno) => return Err(os_error(OPERATION, "connection to the exporter", errno)),
             }
             self.wait_for(PollFlags::IN, mapper, patience)?;
         }
     }
 
-    /// Waits until the exporter can be read from or written to, or for a second.
+    /// Waits until the socket of the exporter is ready, for at most one second.
     fn wait_for(&self, what: PollFlags, mapper: &dyn Mapper, patience: Patience) -> Result<()> {
         let process = &self.process;
         if process.has_ended() {
@@ -455,7 +456,7 @@ impl Link {
             PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN),
         ];
         let second = rustix::time::Timespec { tv_sec: 1, tv_nsec: 0 };
-        // Interrupted or not: the caller looks at everything again.
+        // Interrupted or not, the caller checks everything again.
         if rustix::event::poll(&mut ends, Some(&second)) == Ok(0) && process.is_stopped() {
             let pid = process.pid;
             return Err(Error::new(
@@ -463,7 +464,7 @@ impl Link {
                 OPERATION,
                 format!("the exporter (process {pid}) is stopped and does not answer"),
             )
-            .with_hint(format!("let it go on (`kill -CONT {pid}`, or its debugger), and open the ticket again")));
+            .with_hint(format!("continue it (`kill -CONT {pid}`, or in its debugger), then open the ticket again")));
         }
         Ok(())
     }
@@ -485,41 +486,43 @@ impl Patience {
         Instant::now() >= self.until
     }
 
-    /// Returns the error after the time is over. `who` has not answered.
+    /// Returns the error for a wait that is over. `who` has not answered.
     fn lost_with(self, who: &str) -> Error {
-        let what = format!("{who} lives but has not answered for {} s", self.limit.as_secs());
+        let what = format!("{who} is alive but has not answered for {} s", self.limit.as_secs());
         Error::new(ErrorKind::InvalidState, OPERATION, what)
-            .with_hint("see whether it is blocked or starved of processor time, and open the ticket again")
+            .with_hint("check whether it is blocked or short of processor time, then open the ticket again")
     }
 }
 
 fn expired(message: String) -> Error {
-    Error::new(ErrorKind::Expired, OPERATION, message).with_hint("ask a process that runs for a new ticket")
+    Error::new(ErrorKind::Expired, OPERATION, message).with_hint("request a new ticket from a running process")
 }
 
-/// Returns the exporter's refusal, with what can be done about it on either side.
+/// Returns the exporter's refusal with a remedy for either side.
 fn refusal(kind: ErrorKind, text: String) -> Error {
     Error::new(kind, OPERATION, format!("the exporter refused: {text}")).with_hint(match kind {
-        ErrorKind::Expired => "ask for a new ticket, and keep the buffer in the exporter until it is open",
+        ErrorKind::Expired => {
+            "request a new ticket, and keep the buffer in the exporter until the ticket has been opened"
+        }
         ErrorKind::OperatingSystem => {
-            "raise the exporter's limits (ulimit -n) or rights, as the message says, and open the ticket again"
+            "raise the exporter's limits (ulimit -n) or rights, as the message says, then open the ticket again"
         }
         ErrorKind::OutOfMemory => {
-            "free memory in the exporter, or open fewer of its buffers, and open the ticket again"
+            "free memory in the exporter, or open fewer of its buffers, then open the ticket again"
         }
         ErrorKind::PermissionDenied => "run both processes as one user",
-        ErrorKind::Unsupported => "use the same version of this library, and a transport that both devices have",
-        ErrorKind::ShuttingDown => "the exporter is ending: ask another one for a ticket",
-        ErrorKind::InvalidArgument => "pass the ticket as the exporter gave it",
-        _ => "look for the cause in the exporter, and open the ticket again",
+        ErrorKind::Unsupported => "use the same version of this library, and a transport that both devices support",
+        ErrorKind::ShuttingDown => "the exporter is shutting down: request a ticket from another exporter",
+        ErrorKind::InvalidArgument => "pass the ticket unchanged",
+        _ => "find the cause in the exporter, then open the ticket again",
     })
 }
 
 fn unexpected(message: &Message) -> Error {
-    invalid_message(OPERATION, &format!("an answer that was not asked for: {message:?}"))
+    invalid_message(OPERATION, &format!("an answer to no request: {message:?}"))
 }
 
-/// A place in a table that one thread fills while the others wait; taken away again where it fails.
+/// An entry of a table that one thread fills while the others wait. Removed if filling it fails.
 struct Place<'i, K: Copy + Eq + std::hash::Hash, V> {
     importer: &'i Importer,
     table: fn(&mut State) -> &mut HashMap<K, Option<V>>,
@@ -543,15 +546,15 @@ impl<K: Copy + Eq + std::hash::Hash, V> Drop for Place<'_, K, V> {
     }
 }
 
-/// What stands in a table for a key.
+/// The state of a table's entry.
 enum Found<'i, K: Copy + Eq + std::hash::Hash, V> {
     There(V),
-    /// Nothing: the caller makes it, and the others wait.
+    /// None: the caller creates the value, and other threads wait.
     Mine(Place<'i, K, V>),
 }
 
 impl Importer {
-    /// Finds an entry, or the right to make it.
+    /// Returns an entry, or the right to create it.
     fn find<K: Copy + Eq + std::hash::Hash, V: Clone>(
         &self,
         key: K,
@@ -570,8 +573,8 @@ impl Importer {
         }
     }
 
-    /// Sends a request to the exporter of a ticket. The wait is short for an exporter that did not answer the last
-    /// time. Otherwise repeated opens of its tickets would take for ever.
+    /// Sends a request to the exporter of a ticket. The time limit is short for an exporter that did not answer the last
+    /// request. Otherwise repeated opens of its tickets would block for too long.
     fn ask<T>(&self, ticket: &Ticket, ask: impl FnOnce(Patience) -> Result<T>) -> Result<T> {
         let was_silent = self.state.lock().silent.contains(&ticket.incarnation);
         let answer = ask(Patience::new(if was_silent { ANSWER_AGAIN_WITHIN } else { ANSWER_WITHIN }));
@@ -595,14 +598,14 @@ impl Importer {
             Found::Mine(place) => {
                 let link = self.ask(ticket, |patience| Link::connect(ticket, mapper, patience)).map(Arc::new)?;
                 place.fill(Arc::clone(&link));
-                // The service listens to the exporter's end from here on.
+                // From here on, the service listens to the exporter's end.
                 mapper.bell().ring();
                 Ok(link)
             }
         }
     }
 
-    /// Opens an allocation for a device, counted, when the device work before the share is done.
+    /// Opens an allocation for a device and counts the open. Waits until the device work before the share is done.
     pub(crate) fn open(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<Arc<Import>> {
         let (import, kept) = self.open_counted(ticket, device, mapper)?;
         self.live.fetch_add(1, Ordering::Relaxed);
@@ -615,7 +618,7 @@ impl Importer {
         Ok(import)
     }
 
-    /// Counts an open, and says whether the mapping was kept from an earlier one.
+    /// Counts an open. Returns whether an existing mapping was reused.
     fn open_counted(&self, ticket: &Ticket, device: u32, mapper: &dyn Mapper) -> Result<(Arc<Import>, bool)> {
         let key = ImportKey { incarnation: ticket.incarnation, serial: ticket.serial, device };
         let mut has_reconnected = false;
@@ -628,7 +631,7 @@ impl Importer {
                     }
                     import.check(ticket)?;
                     if !import.open.enter() {
-                        // Another thread is unmapping it: wait for the result, then map again unless the backend
+                        // Another thread is unmapping the import. Wait for the result, then map again unless the backend
                         // refused.
                         let mut state = self.state.lock();
                         let stands = |state: &State| {
@@ -647,8 +650,8 @@ impl Importer {
                     self.leave(&import, mapper.bell());
                     return Err(match acquired {
                         Acquired::Closed => expired("the exporter has freed the buffer of this ticket".to_owned()),
-                        // It is mapped, and nobody here is about to change that.
-                        _ => invalid_message(OPERATION, "counts that cannot be"),
+                        // The import is mapped, and no thread of this process is about to unmap it.
+                        _ => invalid_message(OPERATION, "counts that are not possible"),
                     });
                 }
             };
@@ -660,7 +663,7 @@ impl Importer {
                 Err(error) => {
                     if link.is_cut() {
                         self.state.lock().retire(&link);
-                        // The exporter may still live: it drops idle connections.
+                        // The exporter may still be alive: it drops idle connections.
                         if error.kind() == ErrorKind::Expired && !has_reconnected {
                             has_reconnected = true;
                             continue;
@@ -682,7 +685,7 @@ impl Importer {
             state.by_index.entry(index).or_default().push(Arc::clone(&import));
             import.link.imports.fetch_add(1, Ordering::Relaxed);
             if !state.is_current(&import.link) {
-                // It was cut meanwhile.
+                // The connection was cut in the meantime.
                 state.retire(&import.link);
             }
             drop(state);
@@ -691,7 +694,7 @@ impl Importer {
         }
     }
 
-    /// Lets go of an import once its streams have passed their completion events.
+    /// Releases an import once its streams have passed their completion events.
     pub(crate) fn release_after(
         &self,
         import: Arc<Import>,
@@ -709,7 +712,7 @@ impl Importer {
         bell.ring();
     }
 
-    /// Notes how many releases can be asked after: what nobody can tell of waits for the end and is not asked after.
+    /// Stores the number of releases that can be queried. An import without completion events waits for the end of the runtime.
     fn count_pending(&self, pending: &[PendingRelease]) {
         let asked = pending.iter().filter(|release| !release.after.is_empty()).count();
         self.pending_count.store(asked as u64, Ordering::Relaxed);
@@ -719,8 +722,8 @@ impl Importer {
         self.pending_count.load(Ordering::Relaxed) > 0
     }
 
-    /// Goes through the imports whose streams were not done. `is_passed` asks the backend, without a lock. At the end of
-    /// the runtime everything was waited for. Says whether one was let go of.
+    /// Checks the imports that streams still used. `is_passed` queries the backend without a lock. At the end of the runtime,
+    /// all work has been waited for. Returns whether an import was released.
     pub(crate) fn release_passed(
         &self,
         mut is_passed: impl FnMut(&CompletionEvent) -> bool,
@@ -749,7 +752,7 @@ impl Importer {
         released
     }
 
-    /// Lets go of an import: the device work here is done.
+    /// Releases an import whose device work is done.
     pub(crate) fn release(&self, import: &Arc<Import>, bell: &Bell) {
         self.live.fetch_sub(1, Ordering::Relaxed);
         if import.slot().release() {
@@ -767,20 +770,20 @@ impl Importer {
         }
     }
 
-    // ---------------------------------------------------------------- what the service does
+    // ---------------------------------------------------------------- calls of the service
 
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         let state = self.state.lock();
         state.links.values().flatten().chain(&state.former).filter(|link| !link.is_lost()).cloned().collect()
     }
 
-    /// An exporter has hung up: it has ended or its runtime has, or the connection was cut.
+    /// Handles an exporter that has hung up. It or its runtime has ended, or the connection was cut.
     pub(crate) fn hung_up(&self, link: &Arc<Link>) {
         link.has_line.store(false, Ordering::Relaxed);
         self.state.lock().retire(link);
     }
 
-    /// An exporter's process has ended: its tickets are expired, and what nobody has open is unmapped.
+    /// Handles the end of an exporter's process: its tickets expire, and memory that no buffer has open is unmapped.
     pub(crate) fn link_ended(&self, link: &Arc<Link>) {
         link.lost.store(true, Ordering::Relaxed);
         let mut state = self.state.lock();
@@ -792,7 +795,7 @@ impl Importer {
         }
     }
 
-    /// Unmaps what exporters have freed, and what was put on the list.
+    /// Unmaps the allocations that exporters have freed, and those on the list.
     pub(crate) fn unmap_closed(&self, mapper: &dyn Mapper) {
         {
             let state = self.state.lock();
@@ -815,7 +818,7 @@ impl Importer {
         }
     }
 
-    /// Schedules another try at unmapping if the backend refused and the reason still holds.
+    /// Schedules a retry of each refused unmap whose reason still holds.
     pub(crate) fn try_refused_again(&self) {
         let refused = std::mem::take(&mut *self.refused.lock());
         let has_reason = |import: &Arc<Import>| import.slot().is_closed() || import.link.is_lost();
@@ -832,11 +835,11 @@ impl Importer {
 
     fn unmap(&self, import: &Arc<Import>, mapper: &dyn Mapper) {
         if !import.open.try_gone() {
-            // Open, or unmapped already. Who lets go of it last looks whether it is to be unmapped.
+            // Open, or unmapped already. The last release checks whether to unmap it.
             return;
         }
         if !mapper.unmap(import.device, import.ptr) {
-            // It stays in the tables and in the exporter's count: with some transports mapped memory must not be freed.
+            // The import stays in the tables and in the exporter's count: some transports forbid a free of mapped memory.
             self.refused.lock().push(Arc::clone(import));
             let state = self.state.lock();
             import.open.stays();
@@ -865,20 +868,20 @@ impl Importer {
         self.changed.notify_all();
     }
 
-    /// Closes the connections, at the end of the runtime.
+    /// Closes the connections at the end of the runtime.
     pub(crate) fn disconnect(&self) {
         let (links, former) = {
             let mut state = self.state.lock();
             (std::mem::take(&mut state.links), std::mem::take(&mut state.former))
         };
         for link in links.into_values().flatten().chain(former) {
-            // A forked child may keep the sockets open.
+            // A forked child may keep the sockets open, so shut them down.
             let _ = rustix::net::shutdown(&link.socket, rustix::net::Shutdown::Both);
             let _ = rustix::net::shutdown(&link.line, rustix::net::Shutdown::Both);
         }
     }
 
-    /// Mappings, and their bytes.
+    /// Returns the number of mappings and their bytes.
     pub(crate) fn mapped(&self) -> (u64, u64) {
         let state = self.state.lock();
         let imports = || state.imports.values().flatten();

@@ -1,15 +1,15 @@
-//! What exporter and importer say to each other: datagrams of explicit little-endian fields, checked before use.
+//! The messages between exporter and importer: datagrams of explicit little-endian fields, checked before use.
 //!
-//! The importer speaks first and is answered once for each question:
+//! The importer sends the first message and gets one answer for each request:
 //!
 //! | importer | exporter |
 //! | --- | --- |
 //! | `Hello`, with a line to ring the importer on | `Welcome` or `Refused` |
-//! | `Open` | `Opened`, with the memory's descriptor and the counts' files that are asked for, or `Refused` |
+//! | `Open` | `Opened`, with the descriptors of the memory and of the requested counts, or `Refused` |
 //! | `Abandon`: an `Opened` that could not be used | nothing |
-//! | `Ring`: look at the flags in the counts | nothing |
+//! | `Ring`: check the flags in the counts | nothing |
 //!
-//! Both sides name the version that they speak and the oldest that they understand, so that later versions can tell.
+//! Both sides send the version that they speak and the oldest version that they understand, so that later versions can adapt.
 
 use super::ticket::Fields;
 use highwater_hal::{Error, ErrorKind, Transport};
@@ -31,7 +31,7 @@ const ABANDON: u16 = 5;
 const REFUSED: u16 = 6;
 const RING: u16 = 7;
 
-/// Which allocation of an exporter.
+/// Names an allocation of an exporter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ExportKey {
     pub(crate) index: u32,
@@ -45,7 +45,7 @@ pub(crate) struct Opened {
     pub(crate) device_uuid: [u8; 16],
     pub(crate) bytes: u64,
     pub(crate) payload: [u8; 64],
-    /// True if the memory's descriptor is the first that travels along; then come the files that were asked for.
+    /// True if the memory's descriptor is the first one of the message. The requested files follow it.
     pub(crate) with_descriptor: bool,
 }
 
@@ -60,7 +60,7 @@ pub(crate) enum Message {
     Refused { question: u32, kind: ErrorKind, text: String },
 }
 
-/// Kinds of errors that travel, by number; others travel as `Vendor`.
+/// The kinds of errors that a message can carry, by number. Others are sent as `Vendor`.
 const KINDS: [(u32, ErrorKind); 8] = [
     (1, ErrorKind::InvalidArgument),
     (2, ErrorKind::Expired),

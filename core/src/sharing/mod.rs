@@ -1,28 +1,29 @@
-//! Sharing device memory between processes: one process allocates and shares, any number of others open, and the memory
-//! is freed when the last of them has let go of it or has died.
+//! Device memory shared between processes. One process allocates and shares; any number of others open. The memory is freed
+//! when the last of them has released it or has died.
 //!
-//! # How it goes
+//! # Protocol
 //! 1. The exporter allocates with [`Device::allocate_shared`](crate::Device::allocate_shared) and calls
-//!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which gives a [`Ticket`]: plain bytes for any channel.
-//! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation asks the
-//!    exporter over a Unix socket without a name in any file system; both check that the other belongs to the same user.
-//!    The answer brings the memory's handle and a table of counts in sealed shared memory (`counts.rs`), which only these
-//!    two processes map. Later opens are one atomic operation on a word of that table.
-//! 3. Each side drops its buffers when it likes. An importer's count goes back when its streams have passed their last
-//!    use. An exporter's allocation that is still open elsewhere waits in *limbo*.
-//! 4. When a process dies, at any point, the other side sees its pidfd become readable, throws the dead one's table away,
-//!    and with it everything that it held. A socket that is closed, or stays open in a forked child, says nothing.
+//!    [`DeviceBuffer::share`](crate::DeviceBuffer::share), which returns a [`Ticket`]: plain bytes for any channel.
+//! 2. The importer calls [`Runtime::open_shared`](crate::Runtime::open_shared). The first open of an allocation sends a request
+//!    to the exporter over a Unix socket with an abstract name. Both sides check that the other process belongs to the same
+//!    user. The answer contains the memory's handle and a table of counts in sealed shared memory (`counts.rs`). Only these two
+//!    processes map the table. Later opens are one atomic operation on a word of that table.
+//! 3. Each side drops its buffers independently. The count of an importer decreases when its streams have passed their last
+//!    use. An allocation of the exporter that is still open elsewhere waits in *limbo*.
+//! 4. When a process dies, at any point, its pidfd becomes readable in the other process. That process discards the table of
+//!    the dead one, and with it everything that the dead process held. The state of a socket proves nothing: a live process may
+//!    close it, and a forked child may keep it open.
 //!
-//! One thread for each runtime (`service.rs`) answers and notices; it starts with the first share or open.
+//! One thread for each runtime (`service.rs`) answers requests and detects events. It starts with the first share or open.
 //!
-//! # What a ticket promises
-//! It may be opened by any number of processes, once or often, while the exporter runs and keeps the buffer. It does not
-//! keep the memory: a ticket that nobody has opened when the exporter drops its buffer is *expired*. The device work that
-//! was enqueued on the buffer before `share` is done when `open_shared` returns.
+//! # Lifetime of a ticket
+//! Any number of processes may open a ticket, once or repeatedly, while the exporter runs and keeps the buffer. A ticket does
+//! not keep the memory: it *expires* if the exporter drops its buffer before any process has opened it. When `open_shared`
+//! returns, the device work that was enqueued on the buffer before `share` is done.
 //!
-//! # When an exporter dies
-//! By [`Transport::Descriptor`](crate::Transport) the importers keep their pages. By the other transports the memory is
-//! the exporter's, and the vendor says what is left of it.
+//! # Death of the exporter
+//! With [`Transport::Descriptor`](crate::Transport), the importers keep their pages. With the other transports the memory
+//! belongs to the exporter, and the vendor defines what remains of it.
 
 mod counts;
 mod exporter;
@@ -62,15 +63,15 @@ use importer::{Importer, Mapper};
 use service::Service;
 use system::{Bell, os_error};
 
-/// Connections that may wait to be let in.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 
-/// Where the exporter with an incarnation listens: a name that is in no file system.
+/// Returns the address of the exporter with an incarnation: an abstract socket name.
 fn address(incarnation: &[u8; 16]) -> Vec<u8> {
     format!("highwater-{:032x}", u128::from_be_bytes(*incarnation)).into_bytes()
 }
 
-/// What a runtime shares and has opened; made with its first share or open.
+/// The shared and opened memory of a runtime. The first share or open creates it.
 pub(crate) struct Sharing {
     frees: Arc<DeferredFrees>,
     generation: Generation,
@@ -84,25 +85,25 @@ pub(crate) struct Sharing {
     binding: Mutex<()>,
     stopping: AtomicBool,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Held while the service is started or ended, so that there is one at most. The service itself never takes it.
+    /// Held while the service starts or ends, so that at most one exists. The service itself never takes it.
     changing: Mutex<()>,
 }
 
-/// What a runtime shares with other processes, and what it has open of theirs.
+/// The memory that a runtime shares with other processes, and the memory of other processes that it has open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct SharingStatistics {
-    /// Allocations of this runtime that were shared and are not freed.
+    /// Allocations of this runtime that were shared and are not yet freed.
     pub exported_blocks: u64,
     /// Bytes of those.
     pub exported_bytes: u64,
-    /// Of those, allocations that this runtime has dropped and others still hold.
+    /// Of those, allocations that this runtime has dropped and other processes still hold.
     pub limbo_blocks: u64,
     /// Bytes of those.
     pub limbo_bytes: u64,
-    /// Processes that have opened something and may hold it.
+    /// Processes that have opened an allocation and may hold it.
     pub peers: u64,
-    /// Importers that ended without letting go.
+    /// Importers that ended without releasing their allocations.
     pub lost_peers: u64,
     /// Exporters that ended while this runtime was connected to them.
     pub lost_exporters: u64,
@@ -114,7 +115,7 @@ pub struct SharingStatistics {
     pub mapped_bytes: u64,
     /// Buffers of other processes opened so far.
     pub opens: u64,
-    /// Of those, opened by a mapping that was kept.
+    /// Of those, buffers opened with an existing mapping.
     pub kept_opens: u64,
 }
 
@@ -131,7 +132,7 @@ impl Mapper for DeviceMapper<'_> {
         let ptr = self.memory.with_retry(|| ipc.open_memory(device, handle), |_| Ok(()))?;
         let bytes = usize::try_from(handle.bytes).unwrap_or(usize::MAX);
         services.ledger.insert_device(DeviceBlockInfo { device, base: ptr, bytes }).inspect_err(|_| {
-            // SAFETY: just opened, and no other code knows of it.
+            // SAFETY: The memory was just opened, and no other code knows its address.
             let closed = unsafe { ipc.close_memory(device, ptr) };
             let _ = services.note(closed);
         })?;
@@ -142,8 +143,8 @@ impl Mapper for DeviceMapper<'_> {
         let services = &self.memory.services;
         let closed = services.ipc("close_memory").and_then(|ipc| {
             let block = services.ledger.remove_device(device, ptr)?;
-            // SAFETY: the ledger says that it is mapped. The importer unmaps what nobody has open, and a count goes back
-            // only when the streams that used the import have passed their last use.
+            // SAFETY: The ledger shows that the memory is mapped. The importer unmaps only memory that no buffer has open, and
+            // a count decreases only when the streams that used the import have passed their last use.
             unsafe { ipc.close_memory(device, ptr) }.inspect_err(|_| {
                 // The range is free in the ledger, so this cannot fail.
                 let _ = services.ledger.insert_device(block);
@@ -163,7 +164,7 @@ impl Mapper for DeviceMapper<'_> {
 }
 
 impl Sharing {
-    /// `operation` is the first operation that needs it.
+    /// Creates the state. `operation` is the first operation that needs it.
     pub(crate) fn new(frees: Arc<DeferredFrees>, operation: &'static str) -> Result<Self> {
         Ok(Self {
             generation: frees.memory.services.generation,
@@ -193,13 +194,13 @@ impl Sharing {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Starts the service where it does not run.
+    /// Starts the service if it does not run.
     pub(crate) fn start(self: &Arc<Self>, operation: &'static str) -> Result<()> {
         let runs = |thread: &Option<JoinHandle<()>>| thread.as_ref().is_some_and(|thread| !thread.is_finished());
         if runs(&self.thread.lock()) && !self.is_stopping() {
             return Ok(());
         }
-        // Where it is being ended, this waits for that.
+        // Waits here if another thread is ending the service.
         let _changing = self.changing.lock();
         let mut thread = self.thread.lock();
         if runs(&thread) {
@@ -209,19 +210,23 @@ impl Sharing {
         let service = Service::new(Arc::clone(self));
         let started = std::thread::Builder::new().name("highwater-share".to_owned()).spawn(move || service.run());
         *thread = Some(started.map_err(|error| {
-            Error::new(ErrorKind::OperatingSystem, operation, format!("the system gives no thread: {error}"))
-                .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
-                .with_hint("raise the limit of threads (ulimit -u)")
+            Error::new(
+                ErrorKind::OperatingSystem,
+                operation,
+                format!("the operating system cannot create a thread: {error}"),
+            )
+            .with_code(i64::from(error.raw_os_error().unwrap_or(0)))
+            .with_hint("raise the limit on threads (ulimit -u)")
         })?);
         Ok(())
     }
 
-    /// Lets the service end by itself: the process is exiting.
+    /// Signals the service to end by itself, because the process is exiting.
     pub(crate) fn abandon(&self) {
         self.stopping.store(true, Ordering::Release);
     }
 
-    /// Ends the service, and waits for its end unless called by it.
+    /// Ends the service and waits for its end, unless the service itself calls this.
     pub(crate) fn stop(&self) {
         let this = std::thread::current().id();
         let is_this = self.thread.lock().as_ref().is_some_and(|thread| thread.thread().id() == this);
@@ -235,14 +240,14 @@ impl Sharing {
         if let Some(thread) = thread
             && thread.join().is_err()
         {
-            tracing::warn!("the thread that serves shares has panicked");
+            tracing::warn!("the sharing thread has panicked");
         }
     }
 
-    /// Closes the connections of importers and accepts no more, at the end of the runtime.
+    /// Closes the connections of importers and accepts no more. Called at the end of the runtime.
     pub(crate) fn hang_up(&self) {
         if let Some(listener) = self.listener.get() {
-            // A forked child may keep it open.
+            // A forked child may keep the socket open, so shut it down.
             let _ = rustix::net::shutdown(listener, rustix::net::Shutdown::Both);
         }
         self.exporter.disconnect();
@@ -264,7 +269,7 @@ impl Sharing {
         let address = SocketAddrUnix::new_abstract_name(&address(&self.incarnation)).map_err(failed)?;
         rustix::net::bind(&socket, &address).map_err(failed)?;
         rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
-        // The lock is held, so it is not set.
+        // The lock is held, so the value is not set.
         let _ = self.listener.set(socket);
         self.bell.ring();
         Ok(())
@@ -272,7 +277,7 @@ impl Sharing {
 
     // ---------------------------------------------------------------- exporting
 
-    /// The ticket of an allocation of this runtime, without its range.
+    /// Returns the ticket of an allocation of this runtime, without its range.
     pub(crate) fn share(
         &self,
         block: &Arc<DeviceBlock>,
@@ -286,7 +291,7 @@ impl Sharing {
         let key = match export.get() {
             Some(key) => *key,
             None => {
-                // Two threads may share for the first time at once: one of them registers.
+                // If two threads share for the first time at once, one of them registers.
                 let _registering = self.binding.lock();
                 match export.get() {
                     Some(key) => *key,
@@ -317,19 +322,19 @@ impl Sharing {
         })
     }
 
-    /// Notes that the owner drops a shared allocation. Returns what to free now.
+    /// Closes a shared allocation that its owner drops. Returns the free to run now.
     pub(crate) fn close(&self, key: ExportKey, free: DeferredFree) -> Option<DeferredFree> {
         self.exporter.close(key, free)
     }
 
-    /// Makes the vendor's handle for an importer.
+    /// Creates the vendor's handle for an importer.
     fn export(&self, grant: &Grant) -> Result<MemoryHandle> {
         let ipc = self.services().ipc("share")?;
-        // SAFETY: the block is alive as long as the grant.
+        // SAFETY: The grant keeps the block alive.
         unsafe { ipc.export_memory(grant.block.device, grant.block.ptr, grant.transport) }
     }
 
-    /// Frees what has left limbo, in the order of the streams that used it here.
+    /// Frees memory that has left limbo, in the order of the streams that used it in this process.
     fn free(&self, freed: Vec<DeferredFree>) {
         if freed.is_empty() {
             return;
@@ -340,7 +345,7 @@ impl Sharing {
         self.services().trim_in_passing();
     }
 
-    /// Looks after everything that others may have let go of, without waiting for the service to do so.
+    /// Frees and unmaps everything that other processes may have released, without waiting for the service.
     pub(crate) fn trim(&self) {
         for peer in self.exporter.peers() {
             if peer.process.has_ended() {
@@ -353,7 +358,7 @@ impl Sharing {
         self.ask_after_work();
     }
 
-    /// Blocks and bytes that this runtime has dropped and others hold.
+    /// Returns the blocks and bytes that this runtime has dropped and other processes hold.
     pub(crate) fn limbo(&self) -> (u64, u64) {
         let counts = self.exporter.counts();
         (counts.limbo_blocks, counts.limbo_bytes)
@@ -366,12 +371,12 @@ impl Sharing {
 
     // ---------------------------------------------------------------- importing
 
-    /// Returns whether a ticket is this runtime's own.
+    /// Returns whether this runtime made a ticket.
     pub(crate) fn is_own(&self, ticket: &Ticket) -> bool {
         ticket.incarnation == self.incarnation
     }
 
-    /// Returns the original of a ticket of this runtime, once the device work before the share is done.
+    /// Returns the original buffer of a ticket of this runtime, once the device work before the share is done.
     pub(crate) fn original(&self, ticket: &Ticket) -> Result<Arc<DeviceBlock>> {
         let key = ExportKey { index: ticket.index, serial: ticket.serial };
         let (block, ready) = self.exporter.own(key, ticket.allocation_bytes)?;
@@ -380,20 +385,20 @@ impl Sharing {
     }
 
     pub(crate) fn open(&self, ticket: &Ticket, device: u32) -> Result<Arc<Import>> {
-        // A process without `/proc` does not know its boot.
+        // A process without `/proc` does not know its boot id.
         let knows = |boot: [u8; 16]| boot != [0; 16];
         if knows(ticket.boot) && knows(self.boot) && ticket.boot != self.boot {
             return Err(Error::new(
                 ErrorKind::Expired,
                 "open_shared",
-                "the ticket is of another machine, or of this one before it was started anew",
+                "the ticket is from another machine, or from before the last restart of this one",
             )
-            .with_hint("tickets are for processes that run now, on one machine"));
+            .with_hint("request a new ticket from a process that runs on this machine"));
         }
         self.importer.open(ticket, device, &self.mapper())
     }
 
-    /// Lets go of an import once its streams have passed their completion events.
+    /// Releases an import once its streams have passed their completion events.
     pub(crate) fn release_after(&self, import: Arc<Import>, after: Vec<Arc<CompletionEvent>>, unmarked: bool) {
         self.importer.release_after(import, after, unmarked, &self.bell);
     }
@@ -403,7 +408,7 @@ impl Sharing {
         self.importer.unmap_idle(&self.mapper());
     }
 
-    /// The end of the importing side: everything was waited for, so everything is let go of.
+    /// Ends the importing side. All work has been waited for, so every import is released.
     pub(crate) fn end_imports(&self) {
         self.importer.release_passed(|_| true, true, &self.bell);
         self.importer.unmap_closed(&self.mapper());
@@ -434,7 +439,7 @@ impl Sharing {
 impl Drop for Sharing {
     fn drop(&mut self) {
         if !self.generation.is_current() {
-            // The thread does not exist in this child; its handle must not be touched.
+            // The thread does not exist in this child, so its handle must not be touched.
             std::mem::forget(self.thread.get_mut().take());
         }
     }
@@ -442,7 +447,7 @@ impl Drop for Sharing {
 
 #[cfg(test)]
 impl Sharing {
-    /// Returns whether a lock is held that nobody may hold over a call of the backend.
+    /// Returns whether a lock is held that must not be held during a call of the backend.
     pub(crate) fn is_locked(&self) -> bool {
         self.exporter.is_locked() || self.importer.is_locked() || self.binding.is_locked() || self.thread.is_locked()
     }

@@ -34,7 +34,10 @@ impl Runtime {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 OPERATION,
-                format!("{} bytes at offset {} are not a whole number of {}-byte values", ticket.length, ticket.offset, size),
+                format!(
+                    "{} bytes at offset {} are not a whole number of {}-byte values",
+                    ticket.length, ticket.offset, size
+                ),
             )
             .with_hint("open the ticket with the type that was shared"));
         }

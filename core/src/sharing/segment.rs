@@ -1,10 +1,9 @@
-//! Pieces of shared memory: sealed, without a name in any file system, and full of atomics only.
+//! Pieces of shared memory: sealed, anonymous, and accessed only as atomics.
 //!
-//! A [`CountSegment`] belongs to one exporter and one importer and holds the words of `counts.rs`. A [`ReadySegment`]
-//! belongs to an exporter and is mapped by all its importers, who cannot write it: for each allocation, the number of
-//! the latest share whose device work is done, and the greatest number that a ticket was given. The protocol's version
-//! (`message.rs`) is the layout's too. Sealed means that nobody can make the file shorter under a mapping, so a
-//! load never faults.
+//! A [`CountSegment`] belongs to one exporter and one importer and holds the words of `counts.rs`. A [`ReadySegment`] belongs
+//! to an exporter. All its importers map it, read-only. For each allocation it holds the number of the latest share whose
+//! device work is done, and the greatest number of any ticket. The protocol's version (`message.rs`) is also the version of the
+//! layout. Sealed means that no process can shorten the file under a mapping, so a load never faults.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,9 +18,9 @@ use super::counts::{Flags, Slot};
 use super::system::{invalid_message, os_error};
 use highwater_hal::Result;
 
-/// Slots of a segment; the slot of an allocation is the same in every segment of that number.
+/// Slots in a segment. An allocation has the same slot in every segment that contains it.
 pub(crate) const SLOTS: usize = 1 << 16;
-/// Which segment an allocation is in by its index, and which slot of it.
+/// Returns the segment of an allocation and its slot in that segment.
 pub(crate) fn place_of(index: u32) -> (usize, usize) {
     (index as usize / SLOTS, index as usize % SLOTS)
 }
@@ -50,9 +49,9 @@ struct Mapping {
     words: usize,
 }
 
-// SAFETY: the mapping belongs to this value and is only reached as atomics.
+// SAFETY: The mapping belongs to this value and is only accessed as atomics.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: As above.
 unsafe impl Sync for Mapping {}
 
 impl fmt::Debug for Mapping {
@@ -66,9 +65,9 @@ const fn file_bytes(words: usize) -> usize {
 }
 
 impl Mapping {
-    /// Makes a file of zeros and maps it. With `read_only_for_others`, no later mapping of it can write.
+    /// Creates a file of zeros and maps it. With `read_only_for_others`, no later mapping of it can write.
     fn create(words: usize, read_only_for_others: bool) -> Result<(Self, OwnedFd)> {
-        const WHAT: &str = "memory for counts that two processes share";
+        const WHAT: &str = "memory for shared counts";
         if !highwater_hal::file_limit::allows(file_bytes(words) as u64) {
             return Err(os_error("share", WHAT, rustix::io::Errno::FBIG));
         }
@@ -78,36 +77,36 @@ impl Mapping {
         let sizes = SealFlags::SHRINK | SealFlags::GROW;
         rustix::fs::fcntl_add_seals(&file, sizes).map_err(|errno| os_error("share", WHAT, errno))?;
         let mapping = Self::map("share", &file, words, ProtFlags::READ | ProtFlags::WRITE)?;
-        // After our own mapping, which keeps its right to write.
+        // After this process's own mapping, which stays writable.
         let last = if read_only_for_others { SealFlags::FUTURE_WRITE | SealFlags::SEAL } else { SealFlags::SEAL };
         rustix::fs::fcntl_add_seals(&file, last).map_err(|errno| os_error("share", WHAT, errno))?;
         Ok((mapping, file))
     }
 
-    /// Maps a file that another process made, after a look at its seals and its size.
+    /// Maps a file that another process made, after a check of its seals and its size.
     fn open(file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
         let size = rustix::fs::fstat(file).map_or(0, |stat| stat.st_size);
         if !seals.contains(SealFlags::SHRINK) || usize::try_from(size).unwrap_or(0) < file_bytes(words) {
-            return Err(invalid_message("open_shared", "a file of counts that is not sealed or too short"));
+            return Err(invalid_message("open_shared", "a file of counts that is unsealed or too short"));
         }
         Self::map("open_shared", file, words, protection)
     }
 
     fn map(operation: &'static str, file: &OwnedFd, words: usize, protection: ProtFlags) -> Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file that can never become shorter than it.
+        // SAFETY: This is a new mapping at an address that the kernel chooses, of a file that can never become shorter than it.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), file_bytes(words), protection, MapFlags::SHARED, file.as_fd(), 0)
         };
-        let base = base.map_err(|errno| os_error(operation, "an address for shared counts", errno))?;
+        let base = base.map_err(|errno| os_error(operation, "address range for shared counts", errno))?;
         let base = NonNull::new(base.cast())
-            .ok_or_else(|| os_error(operation, "an address for shared counts", rustix::io::Errno::NOMEM))?;
+            .ok_or_else(|| os_error(operation, "address range for shared counts", rustix::io::Errno::NOMEM))?;
         Ok(Self { base, words })
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: `base` starts a mapping of at least this many words, page-aligned, that lives as long as `self`, cannot
-        // shrink, and is only ever accessed as atomics, by other processes too.
+        // SAFETY: `base` starts a page-aligned mapping of at least this many words. It lives as long as `self`, cannot shrink,
+        // and is only ever accessed as atomics, by other processes too.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.words) }
     }
 
@@ -118,7 +117,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own, and nothing borrows from it any more. An error leaves it mapped.
+        // SAFETY: The mapping belongs to this value, and no borrow of it is left. An error leaves it mapped.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), file_bytes(self.words)) };
     }
 }
@@ -142,22 +141,23 @@ impl CountSegment {
         Slot::new(&self.0.words()[COUNTS + slot], serial)
     }
 
-    /// What the importer has let go of for good: raised by it, drained by the exporter.
+    /// Flags for the allocations that the importer has released for good: raised by the importer, drained by the exporter.
     pub(crate) fn released(&self) -> Flags<'_> {
         Flags::new(self.0.range(RELEASED, BIT_WORDS), self.0.range(RELEASED_SUMMARY, SUMMARY_WORDS))
     }
 
-    /// What the exporter has freed while the importer maps it: raised by the exporter, drained by the importer.
+    /// Flags for the allocations that the exporter has freed while the importer maps them: raised by the exporter, drained by
+    /// the importer.
     pub(crate) fn closed(&self) -> Flags<'_> {
         Flags::new(self.0.range(CLOSED, BIT_WORDS), self.0.range(CLOSED_SUMMARY, SUMMARY_WORDS))
     }
 }
 
-/// For [`SLOTS`] allocations of an exporter, the latest share whose device work is done, and the latest share of all.
+/// For [`SLOTS`] allocations of an exporter, the latest share whose device work is done, and the latest share.
 #[derive(Debug)]
 pub(crate) struct ReadySegment(Mapping);
 
-/// What is known about the device work before a share.
+/// The state of the device work before a share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readiness {
     /// It is done.
@@ -169,7 +169,7 @@ pub(crate) enum Readiness {
 }
 
 impl ReadySegment {
-    /// Published in place of a number when the exporter's device fails.
+    /// Published in place of a number if the exporter's device fails.
     pub(crate) const FAILED: u64 = u64::MAX;
 
     pub(crate) fn create() -> Result<(Self, OwnedFd)> {
@@ -180,20 +180,20 @@ impl ReadySegment {
         Mapping::open(file, READY_WORDS, ProtFlags::READ).map(Self)
     }
 
-    /// Begins with an allocation that nobody has a ticket of. Nobody waits for the one before it in this slot: who waits
-    /// has it open, and the slot of what is open is not given away.
+    /// Resets a slot for a new allocation, which has no tickets yet. No process waits for the previous allocation of the slot:
+    /// a waiting process has it open, and the slot of an open allocation is not reused.
     pub(crate) fn begin(&self, slot: usize) {
         self.issue(slot, 0);
         self.publish(slot, 0);
     }
 
-    /// Says that tickets of an allocation have numbers up to this one; called before such a ticket is given out.
+    /// Announces that tickets of an allocation have numbers up to this one. Call it before such a ticket leaves this process.
     ///
-    /// Importers compare numbers with this one and ask nobody, so whoever has the ticket has to see it, by whatever way the
-    /// ticket came. The fence here and the one in [`ReadySegment::is_issued`] see to that: the ticket's bytes are written
-    /// after the one and read before the other, and by a release fence before a write and an acquire fence after the read
-    /// of what was written, all that comes before the first happens before all that comes after the second (for memory
-    /// that the processes share; a way through the kernel orders no less).
+    /// Importers compare ticket numbers with this number without a request, so a process that has the ticket must see it. The
+    /// ticket may arrive by any channel. The release fence here and the acquire fence in [`ReadySegment::is_issued`] ensure
+    /// that: the ticket's bytes are written after the first and read before the second. So everything before the first fence
+    /// happens before everything after the second. That holds for a channel in shared memory, and a channel through the kernel
+    /// orders no less.
     pub(crate) fn issue(&self, slot: usize, number: u64) {
         self.0.words()[ISSUED + slot].store(number, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -209,11 +209,11 @@ impl ReadySegment {
     /// Publishes that the device work before share `number` is done.
     pub(crate) fn publish(&self, slot: usize, number: u64) {
         let words = self.0.words();
-        // Release: what the device work did is visible to who reads the number.
+        // Release: a thread that reads the number sees the effects of the device work.
         words[READY + slot].store(number, Ordering::Release);
         let published = self.published();
         published.fetch_add(1, Ordering::Release);
-        // Shared between processes, so no PRIVATE flag. Waking nobody is no error.
+        // Shared between processes, so no PRIVATE flag. A wake without waiters is not an error.
         let _ = rustix::thread::futex::wake(published, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
     }
 
@@ -226,7 +226,7 @@ impl ReadySegment {
         }
     }
 
-    /// Waits until a share's device work is done, but not longer than `longest`.
+    /// Waits until the device work before a share is done, for at most `longest`.
     pub(crate) fn wait(&self, slot: usize, number: u64, longest: Duration) -> Readiness {
         let seen = self.published().load(Ordering::Acquire);
         let now = self.readiness(slot, number);
@@ -234,7 +234,7 @@ impl ReadySegment {
             return now;
         }
         let timeout = rustix::time::Timespec::try_from(longest).ok();
-        // Interrupted, timed out or woken: the caller looks again.
+        // Interrupted, timed out or woken: the caller checks again.
         let _ = rustix::thread::futex::wait(
             self.published(),
             rustix::thread::futex::Flags::empty(),
@@ -244,10 +244,10 @@ impl ReadySegment {
         self.readiness(slot, number)
     }
 
-    /// Counts publications; what waiters sleep on.
+    /// Returns the count of publications, on which waiters sleep.
     fn published(&self) -> &AtomicU32 {
-        // SAFETY: word 0 of the header is mapped, aligned, and used as this 32-bit atomic only; an importer's mapping is
-        // read-only, and it only loads and waits.
+        // SAFETY: Word 0 of the header is mapped, aligned, and used only as this 32-bit atomic. The mapping of an importer is
+        // read-only, and the importer only loads and waits.
         unsafe { &*self.0.base.as_ptr().cast::<AtomicU32>() }
     }
 }
@@ -268,7 +268,7 @@ mod tests {
             assert_eq!([1, 2, 3].map(|number| importer.is_issued(slot, number)), [true, true, false]);
             assert_eq!(importer.readiness(slot, 1), Readiness::Ready);
             assert_eq!(importer.readiness(slot, 2), Readiness::Waiting);
-            // The next allocation begins anew.
+            // The next allocation starts from zero.
             exporter.begin(slot);
             assert_eq!([0, 1].map(|number| importer.is_issued(slot, number)), [true, false]);
             assert_eq!([0, 1].map(|number| importer.readiness(slot, number)), [Readiness::Ready, Readiness::Waiting]);

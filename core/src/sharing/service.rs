@@ -1,8 +1,8 @@
-//! The thread of a runtime that answers importers, notices who has died, and lets go of what was used last.
+//! The sharing thread of a runtime. It answers importers, detects the death of processes, and completes pending releases.
 //!
-//! It starts with the first share or open and ends with the runtime. It waits on everything at once: its bell, the socket
-//! that importers connect to, each importer's connection and process, each exporter's process. While shares or releases
-//! wait for device work it also asks after that work, at growing intervals up to a millisecond.
+//! It starts with the first share or open and ends with the runtime. It waits on all its sources at once: its bell, the socket
+//! that importers connect to, the connection and process of each importer, and the process of each exporter. While shares or
+//! releases wait for device work, it also queries that work, at growing intervals up to a millisecond.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -20,33 +20,33 @@ use super::message::{ExportKey, LONGEST, Message, OLDEST_PROTOCOL, Opened, PROTO
 use super::system::{Process, Received, drain, is_readable, os_error, receive, send};
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// How often device work is asked after, at first and at most.
+/// Interval between queries of device work: shortest and longest.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
-/// How long an importer that has connected may take to say who it is.
+/// Time limit for the greeting of an importer that has connected.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// How often those are looked after who cannot ring.
+/// Interval between checks of connections that cannot wake the service.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Questions of one importer that are answered before the others have their turn.
+/// Maximum number of requests of one importer that are answered before the other importers are served.
 const QUESTIONS_AT_ONCE: usize = 64;
-/// Limits on idle connections, those with nothing open, of all processes together: a number, and a number of
-/// descriptors of this process for each. Each connection takes up to three descriptors.
+/// Limits on the idle connections of all processes together, those with nothing open: a maximum, and the descriptors of this
+/// process required for each. Each connection uses up to three descriptors.
 const MOST_IDLE: usize = 64;
 const DESCRIPTORS_FOR_ONE_IDLE: u64 = 16;
-/// This many are accepted even with few descriptors.
+/// Minimum number of idle connections, even with few descriptors.
 const FEWEST_IDLE: usize = 4;
 
 pub(super) struct Service {
     sharing: Arc<Sharing>,
-    /// Given up for a moment to tell an importer that there is no descriptor left for it.
+    /// Released for a moment to tell an importer that no descriptor is left for it.
     spare: Option<OwnedFd>,
-    /// Until when nobody new is let in, because there was not even a spare descriptor.
+    /// Time until which no importer is accepted, because not even a spare descriptor was left.
     closed_until: Option<std::time::Instant>,
-    /// When connections were looked through for ones to drop.
+    /// Time of the last search for connections to drop.
     looked: std::time::Instant,
 }
 
-/// What woke the service.
+/// A source that woke the service.
 enum Source {
     Bell,
     Listener,
@@ -67,7 +67,7 @@ impl Service {
         while !self.sharing.is_stopping() {
             let asking = self.sharing.exporter.is_watching() || self.sharing.importer.is_releasing();
             let woken = self.wait(asking.then_some(pause));
-            // Nothing is done for a runtime that has gone or is going.
+            // A runtime that is shutting down or gone needs no service.
             let Some(_owner) = self.sharing.services().owner() else { return };
             if self.sharing.is_stopping() || self.sharing.services().check("share").is_err() {
                 return;
@@ -83,7 +83,7 @@ impl Service {
         }
     }
 
-    /// Waits for something to do, for as long as `pause` where there is one.
+    /// Waits for an event, for at most `pause` if it is given.
     fn wait(&mut self, pause: Option<Duration>) -> Vec<Source> {
         let sharing = Arc::clone(&self.sharing);
         if self.closed_until.is_some_and(|until| until <= std::time::Instant::now()) {
@@ -151,12 +151,12 @@ impl Service {
 
     // ---------------------------------------------------------------- importers
 
-    /// Takes in who has connected.
+    /// Accepts the importers that have connected.
     fn let_in(&mut self) {
         let sharing = Arc::clone(&self.sharing);
         let Some(listener) = sharing.listener.get() else { return };
         let most_idle = most_idle();
-        // Few at once, so that accepted connections can greet before they count as idle.
+        // A few at a time, so that accepted connections can greet before they count as idle.
         for _ in 0..most_idle / 2 {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             match rustix::net::accept_with(listener, flags) {
@@ -170,7 +170,7 @@ impl Service {
                     }
                 }
                 Err(errno @ (Errno::MFILE | Errno::NFILE)) => {
-                    // The spare descriptor is for telling so.
+                    // The spare descriptor serves to report the shortage.
                     let had_spare = self.spare.take().is_some();
                     if had_spare && let Ok(socket) = rustix::net::accept_with(listener, flags) {
                         refuse(&socket, 0, &os_error("share", "descriptor in the exporter", errno));
@@ -187,7 +187,7 @@ impl Service {
         }
     }
 
-    /// Drops connections that have not said what they want, and those that were cut and hold nothing any more.
+    /// Drops connections that have not sent a greeting, and those that were cut and hold nothing.
     fn drop_silent_peers(&mut self) {
         if self.looked.elapsed() < LOOK_EVERY {
             return;
@@ -195,7 +195,7 @@ impl Service {
         self.looked = std::time::Instant::now();
         for peer in self.sharing.exporter.peers() {
             let is_cut = !peer.connected.load(Ordering::Relaxed);
-            // What it said may wait for us to read it.
+            // Its greeting may be waiting to be read.
             let is_silent =
                 peer.line.get().is_none() && peer.since.elapsed() > HELLO_WITHIN && !is_readable(peer.socket.as_fd());
             if is_cut || is_silent {
@@ -207,7 +207,7 @@ impl Service {
     /// Drops an idle connection. An importer that has greeted connects again when it opens something.
     fn turn_out(&self, peer: &Peer) {
         if peer.line.get().is_none() {
-            let what = format!("process {} has too many connections on which it says nothing", peer.process.pid);
+            let what = format!("process {} has too many silent connections", peer.process.pid);
             refuse(&peer.socket, 0, &Error::new(ErrorKind::OperatingSystem, "share", what));
         }
         self.disconnect(peer);
@@ -220,7 +220,7 @@ impl Service {
         self.sharing.free(freed);
     }
 
-    /// Answers what an importer has asked.
+    /// Answers the requests of an importer.
     fn answer(&self, peer: &Peer) {
         let mut buffer = [0_u8; LONGEST + 1];
         for _ in 0..QUESTIONS_AT_ONCE {
@@ -231,7 +231,7 @@ impl Service {
                     let error = if descriptors {
                         os_error("share", "descriptor in the exporter", Errno::MFILE)
                     } else {
-                        Error::new(ErrorKind::InvalidArgument, "share", "a message that is too long")
+                        Error::new(ErrorKind::InvalidArgument, "share", "the message is too long")
                     };
                     refuse(&peer.socket, 0, &error);
                     return self.disconnect(peer);
@@ -251,9 +251,9 @@ impl Service {
                     self.sharing.free(freed.into_iter().collect());
                     Ok(())
                 }
-                // The flags are looked at after all that has woken us.
+                // The flags are checked after all events of this round.
                 Some(Message::Ring) if has_greeted => Ok(()),
-                _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "something that is no question")),
+                _ => Err(Error::new(ErrorKind::InvalidArgument, "share", "the message is not a request")),
             };
             if let Err(error) = said {
                 refuse(&peer.socket, 0, &error);
@@ -267,28 +267,29 @@ impl Service {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "share",
-                format!("the importer speaks protocol {version} (from {oldest}), the exporter {PROTOCOL}"),
+                format!("the importer speaks protocols {oldest} to {version}, the exporter protocol {PROTOCOL}"),
             ));
         }
         let line = descriptors
             .into_iter()
             .next()
-            .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "a greeting without a line to ring on"))?;
-        // Only this thread sets it, and it was not set.
+            .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "share", "the greeting has no line to ring on"))?;
+        // Only this thread sets the line, and it was not set.
         let _ = peer.line.set(line);
         let welcome =
             Message::Welcome { version: PROTOCOL, oldest: OLDEST_PROTOCOL, incarnation: self.sharing.incarnation };
         say(peer, &welcome, &[])
     }
 
-    /// Opens an allocation for an importer. Fails only where the importer cannot be talked to.
+    /// Opens an allocation for an importer. Fails only if the importer cannot be reached.
     fn open(&self, peer: &Peer, question: u32, key: ExportKey, [wants_counts, wants_ready]: [bool; 2]) -> Result<()> {
         let grant = match self.sharing.exporter.grant(peer.id, key) {
             Ok(grant) => grant,
             Err(error) => return say(peer, &Message::refusal(question, &error), &[]),
         };
         let exported = self.sharing.export(&grant);
-        // The count keeps the memory now. Before the answer: who drops the buffer after an open is its last owner.
+        // The count keeps the memory from here on. The block drops before the answer, so that a thread that drops the buffer
+        // after an open is its last owner.
         drop(grant.block);
         let take_back = || {
             let freed = self.sharing.exporter.take_back(peer.id, key);
@@ -316,7 +317,7 @@ impl Service {
     }
 }
 
-/// Returns the number of idle connections to keep.
+/// Returns the maximum number of idle connections.
 fn most_idle() -> usize {
     let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let share = usize::try_from(descriptors / DESCRIPTORS_FOR_ONE_IDLE).unwrap_or(MOST_IDLE);
@@ -325,31 +326,31 @@ fn most_idle() -> usize {
 
 fn say(peer: &Peer, message: &Message, descriptors: &[std::os::fd::BorrowedFd<'_>]) -> Result<()> {
     send(peer.socket.as_fd(), &message.encode(), descriptors)
-        .map_err(|errno| os_error("share", "way to an importer", errno))
+        .map_err(|errno| os_error("share", "connection to an importer", errno))
 }
 
 fn refuse(socket: &OwnedFd, question: u32, error: &Error) {
     tracing::debug!("an importer was refused: {error}");
-    // Who does not listen is not told.
+    // An importer that does not listen gets no reason.
     let _ = send(socket.as_fd(), &Message::refusal(question, error).encode(), &[]);
 }
 
 impl Sharing {
-    /// Settles what others have let go of: frees what leaves limbo, unmaps what exporters have freed.
+    /// Completes the releases of other processes: frees memory that leaves limbo, and unmaps memory that exporters have freed.
     pub(super) fn settle(&self) {
         let released = self.exporter.released();
         self.free(released);
         self.importer.unmap_closed(&self.mapper());
     }
 
-    /// Asks after the device work that shares and releases wait for; says whether some of it was done.
+    /// Queries the device work that shares and releases wait for. Returns whether any of it was done.
     pub(super) fn ask_after_work(&self) -> bool {
         let published = self.exporter.is_watching()
             && self.exporter.watch(|completion| {
                 let passed = self.services().is_passed(completion, false);
                 passed.inspect_err(|error| tracing::warn!("device work before a share failed: {error}")).ok()
             });
-        // An error says nothing about the work: the import is kept, and let go of by the end of the process.
+        // An error proves nothing about the work: the import is kept, and the end of the process releases it.
         let released = self.importer.is_releasing()
             && self.importer.release_passed(
                 |completion| self.services().is_surely_passed(completion),

@@ -1,4 +1,4 @@
-//! What sharing asks of the operating system: who a peer is, whether it lives, and a bell to wake it with.
+//! The operating system's part of sharing: the identity of a peer, whether it is alive, and a bell to wake it.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,40 +14,40 @@ use rustix::process::{Pid, PidfdFlags};
 
 use highwater_hal::{Error, ErrorKind, Result};
 
-/// Most descriptors that travel with one message.
+/// Maximum number of descriptors in one message.
 pub(crate) const MOST_DESCRIPTORS: usize = 3;
 
-/// Returns an error of a system call that was to provide `what`.
+/// Returns the error of a system call that failed to provide `what`.
 pub(crate) fn os_error(operation: &'static str, what: &str, errno: Errno) -> Error {
     let (kind, hint) = match errno {
         Errno::MFILE => {
-            (ErrorKind::OperatingSystem, "the process has no descriptor left: raise `ulimit -n`, or close files")
+            (ErrorKind::OperatingSystem, "the process has no descriptors left: raise `ulimit -n`, or close files")
         }
-        Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptor left: raise fs.file-max"),
+        Errno::NFILE => (ErrorKind::OperatingSystem, "the system has no descriptors left: raise fs.file-max"),
         Errno::NOMEM | Errno::NOBUFS => (ErrorKind::OperatingSystem, "free memory, or raise the limits of the process"),
         Errno::FBIG => (ErrorKind::OutOfMemory, highwater_hal::file_limit::HINT),
         Errno::PERM | Errno::ACCESS => (
             ErrorKind::OperatingSystem,
-            "a sandbox or a security module of the system refuses this call: allow it here",
+            "a sandbox or a security module refuses this system call: allow it for this process",
         ),
         _ => (ErrorKind::OperatingSystem, ""),
     };
-    Error::new(kind, operation, format!("the system gives no {what}: {errno}"))
+    Error::new(kind, operation, format!("the operating system cannot provide the {what}: {errno}"))
         .with_code(i64::from(errno.raw_os_error()))
         .with_hint(hint)
 }
 
-/// Returns an error about something that a peer sent.
+/// Returns an error about a message of a peer.
 pub(crate) fn invalid_message(operation: &'static str, what: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation, format!("the other process sent {what}"))
-        .with_hint("both processes have to use compatible versions of this library")
+        .with_hint("use compatible versions of this library in both processes")
 }
 
-/// Identifies the running system: tickets of an earlier boot name nothing.
+/// Identifies the running system. A ticket of an earlier boot is invalid.
 pub(crate) fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    // Zeros if the file is missing. No process refuses a ticket for them, and a ticket of another boot names no
+    // Zeros if the file is missing. No process refuses a ticket because of zeros, and a ticket of another boot names no
     // exporter.
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
@@ -64,7 +64,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Returns the process that connected the socket or listens at its other end, of the same user as this one.
+    /// Returns the process at the other end of a socket, which must belong to the same user as this one.
     ///
     /// # Errors
     /// `PermissionDenied` for another user's process; `Expired` for one that has ended.
@@ -81,12 +81,16 @@ impl Process {
         }
     }
 
-    /// Before Linux 6.5 a socket gives the number only, which might name a younger process by now: whoever answers on the
-    /// socket after this call shows that it does not.
+    /// Opens a process by its id. Before Linux 6.5 a socket provides only the id, which may belong to a newer process by now.
+    /// An answer on the socket after this call proves that it does not.
     fn of_pid(operation: &'static str, pid: i32) -> Result<Self> {
         let number = Pid::from_raw(pid).ok_or_else(|| {
-            Error::new(ErrorKind::PermissionDenied, operation, "the other process is in a hidden process namespace")
-                .with_hint("run both processes in one container, or let it share the process namespace")
+            Error::new(
+                ErrorKind::PermissionDenied,
+                operation,
+                "the other process is in a process namespace that is hidden from here",
+            )
+            .with_hint("run both processes in one container, or let it share the process namespace")
         })?;
         match rustix::process::pidfd_open(number, PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Self { pid, pidfd }),
@@ -95,8 +99,8 @@ impl Process {
         }
     }
 
-    /// Returns whether the process has ended: its descriptor is readable. Nothing else says so: a socket is closed
-    /// while work of a dead process still runs on the device, and is kept open by a child that it forked.
+    /// Returns whether the process has ended: its pidfd is readable. No other sign is reliable. A socket can be closed while
+    /// work of a dead process still runs on the device, and a forked child can keep it open.
     pub(crate) fn has_ended(&self) -> bool {
         is_readable(self.pidfd.as_fd())
     }
@@ -123,12 +127,12 @@ impl Process {
         }
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let value = status.lines().find_map(|line| line.strip_prefix(field))?.to_owned();
-        // Up to here the system has not reused the process id.
+        // The process was still alive here, so its id has not been reused.
         (!self.has_ended()).then_some(value)
     }
 }
 
-/// Returns whether reading from a descriptor would not wait.
+/// Returns whether a read from a descriptor would return at once.
 pub(crate) fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -137,7 +141,7 @@ pub(crate) fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
 
 fn ended(operation: &'static str, pid: i32) -> Error {
     Error::new(ErrorKind::Expired, operation, format!("the other process ({pid}) has ended"))
-        .with_hint("ask for a ticket of a process that runs")
+        .with_hint("request a ticket from a running process")
 }
 
 /// Refuses a process of another user.
@@ -150,14 +154,15 @@ fn check_user(operation: &'static str, theirs: u32, ours: u32) -> Result<()> {
         operation,
         format!("the other process belongs to user {theirs}, this one to user {ours}"),
     )
-    .with_hint("memory is shared between processes of one user only"))
+    .with_hint("run both processes as the same user"))
 }
 
-/// Not by rustix, whose process numbers are never 0: a process in a namespace that is hidden from here has the number 0.
+/// Reads the credentials of a peer. Not through rustix, whose process ids are never 0: a process in a hidden namespace has the
+/// id 0.
 fn peer_credentials(socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, Errno> {
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the call writes at most one `ucred`, whose size it is given; every bit pattern is one.
+    // SAFETY: The call writes at most one `ucred`, and `length` is its size. Every bit pattern is a valid `ucred`.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -173,7 +178,7 @@ fn peer_credentials(socket: BorrowedFd<'_>) -> std::result::Result<libc::ucred, 
 fn peer_pidfd(socket: BorrowedFd<'_>) -> std::result::Result<OwnedFd, Errno> {
     let mut descriptor: libc::c_int = -1;
     let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the call writes one `c_int` to `descriptor`, whose size it is given.
+    // SAFETY: The call writes one `c_int` to `descriptor`, and `length` is its size.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -186,14 +191,14 @@ fn peer_pidfd(socket: BorrowedFd<'_>) -> std::result::Result<OwnedFd, Errno> {
     if result != 0 {
         return Err(last_errno());
     }
-    // SAFETY: the call succeeded, so the descriptor is a new one that nobody else owns.
+    // SAFETY: The call succeeded, so the descriptor is new and has no other owner.
     let pidfd = unsafe { OwnedFd::from_raw_fd(descriptor) };
-    // Old kernels make it without the flag.
+    // Old kernels return it without the flag.
     let _ = rustix::io::fcntl_setfd(&pidfd, rustix::io::FdFlags::CLOEXEC);
     Ok(pidfd)
 }
 
-/// Wakes the thread that serves a runtime's shares, from this process: no other has a hand on it.
+/// Wakes the sharing thread of a runtime, from this process only.
 #[derive(Debug)]
 pub(crate) struct Bell(OwnedFd);
 
@@ -202,7 +207,7 @@ impl Bell {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         rustix::event::eventfd(0, flags)
             .map(Self)
-            .map_err(|errno| os_error(operation, "descriptor to wake a thread by", errno))
+            .map_err(|errno| os_error(operation, "descriptor that wakes a thread", errno))
     }
 
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
@@ -210,32 +215,33 @@ impl Bell {
     }
 
     pub(crate) fn ring(&self) {
-        // It fails where it has rung 2^64 - 2 times unheard, and then it is ringing.
+        // The write fails after 2^64 - 2 unread rings; the bell is already ringing then.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Forgets the rings so far.
+    /// Clears the rings so far.
     pub(crate) fn drain(&self) {
         let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);
     }
 }
 
-/// Two ends of a line on which one process rings the other. Each pair of processes has its own, so that nobody can cut
-/// another's.
+/// Returns the two ends of a line on which one process rings the other. Each pair of processes has its own line, so that no
+/// process can cut the line of others.
 pub(crate) fn line() -> Result<(OwnedFd, OwnedFd)> {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
         .map_err(|errno| os_error("open_shared", "socket", errno))
 }
 
-/// Rings at the other end. Where the queue is full it is ringing already; where nobody is there, nobody has to be woken.
+/// Rings at the other end. If the queue is full, the line is already ringing. If the other end is closed, there is no thread to
+/// wake.
 pub(crate) fn ring(line: BorrowedFd<'_>) {
     let _ = rustix::net::send(line, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Forgets the rings so far; `false` where the other end is gone.
+/// Clears the rings so far. Returns `false` if the other end is closed.
 pub(crate) fn drain(line: BorrowedFd<'_>) -> bool {
     let mut bytes = [0_u8; 8];
-    // Not for ever: the other process may ring without end.
+    // Bounded, because the other process may ring without end.
     for _ in 0..512 {
         match rustix::net::recv(line, &mut bytes, RecvFlags::DONTWAIT) {
             Ok((_, 0)) => return false,
@@ -267,23 +273,23 @@ pub(crate) fn send(
     }
 }
 
-/// What [`receive`] found.
+/// The result of [`receive`].
 #[derive(Debug)]
 pub(crate) enum Received {
-    /// A message of so many bytes, and its descriptors.
+    /// A message: its length in bytes, and its descriptors.
     Message(usize, Vec<OwnedFd>),
-    /// A message that could not be taken whole: it is too long, or this process has no room for its descriptors.
+    /// A message that could not be received completely: it is too long, or this process has no descriptors left for it.
     Cut {
         /// True if descriptors are missing.
         descriptors: bool,
     },
-    /// Nothing yet.
+    /// No message yet.
     Nothing,
     /// The other end is closed.
     End,
 }
 
-/// Takes one message, without waiting.
+/// Receives one message, without waiting.
 pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> std::result::Result<Received, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -291,7 +297,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> std::result:
     let received = loop {
         match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
             Ok(received) => break received,
-            // Reset is told once, before what the other end has sent until then, and its end.
+            // A reset is reported once, before the messages that the other end sent before it, and before its end.
             Err(Errno::INTR | Errno::CONNRESET) => {}
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
             Err(errno) => return Err(errno),
@@ -303,14 +309,14 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> std::result:
             descriptors.extend(rights);
         }
     }
-    // What was cut off is closed with `descriptors`.
+    // Descriptors that were cut off are closed with `descriptors`.
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return Ok(Received::Cut { descriptors: true });
     }
     if received.flags.contains(ReturnFlags::TRUNC) {
         return Ok(Received::Cut { descriptors: false });
     }
-    // No message of ours is empty: an empty one is the end of the connection.
+    // No message of this protocol is empty: an empty one is the end of the connection.
     if received.bytes == 0 { Ok(Received::End) } else { Ok(Received::Message(received.bytes, descriptors)) }
 }
 
@@ -339,7 +345,7 @@ mod tests {
             assert!(drain(ear.as_fd()));
         }
         drop(button);
-        // A child that another test forks has a copy for a moment.
+        // A child that another test forks holds a copy for a moment.
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while drain(ear.as_fd()) {
             assert!(std::time::Instant::now() < deadline, "the other end is not gone");

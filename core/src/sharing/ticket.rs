@@ -1,4 +1,4 @@
-//! [`Ticket`]: the message by which another process opens a buffer.
+//! [`Ticket`]: the message that lets another process open a buffer.
 
 use std::fmt;
 use std::str::FromStr;
