@@ -28,8 +28,8 @@ const CHECKED: usize = BYTES - 4;
 /// | --- | --- | --- |
 /// | 0 | 4 | `HWTK` |
 /// | 4 | 2 | version of the format, 1 |
-/// | 6 | 2 | oldest version that a reader has to know, 1 |
-/// | 8 | 4 | features that a reader has to support, one bit each, 0 |
+/// | 6 | 2 | oldest version that a reader must know, 1 |
+/// | 8 | 4 | features that a reader must support, one bit each, 0 |
 /// | 12 | 4 | transport: 0 legacy, 1 descriptor, 2 fabric |
 /// | 16 | 16 | boot id of the system |
 /// | 32 | 16 | incarnation: random number of the exporting runtime |
@@ -37,7 +37,7 @@ const CHECKED: usize = BYTES - 4;
 /// | 64 | 4 | process id of the exporter, as the exporter sees it |
 /// | 68 | 4 | index of the allocation in the exporter |
 /// | 72 | 8 | generation of the allocation: never used twice by one exporter |
-/// | 80 | 8 | number of the share, whose device work is waited for |
+/// | 80 | 8 | number of the share; an open waits for its device work |
 /// | 88 | 8 | bytes of the allocation |
 /// | 96 | 8 | offset of the range in bytes |
 /// | 104 | 8 | length of the range in bytes |
@@ -113,14 +113,14 @@ impl Ticket {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let invalid = |what: String| {
             Error::new(ErrorKind::InvalidArgument, "ticket", what)
-                .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged")
+                .with_hint("pass the bytes of `Ticket::to_bytes` unchanged")
         };
         let magic = bytes.get(..4).unwrap_or(bytes);
         if magic != MAGIC {
-            return Err(invalid(format!("{} bytes that do not begin as a ticket does", bytes.len())));
+            return Err(invalid(format!("{} bytes that do not begin with `HWTK` are not a ticket", bytes.len())));
         }
         let mut fields = Fields { bytes: &bytes[4..] };
-        let cut = || invalid(format!("a ticket has {BYTES} bytes, here are {}", bytes.len()));
+        let cut = || invalid(format!("a ticket has {BYTES} bytes, not {}", bytes.len()));
         let version = fields.u16().ok_or_else(cut)?;
         let oldest = fields.u16().ok_or_else(cut)?;
         let features = fields.u32().ok_or_else(cut)?;
@@ -130,8 +130,8 @@ impl Ticket {
                 ErrorKind::Unsupported,
                 "ticket",
                 format!(
-                    "a ticket of format {version} that asks for format {oldest} and features {features:#x}; \
-                     this library knows format {VERSION} and features {KNOWN_FEATURES:#x}"
+                    "the ticket of format {version} requires format {oldest} and features {features:#x}; \
+                     this library supports format {VERSION} and features {KNOWN_FEATURES:#x}"
                 ),
             )
             .with_hint("use the same version of the library in both processes"));
@@ -141,13 +141,13 @@ impl Ticket {
         }
         let (checked, sum) = bytes.split_at(CHECKED);
         if sum != crc32fast::hash(checked).to_le_bytes() {
-            return Err(invalid("a ticket whose checksum is wrong: it was altered".to_owned()));
+            return Err(invalid("the checksum of the ticket is wrong: the ticket was altered".to_owned()));
         }
         let transport = fields.u32().ok_or_else(cut)?;
         let transport = [Transport::Legacy, Transport::Descriptor, Transport::Fabric]
             .into_iter()
             .find(|known| *known as u32 == transport)
-            .ok_or_else(|| invalid(format!("a ticket of the unknown transport {transport}")))?;
+            .ok_or_else(|| invalid(format!("the ticket has the unknown transport {transport}")))?;
         let ticket = Self {
             transport,
             boot: fields.array().ok_or_else(cut)?,
@@ -162,7 +162,7 @@ impl Ticket {
             length: fields.u64().ok_or_else(cut)?,
         };
         if ticket.offset.checked_add(ticket.length).is_none_or(|end| end > ticket.allocation_bytes) {
-            return Err(invalid("a ticket whose range does not lie in its allocation".to_owned()));
+            return Err(invalid("the ticket's range is not inside its allocation".to_owned()));
         }
         Ok(ticket)
     }
@@ -170,8 +170,8 @@ impl Ticket {
 
 /// Returns the error for a ticket that describes an allocation differently from its exporter.
 pub(super) fn not_given_out(what: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, "open_shared", format!("a ticket that was not given out: {what}"))
-        .with_hint("pass on the bytes of `Ticket::to_bytes` unchanged")
+    Error::new(ErrorKind::InvalidArgument, "open_shared", format!("the exporter did not issue this ticket: {what}"))
+        .with_hint("pass the bytes of `Ticket::to_bytes` unchanged")
 }
 
 /// Takes fields off the front of a message.
@@ -216,8 +216,12 @@ impl FromStr for Ticket {
         };
         let bytes: Option<Vec<u8>> = text.trim().as_bytes().chunks(2).map(pair).collect();
         let bytes = bytes.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "ticket", "text that is not pairs of hexadecimal digits")
-                .with_hint("pass on the text of the ticket unchanged")
+            Error::new(
+                ErrorKind::InvalidArgument,
+                "ticket",
+                "the text of a ticket is pairs of hexadecimal digits, and this text is not",
+            )
+            .with_hint("pass the text of the ticket unchanged")
         })?;
         Self::from_bytes(&bytes)
     }
