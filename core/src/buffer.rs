@@ -1,4 +1,4 @@
-//! [`DeviceBuffer`]: typed device memory that is given back after every stream that used it.
+//! [`DeviceBuffer`]: typed device memory, freed after every stream that used it has passed its use.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -15,10 +15,10 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error
 /// `len` values of `T` in the memory of one device.
 ///
 /// Dropping a buffer never waits: its memory is freed once every stream that used it has passed that use. Device work of
-/// different streams on one buffer is not ordered by itself; unordered access gives unspecified values and nothing worse.
-/// A stream that uses data of another stream must wait for it, see [`Stream::wait`](crate::Stream::wait). An automatic wait for the last
-/// writer of a whole buffer would serialize streams that write disjoint parts of it. It would also wait for later work
-/// of the writer's stream.
+/// different streams on one buffer is not ordered automatically. Unordered access yields unspecified values, but is
+/// memory-safe. A stream that uses data of another stream must wait for it; see [`Stream::wait`](crate::Stream::wait). An
+/// automatic wait for the last writer of a whole buffer would serialize streams that write disjoint parts of it. It would also
+/// wait for later work of the writer's stream.
 ///
 /// ```
 /// # use highwater_core::Runtime;
@@ -31,7 +31,7 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error
 /// # Ok::<(), highwater_core::Error>(())
 /// ```
 ///
-/// The CPU cannot reach into a buffer:
+/// The CPU cannot access a buffer:
 ///
 /// ```compile_fail,E0608
 /// # use highwater_core::Runtime;
@@ -41,7 +41,7 @@ use highwater_hal::{AllocateOptions, DeviceMemoryKind, DevicePtr, Element, Error
 /// println!("{}", buffer[0]);
 /// ```
 ///
-/// and it holds only types whose every bit pattern is a value:
+/// A buffer holds only types for which every bit pattern is valid:
 ///
 /// ```compile_fail,E0277
 /// # use highwater_core::Runtime;
@@ -55,7 +55,7 @@ pub struct DeviceBuffer<T: Element> {
     offset: usize,
     len: usize,
     elements: PhantomData<T>,
-    /// Keeps the runtime. The last field, so that the block goes first.
+    /// Keeps the runtime alive. It is the last field, so that the block drops first.
     _runtime: Runtime,
 }
 
@@ -76,7 +76,7 @@ pub(crate) fn size_in_bytes<T>(operation: &'static str, len: usize) -> Result<us
     if size_of::<T>() == 0 {
         return Err(invalid(format!("{} has no size", std::any::type_name::<T>())));
     }
-    // An empty buffer is one element long underneath: vendors have no empty blocks.
+    // An empty buffer allocates one element, because vendors have no empty blocks.
     len.max(1)
         .checked_mul(size_of::<T>())
         .filter(|&bytes| isize::try_from(bytes).is_ok())
@@ -89,7 +89,7 @@ pub(crate) fn check_range(range: &Range<usize>, len: usize) -> Result<()> {
         return Err(Error::new(
             ErrorKind::InvalidArgument,
             "slice",
-            format!("{range:?} does not lie in a buffer of {len} values"),
+            format!("{range:?} is not inside a buffer of {len} values"),
         )
         .with_hint("ranges count values, not bytes"));
     }
@@ -130,12 +130,12 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(Self::part(runtime, block, 0..len))
     }
 
-    /// Returns a range of a block that exists.
+    /// Returns a range of an existing block.
     pub(crate) fn part(runtime: Runtime, block: Arc<DeviceBlock>, range: Range<usize>) -> Self {
         Self { block, offset: range.start, len: range.len(), elements: PhantomData, _runtime: runtime }
     }
 
-    /// Number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -147,7 +147,7 @@ impl<T: Element> DeviceBuffer<T> {
         self.len == 0
     }
 
-    /// Ordinal of the device.
+    /// Returns the ordinal of the device.
     #[must_use]
     pub fn device(&self) -> u32 {
         self.block.device
@@ -166,9 +166,9 @@ impl<T: Element> DeviceBuffer<T> {
         self.block.ptr.offset(self.offset * size_of::<T>())
     }
 
-    /// Returns a ticket by which other processes can open the buffer, see [`Ticket`]. Work that was enqueued on the
-    /// buffer before is done when they have opened it. Sharing again costs little; all tickets of one allocation open
-    /// the same memory.
+    /// Returns a ticket that lets other processes open the buffer; see [`Ticket`]. When they have opened it, all work that was
+    /// enqueued on the buffer before this call is done. Another share of the buffer is cheap. All tickets of one allocation
+    /// open the same memory.
     ///
     /// ```
     /// use highwater_core::{Runtime, Ticket};
@@ -189,9 +189,9 @@ impl<T: Element> DeviceBuffer<T> {
     ///
     /// # Errors
     /// - `InvalidArgument`: the buffer was not allocated by [`Device::allocate_shared`](crate::Device::allocate_shared).
-    /// - `Capture`: this thread is inside a capture, or one that is open uses the buffer.
-    /// - `OperatingSystem`: no descriptor, thread or shared memory is left.
-    /// - Else what the backend gives.
+    /// - `Capture`: this thread is inside a capture, or an open capture uses the buffer.
+    /// - `OperatingSystem`: no descriptors, threads or shared memory are left.
+    /// - Otherwise the backend's error.
     pub fn share(&self) -> Result<Ticket> {
         DeviceSlice::from(self).share()
     }
@@ -199,7 +199,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// Returns a view of some of the values.
     ///
     /// # Errors
-    /// `InvalidArgument` where the range does not lie in the buffer.
+    /// `InvalidArgument` if the range is not inside the buffer.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         check_range(&range, self.len)?;
         let offset = self.offset + range.start;
@@ -207,7 +207,7 @@ impl<T: Element> DeviceBuffer<T> {
     }
 }
 
-/// A view of values in a [`DeviceBuffer`]; what the operations of a stream take. It does not outlive the buffer:
+/// A view of values in a [`DeviceBuffer`]. The operations of a stream take slices. A slice cannot outlive its buffer:
 ///
 /// ```compile_fail,E0505
 /// # use highwater_core::Runtime;
@@ -246,8 +246,8 @@ impl fmt::Debug for Untyped<'_> {
 }
 
 impl Untyped<'_> {
-    /// Returns whether the first `bytes` of this and the first `other_bytes` of the other share one. By address: memory
-    /// of another process that was opened twice is two blocks.
+    /// Returns whether the first `bytes` of this view and the first `other_bytes` of `other` overlap. Compares addresses:
+    /// memory of another process that was opened twice is two blocks.
     pub(crate) fn overlaps(&self, bytes: usize, other: &Self, other_bytes: usize) -> bool {
         self.block.device == other.block.device
             && bytes > 0
@@ -282,7 +282,7 @@ impl<'b, T: Element> From<&'b DeviceBuffer<T>> for DeviceSlice<'b, T> {
 }
 
 impl<'b, T: Element> DeviceSlice<'b, T> {
-    /// Number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -294,13 +294,13 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.len == 0
     }
 
-    /// Ordinal of the device.
+    /// Returns the ordinal of the device.
     #[must_use]
     pub fn device(&self) -> u32 {
         self.block.device
     }
 
-    /// Address of the first value. The caller must meet the obligations of [`DeviceBuffer::ptr`].
+    /// Returns the address of the first value. The caller must meet the obligations of [`DeviceBuffer::ptr`].
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.block.ptr.offset(self.offset * size_of::<T>())
@@ -310,7 +310,7 @@ impl<'b, T: Element> DeviceSlice<'b, T> {
         self.len * size_of::<T>()
     }
 
-    /// Returns the same without its type.
+    /// Returns the view without its type.
     #[inline]
     pub(crate) fn untyped(&self) -> Untyped<'b> {
         Untyped { block: self.block, ptr: self.ptr(), len: self.len }

@@ -20,8 +20,8 @@ pub enum Access {
 }
 
 impl Runtime {
-    /// Returns the block of page-locked memory that an address points into, at its start or anywhere inside, if a
-    /// [`PinnedBuffer`](crate::PinnedBuffer) of this runtime owns it.
+    /// Returns the block of page-locked memory that contains an address, if a [`PinnedBuffer`](crate::PinnedBuffer) of this
+    /// runtime owns it.
     #[must_use]
     pub fn pinned_block_of(&self, ptr: HostPtr) -> Option<HostBlockInfo> {
         self.live_host_block(ptr).map(|block| block.info)
@@ -36,18 +36,17 @@ impl Runtime {
 }
 
 impl Stream {
-    /// Notes that what was enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that `ptr` points
-    /// into, at its start or anywhere inside: for copies and kernels that other code has enqueued by itself. `access` says
-    /// whether they write the memory.
+    /// Notes that work enqueued on this stream so far uses the [`PinnedBuffer`](crate::PinnedBuffer) that contains `ptr`. It is
+    /// for copies and kernels that other code enqueues itself. `access` states whether they write the memory.
     ///
-    /// From here on the buffer behaves as after a copy by this crate: the CPU's access waits for that work (for reading,
-    /// only where it writes), copies of other streams that would race with it wait on the device, and the memory is not
-    /// given to anybody else before it is done. The caller must make this call after the work is enqueued, and before the
-    /// buffer is touched, copied or dropped. A call before the work covers nothing of it.
+    /// From here on the buffer behaves as after a copy by this crate. Access by the CPU waits for that work; a read waits only
+    /// if the work writes. Copies of other streams that would race with it wait on the device. The memory is not reused before
+    /// it is done. The caller must make this call after enqueuing the work, and before it accesses, copies or drops the buffer.
+    /// The note covers only work that is already enqueued.
     ///
-    /// Where the stream takes part in a capture, the use is a recorded one: the capture keeps the memory, and each
-    /// launch of the graph waits for uses that it would race with and counts as a use. Plain slices of the values that
-    /// were made before must not live on to a launch.
+    /// If the stream takes part in a capture, the use is recorded. The capture keeps the memory. Each launch of the graph waits
+    /// for uses that it would race with, and counts as a use. Plain slices of the values made earlier must not exist at a
+    /// launch.
     ///
     /// ```
     /// use highwater_core::{Access, Runtime};
@@ -64,9 +63,9 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// `InvalidPointer` where no buffer of the stream's runtime owns the memory: it is not page-locked, was dropped, or is
-    /// another runtime's. Nothing is noted then, and the use must be waited for. `Capture` where other code captures the
-    /// stream; else the error of recording the event; then the memory is not used again before the runtime ends.
+    /// `InvalidPointer` if no buffer of the stream's runtime owns the memory: it is not page-locked, was dropped, or belongs to
+    /// another runtime. Then nothing is noted, and the caller must wait for the work itself. `Capture` if other code captures
+    /// the stream. Otherwise the error from recording the event; then the memory is not reused before the runtime ends.
     pub fn note_host_use(&self, ptr: HostPtr, access: Access) -> Result<()> {
         const OPERATION: &str = "note_host_use";
         let runtime = self.runtime();
@@ -79,7 +78,7 @@ impl Stream {
         let kept = inner.pinned.keep_live_block(ptr).ok_or_else(unknown)?;
         let noted = self.note_kept(OPERATION, &kept, access == Access::Write);
         if noted.is_err() {
-            // Nobody can tell when the work is done.
+            // The end of the work is unknown.
             kept.uses.unmarked.store(true, Ordering::Relaxed);
         }
         inner.pinned.let_go(kept);
@@ -159,7 +158,7 @@ impl Stream {
                 }
                 Ok(())
             }
-            // Without a completion event, waiting is all that is left.
+            // Without a completion event, the only remaining option is to wait.
             Err(error) => core.wait_for_all(submission).map_err(|_| error),
         }
     }

@@ -1,9 +1,9 @@
-//! The ledger of every block that backends gave out: the one place that knows whether a pointer is the start of a block,
-//! inside one, of which device, or nobody's.
+//! The ledger of every block that backends allocated. It alone knows whether a pointer is the start of a live block or inside
+//! one, and which device the block is on.
 //!
-//! Vendors do not tell: HIP frees the whole block on an interior pointer and returns 0, and cuBLAS accepts a misaligned
-//! workspace. So a block that is not in the ledger is refused before the vendor is called. The ledger is touched when
-//! the vendor's allocator is, not on the pools' hit paths.
+//! Vendors do not check. HIP frees the whole block on an interior pointer and returns 0, and cuBLAS accepts a misaligned
+//! workspace. So a block that is not in the ledger is refused before the vendor is called. The ledger is used together with the
+//! vendor's allocator, not on the pools' hit paths.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,11 +31,11 @@ pub struct DeviceBlockInfo {
 pub struct HostBlockInfo {
     /// First byte.
     pub base: HostPtr,
-    /// Size in bytes: of the whole block, which may be more than the buffer that owns it asked for.
+    /// Size of the whole block in bytes, which may be more than its buffer requested.
     pub bytes: usize,
 }
 
-/// A block of page-locked memory with what the host cache knows of it.
+/// A block of page-locked memory with the state that the host cache keeps for it.
 #[derive(Debug, Clone)]
 pub(crate) struct HostBlock {
     pub(crate) info: HostBlockInfo,
@@ -58,7 +58,7 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// Takes in a block; refuses one that overlaps a live one, which a sane vendor never gives.
+    /// Adds a block. Refuses one that overlaps a live block, which a correct backend never returns.
     pub(crate) fn insert_device(&self, block: DeviceBlockInfo) -> Result<()> {
         self.insert_block(DeviceBlock { info: block, owned: false })
     }
@@ -79,7 +79,7 @@ impl Ledger {
             return Err(Error::new(
                 ErrorKind::InvalidPointer,
                 "allocate",
-                format!("the backend gave out {info:?}, which overlaps the live {before:?}"),
+                format!("the backend allocated {info:?}, which overlaps the live {before:?}"),
             )
             .with_hint("the backend is at fault; run the conformance suite on it"));
         }
@@ -87,21 +87,21 @@ impl Ledger {
         Ok(())
     }
 
-    /// Notes that the buffer that owns a block is gone.
+    /// Records that the buffer that owns a block is gone.
     pub(crate) fn set_dropped(&self, ptr: DevicePtr) {
         if let Some(block) = self.device.lock().get_mut(&ptr.get()) {
             block.owned = false;
         }
     }
 
-    /// Bytes of the blocks on `device` that buffers own.
+    /// Returns the bytes of the blocks on `device` that buffers own.
     pub(crate) fn owned_bytes(&self, device: u32) -> u64 {
         let blocks = self.device.lock();
         let owned = blocks.values().filter(|block| block.owned && block.info.device == device);
         owned.map(|block| block.info.bytes as u64).sum()
     }
 
-    /// Strikes out the block that starts at `ptr` on `device`.
+    /// Removes the block that starts at `ptr` on `device`.
     pub(crate) fn remove_device(&self, device: u32, ptr: DevicePtr) -> Result<DeviceBlockInfo> {
         let mut blocks = self.device.lock();
         let problem = match blocks.get(&ptr.get()) {
@@ -126,24 +126,24 @@ impl Ledger {
         Err(problem)
     }
 
-    /// Returns the live block that `ptr` points into.
+    /// Returns the live block that contains `ptr`.
     pub(crate) fn find_device(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         find(&self.device.lock(), ptr)
     }
 
-    /// Takes in a block of page-locked memory.
+    /// Adds a block of page-locked memory.
     pub(crate) fn insert_host(&self, block: HostBlock) {
         self.host.lock().insert(block.info.base.address(), block);
     }
 
-    /// Strikes out a block of page-locked memory.
+    /// Removes a block of page-locked memory.
     pub(crate) fn remove_host(&self, ptr: HostPtr) -> Result<HostBlock> {
         self.host.lock().remove(&ptr.address()).ok_or_else(|| {
             Error::new(ErrorKind::InvalidPointer, "host_free", format!("{ptr:?} is not the start of a live block"))
         })
     }
 
-    /// Returns the block of page-locked memory that `ptr` points into, whether a buffer owns it or not.
+    /// Returns the block of page-locked memory that contains `ptr`, whether a buffer owns it or not.
     pub(crate) fn find_host(&self, ptr: HostPtr) -> Option<HostBlock> {
         let blocks = self.host.lock();
         let (start, block) = blocks.range(..=ptr.address()).next_back()?;
@@ -167,7 +167,7 @@ impl Ledger {
         crate::testing::Held((self.device.lock(), self.host.lock()))
     }
 
-    /// Returns whether one of the locks is held, those of the blocks' uses included.
+    /// Returns whether a lock is held, including those of the blocks' uses.
     pub(crate) fn is_locked(&self) -> bool {
         self.device.is_locked()
             || self.host.is_locked()

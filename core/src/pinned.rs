@@ -13,25 +13,24 @@ impl Runtime {
     /// Page-locked host memory for `len` values of `T`, from the cache. The contents are unspecified.
     ///
     /// # Errors
-    /// `OutOfMemory` when the backend has no more, also after the cache was trimmed.
+    /// `OutOfMemory` if the backend has no memory left, even after the cache was trimmed.
     #[inline]
     pub fn pinned<T: Element>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::new(self.clone(), len)
     }
 }
 
-/// `len` values of `T` in page-locked host memory: what devices copy from and to at full speed.
+/// `len` values of `T` in page-locked host memory, which devices copy from and to at full speed.
 ///
-/// Copies are enqueued by reference and the borrow ends with the call; the buffer itself remembers which streams use it.
-/// The CPU gets at the values through [`PinnedBuffer::read`] and [`PinnedBuffer::write`], which wait for those streams
-/// first, so a race between CPU and device cannot be written. Dropping a buffer does not wait: its memory is used
-/// again once the streams are done.
+/// Copies are enqueued by reference, and the borrow ends with the call. The buffer itself tracks which streams use it. The CPU
+/// accesses the values through [`PinnedBuffer::read`] and [`PinnedBuffer::write`], which first wait for those streams. So safe
+/// code cannot race with the device. Dropping a buffer does not wait: its memory is reused once the streams are done.
 ///
-/// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive, so
-/// while the graph lives, [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] take the place of slices.
+/// A [`Graph`](crate::Graph) that recorded a copy from or to a buffer can be launched while a slice of the values is alive. So
+/// while the graph exists, use [`PinnedBuffer::read_with`] and [`PinnedBuffer::write_with`] instead of slices.
 ///
-/// Large buffers are made of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory is not
-/// mapped, neither large nor, with most vendors, small.
+/// Large buffers consist of several registrations ([`PinnedBuffer::registrations`]). In a forked child the memory of large
+/// buffers is not mapped. With most vendors, neither is the memory of small ones.
 ///
 /// A buffer that the CPU is writing cannot be copied from or to:
 ///
@@ -48,7 +47,7 @@ impl Runtime {
 /// values[0] = 1.0;
 /// ```
 ///
-/// and one that is being read cannot be copied into:
+/// A buffer that the CPU is reading cannot be copied into:
 ///
 /// ```compile_fail,E0502
 /// # use highwater_core::Runtime;
@@ -63,7 +62,7 @@ impl Runtime {
 /// println!("{}", values[0]);
 /// ```
 ///
-/// Neither can one that is being read be dropped:
+/// Nor can it be dropped:
 ///
 /// ```compile_fail,E0505
 /// # use highwater_core::Runtime;
@@ -98,7 +97,7 @@ impl<T: Element> PinnedBuffer<T> {
         Ok(Self { runtime, block: Some(block), len, elements: PhantomData })
     }
 
-    /// Number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -110,16 +109,16 @@ impl<T: Element> PinnedBuffer<T> {
         self.len == 0
     }
 
-    /// Address of the first value.
+    /// Returns the address of the first value.
     #[must_use]
     pub fn ptr(&self) -> HostPtr {
         self.block().ptr
     }
 
-    /// Where the registrations lie that the memory is made of, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order
-    /// and without gaps. Small buffers lie in one. Vendors refuse a copy that crosses from one registration into the next
-    /// (CUDA: error 1), so the methods of [`Stream`](crate::Stream) cut theirs at these borders, and code that copies by itself
-    /// has to do the same. A border may lie inside a value.
+    /// Returns the registrations of the memory, as ranges of bytes counted from [`PinnedBuffer::ptr`], in order and without
+    /// gaps. A small buffer has one. Vendors refuse a copy that crosses from one registration into the next (CUDA: error 1).
+    /// The methods of [`Stream`](crate::Stream) split their copies at these borders, and other code that copies must do the
+    /// same. A border may lie inside a value.
     ///
     /// ```
     /// use highwater_core::Runtime;
@@ -147,7 +146,7 @@ impl<T: Element> PinnedBuffer<T> {
     /// Returns a view of some of the values, to copy from.
     ///
     /// # Errors
-    /// `InvalidArgument` where the range does not lie in the buffer.
+    /// `InvalidArgument` if the range is not inside the buffer.
     pub fn slice(&self, range: Range<usize>) -> Result<PinnedSlice<'_, T>> {
         check_range(&range, self.len)?;
         Ok(PinnedSlice { buffer: self, range })
@@ -165,49 +164,47 @@ impl<T: Element> PinnedBuffer<T> {
     /// Returns the values, once every stream that writes them is done.
     ///
     /// # Errors
-    /// `Capture` where a capture that is open uses the buffer; `InvalidState` where a graph that is alive writes it: use
-    /// [`PinnedBuffer::read_with`]. Else what the backend gives when it is waited for; the error of a failed copy shows up
-    /// here.
+    /// `Capture` if an open capture uses the buffer. `InvalidState` if a live graph writes it; use [`PinnedBuffer::read_with`].
+    /// Otherwise the backend's error from the wait: the error of a failed copy appears here.
     pub fn read(&self) -> Result<&[T]> {
         self.runtime.inner.pinned.wait_for_uses(self.block(), true)?;
-        // SAFETY: the block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
-        // pattern is a `T`. No device writes it: those that did are done, no graph does, and enqueuing or recording another
-        // write needs `&mut self`.
+        // SAFETY: The block holds `len` values of `T` (its size came from `size_in_bytes`), aligned to 64 bytes. Every bit
+        // pattern is a `T`. No device writes it: earlier writes are done, no graph writes it, and enqueuing or recording
+        // another write needs `&mut self`.
         Ok(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) })
     }
 
     /// Returns the values for writing, once every stream that uses them is done.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::read`]; `InvalidState` also where a graph that is alive reads it: use
-    /// [`PinnedBuffer::write_with`].
+    /// As [`PinnedBuffer::read`]; `InvalidState` also if a live graph reads it. Then use [`PinnedBuffer::write_with`].
     pub fn write(&mut self) -> Result<&mut [T]> {
         self.runtime.inner.pinned.wait_for_uses(self.block(), false)?;
-        // SAFETY: as in `read`; no device and no graph reads or writes the block, and enqueuing or recording either needs a
-        // borrow of `self`, which is borrowed exclusively while the slice lives.
+        // SAFETY: As in `read`. No device and no graph reads or writes the block. Enqueuing or recording either needs a borrow
+        // of `self`, which is borrowed exclusively while the slice lives.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) })
     }
 
-    /// Passes the values to `access`, once every stream that writes them is done, launches of graphs included. A launch that
-    /// would write them meanwhile is refused.
+    /// Passes the values to `access` once every stream that writes them is done, including launches of graphs. Until `access`
+    /// returns, a launch that would write them is refused.
     ///
     /// # Errors
-    /// `Capture` where a capture that is open uses the buffer; else what the backend gives when it is waited for.
+    /// `Capture` if an open capture uses the buffer; otherwise the backend's error from the wait.
     pub fn read_with<R>(&self, access: impl FnOnce(&[T]) -> R) -> Result<R> {
         let _access = self.runtime.inner.pinned.access(self.block(), false)?;
-        // SAFETY: as in `read`; launches of graphs that write the block are refused until `_access` is dropped.
+        // SAFETY: As in `read`. Launches of graphs that write the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
 
-    /// Passes the values for writing to `access`, once every stream that uses them is done, launches of graphs included. A
-    /// launch that would use them meanwhile is refused. The next launch of a graph that copies from the buffer sees
-    /// what was written.
+    /// Passes the values for writing to `access` once every stream that uses them is done, including launches of graphs. Until
+    /// `access` returns, a launch that would use them is refused. The next launch of a graph that copies from the buffer sees
+    /// the new values.
     ///
     /// # Errors
     /// As [`PinnedBuffer::read_with`].
     pub fn write_with<R>(&mut self, access: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let _access = self.runtime.inner.pinned.access(self.block(), true)?;
-        // SAFETY: as in `write`; launches of graphs that use the block are refused until `_access` is dropped.
+        // SAFETY: As in `write`. Launches of graphs that use the block are refused until `_access` is dropped.
         Ok(access(unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr().cast::<T>(), self.len) }))
     }
 }
@@ -218,7 +215,8 @@ pub struct PinnedSlice<'b, T: Element> {
     range: Range<usize>,
 }
 
-/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that no code reads meanwhile.
+/// A view of values in a [`PinnedBuffer`], to copy to. It borrows the buffer exclusively, so that no code reads it in the
+/// meantime.
 #[derive(Debug)]
 pub struct PinnedSliceMut<'b, T: Element>(pub(crate) PinnedSlice<'b, T>);
 
@@ -241,7 +239,7 @@ impl<'b, T: Element> From<&'b mut PinnedBuffer<T>> for PinnedSliceMut<'b, T> {
 }
 
 impl<'b, T: Element> PinnedSlice<'b, T> {
-    /// Number of values.
+    /// Returns the number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         self.range.len()
@@ -261,7 +259,7 @@ impl<'b, T: Element> PinnedSlice<'b, T> {
         &self.buffer.runtime
     }
 
-    /// Where the values lie in the block, in bytes.
+    /// Returns the range of bytes that the values occupy in the block.
     pub(crate) fn bytes(&self) -> Range<usize> {
         // Inside the block, whose size is a `usize`.
         self.range.start * size_of::<T>()..self.range.end * size_of::<T>()

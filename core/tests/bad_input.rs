@@ -73,7 +73,7 @@ fn sizes_and_shapes_that_do_not_fit() {
         "the source has 16 values, the destination 3",
     );
     refused(stream.write(&[1.0_f32], &large), ErrorKind::InvalidArgument, "the destination 16");
-    refused(large.slice(10..17), ErrorKind::InvalidArgument, "10..17 does not lie in a buffer of 16");
+    refused(large.slice(10..17), ErrorKind::InvalidArgument, "10..17 is not inside a buffer of 16");
     let (front, back) = (large.slice(0..10).unwrap(), large.slice(6..16).unwrap());
     refused(stream.copy(front, back), ErrorKind::InvalidArgument, "overlap");
     refused(stream.fill(&device.allocate::<f64>(1).unwrap(), 1.0), ErrorKind::InvalidArgument, "8 bytes");

@@ -17,10 +17,10 @@ use crate::stream::core::StreamCore;
 use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{Error, ErrorKind, GraphExecId, Result};
 
-/// Work that was recorded by [`Stream::capture`], to be launched as often as wanted.
+/// Work that [`Stream::capture`] recorded, to be launched any number of times.
 ///
-/// Dropping a graph never waits and loses nothing: a launch that was enqueued is executed, and what the graph owns is given
-/// back after it.
+/// Dropping a graph never waits and loses no work. Enqueued launches are executed, and then the memory that the graph owns is
+/// freed.
 pub struct Graph {
     runtime: Runtime,
     device: u32,
@@ -43,7 +43,7 @@ impl Graph {
         Self { runtime, device, executable, recorded }
     }
 
-    /// Ordinal of the device that the graph was captured on.
+    /// Returns the ordinal of the device that the graph was captured on.
     #[must_use]
     pub fn device(&self) -> u32 {
         self.device
@@ -51,14 +51,13 @@ impl Graph {
 
     /// Enqueues one execution of everything recorded, on any stream of the device. Returns at once.
     ///
-    /// Launches of one graph run one after the other, also on different streams. Page-locked memory that the graph
-    /// recorded is waited for on the device, and its buffers remember the launch: see
+    /// Launches of one graph execute one after the other, even on different streams. The device waits for other uses of the
+    /// page-locked memory that the graph recorded. The buffers track the launch: see
     /// [`PinnedBuffer::read_with`](crate::PinnedBuffer::read_with).
     ///
     /// # Errors
-    /// `WrongDevice` for a stream of another device; `Capture` where the stream takes part in a capture;
-    /// `InvalidState` while the CPU accesses page-locked memory of the graph in conflict with it; else what the backend
-    /// gives.
+    /// `WrongDevice` for a stream of another device. `Capture` if the stream takes part in a capture. `InvalidState` while the
+    /// CPU accesses page-locked memory of the graph in conflict with it. Otherwise the backend's error.
     pub fn launch(&mut self, stream: &Stream) -> Result<()> {
         const OPERATION: &str = "launch_graph";
         let inner = &self.runtime.inner;
@@ -89,7 +88,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // What was recorded gives itself back.
+        // The recorded memory returns itself.
         let inner = &self.runtime.inner;
         if inner.may_release() {
             inner.destroy_or_defer(Dropped::Executable(self.executable));
@@ -97,16 +96,16 @@ impl Drop for Graph {
     }
 }
 
-/// What a graph owns; gives it back when dropped, for use after the last launch.
+/// The memory that a graph owns. When dropped, returns it for use after the last launch.
 pub(super) struct Recorded {
     runtime: Runtime,
     device: HashMap<usize, Arc<DeviceBlock>>,
-    /// In the order of addresses once there is a graph, see `pool/block_uses.rs`.
+    /// Sorted by address once there is a graph, see `pool/block_uses.rs`.
     pinned: Vec<RecordedBlock>,
     workspaces: Vec<OwnedWorkspace>,
     /// Stream and completion event of the last launch.
     last: Option<(u64, Arc<CompletionEvent>)>,
-    /// True if a launch may be running for an unknown time.
+    /// True if it is unknown whether a launch still runs.
     unmarked: bool,
     is_graph: bool,
 }
@@ -124,7 +123,7 @@ impl Recorded {
         }
     }
 
-    /// Takes in what one stream recorded, now that the capture has ended.
+    /// Adds the recording of one stream, after the end of the capture.
     pub(super) fn take_in(&mut self, recording: Recording) {
         let inner = &self.runtime.inner;
         inner.device(recording.device).capture_gate.capture_ended();
@@ -140,9 +139,9 @@ impl Recorded {
         self.workspaces.extend(recording.parts.workspaces);
     }
 
-    /// Returns the same as the memory of a graph, with one entry for each block.
+    /// Returns the recorded memory as the memory of a graph, with one entry for each block.
     pub(super) fn into_graph(mut self) -> Self {
-        // One entry for each block, in the order in which every launch begins its uses.
+        // Every launch begins its uses in this order.
         let mut pinned = std::mem::take(&mut self.pinned);
         pinned.sort_by_key(|recorded| recorded.block.ptr);
         for recorded in pinned {
@@ -177,7 +176,7 @@ impl Recorded {
                 OPERATION,
                 "an earlier launch failed in a way that leaves unknown whether it still runs",
             )
-            .with_hint("drop the graph and capture it anew"));
+            .with_hint("drop the graph and capture it again"));
         }
         let core = stream.core();
         let begun = self.pinned.iter().map(|recorded| {
@@ -189,7 +188,7 @@ impl Recorded {
                 )
                 .with_hint("launch after the closure of `read_with` or `write_with` has returned")
             })?;
-            // Not before: an operation that this one has waited for may have failed.
+            // Checked after the wait: an operation that this one has waited for may have failed.
             PinnedPool::check_known(&recorded.block.uses).map(|()| begun)
         });
         let begun = begun.collect::<Result<Vec<_>>>()?;
@@ -208,15 +207,14 @@ impl Recorded {
         for completion in awaited {
             inner.backend.stream_wait_event(stream.id(), completion.event())?;
         }
-        // SAFETY: the graph owns all memory that it recorded, and gives it back after the completion event recorded
-        // below. This stream has been made to wait for the launch before. What would race on page-locked memory was
-        // waited for above, and what follows waits for this launch: its uses are begun, and settled below. The CPU
-        // stays away: see `block_uses.rs`.
+        // SAFETY: The graph owns all memory that it recorded, and returns it after the completion event recorded below. This
+        // stream waits for the previous launch. Uses that would race on page-locked memory were waited for above. Later uses
+        // wait for this launch: its uses are begun, and settled below. `block_uses.rs` describes how the CPU is kept away.
         unsafe { inner.backend.launch_graph(executable, stream.id())? };
         self.workspaces.iter_mut().for_each(|owned| owned.idle.after = None);
         if let Err(error) = core.record(&mut submission, &mut completion) {
-            // Without a completion event, waiting is all that is left. Where that fails too, nobody can tell when the
-            // launch is done.
+            // Without a completion event, the only remaining option is to wait. If the wait fails too, the end of the launch is
+            // unknown.
             self.last = None;
             return core.wait_for_all(submission).map_err(|_| {
                 self.unmarked = true;
@@ -248,8 +246,8 @@ impl Drop for Recorded {
             self.count(1_u64.wrapping_neg());
         }
         for OwnedWorkspace { device, mut idle } in self.workspaces.drain(..) {
-            // Without a completion event it stays in the list of all workspaces, is used by no stream, and is freed when
-            // the runtime ends.
+            // Without a completion event the workspace stays in the list of all workspaces. No stream uses it, and the end of
+            // the runtime frees it.
             if !self.unmarked {
                 if let Some((_, completion)) = &self.last {
                     idle.after = Some(Arc::clone(completion));
@@ -261,14 +259,14 @@ impl Drop for Recorded {
             block.uses.forget_recorded(reads, writes);
             inner.pinned.let_go(block);
         }
-        // Blocks of device memory know the launches from `note_use`, and are freed after them.
+        // `note_use` told the blocks of device memory about the launches, so they are freed after them.
         self.device.clear();
     }
 }
 
 impl Parts {
-    /// Counts all of it as used on the stream up to now. Where the end of a capture is refused, nobody knows that what was
-    /// enqueued was recorded: other code can have ended the capture before, and then it was executed.
+    /// Counts all of it as used on the stream so far. If the end of a capture is refused, it is unknown whether the enqueued
+    /// work was recorded: other code can have ended the capture before, and then the work was executed.
     pub(super) fn used_on(&mut self, inner: &RuntimeInner, stream: &StreamCore) {
         if self.pinned.is_empty() && self.workspaces.is_empty() {
             return;
@@ -280,7 +278,7 @@ impl Parts {
             drop(submission);
             result
         };
-        // The completion event stands for the earlier users of the workspaces too.
+        // The completion event also covers the earlier users of the workspaces.
         let waited = stream.enter_outside("stream_wait_event").and_then(wait);
         match waited.and_then(|()| stream.completion()) {
             Ok(completion) => {
@@ -294,7 +292,7 @@ impl Parts {
             Err(error) => {
                 inner.count_failed_release(&error);
                 self.pinned.values().for_each(|recorded| recorded.block.uses.unmarked.store(true, Ordering::Relaxed));
-                // They stay in the list of all workspaces, are used by no stream, and are freed when the runtime ends.
+                // They stay in the list of all workspaces. No stream uses them, and the end of the runtime frees them.
                 self.workspaces.clear();
             }
         }

@@ -10,12 +10,12 @@
 //! the submission locks of its streams. So each call knows whether it is recorded. The end takes the submission locks of all
 //! streams of the capture, in the order of their keys. Every other thread holds one submission lock at most.
 //!
-//! *Refusals.* Waits, queries, and waits for events from outside would lose the capture. They are refused before the backend
-//! is called, and the work of destructors is deferred. A stream that takes part records no completion events. Work from
+//! *Refusals.* Waits, queries, and waits for events from outside would invalidate the capture. They are refused before the
+//! backend is called, and the work of destructors is deferred. A stream that takes part records no completion events. Work from
 //! before the capture is covered by the event recorded when it began, and the capture keeps all memory used in it.
 //!
-//! *Page-locked memory* of a graph may be in use elsewhere, and is recorded all the same. Each launch waits, on the device,
-//! for the uses that it would race with, and counts as a use itself. `pool/block_uses.rs` tells how the CPU is kept apart.
+//! *Page-locked memory* of a graph may be in use elsewhere, and is recorded nevertheless. Each launch waits, on the device, for
+//! the uses that it would race with, and counts as a use itself. `pool/block_uses.rs` describes how the CPU is kept apart.
 
 mod graph;
 mod open;

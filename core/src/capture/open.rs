@@ -14,19 +14,23 @@ use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{CaptureMode, Error, GraphId, Result, StreamId, fork::Generation};
 
 impl Stream {
-    /// Records what `record` enqueues on this stream, without executing any of it, as a graph that can be launched often.
+    /// Records the work that `record` enqueues on this stream, without executing it. Returns a graph that can be launched any
+    /// number of times.
     ///
-    /// The graph keeps the addresses and numbers of the time of recording, and owns the memory behind them: buffers may
-    /// be dropped right away. Values that are copied from a [`PinnedBuffer`](crate::PinnedBuffer) are those that it holds
-    /// when the graph is launched. Another stream joins the capture by [`Stream::wait`] for an event that was recorded
-    /// in it, and has to be waited for by this one in the same way before the end.
+    /// The graph keeps the addresses and numbers from the time of recording, and owns the memory behind them: buffers may be
+    /// dropped right away. Values that are copied from a [`PinnedBuffer`](crate::PinnedBuffer) are those that it holds at the
+    /// launch. Another stream joins the capture by [`Stream::wait`] for an event that was recorded in it. This stream must wait
+    /// for the other one in the same way before the end.
     ///
-    /// In the capture, these give `Capture`, and the capture goes on undisturbed: waiting for or asking a stream that takes
-    /// part or an event recorded in it; waits for events from outside; allocating device memory and making streams; access
-    /// by the CPU to page-locked memory that is recorded. Allocate before. Where the capability
-    /// `create_during_capture` is false, run the work once before it is captured, so that handles exist. A capture does
-    /// not begin while other threads wait for the stream or for its device. Threads that start to wait meanwhile come
-    /// after it.
+    /// In the capture, the following calls return `Capture`, and the capture continues unharmed:
+    /// - waits for and queries of a stream that takes part, or of an event recorded in it;
+    /// - waits for events from outside;
+    /// - allocation of device memory and creation of streams;
+    /// - access by the CPU to page-locked memory that is recorded.
+    ///
+    /// Allocate before the capture. If the capability `create_during_capture` is false, run the work once before the capture,
+    /// so that handles exist. A capture does not begin while other threads wait for the stream or for its device. Threads that
+    /// start to wait later come after it.
     ///
     /// ```
     /// use highwater_core::{GemmShape, Runtime};
@@ -55,7 +59,8 @@ impl Stream {
         self.capture_with(CaptureMode::default(), record)
     }
 
-    /// As [`Stream::capture`], with a choice of how strict the vendor is about calls that foreign code makes meanwhile.
+    /// As [`Stream::capture`], with a choice of how strictly the vendor treats calls that foreign code makes during the
+    /// capture.
     ///
     /// # Errors
     /// As [`Stream::capture`].
@@ -66,7 +71,7 @@ impl Stream {
     }
 }
 
-/// A capture that this thread has begun; ends when dropped, and then keeps nothing.
+/// A capture that this thread has begun. Ends when dropped, and then discards the recorded work.
 struct OpenCapture<'s> {
     stream: &'s Stream,
     capture: Arc<Capture>,
@@ -88,7 +93,7 @@ impl<'s> OpenCapture<'s> {
         let capture = Capture::new(stream.core());
         take_part(OPERATION, stream, &capture, |backend| backend.begin_capture(stream.id(), mode)).inspect_err(
             |_| {
-                // Nobody else has the capture; the stream must not be kept by it.
+                // No other code has the capture; the stream must not be kept by it.
                 drop(capture.close());
             },
         )?;
@@ -103,23 +108,23 @@ impl<'s> OpenCapture<'s> {
             return Err(Generation::error("end_capture"));
         }
         let backend = &runtime.inner.backend;
-        // What was recorded is dropped on every way out but the last.
+        // Every return but the last drops the recorded work.
         let (ended, recorded) = self.end();
         if ended.is_err() {
             runtime.inner.trim_in_passing();
         }
         let graph = ended?;
         let executable = backend.instantiate_graph(graph);
-        // A refusal is counted and tried again.
+        // A refusal is counted and retried.
         let _ = runtime.inner.destroy(Dropped::Graph(graph));
-        // What is above the cap of the host cache was left alone in the capture.
+        // Memory above the cap of the host cache was not freed during the capture.
         runtime.inner.trim_in_passing();
         let executable = executable?;
         let recorded = recorded.into_graph();
         Ok(Graph::new(runtime.clone(), self.stream.device(), executable, recorded))
     }
 
-    /// Ends the capture: afterwards all its streams are as before.
+    /// Ends the capture. Afterward all its streams are as before.
     fn end(&mut self) -> (Result<GraphId>, Recorded) {
         const OPERATION: &str = "end_capture";
         self.ended = true;
@@ -128,7 +133,7 @@ impl<'s> OpenCapture<'s> {
         streams.sort_by_key(|stream| stream.key);
         streams.dedup_by_key(|stream| stream.key);
         let mut submissions: Vec<SubmissionGuard<'_>> = streams.iter().map(|stream| stream.lock_submission()).collect();
-        // SAFETY: this capture began it.
+        // SAFETY: This capture began it.
         let end = |()| unsafe { inner.backend.end_capture(self.stream.id()) };
         let ended = inner.check(OPERATION).and_then(end);
         if ended.is_err() && inner.check(OPERATION).is_ok() {
@@ -144,10 +149,10 @@ impl<'s> OpenCapture<'s> {
         }
         drop(submissions);
         count_open(-1);
-        // Events of the capture first: what is given back below may need one.
+        // Events of the capture first: the releases below may need one.
         for (completion, exposed) in self.capture.set_ended() {
             if exposed && inner.may_release() {
-                // A refusal is counted and tried again.
+                // A refusal is counted and retried.
                 let _ = inner.destroy(Dropped::Event(completion.into_event()));
             }
         }
@@ -158,7 +163,7 @@ impl<'s> OpenCapture<'s> {
             }
             recorded.take_in(*recording);
         }
-        // The last users of a stream may be here; they end it, outside every lock.
+        // The last users of a stream may be among these; they end it, outside every lock.
         drop(streams);
         if !in_capture()
             && inner.check(OPERATION).is_ok()
@@ -171,14 +176,15 @@ impl<'s> OpenCapture<'s> {
     }
 }
 
-/// Ends a capture whose end was refused, and not by the capture being lost: else the stream would record for ever.
+/// Ends a capture whose end the backend refused, for a reason other than an invalidated capture. Otherwise the stream would
+/// record for ever.
 fn abandon(inner: &RuntimeInner, stream: StreamId) {
     if !matches!(inner.backend.is_capturing(stream), Ok(true)) {
         return;
     }
-    // SAFETY: core's own capture, whose end was refused before.
+    // SAFETY: This is core's own capture, whose end was refused before.
     match unsafe { inner.backend.end_capture(stream) } {
-        // A refusal is counted and tried again.
+        // A refusal is counted and retried.
         Ok(graph) => drop(inner.destroy(Dropped::Graph(graph))),
         Err(error) => tracing::warn!("a capture could not be ended: {error}"),
     }
@@ -191,15 +197,15 @@ impl Drop for OpenCapture<'_> {
         }
         let inner = &self.stream.runtime().inner;
         if !inner.generation.is_current() {
-            // The capture is the parent's; its locks may be held by threads that do not exist here.
+            // The capture belongs to the parent, and threads that do not exist here may hold its locks.
             count_open(-1);
             end_runtimes();
             return;
         }
         let (ended, recorded) = self.end();
-        // Where the capture was cut short, an error says only that.
+        // If the capture was cut short, an error reports only that.
         if let Ok(graph) = ended {
-            // A refusal is counted and tried again.
+            // A refusal is counted and retried.
             let _ = inner.destroy(Dropped::Graph(graph));
         }
         drop(recorded);

@@ -1,4 +1,4 @@
-//! What a capture records: the memory of each stream that takes part, and the events.
+//! The recording of a capture: the memory of each stream that takes part, and the events.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,7 +15,7 @@ use crate::pool::workspaces::IdleWorkspace;
 use crate::stream::core::StreamCore;
 use highwater_hal::{BlasKind, Error, ErrorKind, HostPtr, Workspace};
 
-/// A capture: what its streams and the events recorded in it share.
+/// The state that the streams of a capture share with the events recorded in it.
 pub(crate) struct Capture {
     /// Set before the end takes the submission locks of the streams.
     closed: AtomicBool,
@@ -24,9 +24,9 @@ pub(crate) struct Capture {
 
 #[derive(Default)]
 pub(super) struct CaptureState {
-    /// Streams that take part, or may have been about to. None of them ends before the capture does.
+    /// Streams that take part, or may have been about to. The capture keeps them alive.
     pub(super) streams: Vec<Arc<StreamCore>>,
-    /// Events recorded in the capture that were dropped, and whether their ids were given away.
+    /// Events recorded in the capture that were dropped, and whether their ids were exposed.
     events: Vec<(CompletionEvent, bool)>,
     /// True if the backend has ended the capture, so that its events belong to no capture.
     ended: bool,
@@ -48,7 +48,7 @@ impl Capture {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Takes in a stream that is about to take part; false where the capture has ended.
+    /// Adds a stream that is about to take part. Returns false if the capture has ended.
     pub(crate) fn add(&self, stream: &Arc<StreamCore>) -> bool {
         let mut state = self.state.lock();
         if self.is_closed() {
@@ -64,7 +64,7 @@ impl Capture {
         std::mem::take(&mut state.streams)
     }
 
-    /// Keeps an event that is dropped until the capture ends; gives it back where it has ended.
+    /// Keeps an event that is dropped until the capture ends. Returns it if the capture has ended.
     pub(crate) fn keep_event(&self, completion: CompletionEvent, exposed: bool) -> Option<CompletionEvent> {
         let mut state = self.state.lock();
         if state.ended {
@@ -74,14 +74,14 @@ impl Capture {
         None
     }
 
-    /// Notes that the backend has ended the capture. Returns the events that were dropped meanwhile.
+    /// Records that the backend has ended the capture. Returns the events that were dropped during it.
     pub(crate) fn set_ended(&self) -> Vec<(CompletionEvent, bool)> {
         let mut state = self.state.lock();
         state.ended = true;
         std::mem::take(&mut state.events)
     }
 
-    /// Returns the error of a question to an event that was recorded in the capture.
+    /// Returns the error of a query of an event that was recorded in the capture.
     pub(crate) fn no_answer(&self, operation: &'static str) -> Error {
         let message = if self.is_closed() {
             "the event was recorded in a capture, which has ended: it marks a point in a graph, not in a stream"
@@ -95,20 +95,20 @@ impl Capture {
 /// A stream's part in a capture.
 pub(crate) struct Recording {
     pub(crate) capture: Arc<Capture>,
-    /// Under which handles are bound for the capture; no stream's key.
+    /// The key under which handles are bound for the capture; not the key of a stream.
     pub(crate) key: u64,
     /// Recorded after the work enqueued on the stream before the capture.
     pub(crate) before: Arc<CompletionEvent>,
     pub(crate) device: u32,
     pub(crate) parts: Parts,
-    /// Workspaces that the work may be given, made beforehand.
+    /// Workspaces for the work, allocated before the capture.
     pub(crate) reserved: Vec<IdleWorkspace>,
-    /// The workspace of each kind, once asked for; `None` inside where workspaces are switched off.
+    /// The workspace of each kind, once requested. Contains `None` if workspaces are disabled.
     pub(crate) blas_workspace: Option<Option<Workspace>>,
     pub(crate) lt_workspace: Option<Option<Workspace>>,
 }
 
-/// Memory that was recorded.
+/// The recorded memory.
 #[derive(Default)]
 pub(crate) struct Parts {
     /// By address of the block's record.
@@ -117,7 +117,7 @@ pub(crate) struct Parts {
     pub(super) workspaces: Vec<OwnedWorkspace>,
 }
 
-/// A page-locked block, with the number of recorded operations that read and that write it.
+/// A page-locked block, with the number of recorded operations that read it and of those that write it.
 pub(crate) struct RecordedBlock {
     pub(super) block: KeptBlock,
     pub(super) reads: u32,
@@ -130,8 +130,8 @@ pub(crate) struct OwnedWorkspace {
 }
 
 impl Recording {
-    /// Returns the workspace for calls of one kind, if one was asked for before. As a stream's own, Lt calls use that
-    /// of the BLAS calls where it is large enough.
+    /// Returns the workspace for calls of one kind, if one was requested before. As on a stream, Lt calls use the workspace of
+    /// the BLAS calls if it is large enough.
     pub(crate) fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         if kind != BlasKind::Lt {
             return self.blas_workspace;
@@ -153,7 +153,7 @@ impl Recording {
         });
     }
 
-    /// Keeps a page-locked block that an operation uses. Gives it back where the capture has it already.
+    /// Keeps a page-locked block that an operation uses. Returns it if the capture has it already.
     pub(crate) fn keep_pinned(&mut self, block: KeptBlock, writes: bool) -> Option<KeptBlock> {
         let mut surplus = None;
         let recorded = match self.parts.pinned.entry(block.ptr) {
@@ -167,7 +167,7 @@ impl Recording {
             }
         };
         let count = if writes { &mut recorded.writes } else { &mut recorded.reads };
-        // A graph of four thousand million copies of one block is none.
+        // A graph never has four billion copies of one block.
         if *count < u32::MAX {
             *count += 1;
             recorded.block.uses.count_recorded(writes);

@@ -4,19 +4,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::capture_gate::CaptureGate;
 
-/// What captures and graphs hold.
+/// The state of captures and graphs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct GraphStatistics {
-    /// Streams that take part in captures that are open.
+    /// Streams that take part in open captures.
     pub capturing_streams: u64,
-    /// Graphs that are alive.
+    /// Live graphs.
     pub graphs: u64,
-    /// Blocks of device memory that they keep, counted for each graph.
+    /// Blocks of device memory that graphs keep, counted for each graph.
     pub device_blocks: u64,
-    /// Blocks of page-locked memory that they keep, counted for each graph.
+    /// Blocks of page-locked memory that graphs keep, counted for each graph.
     pub pinned_blocks: u64,
-    /// Workspaces that they own.
+    /// Workspaces that graphs own.
     pub workspaces: u64,
 }
 

@@ -1,4 +1,4 @@
-//! How a stream comes to take part in a capture: it begins one, or waits for an event of one.
+//! The start of a stream's part in a capture: it begins one, or waits for an event of one.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::stream::Stream;
 use crate::stream::core::StreamCore;
 use highwater_hal::{Backend, BlasKind, Error, ErrorKind, Result};
 
-/// Lets a stream take part in a capture. `start` makes the backend's call.
+/// Makes a stream take part in a capture. `start` makes the backend's call.
 pub(super) fn take_part(
     operation: &'static str,
     stream: &Stream,
@@ -43,7 +43,7 @@ pub(super) fn take_part(
     core.wait_settled(&mut submission);
     if submission.recording.is_some() {
         drop(submission);
-        return refused("the stream takes part in a capture already", "end that capture first");
+        return refused("the stream already takes part in a capture", "end that capture first");
     }
     if submission.lent > 0 {
         drop(submission);
@@ -53,7 +53,7 @@ pub(super) fn take_part(
         drop(submission);
         return Err(capture.no_answer(operation));
     }
-    // The completion event goes back to its pool after the submission lock, also where a call fails.
+    // The completion event returns to its pool after the submission lock, even if a call fails.
     let started = core.record(&mut submission, &mut completion).and_then(|()| start(&*inner.backend));
     if let Err(error) = started {
         drop(submission);
@@ -72,12 +72,12 @@ pub(super) fn take_part(
         lt_workspace: None,
     }));
     drop(submission);
-    // Uncounted at the end of the capture.
+    // The end of the capture decrements the count.
     std::mem::forget(capturing);
     Ok(())
 }
 
-/// Workspaces made before a capture; go back to the pool unless it takes them.
+/// Workspaces allocated before a capture. They return to the pool unless the capture takes them.
 struct Reserved<'r> {
     services: &'r Services,
     pool: &'r Workspaces,
@@ -103,7 +103,7 @@ impl Drop for Reserved<'_> {
     }
 }
 
-/// Makes `stream` wait for an event that was recorded in a capture: it joins the capture, or takes part already.
+/// Makes `stream` wait for an event that was recorded in a capture. The stream joins the capture, or takes part already.
 pub(crate) fn join(stream: &Stream, event: &Event, capture: &Arc<Capture>) -> Result<()> {
     const OPERATION: &str = "stream_wait_event";
     let inner = &stream.runtime().inner;
@@ -116,7 +116,7 @@ pub(crate) fn join(stream: &Stream, event: &Event, capture: &Arc<Capture>) -> Re
             return Err(Error::new(
                 ErrorKind::Capture,
                 OPERATION,
-                "the event was recorded in another capture than the one the stream takes part in",
+                "the event was recorded in another capture than that of the stream",
             )
             .with_hint("captures do not wait for each other; launch their graphs in order"));
         }

@@ -1,4 +1,4 @@
-//! The captures that a thread has open, and the calls that it must not make meanwhile.
+//! The captures that a thread has open, and the calls that it must not make during them.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -19,12 +19,12 @@ pub(crate) fn in_capture() -> bool {
 }
 
 pub(super) fn count_open(change: i32) {
-    // Where the thread is ending, there is nothing left to refuse or to defer.
+    // If the thread is ending, there is nothing to refuse or defer.
     let _ = OPEN_CAPTURES.try_with(|open| open.set(open.get().saturating_add_signed(change)));
 }
 
-/// Drops a reference to a runtime, whose end waits for captures. Inside a capture of this thread it would wait for
-/// ever, so the end of that capture drops the reference.
+/// Drops a reference to a runtime, whose end waits for captures. Inside a capture of this thread it would wait for ever. So the
+/// end of that capture drops the reference.
 pub(crate) fn let_go(runtime: Arc<dyn Any>) {
     if in_capture() {
         // If the thread is ending, the runtime ends here, without waiting.
@@ -35,12 +35,12 @@ pub(crate) fn let_go(runtime: Arc<dyn Any>) {
 /// Ends the runtimes that were dropped inside a capture, once this thread is inside none.
 pub(super) fn end_runtimes() {
     if !in_capture() {
-        // Out of the cell first: the end of a runtime runs code of the backend.
+        // Taken out of the cell first: the end of a runtime runs code of the backend.
         drop(ENDING.try_with(RefCell::take));
     }
 }
 
-/// Refuses what a thread inside a capture must not do.
+/// Refuses a call that a thread inside a capture must not make.
 pub(crate) fn refuse_in_capture(operation: &'static str) -> Result<()> {
     if in_capture() {
         return Err(Error::new(
@@ -48,20 +48,16 @@ pub(crate) fn refuse_in_capture(operation: &'static str) -> Result<()> {
             operation,
             "this thread is inside a capture, where this is not possible",
         )
-        .with_hint("allocate and create before the capture, and give back after it"));
+        .with_hint("allocate and create before the capture, and free after it"));
     }
     Ok(())
 }
 
-/// Returns the error of a question to a stream that takes part in a capture.
+/// Returns the error of a query of a stream that takes part in a capture.
 #[cold]
 pub(crate) fn nothing_is_executed(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Capture,
-        operation,
-        "the stream takes part in a capture: what is enqueued on it is recorded and not executed",
-    )
-    .with_hint("do this before the capture, or after it and a launch of its graph; the capture goes on")
+    Error::new(ErrorKind::Capture, operation, "the stream takes part in a capture: its work is recorded, not executed")
+        .with_hint("do this before the capture, or after it and a launch of its graph; the capture goes on")
 }
 
 #[cold]
@@ -69,7 +65,7 @@ pub(crate) fn warm_up_first(operation: &'static str, what: &str) -> Error {
     Error::new(
         ErrorKind::Capture,
         operation,
-        format!("{what} would have to be made, and this device makes none while a capture is open"),
+        format!("the call needs {what}, and this device cannot create one during a capture"),
     )
     .with_hint("warm up first: run the same work once before the capture")
 }

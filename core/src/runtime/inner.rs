@@ -19,8 +19,8 @@ use crate::sharing::Sharing;
 use crate::stream::core::StreamCore;
 use highwater_hal::Result;
 
-/// What everybody who uses a runtime refers to; the thread that serves its shares refers to what is inside. The last user
-/// ends that thread, so that the runtime ends where it was dropped last, and before that drop has returned.
+/// The state that all users of a runtime share. The sharing thread refers only to the inner part. The last user ends that
+/// thread. So the runtime ends where its last user drops it, and before that drop returns.
 pub(crate) struct Users(pub(crate) Arc<RuntimeInner>);
 
 impl Deref for Users {
@@ -33,7 +33,7 @@ impl Deref for Users {
 }
 
 impl Users {
-    /// What is shared, with the thread that serves it.
+    /// Returns the sharing state, whose thread it starts if necessary.
     pub(crate) fn sharing(&self, operation: &'static str) -> Result<&Arc<Sharing>> {
         let sharing = match self.sharing.get() {
             Some(sharing) => sharing,
@@ -61,16 +61,16 @@ impl Drop for Users {
     }
 }
 
-/// The pools of a runtime, each with its own work. They end in the order that `shutdown.rs` gives.
+/// The pools of a runtime. `shutdown.rs` gives the order in which they end.
 pub(crate) struct RuntimeInner {
     pub(crate) services: Arc<Services>,
     pub(crate) handles: BlasHandles,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) frees: Arc<DeferredFrees>,
     pub(crate) pinned: PinnedPool,
-    /// Made with the first share or open.
+    /// Created by the first share or open.
     pub(crate) sharing: OnceLock<Arc<Sharing>>,
-    /// The vendor's legacy default stream of each device: one for all users, so that its calls share one submission lock.
+    /// The vendor's legacy default stream of each device: one for all users, so that their calls share one submission lock.
     pub(crate) legacy_streams: Box<[Mutex<Weak<StreamCore>>]>,
     pub(super) closed: AtomicBool,
 }
@@ -116,7 +116,7 @@ impl Owner for RuntimeInner {
             && !in_capture()
             && let Err(error) = self.frees.trim(false)
         {
-            // Refused releases are counted, and no reason to fail.
+            // Refused releases are counted, and are not a reason to fail.
             tracing::debug!("memory could not be freed in passing: {error}");
         }
         self.pinned.trim_to_cap();
@@ -126,7 +126,7 @@ impl Owner for RuntimeInner {
         if let Some(sharing) = self.sharing.get() {
             sharing.trim();
         }
-        // A release that is refused is counted, and the allocation tries with what the others freed.
+        // A refused release is counted, and the allocation retries with the memory that the others freed.
         for freed in [self.frees.trim(true), self.workspaces.trim(true), self.handles.trim()] {
             if let Err(error) = freed {
                 tracing::debug!("not everything could be freed: {error}");
@@ -149,7 +149,7 @@ impl RuntimeInner {
         crate::testing::Held((self.services.hold_locks(), pools, self.pinned.hold_locks(), places, sharing))
     }
 
-    /// Returns whether any lock of the runtime's pools is held: if only one thread is at work, by that thread.
+    /// Returns whether any lock of the runtime's pools is held. If only one thread runs, that thread holds it.
     pub(crate) fn is_locked(&self) -> bool {
         self.services.is_locked()
             || self.handles.is_locked()

@@ -21,12 +21,12 @@ use crate::services::{DeviceState, Services};
 use crate::workspace_config;
 use highwater_hal::{Backend, DevicePtr, Error, ErrorKind, Identity, LiveObjects, Result, fork::Generation};
 
-/// An open backend with its pools. Cheap to clone; all clones are the same runtime.
+/// An open backend with its pools. A clone is cheap and refers to the same runtime.
 ///
-/// Devices, streams, events and buffers keep their runtime alive. When the last of them is dropped, the runtime waits
-/// for the devices and frees everything; [`Runtime::close`] does so and reports the result. Waiting for a device would
-/// lose the captures on it. So the end of a runtime first waits until no runtime of the process captures there. A
-/// runtime that is dropped inside a capture ends right after that capture, in the same thread.
+/// Devices, streams, events and buffers keep their runtime alive. When the last of them is dropped, the runtime waits for the
+/// devices and frees everything. [`Runtime::close`] does so and reports the result. Waiting for a device would invalidate
+/// captures on it. So the end of a runtime first waits until no runtime of the process captures there. A runtime that is
+/// dropped inside a capture ends right after that capture, in the same thread.
 ///
 /// ```
 /// use highwater_core::{GemmShape, Runtime};
@@ -54,7 +54,7 @@ impl fmt::Debug for Runtime {
 }
 
 impl Runtime {
-    /// Makes a runtime over an open backend, with default options.
+    /// Creates a runtime over an open backend, with default options.
     ///
     /// # Errors
     /// The backend's error if it cannot describe a device.
@@ -62,7 +62,7 @@ impl Runtime {
         Self::with_options(backend, &RuntimeOptions::new())
     }
 
-    /// Makes a runtime over an open backend.
+    /// Creates a runtime over an open backend.
     ///
     /// # Errors
     /// As [`Runtime::new`].
@@ -103,30 +103,30 @@ impl Runtime {
         self.inner.backend.identity()
     }
 
-    /// Returns the backend itself. The caller must keep the memory that a capture begun here records, because core does not
-    /// know of it.
+    /// Returns the backend itself. The caller must keep the memory that a capture begun on it records, because core does not
+    /// know about that memory.
     #[must_use]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.inner.backend
     }
 
-    /// Number of devices.
+    /// Returns the number of devices.
     #[must_use]
     pub fn device_count(&self) -> u32 {
         // The count came from the backend as a u32.
         u32::try_from(self.inner.devices.len()).unwrap_or(u32::MAX)
     }
 
-    /// Frees device memory that was dropped and whose streams are done with it, and retries streams, events and graphs that
-    /// the backend refused to destroy. Every allocation and every wait for a stream does the former. A thread inside a
-    /// capture frees nothing.
+    /// Frees dropped device memory that no stream uses any more. Retries the destruction of streams, events and graphs that the
+    /// backend refused to destroy. Every allocation and every wait for a stream also frees such memory. Inside a capture, frees
+    /// nothing.
     ///
-    /// A vendor's free may wait for all work on the device. CUDA's does, and it blocks other threads that allocate or
-    /// enqueue meanwhile. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate),
-    /// or keep the buffers.
+    /// A vendor's free may wait for all work on the device. CUDA's does, and during the wait it blocks other threads that
+    /// allocate or enqueue. For short-lived memory beside long work, use [`Stream::allocate`](crate::Stream::allocate), or keep
+    /// the buffers.
     ///
     /// # Errors
-    /// The backend's error if it cannot tell whether a stream is done. Nothing is lost.
+    /// The backend's error if it cannot report whether a stream is done. Nothing is lost.
     pub fn trim_device_memory(&self) -> Result<()> {
         self.inner.check("trim_device_memory")?;
         self.inner.retry_refused().and(self.inner.frees.trim(false))
@@ -141,11 +141,11 @@ impl Runtime {
         self.trim_device_memory()
     }
 
-    /// Frees all that is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
+    /// Frees everything that is cached and not in use: idle handles, workspaces of ended streams, free page-locked blocks,
     /// unused mappings of other processes' memory, and idle events.
     ///
-    /// # Errors
-    /// The first refusal of the backend; the rest is given back all the same. `Capture` in a thread that is inside a
+    /// The first error of the backend; the rest is freed nevertheless. `Capture` in a thread that is inside a capture. Handles
+    /// stay while any runtime captures on a device of this runtime.
     /// capture. Handles stay while any runtime captures on a device of this runtime.
     pub fn trim(&self) -> Result<()> {
         self.inner.check("trim")?;
@@ -156,27 +156,27 @@ impl Runtime {
         self.inner.trim()
     }
 
-    /// Returns the block of device memory that an address points into, if this runtime gave it out.
+    /// Returns the block of device memory that contains an address, if this runtime allocated it.
     #[must_use]
     pub fn block_of(&self, ptr: DevicePtr) -> Option<DeviceBlockInfo> {
         if self.inner.generation.is_current() { self.inner.ledger.find_device(ptr) } else { None }
     }
 
     /// Ends the runtime. Waits for captures of other runtimes on its devices and for the devices themselves, then frees
-    /// everything. Returns the objects that the backend still counts as alive: none, unless other code uses the same
+    /// everything. Returns the objects that the backend still counts as alive. There are none unless other code uses the same
     /// backend.
     ///
     /// # Errors
-    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has a
-    ///   buffer of it open. Nothing is closed, and the message counts the live objects by kind.
+    /// - `InvalidState`: a device, stream, event, buffer or clone of the runtime is alive, or another process has one of its
+    ///   buffers open. Nothing is closed, and the message counts the live objects by kind.
     /// - `Capture`: this thread is inside a capture.
-    /// - Else the first refusal of the backend. The rest is freed all the same.
+    /// - Otherwise the first error of the backend. The rest is freed nevertheless.
     pub fn close(self) -> Result<LiveObjects> {
         self.inner.check("close")?;
         refuse_in_capture("close")?;
         let backend = Arc::clone(&self.inner.backend);
         if let Some(sharing) = self.inner.sharing.get() {
-            // The service refers to the runtime now and then.
+            // The sharing thread refers to the runtime from time to time.
             sharing.stop();
             sharing.trim();
             let (blocks, bytes) = sharing.limbo();
@@ -188,16 +188,16 @@ impl Runtime {
                     "close",
                     format!("other processes ({holders:?}) have {blocks} buffers of this runtime open, {bytes} bytes"),
                 )
-                .with_hint("let them drop what they have opened, or end, first"));
+                .with_hint("first let those processes drop the buffers, or end"));
             }
         }
         let users = Arc::try_unwrap(self.inner).map_err(|shared| {
             if let Some(sharing) = shared.sharing.get()
                 && let Err(error) = sharing.start("close")
             {
-                tracing::warn!("shares are not served any more: {error}");
+                tracing::warn!("the sharing thread could not be restarted: {error}");
             }
-            // The remaining objects are in use elsewhere. A refusal was counted and logged.
+            // The remaining objects are in use elsewhere. A refusal has been counted and logged.
             let _ = shared.trim();
             let others = match Arc::strong_count(&shared) - 1 {
                 1 => "1 other object of the runtime is alive".to_owned(),

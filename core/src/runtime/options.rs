@@ -1,18 +1,18 @@
-//! [`RuntimeOptions`]: how to make a runtime.
+//! [`RuntimeOptions`]: the options of a runtime.
 
 use crate::numerics::Numerics;
 
-/// How to make a [`Runtime`](crate::Runtime).
+/// The options of a [`Runtime`](crate::Runtime).
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct RuntimeOptions {
-    /// Bytes of BLAS workspace for each stream. The default is the backend's environment variables or its own default.
-    /// With 0 each handle uses memory of its own. Then each stream has handles of its own, and a capture records no
+    /// Bytes of BLAS workspace for each stream. The default is set by the backend's environment variables, or by the backend.
+    /// With 0 each handle uses memory of its own. Then each stream has handles of its own, and a capture cannot record
     /// products.
     pub blas_workspace_bytes: Option<usize>,
-    /// Bytes that an Lt plan may use; else the backend's environment variables or its default.
+    /// Maximum bytes of workspace for an Lt plan. The default is set by the backend's environment variables, or by the backend.
     pub lt_workspace_bytes: Option<usize>,
-    /// The policy for products of threads and leases that have none of their own.
+    /// The policy for products of threads and leases that set none.
     pub numerics: Numerics,
     /// Bytes of page-locked memory that may be cached while no buffer owns them; unlimited by default.
     pub host_cache_bytes: Option<u64>,
@@ -46,9 +46,9 @@ impl RuntimeOptions {
         self
     }
 
-    /// Returns the options with a cap on the page-locked memory that is cached and that no buffer owns. Memory above the
-    /// cap is freed, least recently used first, once no stream uses it. The call that triggers the free pays for it: a drop or
-    /// a request of a buffer, or a wait for a stream. 0 caches nothing. No buffer is ever refused because of the cap.
+    /// Returns the options with a cap on the page-locked memory that is cached and that no buffer owns. Memory above the cap is
+    /// freed, least recently used first, once no stream uses it. The call that triggers the free pays for it: a drop or a
+    /// request of a buffer, or a wait for a stream. 0 caches nothing. The cap never causes a request to fail.
     #[must_use]
     pub const fn with_host_cache_bytes(mut self, cap: u64) -> Self {
         self.host_cache_bytes = Some(cap);

@@ -16,21 +16,21 @@ fn leave(handles: Vec<PooledHandle>) {
 }
 
 impl RuntimeInner {
-    /// Waits for the devices and frees everything that the runtime holds. Called once no other object refers to it.
+    /// Waits for the devices and frees everything that the runtime holds. The caller must hold the last reference to it.
     pub(super) fn give_everything_back(&mut self) -> Result<()> {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        // The next steps would lose the captures of other runtimes on the same devices.
+        // The next steps would invalidate captures of other runtimes on the same devices.
         let gates = self.devices.iter().map(|device| &device.capture_gate);
         let quiet = if in_capture() { self.quiet() } else { Some(CaptureGate::wait_until_quiet(gates)) };
         let Some(_quiet) = quiet else {
-            // The thread of the capture is ending, so no later call ends the runtime.
+            // The thread of the capture is ending, so no later call can end the runtime.
             tracing::warn!("a runtime ended inside a capture; its memory and objects stay allocated");
             leave(self.handles.take_all());
             return Err(nothing_is_executed("close"));
         };
-        // The last user of the runtime has ended the service; where that was the service itself, it does nothing more.
+        // The last user of the runtime has ended the service. If the service itself was the last user, it does nothing more.
         if let Some(sharing) = self.sharing.get() {
             sharing.hang_up();
         }
@@ -41,16 +41,16 @@ impl RuntimeInner {
             result = result.and(self.note(pooled.handle.destroy()));
         }
         let wait = |device: &DeviceState| {
-            // Twice: what is at stake is all memory, and the second try is free.
+            // Twice: all memory depends on it, and the second attempt costs nothing.
             let first = self.backend.synchronize_device(device.info.ordinal);
             first.or_else(|_| self.note(self.backend.synchronize_device(device.info.ordinal)))
         };
         if let Err(error) = self.devices.iter().try_for_each(wait) {
-            // Work may be outstanding on a device that cannot be waited for: its memory is left alone.
+            // Work may be outstanding on a device that cannot be waited for. Its memory is not freed.
             tracing::warn!("a device could not be waited for; memory is left allocated");
             return Err(error);
         }
-        // From here on nothing is outstanding: every block can be freed and every event is passed.
+        // From here on no work is outstanding: every block can be freed, and every event is passed.
         if let Some(sharing) = self.sharing.get().map(Arc::clone) {
             sharing.end_imports();
             sharing.trim();
@@ -61,13 +61,13 @@ impl RuntimeInner {
             }
         }
         result = result.and(twice(self.frees.take_all(), |free| {
-            // SAFETY: the devices have executed everything, and the owner of the block is gone.
+            // SAFETY: The devices have executed everything, and the owner of the block is gone.
             self.note(unsafe { self.frees.free(free) }.map(|_| ()))
         }));
-        // SAFETY: the devices have executed everything, and every buffer keeps the runtime, so none is left.
+        // SAFETY: The devices have executed everything. Every buffer keeps the runtime alive, so no buffer is left.
         result = result.and(unsafe { self.pinned.free_all() });
         result = result.and(twice(self.workspaces.take_all(), |(device, workspace)| {
-            // SAFETY: the devices have executed everything, and the handles that had it bound are destroyed.
+            // SAFETY: The devices have executed everything, and the handles bound to it are destroyed.
             self.note(unsafe { self.frees.memory.free(*device, workspace.ptr, None) })
         }));
         // A refusal here is retried like the rest.
@@ -79,13 +79,13 @@ impl RuntimeInner {
 impl Drop for RuntimeInner {
     fn drop(&mut self) {
         if self.may_release() {
-            // Refusals were counted and logged; a destructor cannot report them.
+            // Refusals have been counted and logged; a destructor cannot report them.
             let _ = self.give_everything_back();
         } else if self.generation.is_current() {
             if let Some(sharing) = self.sharing.get() {
                 sharing.abandon();
             }
-            // The process is exiting: the driver may be gone before the handles are, so they are left on purpose.
+            // The process is exiting. The driver may be gone before the handles, so they are left on purpose.
             leave(self.handles.take_all());
         }
     }

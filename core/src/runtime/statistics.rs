@@ -1,4 +1,4 @@
-//! [`Statistics`]: what the pools of a runtime hold and did.
+//! [`Statistics`]: the state and the history of a runtime's pools.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::capture::GraphStatistics;
 use crate::pool::{HandlePoolStatistics, HostCacheStatistics};
 use crate::sharing::SharingStatistics;
 
-/// What a runtime's pools hold and did.
+/// The state and the history of a runtime's pools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Statistics {
@@ -15,33 +15,33 @@ pub struct Statistics {
     pub blas_handles: HandlePoolStatistics,
     /// The pool of Lt handles.
     pub lt_handles: HandlePoolStatistics,
-    /// Workspaces allocated, over all devices.
+    /// Workspaces that are allocated, over all devices.
     pub workspaces: u64,
     /// Bytes of those workspaces.
     pub workspace_bytes: u64,
-    /// Events that the pools made and keep, over all devices: completion events of recent work, and idle ones.
+    /// Events that the pools own, over all devices: completion events of recent work, and idle ones.
     pub events: u64,
     /// The idle events among them, kept for reuse. [`Runtime::trim`](crate::Runtime::trim) destroys them.
     pub idle_events: u64,
     /// The cache of page-locked host memory.
     pub host: HostCacheStatistics,
-    /// What is shared with other processes.
+    /// Memory shared with other processes.
     pub sharing: SharingStatistics,
-    /// What captures and graphs hold.
+    /// Memory that captures and graphs hold.
     pub graphs: GraphStatistics,
     /// Releases that the backend refused.
     pub failed_releases: u64,
-    /// Streams, events and graphs among them that still wait to be destroyed.
-    /// [`Runtime::trim_device_memory`](crate::Runtime::trim_device_memory), [`Runtime::trim`](crate::Runtime::trim) and
-    /// the end of the runtime retry them. An object that the backend answers for with `InvalidHandle` no longer exists,
-    /// so it is not retried.
+    /// Of those, streams, events and graphs that still wait to be destroyed.
+    /// [`Runtime::trim_device_memory`](crate::Runtime::trim_device_memory), [`Runtime::trim`](crate::Runtime::trim) and the end
+    /// of the runtime retry them. An object for which the backend returns `InvalidHandle` no longer exists, so it is not
+    /// retried.
     pub refused_destroys: u64,
-    /// Streams, events, buffers and handles that were left on purpose because the process is exiting.
+    /// Streams, events, buffers and handles that were left on purpose because the process was exiting.
     pub left_at_exit: u64,
 }
 
 impl Runtime {
-    /// What the pools hold and did.
+    /// Returns the statistics of the runtime's pools.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         let inner = &*self.inner;

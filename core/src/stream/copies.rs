@@ -19,11 +19,11 @@ use highwater_hal::{
 pub(super) enum CopyKind {
     ToDevice,
     ToHost,
-    /// To the host, for values that are waited for: not to be recorded in a capture.
+    /// To the host, for values that the caller waits for. It must not be recorded in a capture.
     Awaited,
 }
 
-/// An operation that was not enqueued as a whole.
+/// An operation that was not enqueued completely.
 struct NotEnqueued {
     error: Error,
     /// True if a part of it was enqueued.
@@ -40,15 +40,15 @@ impl Stream {
     /// [`Stream::wait`].
     ///
     /// # Errors
-    /// As [`Device::allocate`](crate::Device::allocate); `Unsupported` where `stream_ordered_memory` is false; `Capture`
-    /// also where the stream takes part in a capture of another thread.
+    /// As [`Device::allocate`](crate::Device::allocate). `Unsupported` if `stream_ordered_memory` is false; `Capture` also if
+    /// the stream takes part in a capture of another thread.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         if !self.runtime.inner.device(self.device()).capabilities.stream_ordered_memory {
             return Err(Error::lacks("allocate", "stream_ordered_memory"));
         }
         if self.core.owner.is_some() {
-            // Any thread may drop the buffer, and would have to free it in the order of the stream.
-            let message = "other threads could not free memory allocated in the order of a per-thread default stream";
+            // Any thread may drop the buffer, and must then free it in the order of the stream.
+            let message = "other threads cannot free memory that is ordered by a per-thread default stream";
             return Err(Error::new(ErrorKind::Unsupported, "allocate", message).with_hint("use `Device::allocate`"));
         }
         let kind = DeviceMemoryKind::StreamOrdered(self.core.id);
@@ -92,11 +92,11 @@ impl Stream {
         Ok(())
     }
 
-    /// Enqueues a copy of page-locked memory to the device. Returns at once; the buffer remembers that it is in use.
+    /// Enqueues a copy of page-locked memory to the device. Returns at once; the buffer tracks its use.
     ///
     /// # Errors
-    /// `InvalidArgument` where the lengths differ, `WrongDevice` where `dst` is not on this stream's device; else what
-    /// the backend gives.
+    /// `InvalidArgument` if the lengths differ, `WrongDevice` if `dst` is not on this stream's device; otherwise the backend's
+    /// error.
     pub fn copy_to_device<'h, 'd, T: Element>(
         &self,
         src: impl Into<PinnedSlice<'h, T>>,
@@ -105,8 +105,8 @@ impl Stream {
         self.copy_pinned("copy_to_device", &src.into(), dst.into(), CopyKind::ToDevice)
     }
 
-    /// Enqueues a copy of device memory to page-locked memory. Returns at once; the buffer remembers that it is in use,
-    /// and [`PinnedBuffer::read`](crate::PinnedBuffer::read) waits for the values.
+    /// Enqueues a copy of device memory to page-locked memory. Returns at once; the buffer tracks its use, and
+    /// [`PinnedBuffer::read`](crate::PinnedBuffer::read) waits for the values.
     ///
     /// # Errors
     /// As [`Stream::copy_to_device`].
@@ -153,12 +153,12 @@ impl Stream {
         self.use_pinned(operation, block, to_host, recordable, |submission| {
             let kept = submission.keep_device(operation, noted, &[device.block]);
             kept.map_err(|error| NotEnqueued { error, in_part: false })?;
-            // No vendor copies across the border between two registrations.
+            // No vendor allows a copy across the border of two registrations.
             block.cut(range.clone()).try_for_each(|part| {
-                // SAFETY: both ranges lie in one live block each, that of the host in one registration. The device block is
-                // freed, and the host block used again or touched by the CPU, only after this stream has passed the copy:
-                // `note_use` and `use_pinned` see to that, and the latter has made this stream wait for every other stream
-                // whose use would race with the copy. Where the copy is recorded, the graph keeps both, and each launch
+                // SAFETY: Each range lies in one live block, and the host range in one registration. `note_use` and
+                // `use_pinned` ensure that the device block is freed, and the host block reused or accessed by the CPU, only
+                // after this stream has passed the copy. `use_pinned` has also made this stream wait for every other stream
+                // whose use would race with the copy. If the copy is recorded, the graph keeps both blocks, and each launch
                 // does the same.
                 let enqueued = unsafe { backend.copy(&part_of(&part), self.core.id) };
                 enqueued.map_err(|error| NotEnqueued { error, in_part: part.start > range.start })
@@ -166,11 +166,11 @@ impl Stream {
         })
     }
 
-    /// Enqueues a copy between device buffers, of this stream's device or to or from another one.
+    /// Enqueues a copy between device buffers. At least one of them must be on this stream's device.
     ///
     /// # Errors
-    /// `InvalidArgument` where the lengths differ or the ranges overlap, `WrongDevice` where neither is on this stream's
-    /// device, `Unsupported` between devices where `peer_copy` is false; else what the backend gives.
+    /// `InvalidArgument` if the lengths differ or the ranges overlap. `WrongDevice` if neither buffer is on this stream's
+    /// device. `Unsupported` between devices if `peer_copy` is false. Otherwise the backend's error.
     pub fn copy<'s, 'd, T: Element>(
         &self,
         src: impl Into<DeviceSlice<'s, T>>,
@@ -197,15 +197,15 @@ impl Stream {
         let noted = src.block.note_use(&self.core)?.and(dst.block.note_use(&self.core)?);
         let mut submission = self.core.enter(OPERATION)?;
         submission.keep_device(OPERATION, noted, &[src.block, dst.block])?;
-        // SAFETY: both ranges lie in one live block each and do not overlap; the blocks are freed only after this stream
-        // has passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot reach either.
+        // SAFETY: Each range lies in one live block, and they do not overlap. The blocks are freed only after this stream has
+        // passed the copy (`note_use`), or after the graph that keeps them. The CPU cannot access either.
         unsafe { backend.copy(&copy, self.core.id) }
     }
 
-    /// Enqueues a fill with one value, whose size is 1, 2 or 4 bytes.
+    /// Enqueues a fill with one value of 1, 2 or 4 bytes.
     ///
     /// # Errors
-    /// `InvalidArgument` for another size, `WrongDevice` for a buffer of another device; else what the backend gives.
+    /// `InvalidArgument` for another size, `WrongDevice` for a buffer of another device; otherwise the backend's error.
     pub fn fill<'d, T: Element>(&self, dst: impl Into<DeviceSlice<'d, T>>, value: T) -> Result<()> {
         let dst = dst.into();
         let bytes = bytemuck::bytes_of(&value);
@@ -241,16 +241,16 @@ impl Stream {
         let fill = MemoryFill::new(dst.device(), dst.ptr(), pattern, count);
         let mut submission = self.core.enter("fill")?;
         submission.keep_device("fill", noted, &[dst.block])?;
-        // SAFETY: the range lies in one live block, which is freed only after this stream has passed the fill, or after the
-        // graph that keeps it. Its start is
-        // a multiple of the pattern's size: blocks are aligned to 256, and slices start at a multiple of that size.
+        // SAFETY: The range lies in one live block, which is freed only after this stream has passed the fill, or after the
+        // graph that keeps it. Its start is a multiple of the pattern's size: blocks are aligned to 256, and slices start at a
+        // multiple of that size.
         unsafe { backend.fill(&fill, self.core.id) }
     }
 
-    /// Records that the stream uses a block, in an operation that is enqueued by `enqueue`.
+    /// Records that the stream uses a block, in an operation that `enqueue` enqueues.
     ///
-    /// Uses of other streams that would race with it on the host memory are waited for first, on the device. Where the
-    /// operation is recorded in a capture, each launch does that instead; it is refused there unless `recordable`.
+    /// The device first waits for uses of other streams that would race with it on the host memory. If the operation is
+    /// recorded in a capture, each launch waits instead. A capture refuses it unless `recordable`.
     fn use_pinned(
         &self,
         operation: &'static str,
@@ -262,11 +262,11 @@ impl Stream {
         let (inner, stream) = (&self.runtime.inner, &self.core);
         let begun = block.uses.begin(stream.key, writes).map_err(|_| {
             // The borrow of the buffer keeps such access and copies apart.
-            Error::new(ErrorKind::InvalidState, operation, "the CPU is accessing the page-locked memory")
+            Error::new(ErrorKind::InvalidState, operation, "the CPU is accessing this page-locked memory")
         })?;
-        // Not before: an operation that this one has waited for may have failed.
+        // Checked after the wait: an operation that this one has waited for may have failed.
         PinnedPool::check_known(&block.uses)?;
-        // The event is had before anything is enqueued, so that only the record itself can fail afterwards.
+        // The event is acquired before anything is enqueued, so that only its recording can fail afterward.
         let mut completion = inner.device(stream.id.device()).events.take(&*inner.backend)?;
         let mut submission = if recordable { stream.enter(operation)? } else { stream.enter_outside(operation)? };
         if let Some(recording) = &mut submission.recording {
@@ -281,13 +281,13 @@ impl Stream {
         }
         let enqueued = match enqueue(&mut submission) {
             Ok(()) => Ok(()),
-            // The stream uses the block, as if all had been enqueued.
+            // The stream counts as a user of the block, as if the whole operation had been enqueued.
             Err(NotEnqueued { error, in_part: true }) => Err(error),
             Err(NotEnqueued { error, in_part: false }) => return Err(error),
         };
         if let Err(error) = stream.record(&mut submission, &mut completion) {
-            // Without a completion event, waiting is all that is left. Where that fails too, nobody can tell when the
-            // device is done with the block: it is never touched or given out again, and freed when the runtime ends.
+            // Without a completion event, the only remaining option is to wait. If the wait fails too, the end of the device's
+            // use is unknown. Then the block is never accessed or reused, and is freed when the runtime ends.
             let waited = stream.wait_for_all(submission).map_err(|_| {
                 block.uses.unmarked.store(true, Ordering::Relaxed);
                 error

@@ -19,25 +19,26 @@ use crate::pool::workspaces::{IdleWorkspace, Workspaces};
 use crate::services::{Dropped, Services};
 use highwater_hal::{BlasKind, Error, ErrorKind, Products, Result, StreamId, Workspace, fork};
 
-/// The state that all users of a stream share. The last of them ends the stream. It does not keep the runtime alive.
+/// The state that all users of a stream share. The last user ends the stream. It does not keep the runtime alive.
 ///
-/// `repr(C)` keeps the fields that every product reads next to each other. A vendor's call leaves little of them in the cache.
+/// `repr(C)` keeps the fields that every product reads next to each other, because a vendor call evicts most of them from the
+/// cache.
 #[repr(C)]
 pub(crate) struct StreamCore {
     pub(crate) id: StreamId,
-    /// Tells the stream from every other of the process, also from ones that have ended; never 0.
+    /// Identifies the stream in this process, including streams that have ended; never 0.
     pub(crate) key: u64,
-    /// Under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
+    /// The key under which handles are bound to the stream: its own key, or that of the capture that it takes part in.
     bound_as: AtomicU64,
     pub(super) submission: Mutex<SubmissionState>,
-    /// True if a call must check more before it enqueues: its thread, or a capture by other code.
+    /// True if a call needs more checks before it enqueues: of its thread, or of a capture by other code.
     pub(super) asks: bool,
-    /// True if other code may capture the stream, so that the backend has to be asked.
+    /// True if other code may capture the stream, so that calls must query the backend.
     pub(super) ask_capture: bool,
     /// True if the device can capture. Other code may have the id of any stream and capture it.
     pub(super) can_capture: bool,
     pub(crate) services: Arc<Services>,
-    /// What the device multiplies.
+    /// The products that the device supports.
     pub(crate) products: Products,
     own_process: fork::Guard,
     pub(crate) workspaces: Arc<Workspaces>,
@@ -51,11 +52,11 @@ pub(crate) struct StreamCore {
     end: Arc<StreamEnd>,
     /// Wakes a capture that waits for the stream's waiters, and the waiters behind it.
     pub(super) settled: Condvar,
-    /// Set by the first BLAS call; `None` inside where workspaces are switched off.
+    /// Set by the first BLAS call; contains `None` if workspaces are disabled.
     pub(super) blas_workspace: OnceLock<Option<Workspace>>,
-    /// Set by the first Lt call that finds no BLAS workspace that is large enough.
+    /// Set by the first Lt call that finds no BLAS workspace of sufficient size.
     pub(super) lt_workspace: OnceLock<Option<Workspace>>,
-    /// Whether a thread is making the workspace; not held while it does.
+    /// True while a thread creates the workspace. The lock is not held during that time.
     pub(super) making_workspace: Mutex<bool>,
     pub(super) workspace_made: Condvar,
 }
@@ -67,7 +68,7 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// Makes an owner of the calling thread.
+    /// Creates an owner for the calling thread.
     pub(super) fn current(events: Arc<EventPool>) -> Self {
         Self { thread: thread::current().id(), events }
     }
@@ -77,7 +78,7 @@ impl Owner {
     }
 }
 
-/// How a stream came to be.
+/// The origin of a stream.
 #[derive(Default)]
 pub(super) struct Origin {
     /// True if the last reference destroys the stream.
@@ -88,10 +89,10 @@ pub(super) struct Origin {
     pub(super) owner: Option<Owner>,
 }
 
-/// The rest of a stream that has ended: the completion event of its last work.
+/// The remains of a stream that has ended: the completion event of its last work.
 #[derive(Debug, Default)]
 pub(crate) struct StreamEnd {
-    /// `Some` once the stream has ended; inside, `None` if its end has no completion event.
+    /// `Some` once the stream has ended. Contains `None` if its end has no completion event.
     last: Mutex<Option<Option<Arc<CompletionEvent>>>>,
     ended: Condvar,
 }
@@ -162,10 +163,10 @@ impl StreamCore {
         Arc::clone(&self.end)
     }
 
-    /// Returns a key that no stream and no capture had before.
+    /// Returns a key that no stream and no capture has had before.
     pub(crate) fn next_key() -> u64 {
         static KEYS: AtomicU64 = AtomicU64::new(1);
-        // Relaxed: only that no two are equal matters.
+        // Relaxed: the keys only need to be unique.
         KEYS.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -175,7 +176,7 @@ impl StreamCore {
         self.own_process.is_current()
     }
 
-    /// Records a completion event after all work enqueued on the stream so far, captures left out.
+    /// Records a completion event after all work enqueued on the stream so far, except captured work.
     pub(crate) fn completion(&self) -> Result<Arc<CompletionEvent>> {
         if self.owner.as_ref().is_some_and(|owner| !owner.is_here()) {
             let latest = self.lock_submission().latest.clone();
@@ -201,20 +202,20 @@ impl StreamCore {
         Ok(())
     }
 
-    /// Under which handles are bound to the stream now.
+    /// Returns the key under which handles are bound to the stream now.
     #[inline]
     pub(crate) fn bound_as(&self) -> u64 {
-        // Relaxed: a call that enqueues looks again when it has the submission lock, under which the key changes.
+        // Relaxed: a call that enqueues reads it again under the submission lock, and the key changes only under that lock.
         self.bound_as.load(Ordering::Relaxed)
     }
 
-    /// Binds handles under another key from here on. The caller has the submission lock.
+    /// Binds handles under another key from here on. The caller must hold the submission lock.
     pub(crate) fn bind_to(&self, key: u64) {
         self.bound_as.store(key, Ordering::Relaxed);
     }
 }
 
-/// Wakes the threads that wait for the end of a stream, also if the backend panics in it.
+/// Wakes the threads that wait for the end of a stream, even if the backend panics during it.
 struct Ending<'s> {
     end: &'s StreamEnd,
     last: Option<Arc<CompletionEvent>>,
@@ -232,7 +233,7 @@ impl Drop for StreamCore {
         if !self.is_own_process() {
             return;
         }
-        // A runtime that is ending has no buffer left to ask, and frees all workspaces itself.
+        // A runtime that is ending has no buffers left to process, and frees all workspaces itself.
         let owner = self.services.owner();
         let may_release =
             if owner.is_some() { self.services.may_release() } else { !self.services.backend.is_exiting() };
@@ -260,7 +261,7 @@ impl Drop for StreamCore {
             _ if !self.owned => {}
             Some(_) => self.services.destroy_or_defer(Dropped::Stream(self.id)),
             None => {
-                // No later call can retry, so it is done at once.
+                // No later call can retry, so the stream is destroyed now.
                 let destroyed = self.services.backend.destroy_stream(self.id);
                 if let Err(error) = destroyed.or_else(|_| self.services.backend.destroy_stream(self.id)) {
                     tracing::warn!("a stream could not be destroyed: {error}");

@@ -17,8 +17,8 @@ use highwater_hal::{Backend, Result, StreamId};
 
 /// A queue of operations of one device, executed in the order of the calls.
 ///
-/// Dropping a stream never waits and loses no work: what was enqueued is executed, and buffers that were used on it know
-/// when that is.
+/// Dropping a stream never waits and loses no work. Enqueued work is executed, and buffers that were used on the stream learn
+/// when it is done.
 ///
 /// ```
 /// use highwater_core::Runtime;
@@ -59,7 +59,7 @@ impl Stream {
         let events = Arc::clone(&runtime.inner.device(device).events);
         let owner = Owner::current(events);
         let stream = Self::of(runtime, id, Origin { owned: false, foreign: true, owner: Some(owner) });
-        // A completion event exists from here on.
+        // From here on, a completion event exists.
         stream.core.enter_outside("record_event")?;
         Ok(stream)
     }
@@ -69,7 +69,7 @@ impl Stream {
         Self { core: StreamCore::new(services, workspaces, id, origin), runtime }
     }
 
-    /// Returns the legacy default stream: the one that other users have, so that all share its submission lock and its
+    /// Returns the legacy default stream. All users have the same one, so that they share its submission lock and its
     /// workspace.
     pub(crate) fn legacy_default(runtime: Runtime, device: u32) -> Self {
         let place = runtime.inner.legacy_streams[device as usize].lock();
@@ -117,7 +117,7 @@ impl Stream {
         backend.raw_stream(self.core.id)
     }
 
-    /// Ordinal of the stream's device.
+    /// Returns the ordinal of the stream's device.
     #[must_use]
     pub fn device(&self) -> u32 {
         self.core.id.device()
@@ -143,8 +143,8 @@ impl Stream {
     /// Returns whether everything enqueued so far has been executed. Does not wait.
     ///
     /// # Errors
-    /// `Capture` where the stream takes part in a capture; else what the backend gives, and an error of earlier work may
-    /// show up here.
+    /// `Capture` if the stream takes part in a capture; otherwise the backend's error. An error of earlier work may be reported
+    /// here.
     pub fn is_complete(&self) -> Result<bool> {
         let backend = self.backend("query_stream")?;
         let _submission = self.core.enter_outside("query_stream")?;

@@ -8,11 +8,11 @@ use crate::event::Event;
 use highwater_hal::{Error, ErrorKind, EventOptions, Result};
 
 impl Stream {
-    /// Records the point that the stream has reached. In a capture, the event is a point of the graph: it is good for
-    /// [`Stream::wait`] until the capture ends.
+    /// Records the point that the stream has reached. In a capture, the event is a point of the graph, and [`Stream::wait`]
+    /// accepts it until the capture ends.
     ///
     /// # Errors
-    /// What the backend gives.
+    /// The backend's error.
     pub fn record(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
         let mut completion = self.runtime.inner.device(self.device()).events.take(backend)?;
@@ -23,18 +23,18 @@ impl Stream {
         Ok(Event::pooled(self.runtime.clone(), completion, capture))
     }
 
-    /// Records the point that the stream has reached, with the time.
+    /// Records the point that the stream has reached, with a timestamp.
     ///
     /// # Errors
-    /// `Unsupported` where `event_timing` is false; `Capture` where the stream takes part in a capture; else what the
-    /// backend gives.
+    /// `Unsupported` if `event_timing` is false; `Capture` if the stream takes part in a capture; otherwise the backend's
+    /// error.
     pub fn record_timed(&self) -> Result<Event> {
         let backend = self.backend("record_event")?;
         if !self.runtime.inner.device(self.device()).capabilities.event_timing {
             return Err(Error::lacks("create_event", "event_timing"));
         }
         let id = backend.create_event(self.device(), &EventOptions::new().with_timing())?;
-        // From here on the event destroys itself, also where the record fails.
+        // From here on the event destroys itself, even if recording it fails.
         let event = Event::timed(self.runtime.clone(), id);
         let submission = self.core.enter_outside("record_event")?;
         backend.record_event(id, self.core.id)?;
@@ -46,8 +46,8 @@ impl Stream {
     /// event was recorded in an open capture, this stream joins the capture.
     ///
     /// # Errors
-    /// `Capture` where this stream takes part in a capture that the completion event was not made in, or the completion
-    /// event's capture has ended; else what the backend gives.
+    /// `Capture` if this stream takes part in a capture in which the event was not recorded, or if the event's capture has
+    /// ended. Otherwise the backend's error.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let backend = self.backend("stream_wait_event")?;
         if let Some(capture) = event.capture() {

@@ -24,21 +24,21 @@ use highwater_hal::{Error, ErrorKind, Result};
 /// The state that the submission lock guards.
 #[derive(Default)]
 pub(crate) struct SubmissionState {
-    /// Threads that wait for the stream; no capture begins meanwhile.
+    /// Threads that wait for the stream. No capture begins while there are any.
     pub(crate) waiting: u32,
     /// Captures that are about to begin and wait for those threads. New waiters queue behind them.
     pub(super) beginning: u32,
-    /// Raw handles of the stream that are lent to foreign code; no capture begins meanwhile.
+    /// Raw handles of the stream that are lent to foreign code. No capture begins while there are any.
     pub(crate) lent: u32,
     /// The stream's part in a capture.
     pub(crate) recording: Option<Box<Recording>>,
-    /// For the per-thread default stream: the completion event after all enqueued work; `None` if it could not be recorded.
+    /// For the per-thread default stream: the completion event after all enqueued work. `None` if it could not be recorded.
     pub(super) latest: Option<Arc<CompletionEvent>>,
     /// The number of completion events recorded so far.
     pub(super) completions: u64,
 }
 
-/// The submission lock of a stream, in the caller's hands.
+/// The submission lock of a stream, held by the caller.
 pub(crate) struct SubmissionGuard<'s> {
     state: MutexGuard<'s, SubmissionState>,
     /// For the per-thread default stream. After the state, so that an event goes back to its pool without the submission lock.
@@ -101,7 +101,7 @@ impl LastCompletion<'_> {
 }
 
 impl SubmissionState {
-    /// Keeps the blocks of a recorded call, which were noted before.
+    /// Keeps the blocks of a recorded call, which were noted earlier.
     #[inline]
     pub(crate) fn keep_device(
         &mut self,
@@ -118,8 +118,7 @@ impl SubmissionState {
 }
 
 impl StreamCore {
-    /// Takes the submission lock, for a call that enqueues, if it is free and the backend need not be asked about
-    /// captures.
+    /// Takes the submission lock for a call that enqueues, if it is free and the backend need not be queried about captures.
     #[inline(always)]
     pub(crate) fn try_lock_submission(&self) -> Option<SubmissionGuard<'_>> {
         if self.asks { None } else { self.submission.try_lock().map(SubmissionGuard::from) }
@@ -134,9 +133,9 @@ impl StreamCore {
         }
     }
 
-    /// Takes the submission lock while another thread has it, for as long as the vendor takes to enqueue one call: some
-    /// microseconds, which is less than it takes to put a thread to sleep and to wake it up. So this one looks again
-    /// and again for a while, and then lets others run between looks, before it sleeps.
+    /// Takes the submission lock while another thread holds it. That thread holds it while the vendor enqueues one call, for
+    /// some microseconds, which is less than the cost of a sleep and a wake. So this thread first spins, then yields between
+    /// checks, and finally sleeps.
     #[cold]
     fn lock_contended(&self) -> SubmissionGuard<'_> {
         const SPIN: Duration = Duration::from_micros(50);
@@ -151,7 +150,7 @@ impl StreamCore {
             } else {
                 return self.submission.lock().into();
             }
-            // Looking first: an exchange that fails would take the line from who has the submission lock.
+            // Load first: an exchange that fails would take the cache line from the holder of the lock.
             if !self.submission.is_locked()
                 && let Some(submission) = self.submission.try_lock()
             {
@@ -160,8 +159,8 @@ impl StreamCore {
         }
     }
 
-    /// Takes the submission lock, for a call that enqueues. Refused where other code captures the stream: nobody would
-    /// keep what is used.
+    /// Takes the submission lock for a call that enqueues. Fails if other code captures the stream, because then nothing would
+    /// keep the memory that the call uses.
     #[inline]
     pub(crate) fn enter(&self, operation: &'static str) -> Result<SubmissionGuard<'_>> {
         if self.asks { self.enter_asking(operation) } else { Ok(self.lock_submission()) }
@@ -190,19 +189,19 @@ impl StreamCore {
     /// the stream must take part in no capture of core.
     pub(crate) fn refuse_if_captured(&self, operation: &'static str) -> Result<()> {
         if self.can_capture && self.services.backend.is_capturing(self.id)? {
-            return Err(Error::new(ErrorKind::Capture, operation, "the stream is being captured by other code")
-                .with_hint("capture it with `Stream::capture`, so that the graph keeps the memory it uses"));
+            return Err(Error::new(ErrorKind::Capture, operation, "other code is capturing the stream")
+                .with_hint("capture it with `Stream::capture`, so that the graph keeps the memory that it uses"));
         }
         Ok(())
     }
 
-    /// Takes the submission lock, for a call that makes no sense in a capture or would lose it.
+    /// Takes the submission lock for a call that is meaningless in a capture or would invalidate it.
     pub(crate) fn enter_outside(&self, operation: &'static str) -> Result<SubmissionGuard<'_>> {
         let submission = self.enter(operation)?;
         if submission.recording.is_some() { Err(nothing_is_executed(operation)) } else { Ok(submission) }
     }
 
-    /// Waits until no thread waits for the stream, for a capture that is about to begin. Threads that come meanwhile
+    /// Waits until no thread waits for the stream, for a capture that is about to begin. Threads that arrive in the meantime
     /// find the capture, or continue if it did not begin.
     pub(crate) fn wait_settled(&self, submission: &mut SubmissionGuard<'_>) {
         submission.beginning += 1;
@@ -225,7 +224,7 @@ impl StreamCore {
         Ok(submission)
     }
 
-    /// Waits for everything enqueued on the stream. No capture begins meanwhile.
+    /// Waits for everything enqueued on the stream. No capture begins during the wait.
     pub(crate) fn wait_for_all(&self, mut submission: SubmissionGuard<'_>) -> Result<()> {
         struct Waiting<'s>(&'s StreamCore);
         impl Drop for Waiting<'_> {

@@ -9,7 +9,7 @@ use crate::pinned::{PinnedBuffer, PinnedSliceMut};
 use highwater_hal::{DeviceMemoryKind, Element, Result};
 
 impl Stream {
-    /// Enqueues a copy of values to the device, through page-locked memory from the cache: `values` is free to change as
+    /// Enqueues a copy of values to the device, through page-locked memory from the cache. The caller may change `values` as
     /// soon as the call returns.
     ///
     /// # Errors
@@ -33,10 +33,11 @@ impl Stream {
         Ok(buffer)
     }
 
-    /// Returns the values of a device buffer, once the work enqueued before has been executed. Waits.
+    /// Waits until all work enqueued so far has been executed, then returns the values of a device buffer.
     ///
     /// # Errors
-    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`](crate::Runtime::pinned); `Capture` where the stream takes part in a capture.
+    /// As [`Stream::copy_to_host`] and [`Runtime::pinned`](crate::Runtime::pinned); `Capture` if the stream takes part in a
+    /// capture.
     pub fn download<'d, T: Element>(&self, src: impl Into<DeviceSlice<'d, T>>) -> Result<Vec<T>> {
         let src = src.into();
         self.refuse_where_recorded("download")?;
@@ -45,10 +46,11 @@ impl Stream {
         Ok(staging.read()?.to_vec())
     }
 
-    /// Runs `enqueue`, which may enqueue copies into borrowed memory of any kind, then waits for them and delivers.
+    /// Runs `enqueue`, which may enqueue copies into borrowed memory of any kind. Then waits for the copies and delivers the
+    /// values.
     ///
-    /// The device never writes the borrowed memory itself: it writes page-locked memory of the cache, which is copied over
-    /// after the wait. So nothing can write to a borrow that has ended, whatever fails or panics.
+    /// The device never writes the borrowed memory itself. It writes page-locked memory of the cache, which is copied after the
+    /// wait. So nothing can write to memory whose borrow has ended, even after an error or a panic.
     ///
     /// ```
     /// # use highwater_core::Runtime;
@@ -65,7 +67,7 @@ impl Stream {
     /// # Ok::<(), highwater_core::Error>(())
     /// ```
     ///
-    /// The memory stays borrowed until the scope has ended, and outlives it:
+    /// The memory stays borrowed until the scope has ended, and must outlive it:
     ///
     /// ```compile_fail,E0502
     /// # use highwater_core::Runtime;
@@ -94,27 +96,26 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// What `enqueue` gives, or what waiting for the copies gives; then nothing is delivered. `Capture` where the stream
-    /// takes part in a capture.
+    /// The error of `enqueue`, or of the wait for the copies; then nothing is delivered. `Capture` if the stream takes part in
+    /// a capture.
     pub fn scope<'env, R>(&self, enqueue: impl FnOnce(&mut Scope<'_, 'env>) -> Result<R>) -> Result<R> {
         self.refuse_where_recorded("scope")?;
         let mut scope = Scope { stream: self, deliveries: Vec::new() };
         let value = enqueue(&mut scope)?;
-        // All are waited for before the first is delivered: a copy that failed delivers nothing of the others either.
+        // Waits for all copies before it delivers the first: if one copy failed, none is delivered.
         scope.deliveries.iter().try_for_each(|delivery| delivery.wait())?;
         scope.deliveries.iter_mut().try_for_each(|delivery| delivery.deliver())?;
         Ok(value)
     }
 
-    /// Refuses what waits for values where they are recorded and not made. A capture that begins after this is noticed by
-    /// the copies.
+    /// Refuses to wait for values while the stream records a capture. If a capture begins after this check, the copies fail.
     fn refuse_where_recorded(&self, operation: &'static str) -> Result<()> {
         self.backend(operation)?;
         self.core.enter_outside(operation).map(|_| ())
     }
 }
 
-/// What [`Stream::scope`] enqueues with.
+/// Enqueues the copies of a [`Stream::scope`].
 pub struct Scope<'s, 'env> {
     stream: &'s Stream,
     deliveries: Vec<Box<dyn Delivery + 'env>>,
@@ -124,7 +125,7 @@ pub struct Scope<'s, 'env> {
 trait Delivery {
     /// Waits for the copy.
     fn wait(&self) -> Result<()>;
-    /// Delivers it.
+    /// Delivers the copied values.
     fn deliver(&mut self) -> Result<()>;
 }
 

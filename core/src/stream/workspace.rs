@@ -5,7 +5,7 @@ use crate::pool::workspaces::IdleWorkspace;
 use highwater_hal::{BlasKind, ErrorKind, Result, Workspace};
 
 impl StreamCore {
-    /// Takes a workspace of `bytes` for work that is enqueued on the stream from here on; `None` for 0 bytes.
+    /// Takes a workspace of `bytes` for work that is enqueued on the stream from here on. Returns `None` for 0 bytes.
     ///
     /// # Errors
     /// `Capture` if the stream takes part in a capture, which cannot wait for earlier work of the workspace.
@@ -27,7 +27,7 @@ impl StreamCore {
         Ok(Some(idle.workspace))
     }
 
-    /// Gives a workspace back, for use after the work enqueued on the stream so far.
+    /// Returns a workspace to the pool, for use after the work enqueued on the stream so far.
     pub(crate) fn give_back_workspace(&self, workspace: Workspace) {
         match self.completion() {
             Ok(completion) => {
@@ -44,7 +44,7 @@ impl StreamCore {
         if let Some(workspace) = self.existing_workspace(kind, bytes) {
             return Ok(workspace);
         }
-        // One thread allocates, outside the lock; the others wait for it instead of allocating superfluous workspaces.
+        // One thread allocates, outside the lock. The others wait for it instead of allocating unneeded workspaces.
         let mut making = self.making_workspace.lock();
         while *making {
             self.workspace_made.wait(&mut making);
@@ -60,7 +60,8 @@ impl StreamCore {
         Ok(*cell.get_or_init(|| workspace))
     }
 
-    /// Lt calls use the BLAS workspace where there is one: all calls of the stream share its submission lock.
+    /// Returns an existing workspace of sufficient size. Lt calls use the BLAS workspace if there is one: all calls of the
+    /// stream share its submission lock.
     fn existing_workspace(&self, kind: BlasKind, bytes: usize) -> Option<Option<Workspace>> {
         let blas = self.blas_workspace.get().copied();
         if kind != BlasKind::Lt {
@@ -70,11 +71,11 @@ impl StreamCore {
         self.lt_workspace.get().copied().or_else(|| blas.filter(large_enough))
     }
 
-    /// What a handle has to be bound to for calls on this stream: the key, and the workspace.
+    /// Returns the key and the workspace to which a handle must be bound for calls on this stream.
     pub(crate) fn binding(&self, kind: BlasKind) -> Result<(u64, Option<Workspace>)> {
         let bytes = self.services.device(self.id.device()).workspace_bytes(kind);
-        // No capture, as far as can be seen without the submission lock: a call that enqueues looks at the key again when
-        // it has it.
+        // No capture, as far as is visible without the submission lock. A call that enqueues checks the key again under the
+        // lock.
         if self.bound_as() == self.key
             && let Some(workspace) = self.existing_workspace(kind, bytes)
         {
@@ -85,7 +86,7 @@ impl StreamCore {
             let Some(recording) = &mut submission.recording else {
                 drop(submission);
                 match self.workspace(kind) {
-                    // A capture began meanwhile.
+                    // A capture has begun in the meantime.
                     Err(error) if error.kind() == ErrorKind::Capture && self.lock_submission().recording.is_some() => {
                         continue;
                     }
@@ -118,14 +119,14 @@ impl StreamCore {
                 return Ok((key, workspace));
             }
             drop(submission);
-            // Another thread was quicker, or the capture has ended meanwhile.
+            // Another thread was faster, or the capture has ended in the meantime.
             if let Some(idle) = idle {
                 self.workspaces.give_back(self.id.device(), idle);
             }
         }
     }
 
-    /// Returns a workspace that belongs to the capture that the stream takes part in; `None` if it takes part in none.
+    /// Returns a workspace that belongs to the capture in which the stream takes part. Returns `None` if there is no capture.
     pub(crate) fn captured_workspace(&self, bytes: usize) -> Result<Option<Workspace>> {
         let Some(key) = self.lock_submission().recording.as_ref().map(|recording| recording.key) else {
             return Ok(None);
@@ -147,7 +148,7 @@ impl StreamCore {
     }
 }
 
-/// Lets the threads go on that wait for a stream's workspace, also where making it failed: then the next one tries.
+/// Wakes the threads that wait for a stream's workspace, even if its allocation failed. Then the next thread tries.
 struct Made<'s>(&'s StreamCore);
 
 impl Drop for Made<'_> {
