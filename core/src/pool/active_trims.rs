@@ -1,8 +1,8 @@
-//! Trims under way: a request that finds no memory must not fail while another thread is about to free some.
+//! Trims in progress: a request that finds no memory must not fail while another thread is about to free some.
 //!
-//! A thread that is out of memory frees the unused blocks one at a time. Another thread that does so meanwhile does not see
-//! the blocks that the first has in hand. So it waits for the trims under way to end before it tries once more. No lock is
-//! held during a trim.
+//! A thread that is out of memory frees the unused blocks one at a time. Another thread that does the same does not see the
+//! blocks that the first one holds. So it waits for the trims in progress to end before its final attempt. No lock is held
+//! during a trim.
 
 use parking_lot::{Condvar, Mutex};
 
@@ -12,7 +12,7 @@ pub(crate) struct ActiveTrims {
     ended: Condvar,
 }
 
-/// A trim under way; ends when dropped.
+/// A trim in progress; ends when dropped.
 pub(crate) struct ActiveTrim<'r>(&'r ActiveTrims);
 
 impl ActiveTrims {
@@ -21,7 +21,7 @@ impl ActiveTrims {
         ActiveTrim(self)
     }
 
-    /// Waits until no trim is under way. The caller must have ended its own.
+    /// Waits until no trim is in progress. The caller must have ended its own.
     pub(crate) fn wait(&self) {
         let mut under_way = self.under_way.lock();
         while *under_way > 0 {

@@ -13,20 +13,20 @@ use crate::numerics::Modes;
 use crate::services::Services;
 use highwater_hal::{BlasHandle, BlasKind, BlasOptions, Error, PlanId, PlanOptions, Result};
 
-/// A handle in the pool, with what is known about its state.
+/// A handle in the pool, with its known state.
 #[derive(Debug)]
 pub(crate) struct PooledHandle {
     pub(crate) handle: Box<dyn BlasHandle>,
     pub(crate) kind: BlasKind,
-    /// Key of the stream that the handle and that stream's workspace are bound to; 0 where the state is unknown.
+    /// Key of the stream and workspace to which the handle is bound; 0 if the state is unknown.
     pub(crate) bound: u64,
-    /// True if foreign code had the handle since its settings were known. Then it is bound to nothing.
+    /// True if foreign code has used the handle since its settings were known. Then it counts as unbound.
     pub(crate) lent: bool,
     /// The modes that are set on the handle. Plans have modes of their own.
     pub(crate) modes: Modes,
     /// Plans belong to the handle that made them, so every handle has its own.
     pub(crate) plans: HashMap<PlanOptions, PlanId>,
-    /// The plan that was run last.
+    /// The plan that ran last.
     pub(crate) last_plan: Option<(PlanOptions, PlanId)>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct BlasHandles {
     pub(crate) blas: HandlePool<PooledHandle>,
     pub(crate) lt: HandlePool<PooledHandle>,
     memory: Arc<DeviceMemory>,
-    /// Handles whose one stream has ended, for devices that want one handle for each stream.
+    /// Handles whose stream has ended, for devices that need one handle for each stream.
     spare: Mutex<Vec<SpareHandle>>,
 }
 
@@ -71,15 +71,15 @@ impl BlasHandles {
         &self.memory.services
     }
 
-    /// Takes out every handle, at the end of the runtime: the borrow proves that no lease is left.
+    /// Takes every handle out, at the end of the runtime. The borrow proves that no lease is left.
     pub(crate) fn take_all(&mut self) -> Vec<PooledHandle> {
         let pooled = [&mut self.blas, &mut self.lt].map(HandlePool::take_all).into_iter().flatten();
         let spare = std::mem::take(self.spare.get_mut()).into_iter().map(|spare| spare.pooled);
         pooled.chain(spare).collect()
     }
 
-    /// Makes a handle, or takes one whose stream has ended and is done; where the device has no memory left, gives back
-    /// what is not in use and tries once more.
+    /// Creates a handle, or takes one whose stream has ended and is done. If the device has no memory left, frees unused memory
+    /// and retries once.
     #[cold]
     pub(crate) fn create(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
         self.services().check("create_blas_handle")?;
@@ -93,27 +93,27 @@ impl BlasHandles {
         }
     }
 
-    /// Makes a handle.
+    /// Creates a handle.
     pub(crate) fn make(&self, device: u32, kind: BlasKind) -> Result<PooledHandle> {
         let capabilities = &self.services().device(device).capabilities;
-        // What a thread may do in a capture does not depend on the device.
+        // A thread's permissions in a capture do not depend on the device.
         let _quiet = match capabilities.create_during_capture {
             true => None,
             false => Some(self.services().quiet().ok_or_else(|| warm_up_first("create_blas_handle", "a handle"))?),
         };
         let options = BlasOptions::new(kind);
-        // Vendors start from different defaults: the handle's modes are unknown until the first product sets them.
+        // Vendors start with different defaults, so the handle's modes are unknown until the first product sets them.
         let handle =
             self.memory.with_retry(|| self.services().backend.create_blas_handle(device, &options), |_| Ok(()))?;
         Ok(PooledHandle::new(handle, kind))
     }
 
-    /// Destroys a handle that another one has replaced. While a capture is open, the handle waits with the idle ones.
+    /// Destroys a handle that another one has replaced. During a capture, the handle is put with the idle ones instead.
     pub(crate) fn discard(&self, mut pooled: PooledHandle) {
         match self.services().quiet() {
             // A refusal is counted.
             Some(_quiet) => drop(self.services().note(pooled.handle.destroy())),
-            // Without a completion event no stream may reuse it.
+            // Without a completion event, no stream may reuse it.
             None => {
                 let device = pooled.handle.device();
                 self.spare.lock().push(SpareHandle { device, pooled, after: None });
@@ -121,8 +121,8 @@ impl BlasHandles {
         }
     }
 
-    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory.
-    /// They stay while any runtime captures: destroying one waits for the device, which would lose the capture.
+    /// Destroys the handles that no thread has claimed. A vendor's handle holds tens of megabytes of device memory. The handles
+    /// stay while any runtime captures: destroying one waits for the device, which would invalidate the capture.
     pub(crate) fn trim(&self) -> Result<()> {
         let Some(_quiet) = self.services().quiet() else { return Ok(()) };
         let idle = [&self.blas, &self.lt].map(HandlePool::take_idle).into_iter().flatten();
@@ -134,8 +134,8 @@ impl BlasHandles {
         result
     }
 
-    /// Keeps the handles that were tied to an ending stream for other streams. Handles that the backend cannot unbind
-    /// end with it.
+    /// Keeps the handles of an ending stream for other streams. Handles that the backend cannot unbind are destroyed with the
+    /// stream.
     pub(crate) fn keep_spare(&self, keys: [PoolKey; 2], after: Option<&Arc<CompletionEvent>>) {
         let pools = [&self.blas, &self.lt].into_iter().zip(keys);
         let of_stream = pools.filter(|(_, key)| key.affinity != 0);
@@ -159,7 +159,7 @@ impl BlasHandles {
                 let index = spares.iter().position(fits)?;
                 spares.remove(index)
             };
-            // The vendor wants one stream at a time for this handle: the old one has to be done.
+            // The vendor allows one stream at a time for this handle, so the old stream must be done.
             if spare.after.as_ref().is_some_and(|completion| self.services().is_surely_passed(completion)) {
                 return Some(spare.pooled);
             }

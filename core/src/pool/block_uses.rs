@@ -17,29 +17,29 @@
 //!
 //! - [`read`](crate::PinnedBuffer::read) and [`write`](crate::PinnedBuffer::write) return plain slices, whose lifetimes are
 //!   unknown here. They are refused while a graph could race with them. The counts grow only while the buffer is borrowed for
-//!   the recorded copy, so no slice in conflict is alive then. (The caller that notes a use by address must see to this.)
+//!   the recorded copy, so no slice in conflict is alive then. (A caller that notes a use by address must ensure this.)
 //! - Access by the CPU for the time of a closure is counted. A launch in conflict with it is refused, because a wait for a
 //!   closure of the same thread would never end.
-//! - An operation that is being enqueued has no completion event yet. Others that conflict with it wait until it has, for as
-//!   long as the vendor takes to enqueue. A launch begins its uses in the order of addresses, before it takes the submission
-//!   lock, and no holder of a submission lock waits here. So no threads wait in a circle.
+//! - An operation that is being enqueued has no completion event yet. Other operations in conflict wait until it has one, for
+//!   as long as the vendor takes to enqueue. A launch begins its uses in the order of addresses, before it takes the submission
+//!   lock, and no holder of a submission lock waits here. So there is no cycle of waiting threads.
 
 use super::completion_events::{CompletionEvent, Point};
 use crate::primitive::Generation;
 use crate::primitive::{Arc, AtomicBool, AtomicU32, Condvar, Mutex, Ordering};
 
-/// The number of streams in the list before the first check which of them are done.
+/// Length of the list at the first check for streams that are done.
 const LONG: usize = 8;
 
 /// Use of a block by a stream. The stream may end: its work is done when the completion event is passed.
 #[derive(Debug)]
 struct StreamUse {
-    /// Recorded after the last operation of the stream on the block. A thread that queries it shares it: see
+    /// Recorded after the last operation of the stream on the block. Threads that query it share it: see
     /// `completion_events.rs`.
     after: Arc<CompletionEvent>,
-    /// True if an operation up to there writes the block.
+    /// True if an operation before that event writes the block.
     writes: bool,
-    /// When the completion event was noted, counted in notes of the block.
+    /// The number of the note, among the notes of the block.
     noted: u64,
 }
 
@@ -52,21 +52,22 @@ impl StreamUse {
 #[derive(Debug)]
 pub(crate) struct BlockUses {
     state: Mutex<State>,
-    /// Wakes those who wait for operations that are being enqueued.
+    /// Wakes the threads that wait for operations that are being enqueued.
     settled: Condvar,
-    /// True if the list may hold something: a give-back that finds `false` takes no lock for it. Relaxed everywhere: it is
-    /// written under the list's lock, and who gives the block back comes after whoever used the buffer.
+    /// True if the list may not be empty. A release that reads `false` does not lock the list. Always relaxed: it is written
+    /// under the list's lock, and the release of the block comes after all uses of the buffer.
     any: AtomicBool,
-    /// True if a buffer owns the block. Changed under the lock of the block's bin only, hence relaxed.
+    /// True if a buffer owns the block. Changed only under the lock of the block's bin, hence relaxed.
     live: AtomicBool,
-    /// How many captures, graphs and notes keep the block. Relaxed: see above.
+    /// Number of captures, graphs and notes that keep the block. Relaxed: see above.
     keepers: AtomicU32,
-    /// True if a stream may use the block for an unknown time. Set by an owner or keeper of the block, so before it lets go.
+    /// True if a stream may use the block for an unknown time. An owner or keeper of the block sets it before it releases the
+    /// block.
     pub(crate) unmarked: AtomicBool,
-    /// Operations that read the block in captures that are open and graphs that are alive, and operations that write it.
+    /// Operations that read the block in open captures and live graphs, and operations that write it.
     recorded_reads: AtomicU32,
     recorded_writes: AtomicU32,
-    /// Streams that use the block in a capture that is open.
+    /// Streams that use the block in an open capture.
     recording: AtomicU32,
 }
 
@@ -87,7 +88,7 @@ struct State {
 pub(crate) struct BegunUse<'b> {
     uses: &'b BlockUses,
     writes: bool,
-    /// Completion events of other streams that the operation has to wait for.
+    /// Completion events of other streams that the operation must wait for.
     pub(crate) racing: Vec<Arc<CompletionEvent>>,
     /// The number of notes when the operation began.
     notes: u64,
@@ -122,13 +123,13 @@ impl BlockUses {
         })
     }
 
-    // ---------------------------------------------------------------- who has the block
+    // ---------------------------------------------------------------- owners and keepers
 
     pub(crate) fn is_live(&self) -> bool {
         self.live.load(Ordering::Relaxed)
     }
 
-    /// The caller holds the lock of the block's bin.
+    /// The caller must hold the lock of the block's bin.
     #[inline]
     pub(crate) fn set_live(&self, live: bool) {
         self.live.store(live, Ordering::Relaxed);
@@ -140,25 +141,25 @@ impl BlockUses {
         self.keepers.load(Ordering::Relaxed) > 0
     }
 
-    /// Counts one more who keeps the block. The caller borrows its buffer, keeps it, or holds the lock of its bin.
+    /// Counts one more keeper of the block. The caller must borrow its buffer, keep it, or hold the lock of its bin.
     pub(crate) fn count_keeper(&self) {
         self.keepers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Uncounts one who kept the block. The caller holds the lock of its bin.
+    /// Removes one keeper of the block. The caller must hold the lock of its bin.
     pub(crate) fn uncount_keeper(&self) {
         self.keepers.fetch_sub(1, Ordering::Relaxed);
     }
 
     // ---------------------------------------------------------------- streams
 
-    /// Returns whether every stream has passed its last use, as far as is known.
+    /// Returns whether every stream is known to have passed its last use.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Relaxed)
     }
 
-    /// Completion events of the streams that use the block; with `writes_only`, of those that write it.
+    /// Returns the completion events of the streams that use the block; with `writes_only`, of those that write it.
     pub(crate) fn completions(&self, writes_only: bool) -> Vec<Arc<CompletionEvent>> {
         let state = self.state.lock();
         state.list.iter().filter(|use_| use_.writes || !writes_only).map(|use_| Arc::clone(&use_.after)).collect()
@@ -169,7 +170,7 @@ impl BlockUses {
         self.state.lock().list.first().map(|use_| use_.after.point())
     }
 
-    /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true when it is time to
+    /// Notes a use by a stream, up to a completion event that was recorded after it. Returns true if the caller should now
     /// check which uses are over.
     #[must_use]
     pub(crate) fn note(&self, after: Arc<CompletionEvent>, writes: bool) -> bool {
@@ -179,17 +180,17 @@ impl BlockUses {
         is_long
     }
 
-    /// Forgets a use whose completion event is passed.
+    /// Removes a use whose completion event is passed.
     pub(crate) fn forget(&self, completion: &Arc<CompletionEvent>) {
-        // By the completion event and not by its event: the completion event in hand keeps its event from being
-        // recorded for anybody else.
+        // Compares completion events, not their backend events: while the caller holds the completion event, its backend event
+        // cannot be reused.
         let mut state = self.state.lock();
         state.list.retain(|use_| !Arc::ptr_eq(&use_.after, completion));
         self.any.store(!state.list.is_empty(), Ordering::Relaxed);
     }
 
-    /// Forgets uses that are over, up to the first that is not. Calls `is_passed` without a lock, and returns true if
-    /// no use is left.
+    /// Removes uses that are over, up to the first that is not. Calls `is_passed` without a lock. Returns true if no use is
+    /// left.
     pub(crate) fn are_over(&self, is_passed: impl Fn(&CompletionEvent) -> bool) -> bool {
         let first = || self.state.lock().list.first().map(|use_| Arc::clone(&use_.after));
         while let Some(completion) = first() {
@@ -201,7 +202,7 @@ impl BlockUses {
         true
     }
 
-    /// Forgets every use that is over. Calls `is_passed` without a lock.
+    /// Removes every use that is over. Calls `is_passed` without a lock.
     #[cold]
     pub(crate) fn forget_passed(&self, is_passed: impl Fn(&CompletionEvent) -> bool) {
         self.completions(false)
@@ -210,7 +211,7 @@ impl BlockUses {
             .for_each(|completion| self.forget(completion));
     }
 
-    /// Begins an operation of `stream`, once no other operation in conflict is being enqueued.
+    /// Begins an operation of `stream`, once no conflicting operation is being enqueued.
     pub(crate) fn begin(&self, stream: u64, writes: bool) -> Result<BegunUse<'_>, InCpuAccess> {
         let mut state = self.state.lock();
         loop {
@@ -230,7 +231,7 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- the CPU
 
-    /// Begins access by the CPU; or gives the completion events that have to be waited for first.
+    /// Begins access by the CPU, or returns the completion events that the caller must wait for first.
     pub(crate) fn begin_cpu(
         &self,
         writes: bool,
@@ -251,7 +252,7 @@ impl BlockUses {
 
     // ---------------------------------------------------------------- captures and graphs
 
-    // Acquire and Release: who finds that a graph is gone finds the uses that its launches have left.
+    // Acquire and Release: a thread that sees that a graph is gone also sees the uses that its launches have left.
 
     /// Returns whether a capture or a graph could race with a slice of the values.
     pub(crate) fn is_recorded(&self, for_writing: bool) -> bool {
@@ -259,7 +260,7 @@ impl BlockUses {
             || (for_writing && self.recorded_reads.load(Ordering::Acquire) > 0)
     }
 
-    /// Returns whether a capture that is open uses the block.
+    /// Returns whether an open capture uses the block.
     pub(crate) fn is_recording(&self) -> bool {
         self.recording.load(Ordering::Acquire) > 0
     }
@@ -279,7 +280,7 @@ impl BlockUses {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Uncounts what a graph recorded; its launches have left their completion events.
+    /// Removes the recorded operations of a graph; its launches have left their completion events.
     pub(crate) fn forget_recorded(&self, reads: u32, writes: u32) {
         self.recorded_reads.fetch_sub(reads, Ordering::Release);
         self.recorded_writes.fetch_sub(writes, Ordering::Release);
@@ -287,8 +288,8 @@ impl BlockUses {
 }
 
 impl State {
-    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their completion events in any order; the last
-    /// record counts.
+    /// As [`BlockUses::note`]. Threads that use the block on one stream may note their completion events in any order; the
+    /// event that was recorded last counts.
     fn note(&mut self, after: Arc<CompletionEvent>, writes: bool) -> bool {
         self.notes += 1;
         let noted = self.notes;
@@ -302,7 +303,7 @@ impl State {
             return false;
         }
         self.list.push(StreamUse { after, writes, noted });
-        // Each time the list has doubled, so that each stream costs a query or two.
+        // Each time the list has doubled, so that each stream costs one or two queries.
         self.list.len() >= LONG && self.list.len().is_power_of_two()
     }
 
@@ -316,8 +317,8 @@ impl State {
 }
 
 impl BegunUse<'_> {
-    /// Notes that the operation is enqueued, has waited for all uses that it races with, and that `after` is recorded
-    /// behind it. Returns true when it is time to check which uses are over.
+    /// Notes that the operation is enqueued and has waited for all uses that it races with. `after` was recorded behind it.
+    /// Returns true if the caller should now check which uses are over.
     #[must_use]
     pub(crate) fn settle(self, after: Arc<CompletionEvent>) -> bool {
         let mut state = self.uses.state.lock();
@@ -341,7 +342,7 @@ impl Drop for BegunUse<'_> {
 
 impl Drop for CpuAccess<'_> {
     fn drop(&mut self) {
-        // In a child forked inside the closure, the lock may be held by a thread that does not exist.
+        // In a child forked inside the closure, a thread that does not exist may hold the lock.
         if self.generation.is_current() {
             *self.uses.state.lock().cpu(self.writes) -= 1;
         }

@@ -1,10 +1,10 @@
-//! Completion events: points of streams that are waited for.
+//! Completion events: points of streams that other work waits for.
 //!
-//! Events are kept and recorded anew, because making one costs more than recording it. Some drivers are very slow when
-//! several threads make events at once.
+//! Events are kept and reused, because creating one costs more than recording it. Some drivers are very slow when several
+//! threads create events at once.
 //!
 //! A [`CompletionEvent`] owns its event and returns it to the pool when it is dropped. A thread that queries one after
-//! leaving a lock shares it by `Arc`. Otherwise another thread could record the event anew meanwhile.
+//! releasing a lock shares it by `Arc`. Otherwise another thread could reuse the event in the meantime.
 //!
 //! The completion events of one stream are numbered in the order of their records, which is the order in which they pass.
 //! So of two such events the one with the higher number covers the other. If one is not passed, no later one is.
@@ -22,7 +22,7 @@ pub(crate) struct EventPool {
     device: u32,
     generation: Generation,
     idle: Mutex<Vec<EventId>>,
-    /// Events made and not taken out for good.
+    /// Events that the pool created and still owns.
     held: AtomicU64,
 }
 
@@ -30,12 +30,12 @@ pub(crate) struct EventPool {
 #[derive(Debug)]
 pub(crate) struct CompletionEvent {
     event: EventId,
-    /// `None` once the event is not the pool's any more.
+    /// `None` once the event no longer belongs to the pool.
     pool: Option<Arc<EventPool>>,
     point: Point,
 }
 
-/// A point of a stream: its key, and the number of the completion event. 0 and 0 before the completion event is recorded.
+/// A point of a stream: its key, and the number of the completion event. Both are 0 before the completion event is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) struct Point {
     pub(crate) stream: u64,
@@ -47,7 +47,7 @@ impl EventPool {
         Arc::new(Self { device, generation, idle: Mutex::default(), held: AtomicU64::new(0) })
     }
 
-    /// Returns an event that no other code refers to, not recorded yet.
+    /// Returns an event that no other code refers to and that is not yet recorded.
     pub(crate) fn take(self: &Arc<Self>, backend: &dyn Backend) -> Result<CompletionEvent> {
         let idle = self.idle.lock().pop();
         let event = match idle {
@@ -62,14 +62,14 @@ impl EventPool {
         Ok(CompletionEvent { event, pool: Some(Arc::clone(self)), point: Point::default() })
     }
 
-    /// Takes every idle event out for good, for the caller to destroy.
+    /// Removes every idle event from the pool, for the caller to destroy.
     pub(crate) fn take_all(&self) -> Vec<EventId> {
         let idle = std::mem::take(&mut *self.idle.lock());
         self.held.fetch_sub(idle.len() as u64, Ordering::Relaxed);
         idle
     }
 
-    /// Returns the number of events that the pool made and still has, and the number of idle ones among them.
+    /// Returns the number of events that the pool owns, and the number of idle ones among them.
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.load(Ordering::Relaxed), self.idle.lock().len() as u64)
     }
@@ -90,7 +90,7 @@ impl CompletionEvent {
         self.point = point;
     }
 
-    /// Takes the event out of the pool for good, for the caller to destroy.
+    /// Removes the event from the pool, for the caller to destroy.
     pub(crate) fn into_event(mut self) -> EventId {
         if let Some(pool) = self.pool.take() {
             pool.held.fetch_sub(1, Ordering::Relaxed);
@@ -101,8 +101,8 @@ impl CompletionEvent {
 
 impl Drop for CompletionEvent {
     fn drop(&mut self) {
-        // In a forked child the lock may be held by a thread that does not exist. Who waits for the record on a device
-        // keeps that wait when the event is recorded anew.
+        // In a forked child, a thread that does not exist may hold the lock. A wait on a device for this record continues to
+        // refer to it after the event is recorded again.
         if let Some(pool) = &self.pool
             && pool.generation.is_current()
         {

@@ -22,11 +22,11 @@ pub(crate) enum UseEnd {
     At(Arc<CompletionEvent>),
     /// Not possible while other code captures the stream. The event would become part of the graph and never complete.
     Later,
-    /// Nothing tells.
+    /// The end is unknown.
     Unknown,
 }
 
-/// What a buffer remembers of a stream that used it. It does not keep the stream alive.
+/// A buffer's record of a stream that used it. It does not keep the stream alive.
 #[derive(Debug, Clone)]
 pub(crate) struct StreamUse {
     key: u64,
@@ -43,13 +43,13 @@ impl StreamUse {
         self.key
     }
 
-    /// Key and last completion event of a stream that has ended.
+    /// Returns the key and the last completion event of a stream that has ended.
     pub(crate) fn if_ended(&self) -> Option<(u64, Arc<CompletionEvent>)> {
         self.end.if_ended().map(|completion| (self.key, completion))
     }
 
-    /// Returns whether the stream has executed everything, captures left out, so that its use needs no completion event. One
-    /// call of the backend, and no event.
+    /// Returns whether the stream has executed everything except captured work, so that its use needs no completion event.
+    /// Costs one call of the backend, and no event.
     pub(crate) fn is_over(&self) -> bool {
         let Some(stream) = self.stream.upgrade() else { return false };
         let Ok(submission) = stream.enter("query_stream") else { return false };
@@ -60,7 +60,7 @@ impl StreamUse {
                 stream.services.is_surely_passed(&before)
             }
             None => {
-                // A query would lose a capture by other code.
+                // A query would invalidate a capture by other code.
                 stream.refuse_if_captured("query_stream").is_ok()
                     && stream.services.backend.query_stream(stream.id).is_ok_and(Completion::is_complete)
             }
@@ -70,7 +70,7 @@ impl StreamUse {
     /// Records the end of all work enqueued on the stream so far.
     pub(crate) fn completion(&self) -> UseEnd {
         if let Some(stream) = self.stream.upgrade() {
-            // The reference keeps the stream from being destroyed meanwhile.
+            // The reference keeps the stream from being destroyed in the meantime.
             return match stream.completion() {
                 Ok(completion) => UseEnd::At(completion),
                 Err(error) if error.kind() == ErrorKind::Capture => UseEnd::Later,
@@ -80,7 +80,7 @@ impl StreamUse {
                 }
             };
         }
-        // The last user is gone: its thread has set the last completion event, or is about to.
+        // The last user is gone. Its thread has set the last completion event, or is about to.
         self.end.wait().map_or(UseEnd::Unknown, UseEnd::At)
     }
 }
@@ -90,13 +90,13 @@ impl StreamUse {
 pub(crate) struct DeferredFree {
     pub(crate) device: u32,
     pub(crate) ptr: DevicePtr,
-    /// The stream in whose order the block has to be freed, for stream-ordered memory.
+    /// The stream in whose order the block must be freed, for stream-ordered memory.
     pub(crate) home: Option<Arc<StreamCore>>,
     /// Completion events that are not known to be passed.
     pub(crate) after: Vec<Arc<CompletionEvent>>,
-    /// Uses that has no completion event yet, because other code captures their stream.
+    /// Uses that have no completion event yet, because other code captures their stream.
     pub(crate) later: Vec<StreamUse>,
-    /// True if some stream's use has no completion event: then only the end of the runtime frees the block.
+    /// True if the use of a stream has no completion event. Then the block is freed only by the end of the runtime.
     pub(crate) unmarked: bool,
 }
 
@@ -141,12 +141,12 @@ impl DeferredFrees {
         self.push(free);
     }
 
-    /// Keeps a block for the end of the runtime, because nothing tells when its streams are done with it.
+    /// Keeps a block for the end of the runtime, because the end of its use is unknown.
     pub(crate) fn strand(&self, free: DeferredFree) {
         self.stranded.lock().push(free);
     }
 
-    /// Takes out every block, at the end of the runtime.
+    /// Takes every block out, at the end of the runtime.
     pub(crate) fn take_all(&self) -> Vec<DeferredFree> {
         let stranded = std::mem::take(&mut *self.stranded.lock());
         std::iter::from_fn(|| self.pop()).chain(stranded).collect()
@@ -158,7 +158,7 @@ impl DeferredFrees {
         self.count.store(list.len(), Ordering::Relaxed);
     }
 
-    /// Takes out the block that was put in or asked after longest ago.
+    /// Takes out the block that was added or queried longest ago.
     fn pop(&self) -> Option<DeferredFree> {
         let mut list = self.list.lock();
         let free = list.pop_front();
@@ -170,8 +170,8 @@ impl DeferredFrees {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Frees the deferred blocks whose streams have passed; with `wait`, waits for them. Without, it does not ask after
-    /// every one of a long list on a busy device: those that were not asked after come first the next time.
+    /// Frees the deferred blocks whose streams have passed their use. With `wait`, waits for them. Without, queries only part
+    /// of a long list on a busy device; the next call begins with the blocks that were not queried.
     pub(crate) fn trim(&self, wait: bool) -> Result<()> {
         const ENOUGH_PENDING: usize = 16;
         if in_capture() {
@@ -204,7 +204,7 @@ impl DeferredFrees {
                 self.push(free);
                 continue;
             }
-            // SAFETY: every stream that used the block has passed its last use, and its owner is gone.
+            // SAFETY: Every stream that used the block has passed its last use, and its owner is gone.
             match unsafe { self.free(&free) } {
                 Ok(true) => {}
                 Ok(false) => {
@@ -212,7 +212,7 @@ impl DeferredFrees {
                     self.push(free);
                 }
                 Err(error) => {
-                    // The end of the runtime tries once more.
+                    // The end of the runtime retries once more.
                     self.strand(free);
                     result = result.and(self.services().note(Err(error)));
                 }
@@ -221,18 +221,19 @@ impl DeferredFrees {
         result
     }
 
-    /// Frees a block, stream-ordered memory in the order of its home stream; false where that takes part in a capture.
+    /// Frees a block; stream-ordered memory in the order of its home stream. Returns false if that stream takes part in a
+    /// capture.
     ///
     /// # Safety
-    /// The owner is gone, and every use by a stream is passed or, for stream-ordered memory, precedes a completion
-    /// event of the block.
+    /// The owner must be gone. Every use by a stream must be passed or, for stream-ordered memory, precede a completion event
+    /// of the block.
     pub(crate) unsafe fn free(&self, free: &DeferredFree) -> Result<bool> {
         let Some(home) = &free.home else {
-            // SAFETY: as promised by the caller.
+            // SAFETY: The caller upholds the contract.
             return unsafe { self.memory.free(free.device, free.ptr, None) }.map(|()| true);
         };
         let in_order = || {
-            // Where other code captures the stream, that ends too.
+            // `enter` also fails if other code captures the stream.
             let Ok(submission) = home.enter("free") else { return Ok(false) };
             if submission.recording.is_some() || home.refuse_if_captured("free").is_err() {
                 return Ok(false);
@@ -240,14 +241,14 @@ impl DeferredFrees {
             free.after
                 .iter()
                 .try_for_each(|completion| self.services().backend.stream_wait_event(home.id, completion.event()))?;
-            // SAFETY: the ledger, which is asked below, says that the block came from `allocate` for this device and was not
-            // freed. The home stream waits for every use.
+            // SAFETY: The ledger, queried below, shows that the block came from `allocate` for this device and was not freed.
+            // The home stream waits for every use.
             unsafe { self.services().backend.free(free.device, free.ptr, Some(home.id)) }.map(|()| true)
         };
         let block = self.services().ledger.remove_device(free.device, free.ptr)?;
         let freed = in_order();
         if !matches!(freed, Ok(true)) {
-            // Still allocated as far as anyone knows. The range is free in the ledger, so this cannot fail.
+            // The block counts as still allocated. The range is free in the ledger, so this cannot fail.
             let _ = self.services().ledger.insert_device(block);
         }
         freed

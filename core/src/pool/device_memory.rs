@@ -19,8 +19,8 @@ impl DeviceMemory {
         Self { services, active_trims: ActiveTrims::default() }
     }
 
-    /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing
-    /// the rest could not satisfy it.
+    /// Refuses a request for more memory than the device has beyond live buffers. Waiting for every stream and freeing the rest
+    /// could not satisfy it.
     fn check_reach(&self, device: u32, bytes: usize, refused: &Error) -> Result<()> {
         let total = self.services.device(device).info.memory_bytes;
         let owned = self.services.ledger.owned_bytes(device);
@@ -28,17 +28,17 @@ impl DeviceMemory {
             return Ok(());
         }
         let message =
-            format!("{bytes} bytes were asked for; device {device} has {total}, of which live buffers hold {owned}");
+            format!("{bytes} bytes were requested; device {device} has {total}, of which live buffers hold {owned}");
         let error = Error::new(ErrorKind::OutOfMemory, refused.operation(), message)
-            .with_hint("ask for less, or drop buffers first: waiting for streams cannot make enough room");
+            .with_hint("request less, or drop buffers first: waiting for streams cannot free enough memory");
         Err(match refused.code() {
             Some(code) => error.with_code(code),
             None => error,
         })
     }
 
-    /// Runs `make`. If the device has no memory left, frees unused memory and tries once more. `within` refuses
-    /// requests that this cannot help.
+    /// Runs `make`. If the device has no memory left, frees unused memory and retries once. `within` refuses requests for which
+    /// that cannot help.
     pub(crate) fn with_retry<T>(
         &self,
         make: impl Fn() -> Result<T>,
@@ -49,7 +49,7 @@ impl DeviceMemory {
             owner.trim_in_passing();
         }
         match make() {
-            // In a capture nothing is freed.
+            // In a capture, nothing is freed.
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 within(&error)?;
                 let round = self.active_trims.begin();
@@ -57,7 +57,7 @@ impl DeviceMemory {
                     owner.trim_device_memory();
                 }
                 drop(round);
-                // Memory that other threads had in hand meanwhile is free now.
+                // Memory that other threads were freeing in the meantime is free now.
                 self.active_trims.wait();
                 make()
             }
@@ -65,8 +65,8 @@ impl DeviceMemory {
         }
     }
 
-    /// Allocates by `make`; if no memory is left, frees unused memory and tries once more. The caller enters the block
-    /// in the ledger.
+    /// Allocates with `make`. If no memory is left, frees unused memory and retries once. The caller must add the block to the
+    /// ledger.
     pub(crate) fn allocate(
         &self,
         device: u32,
@@ -80,14 +80,14 @@ impl DeviceMemory {
     /// Frees device memory.
     ///
     /// # Safety
-    /// As [`Backend::free`](highwater_hal::Backend::free), except that `ptr` may be any address: one that is not the
+    /// As [`Backend::free`](highwater_hal::Backend::free), except that `ptr` may be any address. An address that is not the
     /// start of a live block is refused.
     pub(crate) unsafe fn free(&self, device: u32, ptr: DevicePtr, stream: Option<StreamId>) -> Result<()> {
         let block = self.services.ledger.remove_device(device, ptr)?;
-        // SAFETY: the ledger says that `ptr` came from `allocate` for this device and was not freed; the caller promises
-        // that no work that uses it is outstanding.
+        // SAFETY: The ledger shows that `ptr` came from `allocate` for this device and was not freed. The caller promises that
+        // no work that uses it is outstanding.
         unsafe { self.services.backend.free(device, ptr, stream) }.inspect_err(|_| {
-            // Still allocated as far as anyone knows. The range is free in the ledger, so this cannot fail.
+            // The block counts as still allocated. The range is free in the ledger, so this cannot fail.
             let _ = self.services.ledger.insert_device(block);
         })
     }

@@ -23,17 +23,17 @@ use parking_lot::Mutex;
 use super::handoff::{IdleStack, Slot};
 use highwater_hal::{Result, fork::Generation};
 
-/// Which handles can stand in for each other.
+/// The key of handles that are interchangeable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PoolKey {
     /// Ordinal of the device.
     pub device: u32,
-    /// 0, or what else the handle is tied to (a stream, where the vendor wants one handle for each).
+    /// 0, or the object that the handle is tied to (a stream, if the vendor needs one handle for each).
     pub affinity: u64,
 }
 
 impl PoolKey {
-    /// Any handle of the device.
+    /// Returns the key for any handle of the device.
     #[must_use]
     pub const fn device(device: u32) -> Self {
         Self { device, affinity: 0 }
@@ -48,11 +48,11 @@ impl<H> Keyed<H> {
     }
 }
 
-/// What a handle pool did.
+/// The statistics of a handle pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HandlePoolStatistics {
-    /// Handles made since the pool exists.
+    /// Handles created so far.
     pub created: u64,
     /// Handles that exist.
     pub live: u64,
@@ -60,7 +60,7 @@ pub struct HandlePoolStatistics {
     pub idle: u64,
     /// Handles under a lease.
     pub leased: u64,
-    /// Threads that were ever given a handle, once for each key.
+    /// Threads that have obtained a handle, counted once for each key.
     pub threads_served: u64,
 }
 
@@ -100,13 +100,13 @@ pub struct HandlePoolStatistics {
 /// std::thread::scope(|scope| scope.spawn(move || println!("{}", *lease)).join()).unwrap();
 /// ```
 pub struct HandlePool<H: Send + 'static> {
-    /// Tells this pool from every other of the process, also from ones that are gone.
+    /// Identifies this pool in the process, including pools that no longer exist.
     number: u64,
     shared: Arc<Shared<H>>,
     generation: Generation,
 }
 
-/// A handle in its slot, with what the slot is idle for.
+/// A handle in its slot, with the key for which the slot is idle.
 struct Keyed<H> {
     key: PoolKey,
     handle: H,
@@ -114,7 +114,7 @@ struct Keyed<H> {
 
 struct Shared<H> {
     stacks: Mutex<HashMap<PoolKey, Arc<IdleStack<Keyed<H>>>>>,
-    /// Every slot that is not retired. A slot that is leased is never taken out, so a lease may refer to it by address.
+    /// Every slot that is not retired. A leased slot is never removed, so a lease may refer to it by address.
     slots: Mutex<Vec<(PoolKey, PooledSlot<H>)>>,
     created: AtomicU64,
     threads_served: AtomicU64,
@@ -150,10 +150,11 @@ impl<H: Send + 'static> HandlePool<H> {
         }
     }
 
-    /// Leases a handle for `key`: the one that this thread used last, an idle one, or one made by `create`, which is
-    /// called outside every lock and may take its time.
+    /// Leases a handle for `key`: the one that this thread used last, an idle one, or a new one from `create`. `create` runs
+    /// outside every lock and may be slow.
     ///
     /// # Errors
+    /// `Forked` in a child of the process that created the pool; otherwise the error of `create`.
     /// `Forked` in a child of the process that made the pool; else what `create` gives.
     #[inline]
     pub fn lease(&self, key: PoolKey, create: impl FnOnce() -> Result<H>) -> Result<HandleLease<'_, H>> {
@@ -173,9 +174,9 @@ impl<H: Send + 'static> HandlePool<H> {
             .try_with(|cache| {
                 let claims = cache.claims.try_borrow().ok()?;
                 claims.iter().filter(|claim| claim.pool == number && claim.key == key).find_map(|claim| {
-                    // SAFETY: the claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here
-                    // because the claim holds a reference. After `lease_claimed` it is leased, and a leased slot stays in
-                    // the pool's list while the pool lives, which the lease's borrow of the pool sees to.
+                    // SAFETY: The claim's pool number is this pool's, so its slot is a `Slot<Keyed<H>>`. It is alive here
+                    // because the claim holds a reference. After `lease_claimed` it is leased, and a leased slot stays in the
+                    // pool's list while the pool lives. The lease borrows the pool, which keeps it alive.
                     let slot = unsafe { &*Arc::as_ptr(&claim.slot).cast::<Slot<Keyed<H>>>() };
                     slot.lease_claimed().then_some(slot)
                 })
@@ -197,7 +198,7 @@ impl<H: Send + 'static> HandlePool<H> {
             }
         };
         let address = Arc::as_ptr(&slot);
-        // Where the thread cache is gone (the thread is ending), the slot has no claim and the lease gives it back itself.
+        // If the thread cache is gone (the thread is ending), the slot has no claim, and the lease itself returns it.
         let _ = THREAD_CACHE.try_with(|cache| {
             if let Ok(mut claims) = cache.claims.try_borrow_mut() {
                 claims.retain(|claim| claim.is_alive());
@@ -208,7 +209,7 @@ impl<H: Send + 'static> HandlePool<H> {
                 claims.push(Claim { pool: self.number, key, slot, owner: pool, generation: self.generation });
             }
         });
-        // SAFETY: the slot is leased and in the pool's list, where leased slots stay while the pool lives; the lease
+        // SAFETY: The slot is leased and in the pool's list. Leased slots stay there while the pool lives, and the lease
         // borrows the pool.
         let slot = unsafe { &*address };
         Ok(HandleLease { slot, pool: self, stays_in_thread: PhantomData })
@@ -235,7 +236,7 @@ impl<H: Send + 'static> HandlePool<H> {
         handles
     }
 
-    /// Takes out every handle that is not under a lease, also those claimed by living threads.
+    /// Takes out every handle that is not under a lease, including those that live threads have claimed.
     #[must_use]
     pub fn take_unleased(&self) -> Vec<H> {
         if !self.generation.is_current() {
@@ -249,7 +250,7 @@ impl<H: Send + 'static> HandlePool<H> {
         handles
     }
 
-    /// Takes out every handle of `key` that is not under a lease, and forgets the key.
+    /// Takes out every handle of `key` that is not under a lease, and removes the key.
     #[must_use]
     pub fn take_key(&self, key: PoolKey) -> Vec<H> {
         if !self.generation.is_current() {
@@ -265,7 +266,7 @@ impl<H: Send + 'static> HandlePool<H> {
         handles
     }
 
-    /// Takes out every handle: the borrow proves that no lease is left, apart from forgotten ones.
+    /// Takes out every handle. The borrow proves that no lease is left except forgotten ones.
     #[must_use]
     pub fn take_all(&mut self) -> Vec<H> {
         if !self.generation.is_current() {
@@ -273,11 +274,11 @@ impl<H: Send + 'static> HandlePool<H> {
         }
         let slots = std::mem::take(&mut *self.shared.slots.lock());
         self.shared.stacks.lock().clear();
-        // SAFETY: every lease borrows the pool, which is borrowed exclusively here, so none exists but forgotten ones.
+        // SAFETY: Every lease borrows the pool, which is borrowed exclusively here. So only forgotten leases can exist.
         slots.iter().filter_map(|(_, slot)| unsafe { slot.retire_unleased() }).map(Keyed::into_handle).collect()
     }
 
-    /// What the pool did so far.
+    /// Returns the statistics of the pool.
     #[must_use]
     pub fn statistics(&self) -> HandlePoolStatistics {
         if !self.generation.is_current() {
@@ -293,13 +294,13 @@ impl<H: Send + 'static> HandlePool<H> {
         }
     }
 
-    /// Ends a lease whose thread has no thread cache any more.
+    /// Ends a lease whose thread no longer has a thread cache.
     #[cold]
     fn give_back(&self, slot: &Slot<Keyed<H>>) {
         if !self.generation.is_current() {
             return;
         }
-        // SAFETY: the caller holds the lease of the slot until `release_to_idle`.
+        // SAFETY: The caller holds the lease of the slot until `release_to_idle`.
         let Some(Keyed { key, .. }) = (unsafe { &*slot.handle() }) else { return };
         let key = *key;
         let kept = self.shared.slots.lock().iter().find(|(_, kept)| std::ptr::eq(Arc::as_ptr(kept), slot)).cloned();
@@ -327,7 +328,7 @@ impl<H: Send + 'static> Drop for HandlePool<H> {
         if self.generation.is_current() {
             drop(self.take_all());
         } else {
-            // The child owns none of this. Not even the list may be dropped: its lock may be held for ever.
+            // The child owns none of this. Not even the list may be dropped, because its lock may be held for ever.
             std::mem::forget(Arc::clone(&self.shared));
         }
     }
@@ -350,7 +351,7 @@ impl<H: Send + 'static> Deref for HandleLease<'_, H> {
     type Target = H;
     #[inline]
     fn deref(&self) -> &H {
-        // SAFETY: this lease holds the slot, and `&self` excludes a `&mut` to the handle.
+        // SAFETY: This lease holds the slot, and `&self` excludes a `&mut` to the handle.
         match unsafe { &*self.slot.handle() } {
             Some(keyed) => &keyed.handle,
             None => unreachable!("a leased slot has a handle"),
@@ -361,7 +362,7 @@ impl<H: Send + 'static> Deref for HandleLease<'_, H> {
 impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
     #[inline]
     fn deref_mut(&mut self) -> &mut H {
-        // SAFETY: this lease holds the slot, and `&mut self` excludes every other reference to the handle.
+        // SAFETY: This lease holds the slot, and `&mut self` excludes every other reference to the handle.
         match unsafe { &mut *self.slot.handle() } {
             Some(keyed) => &mut keyed.handle,
             None => unreachable!("a leased slot has a handle"),
@@ -372,8 +373,8 @@ impl<H: Send + 'static> DerefMut for HandleLease<'_, H> {
 impl<H: Send + 'static> Drop for HandleLease<'_, H> {
     #[inline]
     fn drop(&mut self) {
-        // The thread cache that claimed the slot is this thread's. Once it is gone, no code would give the slot back. In
-        // a forked child the store goes to the child's own copy, and `give_back` looks before it locks.
+        // The thread cache that claimed the slot belongs to this thread. Once it is gone, no code would return the slot. In a
+        // forked child the store affects the child's own copy, and `give_back` checks for that before it locks.
         match THREAD_CACHE.try_with(|_| ()) {
             Ok(()) => self.slot.release_to_thread_cache(),
             Err(_) => self.pool.give_back(self.slot),
@@ -400,7 +401,7 @@ struct Claim {
     generation: Generation,
 }
 
-/// What a thread cache does with a slot whose handle type it does not know.
+/// The operations of a thread cache on a slot whose handle type it does not know.
 trait ClaimedSlot: Send + Sync {
     fn unclaim(&self) -> bool;
     fn is_retired(&self) -> bool;
@@ -419,7 +420,7 @@ impl<H: Send + 'static> ClaimedSlot for Slot<Keyed<H>> {
     }
 }
 
-/// What a thread cache does with a pool whose handle type it does not know.
+/// The operations of a thread cache on a pool whose handle type it does not know.
 trait SlotOwner: Send + Sync {
     fn push_idle(&self, key: PoolKey, slot: Arc<dyn ClaimedSlot>);
 }
@@ -433,8 +434,8 @@ impl<H: Send + 'static> SlotOwner for Shared<H> {
 }
 
 impl<H> Shared<H> {
-    /// Puts an idle slot in its stack, unless the pool has retired it. One lock covers the check and the push. To
-    /// forget a key, the pool retires its slots first and then removes its stack, so the stack never comes back.
+    /// Puts an idle slot on its stack, unless the pool has retired it. One lock covers the check and the push. To remove a key,
+    /// the pool first retires its slots and then removes its stack, so the stack never reappears.
     fn push(&self, key: PoolKey, slot: PooledSlot<H>) {
         let mut stacks = self.stacks.lock();
         if !slot.is_retired() {
@@ -452,13 +453,13 @@ impl Claim {
 impl Drop for ThreadCache {
     fn drop(&mut self) {
         for claim in self.claims.get_mut().drain(..) {
-            // In a forked child the pool's lock may be held by a thread that does not exist: the claim is left as it is.
+            // In a forked child, a thread that does not exist may hold the pool's lock. The claim is left as it is.
             if !claim.generation.is_current() {
                 std::mem::forget(claim);
                 continue;
             }
-            // The state is moved before the pool is looked for: a pool that is ending retires claimed and idle slots
-            // alike, so the handle is destroyed by it and never here.
+            // The state changes before the pool is looked up. A pool that is ending retires claimed and idle slots alike, so
+            // the pool destroys the handle, never this code.
             if claim.slot.unclaim()
                 && let Some(owner) = claim.owner.upgrade()
             {
@@ -477,7 +478,7 @@ mod tests {
     fn a_key_that_is_forgotten_while_a_thread_ends_leaves_nothing() {
         let pool = HandlePool::new();
         drop(pool.lease(KEY, || Ok(1)).unwrap());
-        // The end of a thread, step by step.
+        // Simulates the end of a thread, step by step.
         let claim = THREAD_CACHE.with(|cache| cache.claims.borrow_mut().pop()).unwrap();
         assert!(claim.slot.unclaim());
         assert_eq!(pool.take_key(KEY), vec![1]);
@@ -570,7 +571,7 @@ mod tests {
         assert_eq!(pool.take_idle(), vec![2]);
         assert_eq!(pool.take_unleased(), vec![1]);
         assert_eq!(pool.statistics().live, 0);
-        // The claim of this thread is dead now and must not be found.
+        // The claim of this thread is now invalid and must not be found.
         assert_eq!(*pool.lease(KEY, || Ok(3)).unwrap(), 3);
     }
 

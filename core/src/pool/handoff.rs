@@ -12,9 +12,9 @@
 //! from `CLAIMED` to `LEASED`, so the exchange only ever fails because the pool retired the slot, or because a lease of
 //! the same thread is still open.
 //!
-//! *Orderings.* A thread gains access (`-> LEASED`, `-> RETIRED`) with acquire and lets go (`-> CLAIMED`, `-> IDLE`) with
-//! release, and every state is reached through this one atomic. So all that the last holder did to the handle happens
-//! before what the next one does. The stack's mutex orders only the stack.
+//! *Orderings.* A thread gains access (`-> LEASED`, `-> RETIRED`) with acquire and gives it up (`-> CLAIMED`, `-> IDLE`) with
+//! release, and every state is reached through this one atomic. So everything that the last holder did to the handle happens
+//! before the actions of the next one. The stack's mutex orders only the stack.
 
 use crate::primitive::{Arc, AtomicU32, Mutex, Ordering, UnsafeCell};
 
@@ -23,27 +23,27 @@ const LEASED: u32 = 1;
 const IDLE: u32 = 2;
 const RETIRED: u32 = 3;
 
-/// A place for one handle.
+/// A slot for one handle.
 #[derive(Debug)]
 pub(crate) struct Slot<H> {
     state: AtomicU32,
     handle: UnsafeCell<Option<H>>,
 }
 
-// SAFETY: the handle is reached by the one thread that moved the state to `LEASED` or `RETIRED` (see the table above), so
-// sharing the slot only ever sends `H` between threads.
+// SAFETY: Only the thread that moved the state to `LEASED` or `RETIRED` accesses the handle (see the table above). So sharing
+// the slot only ever sends `H` between threads.
 unsafe impl<H: Send> Sync for Slot<H> {}
 
 impl<H> Slot<H> {
-    /// Returns a slot whose handle the caller holds the lease of.
+    /// Returns a slot whose handle the caller holds under a lease.
     pub(crate) fn new_leased(handle: H) -> Self {
         Self { state: AtomicU32::new(LEASED), handle: UnsafeCell::new(Some(handle)) }
     }
 
-    /// Leases a slot of the calling thread's own thread cache; false where it is leased already or retired.
+    /// Leases a slot of the calling thread's own thread cache. Returns false if it is already leased or retired.
     #[inline]
     pub(crate) fn lease_claimed(&self) -> bool {
-        // A plain load first: a slot that is leased (a second request in the thread) costs no locked instruction.
+        // A plain load first: for a slot that is leased (a second request in the thread), no locked instruction runs.
         self.state.load(Ordering::Relaxed) == CLAIMED
             && self.state.compare_exchange(CLAIMED, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
@@ -51,12 +51,12 @@ impl<H> Slot<H> {
     /// Ends a lease; the slot stays in the thread cache of the calling thread.
     #[inline]
     pub(crate) fn release_to_thread_cache(&self) {
-        // A store is enough: while a slot is leased no other thread changes its state (`retire` takes only claimed and idle
-        // ones).
+        // A store is enough: while a slot is leased, no other thread changes its state (`retire` takes only claimed and idle
+        // slots).
         self.state.store(CLAIMED, Ordering::Release);
     }
 
-    /// Lets go of a claim at the end of its thread; false where the slot is leased (the lease was forgotten) or retired.
+    /// Gives up a claim at the end of its thread. Returns false if the slot is leased (the lease was forgotten) or retired.
     pub(crate) fn unclaim(&self) -> bool {
         self.state.compare_exchange(CLAIMED, IDLE, Ordering::Release, Ordering::Relaxed).is_ok()
     }
@@ -66,17 +66,17 @@ impl<H> Slot<H> {
         self.state.store(IDLE, Ordering::Release);
     }
 
-    /// Leases a slot that was popped from the stack; false where the pool has retired it meanwhile.
+    /// Leases a slot that was popped from the stack. Returns false if the pool has retired it in the meantime.
     pub(crate) fn lease_idle(&self) -> bool {
         self.state.compare_exchange(IDLE, LEASED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Takes the handle out of a claimed or idle slot for good; `None` where it is leased or was retired before.
+    /// Removes the handle from a claimed or idle slot for good. Returns `None` if the slot is leased or was already retired.
     pub(crate) fn retire(&self) -> Option<H> {
         let mut state = self.state.load(Ordering::Relaxed);
         while state == CLAIMED || state == IDLE {
             match self.state.compare_exchange_weak(state, RETIRED, Ordering::Acquire, Ordering::Relaxed) {
-                // SAFETY: this thread has moved the state to `RETIRED`, so no other thread reaches the handle now or later.
+                // SAFETY: This thread has moved the state to `RETIRED`, so no other thread accesses the handle now or later.
                 Ok(_) => return self.handle.with_mut(|handle| unsafe { (*handle).take() }),
                 Err(now) => state = now,
             }
@@ -84,13 +84,13 @@ impl<H> Slot<H> {
         None
     }
 
-    /// Takes the handle out, whatever the state.
+    /// Removes the handle, in any state.
     ///
     /// # Safety
-    /// No lease of the slot exists, other than ones that were forgotten.
+    /// No lease of the slot may exist, except forgotten ones.
     pub(crate) unsafe fn retire_unleased(&self) -> Option<H> {
         self.state.swap(RETIRED, Ordering::Acquire);
-        // SAFETY: no lease exists (the caller's promise), and from here on none can be made: the slot is retired.
+        // SAFETY: No lease exists (the caller's promise), and from here on none can be created: the slot is retired.
         self.handle.with_mut(|handle| unsafe { (*handle).take() })
     }
 
@@ -109,14 +109,14 @@ impl<H> Slot<H> {
         self.state.load(Ordering::Relaxed) == LEASED
     }
 
-    /// Where the handle is, for the thread that holds the lease.
+    /// Returns the location of the handle, for the thread that holds the lease.
     #[inline]
     pub(crate) fn handle(&self) -> *mut Option<H> {
         self.handle.with_mut(|handle| handle)
     }
 }
 
-/// Idle slots, the one used last on top.
+/// Idle slots, the most recently used on top.
 #[derive(Debug)]
 pub(crate) struct IdleStack<H>(Mutex<Vec<Arc<Slot<H>>>>);
 
@@ -125,7 +125,7 @@ impl<H> IdleStack<H> {
         Self(Mutex::new(Vec::new()))
     }
 
-    /// Puts a slot on top. The slot's state is `IDLE` already, or `RETIRED` by now, which popping notices.
+    /// Puts a slot on top. The slot's state is already `IDLE`, or `RETIRED` by now, which `pop` detects.
     pub(crate) fn push(&self, slot: Arc<Slot<H>>) {
         self.0.lock().push(slot);
     }
@@ -140,12 +140,12 @@ impl<H> IdleStack<H> {
         }
     }
 
-    /// Takes all slots out.
+    /// Removes all slots.
     pub(crate) fn take_all(&self) -> Vec<Arc<Slot<H>>> {
         std::mem::take(&mut *self.0.lock())
     }
 
-    /// Takes out the slots that the pool has retired.
+    /// Removes the slots that the pool has retired.
     pub(crate) fn forget_retired(&self) {
         self.0.lock().retain(|slot| !slot.is_retired());
     }

@@ -1,29 +1,29 @@
-//! The host cache: page-locked blocks, used again only after every stream that used them has passed that use.
+//! The host cache: page-locked blocks, reused only after every stream that used them has passed that use.
 //!
 //! The cache has one bin for each size class, each with its own lock. A block that is dropped while a stream may still use it
-//! waits in its bin, filed under the point of a stream that it waits for. The completion events of one stream pass in order.
-//! So a request that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A
-//! stuck stream holds up its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which
-//! runs with the block out of its bin.
+//! waits in its bin, filed under the point of a stream that it waits for. The completion events of one stream pass in order. So
+//! a request that finds no free block queries each stream's first block, and skips the rest if that stream is behind. A stuck
+//! stream delays its own blocks and no others. No vendor call happens under a lock: callers pass a closure, which runs with the
+//! block out of its bin.
 //!
 //! | state | where | leaves by |
 //! | --- | --- | --- |
 //! | live | with a buffer | the end of the buffer |
 //! | free | in its bin, no stream uses it | a request; the cap or a trim frees it |
 //! | waiting | in its bin, streams may use it | a request, the cap or a trim that finds them done |
-//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them lets go |
-//! | unmarked | in its bin: nothing tells when its streams are done | the end of the runtime |
+//! | kept | in its bin: its buffer is gone, captures or graphs recorded it | the last of them releases it |
+//! | unmarked | in its bin: the end of its use is unknown | the end of the runtime |
 //!
-//! *The cap* bounds what is cached, free and waiting, not what is held. A live buffer is never refused because of it, and
-//! blocks that graphs keep are not counted. A give-back that might exceed it frees the blocks that were free longest. If none
-//! is free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow
-//! down every give-back. Only blocks still in use may stay above the cap. The hit path looks at held bytes only, by one
-//! relaxed load, because cached bytes are part of them. If that is not enough, the bins' own counts decide.
+//! *The cap* bounds the cached bytes, free and waiting, not the held bytes. A live buffer is never refused because of it, and
+//! blocks that graphs keep are not counted. A release that might exceed it frees the blocks that were free longest. If none is
+//! free, it queries waiting blocks, and stops after a handful of streams that are behind. So their number does not slow down
+//! every release. Only blocks still in use may stay above the cap. The hit path reads only the held bytes, by one relaxed load,
+//! because they include the cached bytes. If that does not suffice, the bins' own counts decide.
 //!
-//! *Orderings.* The bin's lock guards everything about a block. The counters are relaxed: each is exact once no thread is at
-//! work. Two threads that give blocks back to different bins at once must not both miss the other's count. So each counts,
-//! then passes a sequentially consistent fence, then sums up, and at least one sees both. Only a give-back that races with an
-//! allocation may read the held bytes from before it and leave the excess to the next one.
+//! *Orderings.* The bin's lock guards everything about a block. The counters are relaxed: each is exact once no thread is
+//! active. Two threads that release blocks to different bins at once must not both miss the other's count. So each counts, then
+//! passes a sequentially consistent fence, then sums up, and at least one sees both. Only a release that races with an
+//! allocation may read the held bytes from before it. It then leaves the excess to the next release.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroUsize;
@@ -41,16 +41,16 @@ const NO_CAP: u64 = u64::MAX;
 const ENOUGH_BEHIND: usize = 16;
 const WORDS: usize = size_class::COUNT.div_ceil(64);
 
-/// A block of page-locked memory. Owned by a buffer or by the cache, also where graphs keep it.
+/// A block of page-locked memory. It belongs to a buffer or to the cache, even while graphs keep it.
 #[derive(Debug)]
 pub(crate) struct PinnedBlock {
     pub(crate) ptr: HostPtr,
     pub(crate) bytes: usize,
     pub(crate) class: usize,
     pub(crate) uses: Arc<BlockUses>,
-    /// Size of the pieces that it was registered in, the last of which may be shorter; `None` where the backend allocated it.
+    /// Size of the pieces in which it was registered, the last of which may be shorter. `None` if the backend allocated it.
     pub(crate) piece_bytes: Option<NonZeroUsize>,
-    /// When a buffer gave it back, on the cache's clock, which runs only where there is a cap.
+    /// The time of its release by a buffer, on the cache's clock, which runs only if there is a cap.
     idle_since: u64,
 }
 
@@ -59,7 +59,7 @@ impl PinnedBlock {
         Box::new(Self { ptr, bytes, class, uses: BlockUses::new(), piece_bytes, idle_since: 0 })
     }
 
-    /// Cuts a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
+    /// Splits a range of bytes, counted from the start of the block, at the borders between registrations. An empty range is
     /// one part.
     pub(crate) fn cut(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let piece_bytes = self.piece_bytes;
@@ -75,7 +75,7 @@ impl PinnedBlock {
     }
 }
 
-/// A block that is kept from being given out, until [`HostCache::let_go`].
+/// A block that cannot be reused until [`HostCache::let_go`].
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct KeptBlock {
@@ -85,14 +85,14 @@ pub(crate) struct KeptBlock {
 }
 
 impl PinnedBlock {
-    /// Keeps the block. It belongs to a buffer, which the caller borrows.
+    /// Keeps the block. It belongs to a buffer, which the caller must borrow.
     pub(crate) fn keep(&self) -> KeptBlock {
         KeptBlock::new(self.ptr, self.class, &self.uses)
     }
 }
 
 impl KeptBlock {
-    /// The caller must see to it that the block stays meanwhile.
+    /// The caller must ensure that the block stays in the meantime.
     fn new(ptr: HostPtr, class: usize, uses: &Arc<BlockUses>) -> Self {
         uses.count_keeper();
         Self { ptr, class, uses: Arc::clone(uses) }
@@ -104,12 +104,12 @@ impl KeptBlock {
     }
 }
 
-/// A block as buffers and bins hand it to each other: one pointer to move.
+/// The form in which buffers and bins exchange a block: one pointer to move.
 pub(crate) type OwnedBlock = Box<PinnedBlock>;
 
 #[derive(Debug, Default)]
 struct BinState {
-    /// Ordered by how long they are idle: the one that was given back last is at the back.
+    /// Ordered by release: the block released last is at the back.
     free: VecDeque<OwnedBlock>,
     /// Keyed by a point that the block waits for, and a number that tells apart blocks waiting for the same point.
     waiting: BTreeMap<(Point, u64), OwnedBlock>,
@@ -125,7 +125,7 @@ struct BinState {
 }
 
 impl BinState {
-    /// Takes in a block if streams use it; returns it otherwise.
+    /// Files a block if streams use it; otherwise returns it.
     #[inline]
     fn wait(&mut self, block: OwnedBlock) -> Option<OwnedBlock> {
         match block.uses.first() {
@@ -138,7 +138,7 @@ impl BinState {
         }
     }
 
-    /// Takes in a block that must not be given out.
+    /// Files a block that must not be reused.
     #[cold]
     fn set_aside(&mut self, block: OwnedBlock) {
         if block.uses.is_kept() {
@@ -157,7 +157,7 @@ struct Bin {
 }
 
 impl Bin {
-    /// Changes the count of cached bytes; the caller holds the lock, so no other thread does.
+    /// Changes the count of cached bytes. The caller must hold the lock, so that no other thread changes it.
     #[inline]
     fn count_cached(&self, more: usize, less: usize) {
         let bytes = self.cached_bytes.load(Ordering::Relaxed);
@@ -169,9 +169,9 @@ impl Bin {
 pub(crate) struct HostCache {
     bins: Box<[Bin]>,
     cap: u64,
-    /// A bit for each class that ever had a block.
+    /// A bit for each class that has ever had a block.
     used_classes: [AtomicU64; WORDS],
-    /// Counts give-backs, where there is a cap.
+    /// Counts releases, if there is a cap.
     clock: AtomicU64,
     /// The class and the stream whose waiting block the cap queries first.
     next_asked: Mutex<(usize, u64)>,
@@ -201,7 +201,7 @@ impl HostCache {
 
     // ---------------------------------------------------------------- requests
 
-    /// Looks for a block and, where one is free, counts it as given out for `requested` bytes.
+    /// Returns a free block, if there is one, and counts it as allocated for `requested` bytes.
     #[inline]
     pub(crate) fn find(&self, class: usize, requested: usize) -> Option<OwnedBlock> {
         let bin = &self.bins[class];
@@ -277,9 +277,9 @@ impl HostCache {
         }
     }
 
-    // ---------------------------------------------------------------- give-backs
+    // ---------------------------------------------------------------- releases
 
-    /// Takes a block back from the buffer that owned it. Says whether the cap may be exceeded now.
+    /// Takes a block back from the buffer that owned it. Returns whether the cap may be exceeded now.
     #[inline]
     pub(crate) fn give_back(&self, block: OwnedBlock, requested: usize) -> bool {
         let bin = &self.bins[block.class];
@@ -296,7 +296,7 @@ impl HostCache {
         self.may_exceed_cap()
     }
 
-    /// Takes in a block that neither a buffer nor a graph has from here on.
+    /// Files a block that neither a buffer nor a graph has from here on.
     #[inline]
     fn cache(&self, bin: &Bin, state: &mut BinState, mut block: OwnedBlock) {
         if self.cap != NO_CAP {
@@ -313,7 +313,7 @@ impl HostCache {
         uses.is_live().then(|| KeptBlock::new(ptr, class, uses))
     }
 
-    /// Lets go of a block. Says whether the cap may be exceeded now.
+    /// Releases a kept block. Returns whether the cap may be exceeded now.
     pub(crate) fn let_go(&self, kept: KeptBlock) -> bool {
         let bin = &self.bins[kept.class];
         let mut state = bin.state.lock();
@@ -339,8 +339,8 @@ impl HostCache {
         self.held_bytes.load(Ordering::Relaxed) > self.cap
     }
 
-    /// Gives blocks back to the backend by `free`, which says whether it was taken, until what is cached is within the cap
-    /// or the rest is in use.
+    /// Frees blocks with `free`, which returns whether the backend took them, until the cached bytes are within the cap or the
+    /// rest is in use.
     pub(crate) fn keep_to_cap(
         &self,
         is_passed: impl Fn(&CompletionEvent) -> bool,
@@ -359,7 +359,7 @@ impl HostCache {
         }
     }
 
-    /// Gives every block that no stream uses back to the backend by `free`, which says whether it was taken.
+    /// Frees every block that no stream uses with `free`, which returns whether the backend took it.
     pub(crate) fn trim(
         &self,
         is_passed: impl Fn(&CompletionEvent) -> bool,
@@ -383,7 +383,7 @@ impl HostCache {
         }
     }
 
-    /// Returns the classes that ever had a block.
+    /// Returns the classes that have ever had a block.
     fn used_classes(&self) -> impl Iterator<Item = usize> + '_ {
         self.used_classes.iter().enumerate().flat_map(|(index, word)| {
             let mut bits = word.load(Ordering::Relaxed);
@@ -425,7 +425,7 @@ impl HostCache {
         self.bins[class].state.lock().unmarked.pop()
     }
 
-    /// Takes out the block of a class that is free longest.
+    /// Takes out the block of a class that has been free longest.
     pub(crate) fn pop_free(&self, class: usize) -> Option<OwnedBlock> {
         let bin = &self.bins[class];
         let mut state = bin.state.lock();
@@ -434,7 +434,7 @@ impl HostCache {
         Some(block)
     }
 
-    /// Takes out the block that is free longest, or before it one that is larger than the cap all by itself.
+    /// Takes out the block that has been free longest. A block that alone exceeds the cap comes first.
     fn pop_longest_free(&self) -> Option<OwnedBlock> {
         let front = |class: usize| {
             let state = self.bins[class].state.lock();
@@ -445,12 +445,12 @@ impl HostCache {
             if let Some(block) = self.pop_free(class) {
                 return Some(block);
             }
-            // Somebody else took it meanwhile.
+            // Another thread took it in the meantime.
         }
     }
 
-    /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind,
-    /// counted in `behind`; the next call begins with the next stream.
+    /// Takes out a waiting block of any class whose streams are done. Stops after a few streams that are behind, counted in
+    /// `behind`; the next call begins with the next stream.
     fn pop_any_passed(&self, behind: &mut usize, is_passed: impl Fn(&CompletionEvent) -> bool) -> Option<OwnedBlock> {
         let (first, stream) = *self.next_asked.lock();
         let later = self.used_classes().filter(|class| *class > first).map(|class| (class, 0, u64::MAX));
@@ -473,7 +473,7 @@ impl HostCache {
         None
     }
 
-    /// Puts back a free or waiting block that was taken out.
+    /// Returns a free or waiting block to its bin.
     pub(crate) fn put_back(&self, block: OwnedBlock) {
         let bin = &self.bins[block.class];
         let mut state = bin.state.lock();
@@ -484,7 +484,7 @@ impl HostCache {
         }
     }
 
-    /// Uncounts a block that was freed.
+    /// Removes a freed block from the counts.
     pub(crate) fn count_freed(&self, block: &PinnedBlock) {
         self.held_bytes.fetch_sub(block.bytes as u64, Ordering::Relaxed);
         self.held_blocks.fetch_sub(1, Ordering::Relaxed);
@@ -526,24 +526,24 @@ impl HostCache {
     }
 }
 
-/// What the host cache holds and did.
+/// The state and the history of the host cache.
 ///
-/// When no other thread is at work, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
+/// When no other thread is active, these laws hold ([`HostCacheStatistics::broken_law`] checks them):
 ///
 /// - Every block is in one state: `held_blocks = live_blocks + graph_blocks + free_blocks + waiting_blocks +
 ///   unmarked_blocks`, and the same in bytes.
-/// - Nobody has more than was given: `requested_bytes <= live_bytes`.
-/// - Nothing is lost: `held_blocks = allocations - frees`.
+/// - No more is requested than is live: `requested_bytes <= live_bytes`.
+/// - No block is lost: `held_blocks = allocations - frees`.
 /// - Every allocation served a request: `allocations = misses`.
 /// - Every eviction was a free: `cap_evictions <= frees`.
-/// - Where there is a cap, `free_bytes` is within it, and so is `free_bytes + waiting_bytes`, except for blocks that streams
-///   still use and that were found in use when the cap was looked at. This one needs the cap and is not checked.
+/// - If there is a cap, `free_bytes` is within it. So is `free_bytes + waiting_bytes`, except for blocks that were still in use
+///   at the last check of the cap. This law needs the cap and is not checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct HostCacheStatistics {
-    /// Bytes asked for by the buffers that are alive.
+    /// Bytes requested by the live buffers.
     pub requested_bytes: u64,
-    /// Bytes of page-locked memory held, in whichever state.
+    /// Bytes of page-locked memory held, in any state.
     pub held_bytes: u64,
     /// Blocks held.
     pub held_blocks: u64,
@@ -555,7 +555,7 @@ pub struct HostCacheStatistics {
     pub graph_blocks: u64,
     /// Bytes of those.
     pub graph_bytes: u64,
-    /// Blocks that can be given out at once.
+    /// Blocks that are available at once.
     pub free_blocks: u64,
     /// Bytes of those.
     pub free_bytes: u64,
@@ -563,12 +563,12 @@ pub struct HostCacheStatistics {
     pub waiting_blocks: u64,
     /// Bytes of those.
     pub waiting_bytes: u64,
-    /// Blocks with an unknown end of their streams' use; freed when the runtime ends.
+    /// Blocks whose end of use is unknown; freed when the runtime ends.
     pub unmarked_blocks: u64,
     /// Bytes of those.
     pub unmarked_bytes: u64,
-    /// Blocks that the backend took back in part only: it refused to unregister the rest of their pieces. They are not held,
-    /// no code uses them, and they are tried again by [`Runtime::trim`](crate::Runtime::trim) and by the end of the runtime.
+    /// Blocks that the backend freed only in part: it refused to unregister the rest of their pieces. They are not held, and no
+    /// code uses them. [`Runtime::trim`](crate::Runtime::trim) and the end of the runtime retry them.
     pub remnant_blocks: u64,
     /// Bytes of those.
     pub remnant_bytes: u64,
@@ -578,15 +578,15 @@ pub struct HostCacheStatistics {
     pub misses: u64,
     /// Blocks that the backend allocated or registered.
     pub allocations: u64,
-    /// Blocks that were given back to the backend, for whichever reason, those of which it took a part only included.
+    /// Blocks that were freed, for any reason, including those freed only in part.
     pub frees: u64,
-    /// Blocks that were given back because of the cap.
+    /// Blocks that were freed because of the cap.
     pub cap_evictions: u64,
 }
 
 impl HostCacheStatistics {
-    /// Returns the first law that does not hold, in words; `None` where all hold. Threads that are at work meanwhile
-    /// may have a block in hand, which then is in no state.
+    /// Returns the first law that does not hold, or `None` if all hold. Active threads may hold a block that is temporarily in
+    /// no state.
     #[must_use]
     pub fn broken_law(&self) -> Option<&'static str> {
         let blocks =

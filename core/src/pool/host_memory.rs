@@ -1,25 +1,26 @@
 //! The blocks of the host cache: small ones from the backend's `allocate`, large ones from the system, registered with the
 //! backend in pieces.
 //!
-//! A vendor's allocation faults its pages in on one thread inside the driver and blocks the GPU calls of other threads
-//! meanwhile. On an H200, 1 GiB took 386 ms, in which other threads stood still for 577 ms. So a large block is made here. It
-//! is mapped, asks for huge pages, and several threads touch it at once. The caller registers it piece by piece while later
-//! pieces are still being touched. That blocks other threads for one piece at a time, a few milliseconds. The touching
-//! threads have the affinity and the memory policy of the caller, so `numactl` decides where the pages are.
+//! A vendor's allocation faults its pages in on one thread inside the driver, and blocks the GPU calls of other threads during
+//! that time. On an H200, 1 GiB took 386 ms, and other threads were blocked for 577 ms. So this module creates large blocks
+//! itself. It maps memory, requests huge pages, and touches the pages with several threads at once. The caller registers it
+//! piece by piece while later pieces are still being touched. That blocks other threads for one piece at a time, a few
+//! milliseconds. The touching threads have the affinity and the memory policy of the caller, so `numactl` decides where the
+//! pages are.
 //!
-//! *Pieces.* Their size is the backend's fact `register_piece_bytes`, made whole huge pages. The last piece of a block ends
-//! with the block. A copy must not cross from one registration into another, so copies are cut at the borders
+//! *Pieces.* Their size is the backend's capability `register_piece_bytes`, rounded to whole huge pages. The last piece of a
+//! block ends with the block. A copy must not cross from one registration into another, so copies are split at the borders
 //! ([`PinnedBlock::cut`](super::host::PinnedBlock::cut)).
 //!
-//! *Refusals.* Registered memory must not be unmapped: the device would go on using pages that belong to other owners. Pieces
-//! are unregistered from the last to the first, and the first refusal stops that. A block of which no piece could be
-//! unregistered is as it was. A block that is unregistered in part has no use. It is a *remnant*: each trim and the end of
-//! the runtime try it again, and else it stays mapped to the end of the process.
+//! *Refusals.* Registered memory must not be unmapped: the device would continue to use pages that belong to other owners.
+//! Pieces are unregistered from the last to the first, and the first refusal stops that. If no piece could be unregistered, the
+//! block is unchanged. A block that is unregistered in part is unusable. It is a *remnant*: each trim and the end of the
+//! runtime retry it. Otherwise it stays mapped to the end of the process.
 //!
-//! *Forks.* A child must not share pages that a device writes. The process that wrote to such a page first would get a copy.
-//! If that were the parent, the device and the parent would no longer see the same page. So the mapping is kept out of
-//! children (`MADV_DONTFORK`), as vendors do for their own allocations, which also saves copying its page tables. In a child
-//! the addresses are not mapped. Objects of the parent are refused there before they touch memory.
+//! *Forks.* A child must not share pages that a device writes. The process that first wrote to such a page would get a copy. If
+//! that were the parent, the device and the parent would no longer see the same page. So children do not inherit the mapping
+//! (`MADV_DONTFORK`). Vendors do the same for their own allocations, and it also saves copying the page tables. In a child the
+//! addresses are not mapped. Objects of the parent are refused there before they access memory.
 //!
 //! No lock is held during a call of the backend.
 
@@ -38,42 +39,41 @@ use highwater_hal::{Capabilities, Error, ErrorKind, HostAllocator, HostOptions, 
 
 const OPERATION: &str = "pinned";
 
-/// What the kernel backs a mapping with where it can, and so what mappings are aligned to.
+/// The page size that the kernel uses for a mapping if it can, and the alignment of mappings.
 const HUGE_PAGE: usize = 2 << 20;
-/// The smallest page of any machine.
+/// The smallest page size of any machine.
 const PAGE: usize = 4 << 10;
-/// What a thread touches at a time: about half a millisecond.
+/// The bytes that a thread touches at a time: about half a millisecond of work.
 const GRAIN: usize = 2 * HUGE_PAGE;
-/// Most threads that touch a block, and at most three of four processors do: the others are for who registers, and for
-/// threads that have work of their own. With all of them, another thread's GPU calls took up to 22 ms on an H200 with
-/// 16 processors, for want of a processor; with three of four it was 4.4 ms, the time of one piece, and the whole was
-/// quicker too.
+/// Maximum number of threads that touch a block. At most three of four processors do: the others stay free for the registering
+/// thread and for unrelated work. With all 16 processors of an H200 host, another thread's GPU calls took up to 22 ms, for lack
+/// of a processor. With three of four it was 4.4 ms, the time of one piece, and the whole block was faster too.
 const MOST_THREADS: usize = 16;
-/// Blocks up to this part of a piece are the backend's own. Its allocation takes other threads' calls about eight times as long
-/// as registering as many bytes does, so the largest of them is no worse than one piece.
+/// Blocks up to this fraction of a piece are allocated by the backend. Its allocation blocks other threads about eight times as
+/// long as registering as many bytes does, so the largest of them is no worse than one piece.
 const OWN_PART: usize = 8;
 
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     allocator: Arc<dyn HostAllocator>,
-    /// `None` where the backend allocates every block.
+    /// `None` if the backend allocates every block.
     piece_bytes: Option<NonZeroUsize>,
     remnants: Mutex<Vec<Mapped>>,
 }
 
-/// What became of a block that was to be given back.
+/// The result of freeing a block.
 #[derive(Debug)]
 #[must_use]
 pub(crate) enum Freed {
-    /// It is gone.
+    /// The block is gone.
     Whole,
-    /// It is as it was.
+    /// The block is unchanged.
     Refused(Error),
-    /// It is a remnant.
+    /// The block is a remnant.
     InPart(Error),
 }
 
-/// A mapping whose first `registered` pieces are registered. Nothing happens to it when it is dropped.
+/// A mapping whose first `registered` pieces are registered. Dropping it has no effect.
 #[derive(Debug)]
 struct Mapped {
     ptr: HostPtr,
@@ -83,7 +83,7 @@ struct Mapped {
 }
 
 impl HostMemory {
-    /// Blocks are registered where every device can use them that way, in pieces that suit all.
+    /// Registers blocks if every device can use them that way, in pieces that suit all devices.
     pub(crate) fn new<'c>(
         allocator: Arc<dyn HostAllocator>,
         devices: impl IntoIterator<Item = &'c Capabilities>,
@@ -94,25 +94,25 @@ impl HostMemory {
         Self { allocator, piece_bytes: least.and_then(whole_pages), remnants: Mutex::default() }
     }
 
-    /// Returns the size of the pieces that a block of so many bytes is registered in; `None` where the backend allocates it.
+    /// Returns the size of the pieces in which a block of `bytes` is registered. Returns `None` if the backend allocates it.
     fn piece_bytes_for(&self, bytes: usize) -> Option<NonZeroUsize> {
         self.piece_bytes.filter(|piece| bytes > (piece.get() / OWN_PART).max(HUGE_PAGE))
     }
 
-    /// Makes a block, and says in pieces of which size it was registered. `refused` is told of a release that the backend
-    /// refused on the way.
+    /// Creates a block. Returns its address and the size of its registered pieces. Calls `refused` for a release that the
+    /// backend refused on the way.
     pub(crate) fn allocate(&self, bytes: usize, refused: impl Fn(&Error)) -> Result<(HostPtr, Option<NonZeroUsize>)> {
         let Some(piece_bytes) = self.piece_bytes_for(bytes) else {
             return Ok((self.allocator.allocate(bytes, &HostOptions::new())?, None));
         };
         if let Some(available) = system_memory::refuses(bytes) {
-            let message = format!("{bytes} bytes were asked for, the system has {available} available");
+            let message = format!("{bytes} bytes were requested, the system has {available} available");
             return Err(Error::new(ErrorKind::OutOfMemory, OPERATION, message)
                 .with_hint("drop buffers and trim, or raise the memory limit of the process's control group"));
         }
         let mut mapped = Mapped { ptr: map(bytes)?, bytes, piece_bytes, registered: 0 };
         if let Err(error) = mapped.touch_and_register(&*self.allocator) {
-            // SAFETY: no other code knows of the memory.
+            // SAFETY: No other code knows the memory.
             if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
                 refused(&error);
                 self.remnants.lock().push(mapped);
@@ -122,18 +122,18 @@ impl HostMemory {
         Ok((mapped.ptr, Some(piece_bytes)))
     }
 
-    /// Gives back a block that [`HostMemory::allocate`] made, with the sizes that it told.
+    /// Frees a block that [`HostMemory::allocate`] created, with the sizes that it returned.
     ///
     /// # Safety
-    /// Nobody uses the block any more, outstanding device work included, and it is given back once, unless that was refused.
+    /// No code and no outstanding device work may use the block. It must be freed only once, unless the free was refused.
     pub(crate) unsafe fn free(&self, ptr: HostPtr, bytes: usize, piece_bytes: Option<NonZeroUsize>) -> Freed {
         let Some(piece_bytes) = piece_bytes else {
-            // SAFETY: the block came from this allocator; the rest is as promised by the caller.
+            // SAFETY: The block came from this allocator. The caller promises the rest.
             return unsafe { self.allocator.free(ptr) }.map_or_else(Freed::Refused, |()| Freed::Whole);
         };
         let pieces = bytes.div_ceil(piece_bytes.get());
         let mut mapped = Mapped { ptr, bytes, piece_bytes, registered: pieces };
-        // SAFETY: as promised by the caller.
+        // SAFETY: The caller upholds the contract.
         match unsafe { mapped.release(&*self.allocator) } {
             Ok(()) => Freed::Whole,
             Err(error) if mapped.registered == pieces => Freed::Refused(error),
@@ -144,12 +144,12 @@ impl HostMemory {
         }
     }
 
-    /// Tries the remnants once more; `refused` is told of each that stays one. Gives the first refusal.
+    /// Retries the remnants; calls `refused` for each that stays one. Returns the first refusal.
     pub(crate) fn release_remnants(&self, refused: impl Fn(&Error)) -> Result<()> {
         let remnants = std::mem::take(&mut *self.remnants.lock());
         let mut result = Ok(());
         for mut mapped in remnants {
-            // SAFETY: no code has a remnant, and no device work used it when it became one.
+            // SAFETY: No code has a remnant, and no device work used it when it became one.
             if let Err(error) = unsafe { mapped.release(&*self.allocator) } {
                 refused(&error);
                 self.remnants.lock().push(mapped);
@@ -159,7 +159,7 @@ impl HostMemory {
         result
     }
 
-    /// How many remnants there are, and of how many bytes.
+    /// Returns the number of remnants, and their bytes.
     pub(crate) fn remnants(&self) -> (u64, u64) {
         let remnants = self.remnants.lock();
         (remnants.len() as u64, remnants.iter().map(|mapped| mapped.bytes as u64).sum())
@@ -171,13 +171,13 @@ impl Mapped {
         self.bytes.div_ceil(self.piece_bytes.get())
     }
 
-    /// Where a piece begins, and how many bytes it has.
+    /// Returns the start and the size of a piece.
     fn piece(&self, index: usize) -> (HostPtr, usize) {
         let offset = index * self.piece_bytes.get();
         (self.ptr.offset(offset), self.piece_bytes.get().min(self.bytes - offset))
     }
 
-    /// Touches every page and registers every piece, the one while the other goes on.
+    /// Touches every page and registers every piece, at the same time.
     fn touch_and_register(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
         let touching = Touching::new(self);
         thread::scope(|scope| {
@@ -187,17 +187,17 @@ impl Mapped {
                 let builder = thread::Builder::new().name("highwater-touch".to_owned()).stack_size(1 << 17);
                 builder.spawn_scoped(scope, || touching.work())
             };
-            // A thread that cannot be had is done without.
+            // A thread that cannot be created is not needed.
             let started = (0..most.min(touching.grains)).map_while(|_| spawn().ok()).count();
             if started == 0 {
                 touching.work();
             }
-            // Also where the backend panics: the scope waits for the threads.
+            // Even if the backend panics: the scope waits for the threads.
             let _stop = StopOnDrop(&touching);
             (0..self.pieces()).try_for_each(|index| {
                 touching.wait_for(index);
                 let (ptr, bytes) = self.piece(index);
-                // SAFETY: the range is mapped, readable and writable, and is unmapped only once it is unregistered.
+                // SAFETY: The range is mapped, readable and writable, and is unmapped only once it is unregistered.
                 let registered = unsafe { allocator.register(ptr, bytes, &HostOptions::new()) };
                 registered.map_err(|error| self.not_registered(&error))?;
                 self.registered += 1;
@@ -223,25 +223,25 @@ impl Mapped {
         }
     }
 
-    /// Unregisters and unmaps; where that is refused, what is left can be tried again.
+    /// Unregisters and unmaps the memory. If that is refused, the rest can be retried.
     ///
     /// # Safety
-    /// Nobody uses the memory any more, outstanding device work included.
+    /// No code and no outstanding device work may use the memory.
     unsafe fn release(&mut self, allocator: &dyn HostAllocator) -> Result<()> {
         while self.registered > 0 {
             let (ptr, _) = self.piece(self.registered - 1);
-            // SAFETY: registered with this address; no device work uses it, as promised by the caller.
+            // SAFETY: Registered with this address. No device work uses it, as the caller promises.
             unsafe { allocator.unregister(ptr) }?;
             self.registered -= 1;
         }
-        // SAFETY: the mapping was made by `map` with this length. The backend knows nothing of it any more, and nobody uses it,
-        // as promised by the caller.
+        // SAFETY: `map` made the mapping with this length. The backend no longer knows it, and no code uses it, as the caller
+        // promises.
         unsafe { unmap(self.ptr.as_ptr(), self.bytes) }
     }
 }
 
-/// A mapping that several threads touch at once, in grains that are handed out in the order of addresses, so that the first
-/// piece is ready first.
+/// A mapping that several threads touch at once, in grains that are assigned in the order of addresses, so that the first piece
+/// is ready first.
 #[derive(Debug)]
 struct Touching {
     ptr: HostPtr,
@@ -249,9 +249,9 @@ struct Touching {
     piece_bytes: usize,
     grains_of_piece: usize,
     grains: usize,
-    /// The grain that is handed out next. Relaxed: it orders nothing.
+    /// The next grain to assign. Relaxed: it orders nothing.
     next: AtomicUsize,
-    /// Grains of each piece that are not touched yet.
+    /// Grains of each piece that are not yet touched.
     left: Mutex<Vec<usize>>,
     is_ready: Condvar,
 }
@@ -284,8 +284,8 @@ impl Touching {
             let start = piece * self.piece_bytes + of_piece * GRAIN;
             let end = self.bytes.min((piece + 1) * self.piece_bytes).min(start + GRAIN);
             for offset in (start..end).step_by(PAGE) {
-                // SAFETY: inside the mapping, which is writable, zeroed and lives until all threads are done. Nobody else
-                // writes there: grains do not overlap, and the backend locks pages whose grains are done.
+                // SAFETY: Inside the mapping, which is writable, zeroed and lives until all threads are done. No other code
+                // writes there: grains do not overlap, and the backend locks only pages whose grains are done.
                 unsafe { self.ptr.as_ptr().add(offset).write_volatile(0) };
             }
             let mut left = self.left.lock();
@@ -305,7 +305,7 @@ impl Touching {
     }
 }
 
-/// Keeps the threads from taking further grains.
+/// Stops the threads from taking further grains.
 struct StopOnDrop<'t>(&'t Touching);
 
 impl Drop for StopOnDrop<'_> {
@@ -314,7 +314,7 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// Maps zeroed memory that begins with a huge page and is in no child.
+/// Maps zeroed memory that starts at a huge page and that children do not inherit.
 fn map(bytes: usize) -> Result<HostPtr> {
     let failed = |what: &str, error: Errno| {
         let kind = match error {
@@ -325,9 +325,9 @@ fn map(bytes: usize) -> Result<HostPtr> {
             .with_code(i64::from(error.raw_os_error()))
             .with_hint("free memory, or raise the limits of the process (`ulimit -v`, vm.max_map_count)")
     };
-    // The kernel aligns to pages: there is a place for a whole number of huge pages in one more.
+    // The kernel aligns to pages. One more huge page leaves space for a whole number of huge pages.
     let mapped_bytes = bytes.checked_add(HUGE_PAGE).ok_or_else(|| failed("mapped", Errno::NOMEM))?;
-    // SAFETY: a new private mapping at an address of the kernel's choice.
+    // SAFETY: A new private mapping at an address that the kernel chooses.
     let mapped = unsafe {
         rustix::mm::mmap_anonymous(
             std::ptr::null_mut(),
@@ -339,30 +339,30 @@ fn map(bytes: usize) -> Result<HostPtr> {
     let start = mapped.map_err(|error| failed("mapped", error))?.cast::<u8>();
     let head = start.addr().next_multiple_of(HUGE_PAGE) - start.addr();
     let ptr = start.wrapping_add(head);
-    // What is mapped still, as offsets. Nothing is unmapped twice: it may have another owner meanwhile.
+    // The part that is still mapped, as offsets. No part is unmapped twice, because it may have another owner in the meantime.
     let mut left = 0..mapped_bytes;
     let mut prepare = || {
         if head < HUGE_PAGE {
-            // SAFETY: the end of the mapping just made, behind the block; no code uses it.
+            // SAFETY: The end of the mapping just made, behind the block; no code uses it.
             unsafe { rustix::mm::munmap(ptr.wrapping_add(bytes).cast(), HUGE_PAGE - head) }?;
             left.end = head + bytes;
         }
         if head > 0 {
-            // SAFETY: the beginning of the mapping just made, before the block; no code uses it.
+            // SAFETY: The beginning of the mapping just made, before the block; no code uses it.
             unsafe { rustix::mm::munmap(start.cast(), head) }?;
             left.start = head;
         }
-        // SAFETY: the block lies in the mapping just made; the advice changes no contents.
+        // SAFETY: The block is inside the mapping just made; the advice changes no contents.
         unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxDontFork) }
     };
     if let Err(error) = prepare() {
-        // SAFETY: what is left of the mapping just made; no code uses it.
+        // SAFETY: The rest of the mapping just made; no code uses it.
         if let Err(error) = unsafe { rustix::mm::munmap(start.wrapping_add(left.start).cast(), left.len()) } {
             tracing::warn!("{} bytes of address space stay mapped: {error}", left.len());
         }
         return Err(failed("prepared", error));
     }
-    // SAFETY: as above. A kernel without huge pages refuses, and all is only slower.
+    // SAFETY: As above. A kernel without huge pages refuses, which only costs speed.
     if let Err(error) = unsafe { rustix::mm::madvise(ptr.cast(), bytes, Advice::LinuxHugepage) } {
         tracing::debug!("no huge pages for page-locked memory: {error}");
     }
@@ -372,11 +372,11 @@ fn map(bytes: usize) -> Result<HostPtr> {
 /// # Safety
 /// The range must be a mapping of [`map`] that no code uses.
 unsafe fn unmap(start: *mut u8, bytes: usize) -> Result<()> {
-    // SAFETY: as promised by the caller.
+    // SAFETY: The caller upholds the contract.
     unsafe { rustix::mm::munmap(start.cast(), bytes) }.map_err(|error| {
         Error::new(ErrorKind::OperatingSystem, OPERATION, format!("{bytes} bytes could not be unmapped: {error}"))
             .with_code(i64::from(error.raw_os_error()))
-            .with_hint("raise vm.max_map_count; it is tried again by `Runtime::trim`")
+            .with_hint("raise vm.max_map_count; `Runtime::trim` retries")
     })
 }
 
@@ -396,14 +396,14 @@ mod tests {
     use super::*;
     use highwater_hal::DevicePtr;
 
-    /// Registers nothing in fact; remembers what it was told, and whether all of it was touched by then.
+    /// Registers nothing. Records the calls, and whether the memory had been touched by then.
     #[derive(Debug, Default)]
     struct Register {
         registered: Mutex<Vec<(usize, usize)>>,
         untouched_pages: AtomicUsize,
     }
 
-    // SAFETY: gives out no memory.
+    // SAFETY: Allocates no memory.
     unsafe impl HostAllocator for Register {
         fn allocate(&self, bytes: usize, _: &HostOptions) -> Result<HostPtr> {
             Err(Error::new(ErrorKind::OutOfMemory, OPERATION, format!("{bytes} bytes were asked for here")))
@@ -413,9 +413,9 @@ mod tests {
         }
         unsafe fn register(&self, ptr: HostPtr, bytes: usize, _: &HostOptions) -> Result<()> {
             let mut pages = vec![0_u8; bytes.div_ceil(PAGE)];
-            // SAFETY: asks about memory that is mapped, and has room for the answers: no page is smaller.
+            // SAFETY: Queries mapped memory, and has space for the answers: no page is smaller.
             assert_eq!(unsafe { libc::mincore(ptr.as_ptr().cast(), bytes, pages.as_mut_ptr()) }, 0);
-            // SAFETY: asks a number.
+            // SAFETY: Queries a number.
             let system_page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
             let untouched = pages.iter().take(bytes.div_ceil(system_page)).filter(|page| *page & 1 == 0).count();
             self.untouched_pages.fetch_add(untouched, Ordering::Relaxed);
@@ -452,7 +452,7 @@ mod tests {
                 .map(|start| (ptr.address() + start, (piece * MIB).min(bytes - start)))
                 .collect::<Vec<_>>();
             assert_eq!(*register.registered.lock(), expected);
-            // SAFETY: nobody uses it.
+            // SAFETY: No code uses it.
             let freed = unsafe { memory.free(ptr, bytes, pieces) };
             assert!(matches!(freed, Freed::Whole), "{freed:?}");
             assert!(register.registered.lock().is_empty());
@@ -479,7 +479,7 @@ mod tests {
         if std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
             assert!(flags.contains(" hg"), "huge pages: {flags}");
         }
-        // SAFETY: mapped above, and used by nobody.
+        // SAFETY: Mapped above, and no code uses it.
         unsafe { unmap(ptr.as_ptr(), bytes) }.unwrap();
     }
 

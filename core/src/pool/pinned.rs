@@ -16,7 +16,7 @@ use highwater_hal::{Error, ErrorKind, HostPtr, Result, fork::Generation};
 
 /// The page-locked memory of a runtime.
 pub(crate) struct PinnedPool {
-    /// That of the services, at hand for the hit path.
+    /// The generation of the services, copied here for the hit path.
     pub(crate) generation: Generation,
     cache: HostCache,
     memory: HostMemory,
@@ -42,13 +42,13 @@ impl PinnedPool {
         HostCacheStatistics { remnant_blocks, remnant_bytes, ..self.cache.statistics() }
     }
 
-    /// Returns the block that an address points into, if a buffer owns it.
+    /// Returns the block that contains an address, if a buffer owns it.
     pub(crate) fn live_block(&self, ptr: HostPtr) -> Option<HostBlock> {
         self.services.ledger.find_host(ptr).filter(|block| block.uses.is_live())
     }
 
-    /// Keeps the block that an address points into, if a buffer owns it. If the buffer ends meanwhile, the block is not
-    /// given out before the caller lets go of it.
+    /// Keeps the block that contains an address, if a buffer owns it. If the buffer ends in the meantime, the block is not
+    /// reused before the caller releases it.
     pub(crate) fn keep_live_block(&self, ptr: HostPtr) -> Option<KeptBlock> {
         let block = self.live_block(ptr)?;
         self.cache.keep_if_live(block.info.base, block.class, &block.uses)
@@ -64,12 +64,12 @@ impl PinnedPool {
     /// Returns a block of page-locked memory of at least `bytes`.
     #[inline]
     pub(crate) fn take(&self, bytes: usize) -> Result<OwnedBlock> {
-        // A block of the cache needs no driver, so whether that is going away is asked on the slow path only.
+        // A block of the cache needs no driver, so only the slow path checks whether the driver is shutting down.
         if !self.generation.is_current() {
             return Err(Generation::error("pinned"));
         }
         let (class, block_bytes) = size_class::of(bytes).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfMemory, "pinned", format!("{bytes} bytes are more than any machine has"))
+            Error::new(ErrorKind::OutOfMemory, "pinned", format!("no machine has {bytes} bytes of memory"))
         })?;
         match self.cache.find(class, bytes) {
             Some(block) => Ok(block),
@@ -85,7 +85,7 @@ impl PinnedPool {
         {
             return Ok(block);
         }
-        // While blocks were in hand, others may have found less cached than there is.
+        // While this thread held blocks, other threads may have seen fewer cached bytes than there are.
         if self.cache.may_exceed_cap() {
             self.keep_to_cap();
         }
@@ -93,7 +93,7 @@ impl PinnedPool {
         let (ptr, piece_bytes) = match allocate() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && !in_capture() => {
                 let round = self.active_trims.begin();
-                // A release that is refused is counted, and the allocation tries with the memory that the others freed.
+                // A refused release is counted, and the allocation retries with the memory that the others freed.
                 if let Err(error) = self.trim() {
                     tracing::debug!("not everything could be given back: {error}");
                 }
@@ -117,14 +117,14 @@ impl PinnedPool {
         }
     }
 
-    /// Lets go of a block that a capture, a graph or a note by address has kept.
+    /// Releases a block that a capture, a graph or a note by address has kept.
     pub(crate) fn let_go(&self, kept: KeptBlock) {
         if self.cache.let_go(kept) {
             self.keep_to_cap();
         }
     }
 
-    /// In a capture nothing is given back; its end makes up for that.
+    /// Frees blocks until the cap is met. In a capture, frees nothing; the end of the capture does it later.
     #[cold]
     #[inline(never)]
     fn keep_to_cap(&self) {
@@ -133,12 +133,12 @@ impl PinnedPool {
         }
         self.cache.keep_to_cap(
             |completion| self.services.is_surely_passed(completion),
-            // SAFETY: no code has the block, and no stream uses it any more.
+            // SAFETY: No code has the block, and no stream uses it any more.
             |block| unsafe { self.free(block) }.0,
         );
     }
 
-    /// Refuses a block that a device may still use, with no way to tell.
+    /// Refuses a block whose end of use is unknown.
     pub(crate) fn check_known(uses: &BlockUses) -> Result<()> {
         if uses.unmarked.load(Ordering::Relaxed) {
             return Err(Error::new(
@@ -146,12 +146,12 @@ impl PinnedPool {
                 "pinned",
                 "an earlier copy failed in a way that leaves unknown whether the device still uses this memory",
             )
-            .with_hint("drop the buffer and take a new one"));
+            .with_hint("drop the buffer and allocate a new one"));
         }
         Ok(())
     }
 
-    /// Waits until no stream uses the block any more; with `writes_only`, until none writes it any more.
+    /// Waits until no stream uses the block; with `writes_only`, until none writes it.
     pub(crate) fn wait_for_uses(&self, block: &PinnedBlock, writes_only: bool) -> Result<()> {
         self.check_access(block)?;
         if block.uses.is_recorded(!writes_only) {
@@ -172,7 +172,7 @@ impl PinnedPool {
             return Err(Error::new(
                 ErrorKind::Capture,
                 "pinned",
-                "a capture that is open uses this memory: what it recorded is not executed",
+                "an open capture uses this memory: its recorded work is not executed",
             )
             .with_hint("read and write before the capture, or between launches of the graph; the capture goes on"));
         }
@@ -187,12 +187,13 @@ impl PinnedPool {
         Ok(())
     }
 
-    /// Access by the CPU that launches of graphs are kept from, once the streams that use the block are done.
+    /// Begins access by the CPU, once the streams that use the block are done. Launches of graphs that conflict with it are
+    /// refused.
     pub(crate) fn access<'b>(&self, block: &'b PinnedBlock, writes: bool) -> Result<CpuAccess<'b>> {
         self.check_access(block)?;
         loop {
             match block.uses.begin_cpu(writes, self.generation) {
-                // What was being enqueued when it began may have failed since.
+                // Work that was being enqueued when the access began may have failed since.
                 Ok(access) => return Self::check_known(&block.uses).map(|()| access),
                 Err(completions) => self.wait_for_completions(block, completions)?,
             }
@@ -201,12 +202,12 @@ impl PinnedPool {
 
     /// Frees the page-locked blocks that no buffer, graph or stream uses.
     pub(crate) fn trim(&self) -> Result<()> {
-        // First: what becomes a remnant below was tried a moment ago.
+        // First, because blocks that become remnants below have just been tried.
         let mut result = self.memory.release_remnants(|error| self.services.count_failed_release(error));
         self.cache.trim(
             |completion| self.services.is_surely_passed(completion),
             |block| {
-                // SAFETY: no code has the block, and no stream uses it any more.
+                // SAFETY: No code has the block, and no stream uses it any more.
                 let (taken, freed) = unsafe { self.free(block) };
                 result = std::mem::replace(&mut result, Ok(())).and(freed);
                 taken
@@ -215,16 +216,16 @@ impl PinnedPool {
         result
     }
 
-    /// Frees a block. Says whether it is gone, and what the backend refused, which is counted.
+    /// Frees a block. Returns whether it is gone, and the backend's refusal, which is counted.
     ///
     /// # Safety
-    /// Nobody uses the block any more, outstanding device work included.
+    /// No code and no outstanding device work may use the block.
     unsafe fn free(&self, block: &PinnedBlock) -> (bool, Result<()>) {
         let known = match self.services.ledger.remove_host(block.ptr) {
             Ok(known) => known,
             Err(error) => return (false, self.services.note(Err(error))),
         };
-        // SAFETY: the block came from there (the ledger knows it); no code uses it (the caller's promise).
+        // SAFETY: The block came from this memory (the ledger knows it). No code uses it (the caller's promise).
         let refused = match unsafe { self.memory.free(block.ptr, block.bytes, block.piece_bytes) } {
             Freed::Whole => Ok(()),
             Freed::InPart(error) => Err(error),
@@ -237,7 +238,7 @@ impl PinnedPool {
         (true, self.services.note(refused))
     }
 
-    /// Forgets uses of a block that are over. So a buffer that outlives many streams does not keep an event for each.
+    /// Removes uses of a block that are over. So a buffer that outlives many streams does not keep an event for each.
     #[cold]
     pub(crate) fn forget_passed(&self, uses: &BlockUses) {
         if !in_capture() {
@@ -256,17 +257,17 @@ impl PinnedPool {
             let any = move || cache.pop_free(class).or_else(|| cache.pop_waiting(class));
             std::iter::from_fn(move || any().or_else(|| cache.pop_unmarked(class)))
         });
-        // Completion events go back to their pools, also if the free is refused.
+        // Completion events return to their pools, even if the free is refused.
         let blocks: Vec<_> = blocks.collect();
         for block in &blocks {
             block.uses.are_over(|_| true);
         }
         let mut in_part = Ok(());
         result = result.and(twice(blocks, |block| {
-            // SAFETY: the devices have executed everything, and no buffer owns the block.
+            // SAFETY: The devices have executed everything, and no buffer owns the block.
             let (is_gone, freed) = unsafe { self.free(block) };
             if is_gone {
-                // What is left of it is a remnant, which is released below.
+                // The rest of it is a remnant, which is released below.
                 in_part = std::mem::replace(&mut in_part, Ok(())).and(freed);
                 return Ok(());
             }

@@ -1,14 +1,14 @@
-//! Size classes of the host cache: eight steps to each power of two, so that at most an eighth of a block is waste.
+//! Size classes of the host cache: eight steps to each power of two, so that at most one eighth of a block is wasted.
 
-/// Below this everything is one class: the kernel locks whole pages.
+/// All smaller sizes are one class: the kernel locks whole pages.
 const SMALLEST: usize = 4096;
-/// Blocks of 2^47 bytes and more are refused before they come here.
+/// Blocks of 2^47 bytes and more are refused earlier.
 const LARGEST_LOG2: u32 = 47;
 
-/// How many classes there are.
+/// The number of classes.
 pub(crate) const COUNT: usize = ((LARGEST_LOG2 - SMALLEST.ilog2()) as usize) * 8 + 1;
 
-/// Returns the class of a request, and the size of that class's blocks; `None` beyond the largest.
+/// Returns the class of a request, and the size of that class's blocks. Returns `None` for more than the largest class.
 pub(crate) fn of(bytes: usize) -> Option<(usize, usize)> {
     let bytes = bytes.max(SMALLEST);
     let log2 = bytes.ilog2();
@@ -16,7 +16,7 @@ pub(crate) fn of(bytes: usize) -> Option<(usize, usize)> {
         return None;
     }
     let step = log2 - 3;
-    // 8 to 16 steps; 16 is the first class of the next power of two, where the same formula puts it.
+    // 8 to 16 steps. 16 is the first class of the next power of two, and the same formula yields that class.
     let steps = bytes.div_ceil(1 << step);
     let class = (log2 - SMALLEST.ilog2()) as usize * 8 + steps - 8;
     Some((class, steps << step))

@@ -1,7 +1,7 @@
-//! The memory that the system can give. A process that touches more is killed by the kernel instead of getting an error.
+//! The memory that the system has available. The kernel kills a process that touches more, instead of returning an error.
 //!
-//! The pool asks before it touches a large block. A limit that cannot be read counts as no limit. Other processes may take
-//! memory between the answer and the touch. So the check catches sizes that no machine has, and promises nothing more.
+//! The pool checks before it touches a large block. A limit that cannot be read counts as no limit. Other processes may take
+//! memory between the check and the touch. So the check catches sizes that no machine has, and promises nothing more.
 
 use std::fs;
 use std::path::Path;
@@ -17,28 +17,28 @@ pub(crate) fn refuses(bytes: usize) -> Option<u64> {
     })
 }
 
-/// What the kernel estimates to be available without swapping, from `/proc/meminfo`.
+/// Returns the memory that the kernel estimates to be available without swapping, from `/proc/meminfo`.
 fn of_system(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib.saturating_mul(1024))
 }
 
-/// Returns the process's place in the unified hierarchy, from `/proc/self/cgroup`.
+/// Returns the process's path in the unified hierarchy, from `/proc/self/cgroup`.
 fn of_unified(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
-/// As [`refuses`], for the limits of a control group (version 2) and of those that it is in.
+/// As [`refuses`], for the limits of a control group (version 2) and of its parents.
 fn in_cgroups(root: &Path, path: &str, bytes: u64) -> Option<u64> {
     root.join(path).ancestors().take_while(|directory| directory.starts_with(root)).find_map(|directory| {
         let number = |file: &str| fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok();
-        // "max" is no number: no limit.
+        // "max" is not a number: there is no limit.
         let free = number("memory.max")?.saturating_sub(number("memory.current")?);
         if bytes <= free {
             return None;
         }
-        // Cached files count as used and give way. Not asked first: the kernel may take long to sum it up.
+        // Cached files count as used but can be evicted. Queried last, because the kernel may take long to sum them up.
         let cached = fs::read_to_string(directory.join("memory.stat")).ok().map_or(0, |stat| cached_files(&stat));
         let available = free.saturating_add(cached);
         (bytes > available).then_some(available)

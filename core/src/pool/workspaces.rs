@@ -1,7 +1,7 @@
 //! Workspaces: one block of device memory for each stream that ran a BLAS call.
 //!
-//! So the bytes grow with the streams in use, and not with threads times streams. Lt calls use the same block; a stream that
-//! only ever ran Lt calls has a smaller one.
+//! So the bytes grow with the streams in use, and not with threads times streams. Lt calls use the same block. A stream that
+//! has run only Lt calls has a smaller one.
 //!
 //! A stream keeps its workspace until it ends. Then the block goes to the next stream that needs one, which first waits, on
 //! the device, for the work of the old one. A block serves one call at a time: the lease holds the stream's submission lock
@@ -26,11 +26,11 @@ pub(crate) struct Workspaces {
 #[derive(Debug, Default)]
 struct State {
     idle: Vec<IdleWorkspace>,
-    /// Every workspace that is allocated, idle or with a stream.
+    /// Every allocated workspace, idle or in use by a stream.
     all: Vec<Workspace>,
 }
 
-/// A workspace that no stream has.
+/// A workspace without a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct IdleWorkspace {
     pub(crate) workspace: Workspace,
@@ -108,7 +108,7 @@ impl Workspaces {
                     self.give_back(ordinal, idle);
                     continue;
                 }
-                // SAFETY: no stream has the workspace, and the last work that used it is done.
+                // SAFETY: No stream has the workspace, and the last work that used it is done.
                 let freed = self.memory.services.note(unsafe { self.memory.free(ordinal, idle.workspace.ptr, None) });
                 match &freed {
                     Ok(()) => state.lock().all.retain(|other| *other != idle.workspace),
@@ -120,7 +120,7 @@ impl Workspaces {
         result
     }
 
-    /// Takes out the idle workspace that was given back longest ago.
+    /// Takes out the idle workspace that was returned longest ago.
     fn pop_idle(state: &Mutex<State>) -> Option<IdleWorkspace> {
         let mut state = state.lock();
         if state.idle.is_empty() { None } else { Some(state.idle.remove(0)) }
