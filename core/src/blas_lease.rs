@@ -116,7 +116,8 @@ impl Stream {
         BlasLease::bind(self, lease)
     }
 
-    /// A handle for products. In a capture that cannot record products, the error says so, and not that a handle is missing.
+    /// A handle for products. In a capture that cannot record products, the error gives that reason, instead of a missing
+    /// handle.
     #[cold]
     fn new_blas_handle(&self) -> Result<PooledHandle> {
         self.runtime().inner.handles.create(self.device(), BlasKind::Blas).or_else(|error| {
@@ -296,14 +297,14 @@ impl<'s> BlasLease<'s> {
         self.pooled.apply_numerics("with_raw", self.stream, policy(self.numerics, self.stream), DataType::F32)?;
         let lent = LentWorkspace::take(self.stream)?;
         let pooled = &mut *self.pooled;
-        // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace goes back after
-        // that binding, or without one: a product binds the handle again before it uses it.
+        // Changes by foreign code are unknown, so the next binding undoes all of them. The workspace is returned after that
+        // binding, or without one: a product binds the handle again before it uses it.
         pooled.bound = 0;
         pooled.lent = true;
         pooled.modes = Modes::default();
         pooled.handle.set_stream(self.stream.id())?;
-        // SAFETY: no other handle has the workspace. It is given back below, for work after this stream's, or the capture
-        // keeps it.
+        // SAFETY: No other handle has the workspace. It is returned below, for work after this stream's, or the capture keeps
+        // it.
         unsafe { pooled.handle.set_workspace(lent.workspace)? };
         let value = foreign(RawBlas { handle: pooled.handle.raw(), workspace: lent.workspace });
         pooled.bind(self.stream)?;
@@ -311,7 +312,7 @@ impl<'s> BlasLease<'s> {
     }
 }
 
-/// A workspace that belongs to a raw handle. The drop gives it back, even if foreign code panics.
+/// A workspace that belongs to a raw handle. The drop returns it, even if foreign code panics.
 struct LentWorkspace<'s> {
     stream: &'s Stream,
     workspace: Option<Workspace>,
@@ -329,14 +330,14 @@ impl<'s> LentWorkspace<'s> {
             if turn.recording.is_none() {
                 turn.lent += 1;
                 drop(turn);
-                // Built first, so that the count falls again if no workspace can be had.
+                // Built first, so that the count decreases again if no workspace is available.
                 let mut lent = Self { stream, workspace: None, captured: false };
                 lent.workspace = core.take_workspace(bytes)?;
                 return Ok(lent);
             }
             drop(turn);
             check_recordable("with_raw", stream)?;
-            // `None` if the capture has ended meanwhile.
+            // `None` if the capture has ended in the meantime.
             if let Some(workspace) = core.captured_workspace(bytes)? {
                 return Ok(Self { stream, workspace: Some(workspace), captured: true });
             }
@@ -519,7 +520,7 @@ impl<'s> LtLease<'s> {
         let mut arguments = PlanArguments::new(*a, *b, *d, bias.map(|bias| bias.ptr));
         arguments.alpha = *alpha;
         arguments.beta = *beta;
-        // Without a bias, D stands twice.
+        // Without a bias, D appears twice.
         let [block_a, block_b, block_d] = *blocks;
         let blocks = &[block_a, block_b, block_d, bias.map_or(block_d, |bias| bias.block)];
         let noted = product::note_uses(self.stream.core(), blocks)?;

@@ -24,7 +24,7 @@ pub(crate) struct DeviceBlock {
     /// Key of the stream noted last as [`Noted::Ordered`], 0 for none. Noting that stream again costs one load.
     last_use: AtomicU64,
     pub(crate) device: u32,
-    /// Streams that use the block in a capture that is open.
+    /// Streams that use the block in an open capture.
     recording: AtomicU32,
     uses: Mutex<Vec<(StreamUse, Noted)>>,
     origin: Origin,
@@ -76,7 +76,7 @@ pub(crate) enum Origin {
 pub(crate) trait SharedMemory: Send + Sync {
     /// Returns the ticket of the whole block. `after` marks the work on it that is not known to be done.
     fn share(&self, block: &Arc<DeviceBlock>, after: Vec<Arc<CompletionEvent>>) -> Result<Ticket>;
-    /// Lets go of the memory of a block whose last owner is gone.
+    /// Releases the memory of a block whose last owner is gone.
     fn release(&self, block: &mut DeviceBlock);
 }
 
@@ -102,7 +102,7 @@ impl DeviceBlock {
         self.recording.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Returns whether the block is of the stream's runtime.
+    /// Returns whether the block belongs to the stream's runtime.
     #[inline(always)]
     pub(crate) fn is_of(&self, stream: &StreamCore) -> bool {
         Arc::ptr_eq(&self.services, &stream.services)
@@ -111,8 +111,8 @@ impl DeviceBlock {
     /// Returns whether the stream was noted last.
     #[inline(always)]
     pub(crate) fn is_noted(&self, stream: &StreamCore) -> bool {
-        // Relaxed: the list itself is under the lock; this only tells that the key was noted before, and the key of a
-        // stream that is in use does not leave the list.
+        // Relaxed: the lock guards the list itself. This only shows that the key was noted before, and the key of a stream that
+        // is in use does not leave the list.
         self.last_use.load(Ordering::Relaxed) == stream.key
     }
 
@@ -153,7 +153,7 @@ impl DeviceBlock {
         if noted == Noted::Ordered {
             self.last_use.store(stream.key, Ordering::Relaxed);
         }
-        // Now and then, so that a buffer that outlives many streams does not remember them all.
+        // From time to time, so that a buffer that outlives many streams does not remember all of them.
         if count >= 8 && count.is_power_of_two() {
             self.forget_ended_streams();
         }
@@ -191,7 +191,7 @@ impl DeviceBlock {
         })
     }
 
-    /// Forgets the streams that have ended and are done. Keys are never used twice, so they are not noted again.
+    /// Removes the streams that have ended and are done. Keys are never reused, so the streams are not noted again.
     #[cold]
     fn forget_ended_streams(&self) {
         let ended: Vec<_> = self.uses.lock().iter().filter_map(|(use_, _)| use_.if_ended()).collect();
@@ -202,7 +202,7 @@ impl DeviceBlock {
         }
     }
 
-    /// Completion events of the work on the block that is not known to be done. The second value: whether some has no
+    /// Returns the completion events of the work on the block that is not known to be done, and whether any of that work has no
     /// completion event.
     pub(crate) fn outstanding(&self) -> (Vec<Arc<CompletionEvent>>, bool) {
         let uses: Vec<StreamUse> = self.uses.lock().iter().map(|(use_, _)| use_.clone()).collect();
@@ -226,7 +226,7 @@ impl DeviceBlock {
             return Err(Error::new(
                 ErrorKind::Capture,
                 "share",
-                "a capture that is open uses the buffer: what it recorded is not executed, and nobody can wait for it",
+                "an open capture uses the buffer: its recorded work is not executed, so no call can wait for it",
             )
             .with_hint("share it before the capture, or after it and a launch of its graph; the capture goes on"));
         }
@@ -238,22 +238,22 @@ impl DeviceBlock {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 "share",
-                "the device work on the buffer cannot be waited for",
+                "a wait for the device work on the buffer failed",
             )
-            .with_hint("an earlier error of the device says why"));
+            .with_hint("an earlier error of the device gives the reason"));
         }
         match &self.origin {
             Origin::Shared(memory) => memory.share(self, after),
             Origin::Own { home: Some(_) } => {
-                refused("stream-ordered memory cannot be shared", "allocate it by `Device::allocate_shared`")
+                refused("stream-ordered memory cannot be shared", "allocate it with `Device::allocate_shared`")
             }
             Origin::Own { .. } => {
-                refused("the buffer was not allocated to be shared", "allocate it by `Device::allocate_shared`")
+                refused("the buffer was not allocated to be shared", "allocate it with `Device::allocate_shared`")
             }
         }
     }
 
-    /// Returns what has to be freed once every stream that used the block has passed that use. The block has no owner.
+    /// Returns the free to run once every stream that used the block has passed that use. The block has no owner any more.
     pub(crate) fn deferred_free(&mut self, home: Option<Arc<StreamCore>>) -> DeferredFree {
         let later = std::mem::take(self.uses.get_mut()).into_iter().map(|(use_, _)| use_).collect();
         let mut free =

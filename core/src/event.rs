@@ -16,8 +16,8 @@ pub struct Event {
     pub(crate) id: EventId,
     /// The event's place in the pool; `None` for an event with timing.
     pooled: Option<CompletionEvent>,
-    /// True if the id was given away. Such an event does not go back to the pool: its owner could record it again while the
-    /// next user frees memory by it.
+    /// True if the id was exposed. Such an event does not return to the pool: its owner could record it again while its next
+    /// user frees memory by it.
     exposed: AtomicBool,
     /// The capture that the event was recorded in.
     capture: Option<Arc<Capture>>,

@@ -1,4 +1,4 @@
-//! The synchronisation types of this crate, in one place, so that the model checkers can replace them.
+//! The synchronization types of this crate, in one place, so that the model checkers can replace them.
 //!
 //! `tests/loom.rs` compiles the lock-free files of this crate against a module of the same shape over loom's types, and
 //! `tests/shuttle.rs` those of the host cache over shuttle's.
@@ -10,7 +10,7 @@ pub(crate) use highwater_hal::HostPtr;
 pub(crate) use highwater_hal::fork::Generation;
 pub(crate) use parking_lot::{Condvar, Mutex};
 
-/// `UnsafeCell` with the access pattern of loom's, which tracks who reads and who writes.
+/// `UnsafeCell` with the access pattern of loom's, which tracks readers and writers.
 #[derive(Debug, Default)]
 pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 

@@ -1,8 +1,8 @@
-//! What a product is held against before the vendor is called.
+//! The checks of a product before the vendor is called.
 //!
-//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its
-//! own code. So what nearly all products are is found out in few instructions in a row, the same ones for every element
-//! type. The rest, huge or batched or wrong, is looked at elsewhere.
+//! Products pass here one after the other, each behind a vendor's call that has filled the processor's caches with its own
+//! code. So the properties of nearly all products are checked in few consecutive instructions, the same ones for every element
+//! type. The rest, huge or batched or wrong, is checked elsewhere.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::stream::core::StreamCore;
 use crate::stream::submission::SubmissionGuard;
 use highwater_hal::{DataType, Epilogue, Error, ErrorKind, Gemm, GemmShape, Result, Scalar, Transpose};
 
-/// A product, or an Lt product with D for C, and the buffers that its matrices lie in.
+/// A product, or an Lt product with D for C, and the buffers that contain its matrices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'b> {
     pub(crate) operation: &'static str,
     pub(crate) gemm: Gemm,
-    /// Of A, B and C.
+    /// The blocks of A, B and C.
     pub(crate) blocks: [&'b Arc<DeviceBlock>; 3],
     /// Values from the beginning of A, B and C to the end of their buffers.
     lens: [usize; 3],
-    /// Of the buffers: of A and B, and of C.
+    /// The types of the buffers: of A and B, and of C.
     types: [DataType; 2],
 }
 
@@ -45,24 +45,23 @@ impl<'b> Product<'b> {
         }
     }
 
-    /// Everything that can be wrong with a product.
+    /// Checks a product completely.
     #[inline(always)]
     pub(crate) fn check(&self, stream: &Stream) -> Result<()> {
         if self.is_plain(stream) { Ok(()) } else { self.look_closely(stream) }
     }
 
-    /// Returns whether this is a single product of usual size with nothing wrong about it. Where the sizes are usual,
-    /// no number here overflows.
+    /// Returns whether this is a valid single product of usual size. With usual sizes, no number here overflows.
     #[inline(always)]
     fn is_plain(&self, stream: &Stream) -> bool {
-        /// The product of two numbers below this, and one more, can be counted.
+        /// The product of two numbers below this, plus one, does not overflow.
         const USUAL: usize = 1 << (usize::BITS / 2 - 1);
         let (core, Gemm { shape, a, b, c, .. }) = (stream.core(), &self.gemm);
         let GemmShape { m, n, k, lda, ldb, ldc, .. } = *shape;
         let [len_a, len_b, len_c] = self.lens;
         let [of_factors, of_result] = self.types;
         let here = |block: &DeviceBlock| block.is_of(core) && block.device == core.id.device();
-        // Values from the first of a matrix to its last, which has columns.
+        // Values from the first of a matrix to its last. The matrix has columns.
         let reach = |rows: usize, columns: usize, ld: usize| (columns - 1).wrapping_mul(ld).wrapping_add(rows);
         let rows_and_columns = |transpose, rows, columns| match transpose {
             Transpose::No => (rows, columns),
@@ -95,7 +94,7 @@ impl<'b> Product<'b> {
         if !(ldc >= m && len_c >= reach_c) {
             return false;
         }
-        // C is no longer than the buffers, so its bytes can be counted.
+        // C is no longer than its buffer, so its bytes do not overflow.
         let end_c = c.offset(reach_c * of_result.bytes());
         (end_c <= *a || a.offset(reach_a * of_factors.bytes()) <= *c)
             && (end_c <= *b || b.offset(reach_b * of_factors.bytes()) <= *c)
@@ -144,7 +143,7 @@ impl<'b> Product<'b> {
         Ok(())
     }
 
-    /// Everything that can be wrong with the bias of an epilogue, after [`Product::check`].
+    /// Checks the bias of an epilogue completely, after [`Product::check`].
     #[inline(always)]
     pub(crate) fn check_bias(&self, stream: &Stream, epilogue: Epilogue, bias: Option<Untyped<'_>>) -> Result<()> {
         if bias.is_none() & !epilogue.has_bias() { Ok(()) } else { self.look_at_bias(stream, epilogue, bias) }

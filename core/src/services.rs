@@ -1,6 +1,6 @@
-//! What every pool needs: the backend, the fork guard, the ledger, the devices, and the releases to retry.
+//! The base of every pool: the backend, the fork guard, the ledger, the devices, and the releases to retry.
 //!
-//! This is the bottom layer. Each pool holds a reference to it and does its own work; the runtime owns the pools.
+//! This is the bottom layer. Each pool holds a reference to it; the runtime owns the pools.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,7 +34,7 @@ pub(crate) trait Owner: Any + Send + Sync {
 pub(crate) struct Services {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) generation: Generation,
-    /// The policy for products of threads and leases that have none of their own.
+    /// The policy for products of threads and leases that set none.
     pub(crate) numerics: Numerics,
     pub(crate) devices: Box<[DeviceState]>,
     pub(crate) ledger: Ledger,
@@ -173,8 +173,8 @@ impl Services {
         Ok(self.backend.query_event(completion.event())? == Completion::Complete)
     }
 
-    /// Returns whether the completion event is passed, as far as the backend can tell. An error says nothing about the
-    /// work: the block keeps waiting, and the end of the runtime frees it.
+    /// Returns whether the completion event is passed, as far as the backend can tell. An error proves nothing about the work:
+    /// the block continues to wait, and the end of the runtime frees it.
     pub(crate) fn is_surely_passed(&self, completion: &CompletionEvent) -> bool {
         self.is_passed(completion, false).unwrap_or(false)
     }

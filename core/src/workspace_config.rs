@@ -1,14 +1,14 @@
 //! Workspace sizes from environment variables, in the formats that cuBLAS users know.
 //!
 //! A BLAS variable holds `:KiB:COUNT` pairs that are summed (`:4096:2:16:8` is 2 x 4 MiB + 8 x 16 KiB); an Lt variable
-//! holds KiB. Which variables count is the backend's to say ([`Identity`](crate::Identity)). What cannot be parsed is
-//! warned about and ignored, as the vendors' own libraries do.
+//! holds KiB. The backend decides which variables apply ([`Identity`](crate::Identity)). A value that cannot be parsed causes a
+//! warning and is ignored, as in the vendors' own libraries.
 
 use std::env;
 
 use highwater_hal::display_foreign;
 
-/// Bytes of a `:KiB:COUNT` list.
+/// Returns the bytes of a `:KiB:COUNT` list.
 fn parse_pairs(text: &str) -> Option<usize> {
     let mut numbers = text.trim().strip_prefix(':')?.split(':').map(|number| number.parse::<usize>().ok());
     let mut bytes = 0_usize;
@@ -19,7 +19,7 @@ fn parse_pairs(text: &str) -> Option<usize> {
     Some(bytes)
 }
 
-/// Bytes of a number of KiB.
+/// Returns the bytes of a number of KiB.
 fn parse_kib(text: &str) -> Option<usize> {
     text.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
@@ -44,12 +44,12 @@ fn from_variables(
     default
 }
 
-/// Bytes of the BLAS workspace: the first of `variables` that is set, else `default`.
+/// Returns the bytes of the BLAS workspace: the first of `variables` that is set, else `default`.
 pub(crate) fn blas_workspace_bytes(variables: &[&str], default: usize) -> usize {
     from_variables(variables, |name| env::var(name).ok(), parse_pairs, "of the form :KiB:COUNT", default)
 }
 
-/// Bytes of the Lt workspace: the first of `variables` that is set, else `default`.
+/// Returns the bytes of the Lt workspace: the first of `variables` that is set, else `default`.
 pub(crate) fn lt_workspace_bytes(variables: &[&str], default: usize) -> usize {
     from_variables(variables, |name| env::var(name).ok(), parse_kib, "a number of KiB", default)
 }
