@@ -304,6 +304,7 @@ pub type LogCall = unsafe extern "C" fn(level: u32, text: *const c_char, bytes: 
 pub type OpenCall =
     unsafe extern "C" fn(request: *const RawOpen, backend: *mut *mut RawBackend, error: *mut RawError) -> i32;
 /// A table, as the entry point returns it.
+#[derive(Debug)]
 #[repr(C)]
 pub struct RawTable {
     private: [u8; 0],

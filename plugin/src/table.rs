@@ -387,9 +387,9 @@ macro_rules! table {
         /// The operations of a backend, for one version of the table.
         #[derive(Clone, Copy)]
         #[repr(C)]
-        pub struct Table {
+        pub(super) struct Table {
             /// Bytes of this struct.
-            pub size: u64,
+            pub(super) size: u64,
             $(
                 $(#[doc = $doc])+
                 pub(super) $name: Option<unsafe extern "C" fn(

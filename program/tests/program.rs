@@ -524,6 +524,8 @@ fn a_worker_that_is_stopped_is_told_and_waited_for() {
         }
         all
     });
+    // It is at work by then: an exporter waits less long than this for a peer that opens its memory.
+    while !lines.recv_timeout(PATIENCE).expect("a line on progress").contains(" images") {}
     victim.send(Signal::STOP);
     let named = format!("warning: worker {} has said nothing for", victim.0);
     let told = loop {
@@ -870,8 +872,12 @@ fn a_mock_that_is_described_wrongly_is_an_error_with_the_key() {
 fn what_is_wrong_with_the_mock_is_told_whether_or_not_it_was_asked_for() {
     for (mock, reason, hint) in [
         ("memory=lots", "the value of `memory` is `lots`", "expected bytes, such as 4096, 64KiB"),
-        ("colour=red", "`colour` (with the value `red`) is no option", "expected one of devices, memory"),
-        ("fail=alocate:1", "no operation is named `alocate`", "the operations are"),
+        (
+            "colour=red",
+            "`colour` (with the value `red`) is not an option of the mock",
+            "expected one of devices, memory",
+        ),
+        ("fail=alocate:1", "no operation is named `alocate`", "did you mean `allocate`? the operations are"),
         ("devices=0", "0 devices were asked for", "expected 1 to 64"),
         (
             "memory=8TiB",

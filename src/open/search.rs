@@ -174,6 +174,22 @@ impl<'a> Search<'a> {
     }
 }
 
+impl OpenOptions {
+    /// Opens a backend.
+    ///
+    /// # Errors
+    /// The errors of [`open`](crate::open) and [`open_best`](crate::open_best). For a path, those of a plugin.
+    pub fn open(&self) -> Result<Opened, OpenError> {
+        Search::of_process(self).open()
+    }
+
+    /// Tries every backend, including a given path, and keeps none.
+    #[must_use]
+    pub fn survey(&self) -> LoadReport {
+        Search::of_process(self).survey()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
@@ -231,21 +247,5 @@ mod tests {
         assert_eq!(report.candidates[0].outcome, Outcome::LibraryMissing, "{report}");
         assert!(report.candidates[1..].iter().all(|other| other.outcome == Outcome::NotTried), "{report}");
         assert_eq!(options.survey().candidates[0].outcome, Outcome::LibraryMissing);
-    }
-}
-
-impl OpenOptions {
-    /// Opens a backend.
-    ///
-    /// # Errors
-    /// The errors of [`open`](crate::open) and [`open_best`](crate::open_best). For a path, those of a plugin.
-    pub fn open(&self) -> Result<Opened, OpenError> {
-        Search::of_process(self).open()
-    }
-
-    /// Tries every backend, including a given path, and keeps none.
-    #[must_use]
-    pub fn survey(&self) -> LoadReport {
-        Search::of_process(self).survey()
     }
 }

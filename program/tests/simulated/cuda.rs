@@ -21,7 +21,7 @@ fn installations_are_told_apart() {
         ("junk", "library missing", "file too short", "install the NVIDIA driver", &[]),
         ("old-driver", "unsupported", "driver of CUDA 11.8", "CUDA 12.2 or newer", &[]),
         ("no-device", "no device", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES", &[]),
-        ("stub", "library missing", "CUDA_ERROR_STUB_LIBRARY", "off the library path", &[]),
+        ("stub", "library missing", "CUDA_ERROR_STUB_LIBRARY", "remove its folder from the library path", &[]),
         (
             "no-cublas",
             "library missing",
