@@ -237,7 +237,7 @@ fn what_would_lose_a_capture_is_refused_before_the_backend_is_called() {
                 for refused in [kind(stream.record_timed()), kind(earlier.launch(stream))] {
                     assert_eq!(refused, ErrorKind::Capture);
                 }
-                // Events and streams outside are nobody's business.
+                // Events and streams outside the capture are not affected.
                 event.synchronize()?;
                 assert!(event.is_complete()?);
                 outside.synchronize()?;
@@ -513,7 +513,7 @@ fn two_graphs_that_share_page_locked_memory_take_turns() {
             let graph = stream
                 .capture(|stream| {
                     let mut shared = shared.lock().unwrap();
-                    // Written and read back in the order of either end: whoever launches must not wait in a circle.
+                    // Written and read back in the order of either end: launches must not wait in a cycle.
                     let order: Vec<usize> = if value == 0 { vec![0, 1, 2] } else { vec![2, 1, 0] };
                     for index in order {
                         stream.copy_to_host(&source, &mut shared[index])?;
@@ -875,7 +875,7 @@ fn a_life_of_graphs(runtime: &Runtime, streams: &[Stream; 2]) -> Result<()> {
 
 #[test]
 fn whatever_call_fails_nothing_is_lost_and_the_streams_go_on() {
-    // Where these fail, the backend keeps what it was told to destroy or free, or the runtime leaves it.
+    // If these fail, the backend keeps the object that it was asked to destroy or free, or the runtime leaves it.
     let releases =
         ["destroy_stream", "destroy_event", "destroy_graph", "destroy_graph_exec", "destroy", "free", "host_free"];
     let creating = [true, false];

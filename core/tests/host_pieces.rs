@@ -214,7 +214,7 @@ fn what_is_never_unregistered_is_never_unmapped_and_the_runtime_ends_all_the_sam
     assert_eq!(runtime.close().unwrap_err().kind(), ErrorKind::Vendor);
     assert_eq!(registered(&gpu), 3);
     for offset in (0..BLOCK).step_by(PIECE) {
-        // SAFETY: registered, so still mapped: that is what is tested. Nobody else has the address.
+        // SAFETY: Registered, so still mapped: that is the subject of the test. No other code has the address.
         unsafe { at.offset(offset).as_ptr().write_volatile(1) };
     }
     // Left on purpose, to the end of the process. The mock is given its table back here.

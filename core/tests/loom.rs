@@ -121,7 +121,7 @@ fn retiring_a_claimed_slot_and_leasing_it_exclude_each_other() {
     });
 }
 
-/// A thread pops while the pool retires everything: nobody gets a retired handle, nothing is destroyed twice.
+/// A thread pops while the pool retires everything: no thread gets a retired handle, and no handle is destroyed twice.
 #[test]
 fn retiring_idle_slots_and_popping_exclude_each_other() {
     loom::model(|| {

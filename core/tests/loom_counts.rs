@@ -1,9 +1,9 @@
-//! Model checking of the counts that two processes share, and of the count by which one of them unmaps: every interleaving
-//! of the steps below is tried.
+//! Model checking of the counts that two processes share, and of the count that decides about an unmap. Every interleaving of
+//! the steps below is tried.
 //!
-//! The processes are threads here, and the shared memory is a cell that loom watches: it fails a test in which the exporter
-//! uses the memory again while the importer may still use it, or without having seen what the importer did. The addresses
-//! of an import are such a cell too, which who unmaps them writes.
+//! The processes are threads here, and the shared memory is a cell that loom watches. Loom fails a test in which the exporter
+//! uses the memory again while the importer may still use it, or without having seen the importer's accesses. The addresses of
+//! an import are such a cell too, which the unmapping thread writes.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
@@ -58,7 +58,7 @@ impl Shared {
 
     /// The exporter uses the memory for something else.
     fn reuse(&self) {
-        // SAFETY: nobody holds the allocation; loom fails the test where somebody reads it meanwhile.
+        // SAFETY: No thread holds the allocation. Loom fails the test if a thread reads it in the meantime.
         self.memory.with_mut(|memory| unsafe { *memory += 1 });
     }
 
@@ -193,7 +193,7 @@ fn a_slot_that_serves_the_next_allocation_is_left_alone_by_the_old_mapping() {
         assert!(shared.close(false));
         let unmapping = {
             let shared = Arc::clone(&shared);
-            // Whether the exporter is told does not matter: it freed this one long ago.
+            // The result does not matter: the exporter freed this allocation long ago.
             thread::spawn(move || shared.slot().unmapped())
         };
         // Meanwhile the exporter grants the next allocation of the slot.
@@ -276,7 +276,7 @@ impl Import {
     fn unmap(&self) -> bool {
         let unmaps = self.open.try_gone();
         if unmaps {
-            // SAFETY: nobody has it open; loom fails the test where somebody reads it meanwhile.
+            // SAFETY: No thread has it open. Loom fails the test if a thread reads it in the meantime.
             self.addresses.with_mut(|mapped| unsafe { *mapped += 1 });
             if self.shared.slot().unmapped() {
                 self.shared.released().raise(0);
@@ -285,7 +285,7 @@ impl Import {
         unmaps
     }
 
-    /// The exporter frees the allocation, and the importer that is told of it unmaps what nobody has open.
+    /// The exporter frees the allocation. The importer then unmaps it if no buffer has it open.
     fn is_freed(&self) -> bool {
         self.shared.slot().close();
         assert!(self.shared.slot().is_closed());
@@ -304,7 +304,7 @@ fn nothing_is_unmapped_while_a_thread_has_it_open() {
         // Trimmed: without a reason that the other thread could find.
         let trimmed = import.unmap();
         assert!(!opening.join().unwrap());
-        // Who is open is not unmapped then, and what is gone is not opened.
+        // An open import is not unmapped then, and an unmapped one is not opened.
         assert_ne!(import.open.enter(), trimmed);
     });
 }

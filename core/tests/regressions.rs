@@ -250,7 +250,7 @@ fn a_handle_kept_the_freed_workspace_of_an_earlier_legacy_default_stream() {
     device.synchronize().unwrap();
     runtime.trim().unwrap();
     assert_eq!(runtime.statistics().workspaces, 0);
-    // Whoever allocates next gets the memory of the freed workspace.
+    // The next allocation gets the memory of the freed workspace.
     let victim = device.allocate::<u8>(32 << 20).unwrap();
     other.fill(&victim, 7_u8).unwrap();
     other.synchronize().unwrap();

@@ -286,7 +286,7 @@ fn the_same_under_a_cap_that_is_often_exceeded() {
     }
 }
 
-/// Blocks that no stream uses are within the cap as soon as nobody is at work, whoever came last.
+/// Blocks that no stream uses are within the cap as soon as no thread is active, in any order of the threads.
 #[test]
 fn give_backs_in_different_bins_at_once_keep_to_the_cap() {
     check_random(
@@ -343,8 +343,8 @@ fn a_use_noted_by_address_is_refused_or_waited_for() {
     );
 }
 
-/// Two graphs keep a block whose buffer ends meanwhile; each launches and ends, while others want memory and trim. The block
-/// is in nobody else's hands and not freed before both have let go and their launches are done.
+/// Two graphs keep a block whose buffer ends in the meantime. Each is launched and ends, while other threads request memory and
+/// trim. No other owner gets the block, and it is not freed, before both graphs have released it and their launches are done.
 #[test]
 fn a_block_kept_by_graphs_is_given_out_and_freed_after_them() {
     for cap in [None, Some(0)] {

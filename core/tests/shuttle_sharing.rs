@@ -1,9 +1,9 @@
-//! Random schedules of an exporter and two importers over the counts that they share: no allocation is freed while
-//! somebody holds it, and each is freed once, whoever dies and wherever.
+//! Random schedules of an exporter and two importers over the counts that they share. No allocation is freed while a process
+//! holds it, and each is freed once, at any point of any process's death.
 //!
-//! `counts.rs` and `open_count.rs` are compiled against shuttle's types. Processes are sets of threads here; what
-//! surrounds the counts, the exporter's books and the importers' tables of mappings, is told anew in its shortest form,
-//! step for step as `exporter.rs` and `importer.rs` do it.
+//! `counts.rs` and `open_count.rs` are compiled against shuttle's types. Processes are sets of threads here. The surroundings
+//! of the counts, the exporter's and the importers' tables of mappings, are modeled in their shortest form, with the same steps
+//! as in `exporter.rs` and `importer.rs`.
 
 #![allow(missing_docs, unreachable_pub, dead_code, reason = "the files under test are compiled as part of this test")]
 
@@ -275,7 +275,7 @@ struct Importer {
     killed: AtomicBool,
     /// `None` while one thread opens the allocation.
     imports: Mutex<HashMap<Ticket, Option<Arc<Import>>>>,
-    /// Imports to unmap as soon as nobody has them open.
+    /// Imports to unmap as soon as no buffer has them open.
     to_unmap: Mutex<Vec<Arc<Import>>>,
     /// Imports that the backend has refused to unmap.
     refused: Mutex<Vec<Arc<Import>>>,
@@ -518,7 +518,7 @@ fn exporter_and_importers(or_maps: bool, kills: bool) {
         .collect();
     exporter.run();
     let importers: Vec<_> = processes.into_iter().map(|process| process.join().unwrap()).collect();
-    // Nobody has anything in hand, and nothing but the flags has told the exporter.
+    // No thread holds an object, and only the flags have informed the exporter.
     exporter.settle();
     let book = exporter.book();
     assert!(book.exports.iter().all(Option::is_none), "something is in limbo that nobody has");

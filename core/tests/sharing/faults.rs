@@ -1,5 +1,5 @@
-//! Sharing while the backend refuses: every refusal is told or counted, nothing hangs, nothing is freed early, and
-//! afterwards everything comes back.
+//! Sharing while the backend refuses. Every refusal is reported or counted, no call hangs, no memory is freed early, and
+//! afterward all memory is returned.
 
 use std::time::Duration;
 
@@ -119,7 +119,7 @@ impl Pair {
         [&self.exporter, &self.importer].map(|side| side.runtime.statistics().failed_releases).iter().sum()
     }
 
-    /// What was refused is told, and says something.
+    /// Checks that a refusal is reported with a message.
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
         result
             .inspect_err(|error| {
@@ -146,8 +146,8 @@ impl Pair {
         Some(buffer)
     }
 
-    /// A buffer is shared, opened twice, written and read by the importer and dropped first by the exporter, who uses the
-    /// memory that comes back at once.
+    /// A buffer is shared, opened twice, and written and read by the importer. The exporter drops it first, and reuses the
+    /// returned memory at once.
     fn round(&mut self) {
         self.rounds += 1;
         let (tag, next) = (self.rounds, 1_000_000 + self.rounds);

@@ -46,14 +46,14 @@ fn tickets_of_nothing_are_refused_by_what_is_wrong() {
     exporter.end();
 }
 
-/// Opens it in another thread and gives back how it is refused: who is not refused would wait for ever.
+/// Opens the ticket in another thread and returns the refusal. Without a refusal, the open would wait for ever.
 #[track_caller]
 fn refused_in_time(importer: &Exporter, ticket: Ticket) -> highwater_core::Error {
     let runtime = importer.runtime.clone();
     let (sender, answer) = std::sync::mpsc::channel();
     let opening = std::thread::spawn(move || sender.send(runtime.open_shared::<u32>(&ticket).map(drop)));
     let opened = answer.recv_timeout(std::time::Duration::from_secs(60)).expect("an answer within a minute");
-    // It has the runtime, which ends later only if nobody else has it.
+    // The thread has the runtime, which ends later only if no other code has it.
     opening.join().unwrap().unwrap();
     opened.unwrap_err()
 }
@@ -152,7 +152,7 @@ fn peers_that_send_garbage_harm_only_themselves() {
             kept.push(socket);
         }
     }
-    // Somebody who greets and then asks for everything, without a bell, too long, and never listens.
+    // A client that greets and then requests everything, without a bell, with messages that are too long, and never reads.
     let socket = connect();
     for _ in 0..2000 {
         let _ = rustix::net::send(
@@ -302,8 +302,8 @@ fn another_users_process_is_refused() {
     let ticket = buffer.share().unwrap();
     let copy = std::env::temp_dir().join(format!("test-of-another-user-{}", std::process::id()));
     // Another user may not be able to reach the build's folder.
-    // By another process: a child that is forked here meanwhile would hold the copy open for writing, and then nobody can
-    // start it.
+    // Copied by another process: a child that is forked here in the meantime would hold the copy open for writing, and then the
+    // copy could not be executed.
     let copied = std::process::Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&copy).status();
     assert!(copied.unwrap().success());
     let mut peer = Peer::start_with("", |command| {

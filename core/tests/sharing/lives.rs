@@ -1,4 +1,4 @@
-//! Who dies, when, and what becomes of the memory.
+//! The death of exporters and importers at any time, and its effect on the memory.
 
 use std::process::Command;
 use std::time::Duration;
@@ -75,7 +75,7 @@ fn an_importer_killed_with_work_queued_writes_into_nobodys_memory() {
         peer.tell("fill a 66 2000");
         drop(buffer);
         peer.kill();
-        // Allocating waits for nobody: it fails until the dead one is known to be dead, and then it works.
+        // An allocation does not wait: it fails until the death of the process is detected, and then it succeeds.
         let mut next = None;
         until("there is memory again", || {
             next = exporter.runtime.device(0).unwrap().allocate_shared::<u32>(400_000).ok();

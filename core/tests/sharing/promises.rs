@@ -81,7 +81,7 @@ fn a_buffer_that_others_hold_waits_in_limbo_and_comes_back_by_itself() {
         assert_eq!(peer.tell("read a"), "5");
         peer.tell("drop a");
     }
-    // Nobody calls anything: the last one's release is noticed.
+    // No call is made: the service detects the last release.
     until("the memory is back", || exporter.runtime.statistics().sharing.limbo_blocks == 0);
     drop(others);
     exporter.stream.synchronize().unwrap();
@@ -307,7 +307,7 @@ fn a_collect_beside_the_service_loses_no_release() {
         for _ in 0..8 {
             importer.runtime.trim_shared().unwrap();
         }
-        // From here on nobody but the service looks after it.
+        // From here on only the service processes it.
         until("it is let go of", || importer.runtime.statistics().sharing.imports == 0);
     }
     drop(buffer);

@@ -61,7 +61,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// Who has work queued on an allocation.
+/// The process that has work queued on an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Writer {
     Exporter,

@@ -94,7 +94,7 @@ fn an_importer_that_is_cut_off_while_it_keeps_a_mapping_is_not_forgotten() {
     assert_eq!(exporter.runtime.statistics().sharing.limbo_blocks, 1);
     let others: Vec<_> = (0..20).map(|_| exporter.make(50_000, 6)).collect();
     assert_eq!(peer.tell("read a"), "5");
-    // Nobody can ring any more: it is noticed all the same, while the importer lives.
+    // No process can ring any more. The release is detected nevertheless, while the importer lives.
     peer.tell("drop a");
     until("it comes back", || exporter.runtime.statistics().sharing.limbo_blocks == 0);
     // And it finds its way back.
@@ -272,7 +272,7 @@ fn an_exporter_that_is_behind_with_reading_is_waited_for() {
 const MAPPED: u64 = 1 << 62;
 const CLOSED: u64 = 1 << 63;
 
-/// Somebody of the same user who speaks the protocol and shares real memory, but not as an exporter should.
+/// A process of the same user that speaks the protocol and shares real memory, but does not behave like an exporter.
 struct Impostor {
     ticket: Ticket,
     counts: std::fs::File,
@@ -379,7 +379,7 @@ fn an_exporter_that_scribbles_on_the_counts_takes_no_memory_away() {
     owner.stream.synchronize().unwrap();
     let impostor = Impostor::polite(&owner, &buffer);
     let opened = importer.runtime.open_shared::<u32>(&impostor.ticket).unwrap();
-    // Nobody has it open, says the exporter, or it is another one by now.
+    // The exporter's word claims that the allocation is not open, or that it is another one by now.
     for word in [CLOSED | MAPPED, 0, CLOSED | 5 << 32] {
         impostor.scribble(word);
         impostor.raise_closed();
@@ -429,7 +429,7 @@ fn an_exporter_that_answers_without_end_but_never_the_question_is_given_up() {
     let (owner, importer) = (Exporter::new(), Exporter::new());
     let buffer = owner.make(1000, 7);
     let impostor = Impostor::new(&owner, &buffer, |socket, _, opened, _| {
-        // Refusals and grants of other questions, until nobody listens.
+        // Refusals and grants of other requests, until the other end is closed.
         while send(socket, &message(6, &[&[9; 4], &[2, 0, 0, 0]]), &[])
             && send(socket, &message(4, &[&[9; 4], opened]), &[])
         {}

@@ -1,25 +1,25 @@
-//! Algorithms: the plan that a heuristic query gives and a product takes.
+//! Algorithms: the plans that a heuristic query returns and a product uses.
 
 use highwater_simulated_blas::status::SUCCESS;
 
 use crate::attributes::Preference;
 use crate::problem::Problem;
 
-/// Marks the structure as one that this library filled.
+/// Marks the structure as filled by this library.
 const MARK: u64 = u64::from_ne_bytes(*b"LtPlan\x01\0");
 
-/// A workspace below this is not used: the kernels would be many and small.
+/// A smaller workspace is not used: it would need many small kernels.
 const LEAST_WORKSPACE: u64 = 16 << 10;
 
-/// `cublasLtMatmulAlgo_t`: 64 bytes that the caller does not look into.
+/// `cublasLtMatmulAlgo_t`: 64 bytes that are opaque to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Algorithm {
     mark: u64,
-    /// Of the problem that it is for.
+    /// The fingerprint of its problem.
     fingerprint: u64,
     workspace_bytes: u64,
-    /// Of A, B, C, D.
+    /// The alignments of A, B, C and D.
     alignments: [u32; 4],
     reserved: [u64; 3],
 }
@@ -40,7 +40,7 @@ pub struct HeuristicResult {
 const _: () = assert!(size_of::<HeuristicResult>() == 96);
 
 impl Algorithm {
-    /// The algorithm for a problem, within the preferred workspace.
+    /// Returns the algorithm for a problem, within the preferred workspace.
     pub(crate) fn of(problem: &Problem, preference: &Preference) -> Self {
         let workspace = preference.workspace_bytes.min(problem.intermediate_bytes());
         Self {
@@ -63,12 +63,12 @@ impl Algorithm {
         }
     }
 
-    /// The workspace that it needs, if it is one for this problem.
+    /// Returns the workspace that it needs, if it belongs to this problem.
     pub(crate) fn workspace_for(&self, problem: &Problem) -> Option<u64> {
         (self.mark == MARK && self.fingerprint == problem.fingerprint()).then_some(self.workspace_bytes)
     }
 
-    /// Whether it takes operands at these addresses: those of A, B, C, D, in this order.
+    /// Returns whether it accepts operands at these addresses: those of A, B, C, D, in this order.
     pub(crate) fn takes(&self, addresses: [u64; 4]) -> bool {
         addresses.iter().zip(self.alignments).all(|(address, alignment)| address.is_multiple_of(u64::from(alignment)))
     }

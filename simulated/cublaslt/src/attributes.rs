@@ -1,22 +1,22 @@
-//! Descriptors and their attributes. An attribute is so many bytes as its type has, or the call is refused.
+//! Descriptors and their attributes. A call whose byte count differs from the size of the attribute's type is refused.
 
 use std::ffi::c_void;
 
 use highwater_simulated_blas::status::INVALID_VALUE;
 
-/// An attribute's value, from foreign memory.
+/// Reads an attribute's value from foreign memory.
 ///
 /// # Safety
-/// `place` is null or `bytes` bytes are readable there.
+/// `place` must be null, or `bytes` bytes must be readable there.
 unsafe fn read<T: Copy>(place: *const c_void, bytes: usize) -> Result<T, u32> {
     if place.is_null() || bytes < size_of::<T>() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller's promise; the types used are numbers, for which any bytes will do.
+    // SAFETY: The caller upholds the contract. The types are numbers, for which every bit pattern is valid.
     Ok(unsafe { place.cast::<T>().read_unaligned() })
 }
 
-/// What `cublasLtMatmulDesc_t` points to.
+/// The object behind a `cublasLtMatmulDesc_t`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Description {
     pub(crate) compute_type: u32,
@@ -27,9 +27,9 @@ pub(crate) struct Description {
     pub(crate) epilogue: u32,
     pub(crate) bias: u64,
     pub(crate) bias_batch_stride: i64,
-    /// -1: that of D.
+    /// -1: the type of D.
     pub(crate) bias_type: i32,
-    /// Whether something was set that the kernels cannot do.
+    /// True if an attribute was set that the kernels do not support.
     pub(crate) is_special: bool,
 }
 
@@ -50,9 +50,9 @@ impl Description {
     }
 
     /// # Safety
-    /// As for [`read`].
+    /// The contract of [`read`].
     pub(crate) unsafe fn set(&mut self, attribute: u32, value: *const c_void, bytes: usize) -> Result<(), u32> {
-        // SAFETY: the caller's promise, here and below.
+        // SAFETY: The caller upholds the contract, here and below.
         unsafe {
             match attribute {
                 0 => self.compute_type = read(value, bytes)?,
@@ -64,12 +64,12 @@ impl Description {
                 8 => self.bias = read(value, bytes)?,
                 10 => self.bias_batch_stride = read(value, bytes)?,
                 26 => self.bias_type = read(value, bytes)?,
-                // A hint, and one that changes nothing for these types.
+                // A hint that has no effect for these types.
                 15 => _ = read::<i32>(value, bytes)?,
                 25 => _ = read::<i8>(value, bytes)?,
                 // Transposed C, part of C only.
                 5 | 6 => self.is_special |= read::<u32>(value, bytes)? != 0,
-                // Auxiliary outputs, scales of 8-bit types, synchronization by chunks: set, they find no algorithm.
+                // Auxiliary outputs, scales of 8-bit types, synchronization by chunks. If one is set, no algorithm is found.
                 11..=14 | 17..=24 | 27..=37 => self.is_special |= bytes > 0 && !value.is_null(),
                 _ => return Err(INVALID_VALUE),
             }
@@ -78,8 +78,8 @@ impl Description {
     }
 
     /// # Safety
-    /// `value` is null or `bytes` bytes are writable there; `written` is null or valid for a write. With 0 bytes only
-    /// the size is written.
+    /// `value` must be null, or `bytes` bytes must be writable there. `written` must be null or valid for a write. With 0 bytes
+    /// only the size is written.
     pub(crate) unsafe fn get(
         &self,
         attribute: u32,
@@ -101,7 +101,7 @@ impl Description {
             _ => return Err(INVALID_VALUE),
         };
         if !written.is_null() {
-            // SAFETY: forwarded to the caller.
+            // SAFETY: The caller upholds the contract.
             unsafe { written.write(size) };
         }
         if bytes == 0 && !written.is_null() {
@@ -111,13 +111,13 @@ impl Description {
             return Err(INVALID_VALUE);
         }
         let number = number.to_le_bytes();
-        // SAFETY: so many bytes are writable, and the number has eight.
+        // SAFETY: `size` bytes are writable, and the number has eight.
         unsafe { number.as_ptr().copy_to_nonoverlapping(value.cast(), size) };
         Ok(())
     }
 }
 
-/// What `cublasLtMatrixLayout_t` points to.
+/// The object behind a `cublasLtMatrixLayout_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     pub(crate) data_type: u32,
@@ -128,7 +128,7 @@ pub(crate) struct Layout {
     pub(crate) ld: i64,
     pub(crate) batch: i32,
     pub(crate) stride: i64,
-    /// Whether something was set that the kernels cannot do.
+    /// True if an attribute was set that the kernels do not support.
     pub(crate) is_special: bool,
 }
 
@@ -138,9 +138,9 @@ impl Layout {
     }
 
     /// # Safety
-    /// As for [`read`].
+    /// The contract of [`read`].
     pub(crate) unsafe fn set(&mut self, attribute: u32, value: *const c_void, bytes: usize) -> Result<(), u32> {
-        // SAFETY: the caller's promise, here and below.
+        // SAFETY: The caller upholds the contract, here and below.
         unsafe {
             match attribute {
                 0 => self.data_type = read(value, bytes)?,
@@ -159,11 +159,11 @@ impl Layout {
     }
 }
 
-/// What `cublasLtMatmulPreference_t` points to.
+/// The object behind a `cublasLtMatmulPreference_t`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Preference {
     pub(crate) workspace_bytes: u64,
-    /// Of A, B, C, D, in bytes.
+    /// The alignments of A, B, C and D, in bytes.
     pub(crate) alignments: [u32; 4],
 }
 
@@ -174,15 +174,15 @@ impl Default for Preference {
 }
 
 impl Preference {
-    /// For operands that are aligned to their elements.
+    /// Returns the preference for operands that are aligned to their elements.
     pub(crate) fn without_alignment(workspace_bytes: u64) -> Self {
         Self { workspace_bytes, alignments: [1; 4] }
     }
 
     /// # Safety
-    /// As for [`read`].
+    /// The contract of [`read`].
     pub(crate) unsafe fn set(&mut self, attribute: u32, value: *const c_void, bytes: usize) -> Result<(), u32> {
-        // SAFETY: the caller's promise, here and below.
+        // SAFETY: The caller upholds the contract, here and below.
         unsafe {
             match attribute {
                 1 => self.workspace_bytes = read(value, bytes)?,
@@ -193,7 +193,8 @@ impl Preference {
                     }
                     self.alignments[attribute as usize - 5] = alignment;
                 }
-                // How to search and reduce: there is one algorithm, whose sums always come in the same order.
+                // The search mode and the reduction scheme have no effect: there is one algorithm, whose sums always have the
+                // same order.
                 0 | 3 => _ = read::<u32>(value, bytes)?,
                 9 => _ = read::<f32>(value, bytes)?,
                 12 => _ = read::<u64>(value, bytes)?,

@@ -4,8 +4,8 @@
 //! but its context; each call names its stream and workspace. An algorithm states the workspace that it needs, and runs only
 //! the problem that it was found for.
 //!
-//! Not computed: matrices in row-major or tiled order, integers, complex and 8-bit types, epilogues with auxiliary outputs or
-//! gradients, vectors of alpha. Those find no algorithm (15).
+//! Not supported: matrices in row-major or tiled order, integers, complex and 8-bit types, epilogues with auxiliary outputs or
+//! gradients, and vectors of alpha. The heuristic finds no algorithm for them (15).
 
 #![allow(non_snake_case, reason = "the symbols have the vendor's names")]
 #![allow(unreachable_pub, reason = "exported symbols are public and used by nobody in Rust")]
@@ -34,19 +34,19 @@ static DESCRIPTIONS: Slots<Description> = Slots::new(*b"LtMatmul");
 static LAYOUTS: Slots<Layout> = Slots::new(*b"LtLayout");
 static PREFERENCES: Slots<Preference> = Slots::new(*b"LtPrefer");
 
-/// A copy of what a handle or descriptor stands for.
+/// Returns a copy of the object behind a handle or descriptor.
 ///
 /// # Safety
-/// `address` is null or was given by the function that makes descriptors of some kind.
+/// `address` must be null, or come from the function that creates descriptors of some kind.
 unsafe fn copy<T: Copy + Send>(slots: &Slots<T>, address: *mut c_void, missing: u32) -> Result<T, u32> {
     // SAFETY: forwarded to the caller.
     unsafe { slots.with(address, |value| *value) }.ok_or(missing)
 }
 
-/// The problem of a call.
+/// Returns the problem of a call.
 ///
 /// # Safety
-/// As for [`copy`], for each of them.
+/// The contract of [`copy`], for each address.
 unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> Result<Problem, u32> {
     // SAFETY: forwarded to the caller.
     let layout = |address| unsafe { copy(&LAYOUTS, address, INVALID_VALUE) };
@@ -56,14 +56,14 @@ unsafe fn problem(description: *mut c_void, [a, b, c, d]: [*mut c_void; 4]) -> R
 }
 
 export! {
-    /// Handles and descriptors are null or were given by the function that makes them.
+    /// Handles and descriptors must be null, or come from the function that creates them.
     call -> u32;
     checked in signatures against cudarc::cublaslt::sys, [unsafe fn];
 
     fn cublasLtCreate(handle: *mut *mut c_void) { create!(handle in HANDLES, Driver::get()?.home()?) }
 
     fn cublasLtDestroy(handle: *mut c_void) {
-        // SAFETY: the handle is null or was given by `cublasLtCreate`.
+        // SAFETY: The handle is null or came from `cublasLtCreate`.
         unsafe { HANDLES.remove(handle) }.map(|_| ()).ok_or(NOT_INITIALIZED)
     }
 
@@ -74,12 +74,12 @@ export! {
     }
 
     fn cublasLtMatmulDescDestroy(description: *mut c_void) {
-        // SAFETY: the descriptor is null or was given by its function.
+        // SAFETY: The descriptor is null or came from its function.
         unsafe { DESCRIPTIONS.remove(description) }.map(|_| ()).ok_or(INVALID_VALUE)
     }
 
     fn cublasLtMatmulDescSetAttribute(description: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
-        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
         unsafe { DESCRIPTIONS.with(description, |description| description.set(attribute, value, bytes)) }
             .unwrap_or(Err(INVALID_VALUE))
     }
@@ -87,7 +87,7 @@ export! {
     fn cublasLtMatmulDescGetAttribute(
         description: *mut c_void, attribute: u32, value: *mut c_void, bytes: usize, written: *mut usize,
     ) {
-        // SAFETY: as above, for writing; and the place for the number is valid or null.
+        // SAFETY: As above, for writing. `written` is valid or null.
         unsafe { DESCRIPTIONS.with(description, |description| description.get(attribute, value, bytes, written)) }
             .unwrap_or(Err(INVALID_VALUE))
     }
@@ -97,12 +97,12 @@ export! {
     }
 
     fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) {
-        // SAFETY: the descriptor is null or was given by its function.
+        // SAFETY: The descriptor is null or came from its function.
         unsafe { LAYOUTS.remove(layout) }.map(|_| ()).ok_or(INVALID_VALUE)
     }
 
     fn cublasLtMatrixLayoutSetAttribute(layout: *mut c_void, attribute: u32, value: *const c_void, bytes: usize) {
-        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
         unsafe { LAYOUTS.with(layout, |layout| layout.set(attribute, value, bytes)) }.unwrap_or(Err(INVALID_VALUE))
     }
 
@@ -111,36 +111,36 @@ export! {
     }
 
     fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) {
-        // SAFETY: the descriptor is null or was given by its function.
+        // SAFETY: The descriptor is null or came from its function.
         unsafe { PREFERENCES.remove(preference) }.map(|_| ()).ok_or(INVALID_VALUE)
     }
 
     fn cublasLtMatmulPreferenceSetAttribute(
         preference: *mut c_void, attribute: u32, value: *const c_void, bytes: usize,
     ) {
-        // SAFETY: the descriptor is null or was given by its function, and so many bytes are readable, or the place is null.
+        // SAFETY: The descriptor is null or came from its function, and `value` is null or readable for `bytes` bytes.
         unsafe { PREFERENCES.with(preference, |preference| preference.set(attribute, value, bytes)) }
             .unwrap_or(Err(INVALID_VALUE))
     }
 
-    /// There is one algorithm for each problem that the kernels can compute.
+    /// Finds one algorithm for each problem that the kernels can compute.
     fn cublasLtMatmulAlgoGetHeuristic(
         handle: *mut c_void, description: *mut c_void,
         a: *mut c_void, b: *mut c_void, c: *mut c_void, d: *mut c_void,
         preference: *mut c_void, wanted: i32, results: *mut HeuristicResult, found: *mut i32,
     ) {
-        // SAFETY: the handle is null or was given by its function.
+        // SAFETY: The handle is null or came from its function.
         unsafe { copy(&HANDLES, handle, NOT_INITIALIZED) }?;
         if wanted < 1 || results.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: the caller gives a place for the number, or null.
+        // SAFETY: `found` is null or valid for a write.
         unsafe { put(found, 0, INVALID_VALUE) }?;
-        // SAFETY: the descriptors are null or were given by their functions.
+        // SAFETY: The descriptors are null or came from their functions.
         let (problem, preference) =
             unsafe { (problem(description, [a, b, c, d])?, copy(&PREFERENCES, preference, INVALID_VALUE)?) };
         let result = Algorithm::of(&problem, &preference).result();
-        // SAFETY: there is room for one result at least, and the place for the number was found good above.
+        // SAFETY: There is space for at least one result, and the check above has shown that `found` is not null.
         unsafe {
             results.write(result);
             found.write(1);
@@ -148,18 +148,18 @@ export! {
         Ok(())
     }
 
-    /// Without an algorithm it takes the one that the heuristic would give for the workspace.
+    /// Multiplies. Without an algorithm, uses the one that the heuristic would return for the workspace.
     fn cublasLtMatmul(
         handle: *mut c_void, description: *mut c_void, alpha: *const c_void,
         a: *const c_void, a_layout: *mut c_void, b: *const c_void, b_layout: *mut c_void, beta: *const c_void,
         c: *const c_void, c_layout: *mut c_void, d: *mut c_void, d_layout: *mut c_void,
         algorithm: *const Algorithm, workspace: *mut c_void, workspace_bytes: usize, stream: *mut c_void,
     ) {
-        // SAFETY: the handle is null or was given by its function.
+        // SAFETY: The handle is null or came from its function.
         let home = unsafe { copy(&HANDLES, handle, NOT_INITIALIZED) }?;
-        // SAFETY: the descriptors are null or were given by their functions.
+        // SAFETY: The descriptors are null or came from their functions.
         let problem = unsafe { problem(description, [a_layout, b_layout, c_layout, d_layout]) }?;
-        // SAFETY: the caller gives an algorithm, or null.
+        // SAFETY: The algorithm is valid or null.
         let algorithm = match unsafe { algorithm.as_ref() } {
             Some(algorithm) => *algorithm,
             None => Algorithm::of(&problem, &Preference::without_alignment(workspace_bytes as u64)),
@@ -168,7 +168,7 @@ export! {
             alpha, beta, a: a as u64, b: b as u64, c: c as u64, d: d as u64,
             workspace: workspace as u64, workspace_bytes: workspace_bytes as u64, stream,
         };
-        // SAFETY: alpha and beta are valid or null, where the description says, and the stream is one of the driver.
+        // SAFETY: Alpha and beta are valid or null, where the description states, and the stream belongs to the driver.
         unsafe { problem.run(home, &algorithm, &operands) }
     }
 }

@@ -1,4 +1,4 @@
-//! A matrix product as its descriptors have it.
+//! A matrix product, as its descriptors specify it.
 
 use std::ffi::c_void;
 use std::hash::{Hash, Hasher};
@@ -12,21 +12,21 @@ use highwater_simulated_blas::types::{Compute, R_32F, R_64F, scale};
 use crate::algorithm::Algorithm;
 use crate::attributes::{Description, Layout};
 
-/// Addresses that are taken for workspaces.
 /// `CUBLASLT_EPILOGUE_DEFAULT`.
 const NO_EPILOGUE: u32 = 1;
+/// The alignment of a workspace address that is accepted.
 const WORKSPACE_ALIGNMENT: u64 = 16;
 
-/// A product, checked.
+/// A product whose descriptors were checked.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Problem {
-    /// Without addresses and scales.
+    /// The product without addresses and scales.
     product: Product,
-    /// What `product.bias` will be.
+    /// The value for `product.bias`.
     bias: u64,
 }
 
-/// What a call brings along.
+/// The arguments of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Operands {
     pub(crate) alpha: *const c_void,
@@ -42,7 +42,8 @@ pub(crate) struct Operands {
 
 impl Problem {
     /// # Errors
-    /// `INVALID_VALUE` for what does not fit together, `NOT_SUPPORTED` for what the kernels cannot do.
+    /// `INVALID_VALUE` for descriptors that contradict each other, `NOT_SUPPORTED` for products that the kernels cannot
+    /// compute.
     pub(crate) fn new(description: &Description, layouts: [Layout; 4]) -> Result<Self, u32> {
         let [a, b, c, d] = layouts;
         let compute = Compute::new(description.compute_type)?;
@@ -67,17 +68,17 @@ impl Problem {
             || !matches!(description.epilogue, 1 | 2 | 4 | 6 | 32 | 36)
             || layouts.iter().any(|layout| layout.is_special || layout.order != 0);
         let bias_type = u32::try_from(description.bias_type).unwrap_or(d.data_type);
-        // A bias is of the type of D; 32 bits beside halves are in the manual for some types only, and harmless.
+        // A bias has the type of D. The manual lists 32 bits beside halves for some types only, but it is harmless.
         let bias_fits = !has_bias || bias_type == d.data_type || (bias_type == R_32F && d.data_type != R_64F);
         if special || description.scale_type != compute.scale || c.data_type != d.data_type || !bias_fits {
             return Err(NOT_SUPPORTED);
         }
         compute.check(description.compute_type, a.data_type, b.data_type, d.data_type)?;
-        // Nothing to multiply is nothing that an algorithm is for.
+        // An empty product has no algorithm.
         if [m, n, k].contains(&0) {
             return Err(INVALID_VALUE);
         }
-        // Checked above not to be negative.
+        // The check above excludes negative numbers.
         let number = |value: i64| value.unsigned_abs();
         let product = Product {
             device: 0,
@@ -118,12 +119,12 @@ impl Problem {
         Ok(Self { product, bias: description.bias })
     }
 
-    /// Bytes of all intermediate results at once.
+    /// Returns the bytes of all intermediate results together.
     pub(crate) fn intermediate_bytes(&self) -> u64 {
         self.product.intermediate_bytes()
     }
 
-    /// A number that another problem has by accident only.
+    /// Returns a number that differs between problems, except by accident.
     pub(crate) fn fingerprint(&self) -> u64 {
         let p = &self.product;
         let mut hasher = std::hash::DefaultHasher::new();
@@ -137,7 +138,7 @@ impl Problem {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// Alpha and beta are null or valid, on the host or the device as the description says, and the stream is one of the
+    /// Alpha and beta must be null or valid, on the host or the device as the description states. The stream must belong to the
     /// driver.
     pub(crate) unsafe fn run(&self, home: Home, algorithm: &Algorithm, operands: &Operands) -> Result<(), u32> {
         let &Operands { alpha, beta, a, b, c, d, workspace, workspace_bytes, stream } = operands;
@@ -151,7 +152,7 @@ impl Problem {
         }
         let mut product = self.product;
         let on_device = product.device_scales != 0;
-        // SAFETY: the caller says that alpha and beta are valid.
+        // SAFETY: The caller promises that alpha and beta are valid.
         let [alpha, beta] = [alpha, beta].map(|place| unsafe { scale(place, product.scale_type, on_device) });
         let reads_c = on_device || f64::from_bits(beta) != 0.0;
         let in_place = c == d && (product.ldc, product.stride_c) != (product.ldd, product.stride_d);
@@ -161,12 +162,12 @@ impl Problem {
         product.device = home.device;
         (product.stream, product.a, product.b, product.c, product.d) = (stream, a, b, c, d);
         (product.bias, product.alpha, product.beta) = (self.bias, alpha, beta);
-        // As the library: with an alpha of 0 on the host there is no epilogue.
+        // As in the library: with an alpha of 0 on the host there is no epilogue.
         if !on_device && f64::from_bits(alpha) == 0.0 {
             product.epilogue = NO_EPILOGUE;
         }
         (product.workspace, product.workspace_bytes) = (workspace, needed);
-        // SAFETY: forwarded to the caller.
+        // SAFETY: The caller upholds the contract.
         unsafe { Driver::get()?.launch(&product) }
     }
 }

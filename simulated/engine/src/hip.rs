@@ -40,7 +40,7 @@ pub mod host_flags {
 
 /// Kinds of memory, as `hipPointerGetAttributes` gives them since HIP 6.
 pub mod memory_type {
-    /// Nobody's that the runtime knows.
+    /// Memory that the runtime does not know.
     pub const UNREGISTERED: i32 = 0;
     /// Page-locked memory.
     pub const HOST: i32 = 1;
@@ -309,7 +309,7 @@ pub fn free_ordered(address: u64, raw_stream: u64) -> Answer<()> {
     memory::free_ordered(address, raw_stream)
 }
 
-/// What `hipPointerGetAttributes` tells.
+/// The result of `hipPointerGetAttributes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pointer {
     /// One of [`memory_type`].

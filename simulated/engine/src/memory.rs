@@ -18,7 +18,7 @@ impl Simulation {
         let addresses: Vec<u64> =
             MEMORY.blocks.read().iter().filter(|(_, block)| own(block)).map(|(&start, _)| start).collect();
         for address in addresses {
-            // Who frees it meanwhile has freed it.
+            // Another thread that frees it in the meantime has freed it.
             let _ = self.free_block(address);
         }
     }

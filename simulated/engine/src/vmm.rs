@@ -244,7 +244,7 @@ pub fn free_addresses(address: u64, bytes: usize) -> Answer<()> {
     Ok(())
 }
 
-/// `cuMemMap`. Nobody has access before `cuMemSetAccess`.
+/// `cuMemMap`. The memory is not accessible before `cuMemSetAccess`.
 ///
 /// # Errors
 /// 1 for an unknown handle, for ranges that are not multiples of [`GRANULARITY`], not reserved, mapped already or longer
